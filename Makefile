@@ -4,12 +4,15 @@
 # make nightly  every test, with the property tests at their largest
 # make lint     ruff and mypy
 # make docs     the documentation's site, into site/; a broken link fails
-# make setup    the set-up alone
+# make wheel    an installable package with its machine code, into dist/
+# make setup    a developer's environment alone
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# What serving needs, and what a developer needs beside it.
+SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
 # Which torch: the build that the index TORCH_INDEX=URL has; without one, the CPU's build, which uv
@@ -23,9 +26,9 @@ ARGS ?=
 JOBS ?= 3
 # Bytecode is kept, whatever the shell says: tests start hundreds of Python processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-CHECKED := tests/test_layering.py tests/test_size.py tests/test_lint.py tests/drafters tests/vocab_store tests/engine tests/api
+CHECKED := tests/test_layering.py tests/test_lint.py tests/drafters tests/vocab_store tests/engine tests/api
 
-.PHONY: serve check test nightly setup lint docs help
+.PHONY: serve check test nightly setup lint docs wheel help
 .DELETE_ON_ERROR:
 
 help:
@@ -33,23 +36,33 @@ help:
 
 setup: $(STAMP)
 
-# Nothing is installed again while these files stay as they are. torch comes first: what is
-# installed after it takes the build that is there.
-$(STAMP): pyproject.toml constraints.txt constraints-triton.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tailor needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+
+# Nothing is installed again while these files stay as they are. torch comes first: what is
+# installed after it takes the build that is there. Machine code is made once a machine: other
+# clones find it in the user's cache folder.
+$(SERVES): pyproject.toml constraints.txt setup.py | $(BIN)/python
 	@echo "Setting up $(VENV) (a few minutes the first time)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "  torch"
 	@if test -n "$(TORCH_INDEX)"; then $(PIP) --index-url "$(TORCH_INDEX)" torch==2.13.0; \
 	elif command -v nvidia-smi >/dev/null; then false; \
 	else $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu -c constraints.txt torch==2.13.0; \
 	fi || { echo "  (from pip's usual index)"; $(PIP) torch==2.13.0; }
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) -r constraints-triton.txt
 	@echo "  everything else"
+	@$(PIP) -e '.[compile]'
+	@command -v cc >/dev/null || $(PIP) ziglang
+	@$(BIN)/python -m server.machine_code
+	@touch $@
+
+$(STAMP): $(SERVES) constraints-triton.txt
+	@echo "  a developer's tools"
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) -r constraints-triton.txt
 	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
-serve: $(STAMP)
+serve: $(SERVES)
 	@exec $(BIN)/tailor serve --hello $(ARGS)
 
 check: $(STAMP)
@@ -68,3 +81,6 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/zensical build --clean --strict
+
+wheel: | $(BIN)/python
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .

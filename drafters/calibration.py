@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drafters.arrays import Float64, Int32
 from drafters.atomic_file import replacing
+from drafters.json_text import parsed
 from drafters.shared_counts import Counts
 from drafters.tree import DraftTree
 
@@ -174,12 +175,12 @@ class Calibration:
         """The Calibration of a saved file. Raises CalibrationError for a damaged file or other
         sources."""
         try:
-            body = json.loads(Path(path).read_text())
+            body = parsed(Path(path).read_text())
             if body["kind"] != "drafter calibration" or body["version"] != VERSION:
                 raise CalibrationError(f"{path} is not a version {VERSION} drafter calibration")
             if body["sources"] != list(sources):
                 raise CalibrationError(
-                    f"{path} is for the sources {body['sources']}, not {list(sources)}"
+                    f"{path} is for the sources {str(body['sources'])[:80]}, not {list(sources)}"
                 )
             table = cls(sources, prior=float(body["prior"]), memory=float(body["memory"]))
             offered = np.asarray(body["offered"], np.float64)
@@ -187,7 +188,7 @@ class Calibration:
         except CalibrationError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(f"{path} cannot be read: {error}") from error
+            raise CalibrationError(f"{path} cannot be read: {str(error)[:100]}") from error
         good = (
             body["shape"] == list(table.shape)
             and offered.shape == accepted.shape == table.offered.shape

@@ -12,22 +12,25 @@ propose both the first token of an answer and its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, write_arrays
 from drafters.arrays import Float64, Int32, Int64
 from drafters.auto.automaton import Automaton, build_automaton
 from drafters.auto.copy_prior import CopyPrior, learn_copy_prior
 from drafters.auto.nearest import Nearest, build_nearest
-from drafters.corpus_file import KIND, VERSION
+from drafters.auto.trust import is_evidence
+from drafters.corpus_file import KIND, NUMBERS, VERSION, read_corpus
 from drafters.published.ngram_tables import NGramTables, count_ngrams
 
 Progress = Callable[[str, float], None]
+
+_PARTS = ("tables", "automaton", "nearest", "copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,58 +113,45 @@ class Corpus:
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": self.token_ids,
             "document_starts": self.document_starts,
+            "trust.evidence": self.evidence,
+            "trust.outcomes": self.outcomes,
         }
-        parts = (
-            ("tables", self.tables),
-            ("automaton", self.automaton),
-            ("nearest", self.nearest),
-            ("copies", self.copies),
-        )
-        for prefix, part in parts:
-            for name, array in part.arrays().items():
-                arrays[f"{prefix}.{name}"] = array
-        arrays["trust.evidence"] = self.evidence
-        arrays["trust.outcomes"] = self.outcomes
+        for prefix in _PARTS:
+            part = getattr(self, prefix)
+            values = {field.name: getattr(part, field.name) for field in fields(part)}
+            arrays |= {f"{prefix}.{n}": v for n, v in values.items() if isinstance(v, np.ndarray)}
         write_arrays(
             path,
             kind=KIND,
             version=VERSION,
             fingerprint=self.fingerprint,
-            meta={
-                "n_max": self.tables.n_max,
-                "p_min": self.tables.p_min,
-                "num_tokens": self.num_tokens,
-                "num_documents": self.num_documents,
-            },
+            meta={name: getattr(self.tables, name) for name in NUMBERS},
             arrays=arrays,
         )
 
     @classmethod
     def load(cls, path: Path | str, *, fingerprint: str | None) -> Corpus:
-        """Map what save() wrote. None skips the tokenizer check (only for looking at a file).
+        """Map what save() wrote, once it is checked. None is any tokenizer (only for looking at a
+        file). Raises as read_corpus does."""
+        meta, arrays, _ = read_corpus(path, fingerprint=fingerprint)
 
-        Raises FileNotFoundError, FingerprintError (another tokenizer) or ArrayFileError.
-        """
-        meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
-
-        def part(prefix: str) -> dict[str, npt.NDArray[Any]]:
+        def part(prefix: str) -> dict[str, Any]:
             start = len(prefix) + 1
             return {n[start:]: a for n, a in arrays.items() if n.startswith(prefix + ".")}
 
-        try:
-            return cls(
-                str(meta["fingerprint"]),
-                arrays["token_ids"],
-                arrays["document_starts"],
-                NGramTables.from_arrays(meta, part("tables")),
-                Automaton.from_arrays(part("automaton")),
-                Nearest.from_arrays(part("nearest")),
-                CopyPrior.from_arrays(part("copies")),
-                arrays["trust.evidence"],
-                arrays["trust.outcomes"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArrayFileError(f"{path} lacks a part of a corpus: {error}") from error
+        if not is_evidence(arrays["trust.evidence"], arrays["trust.outcomes"]):
+            raise ArrayFileError(f"{path} is damaged: its evidence is of other cells")
+        return cls(
+            str(meta["fingerprint"]),
+            arrays["token_ids"],
+            arrays["document_starts"],
+            NGramTables(*(meta[name] for name in NUMBERS), **part("tables")),
+            Automaton(**part("automaton")),
+            Nearest(**part("nearest")),
+            CopyPrior(**part("copies")),
+            arrays["trust.evidence"],
+            arrays["trust.outcomes"],
+        )
 
 
 def build_corpus(

@@ -1,166 +1,106 @@
-"""How the package compiles: numba in nopython mode, cached on disk where a folder is writable.
+"""Compiled functions: how they are declared, and where their machine code comes from.
 
-numba tries `NUMBA_CACHE_DIR`, then `__pycache__` beside the module, then the user's cache
-directory, so a read-only installation still starts from a cache. Where none of these is writable,
-numba refuses at decoration time; then the function is compiled anew in each process.
+    @compiled, @allocating, @borrowing, @inlined    called from compiled code
+    @entry                                          above one of them: Python calls it, too
 
-By itself numba reuses cached code as long as the function's own file is unchanged. But called
-functions, constants and record fields are compiled in from other files. So `keep_while_unchanged`
-makes the cache depend on all sources that a package's machine code is made of: its own, and those
-of this package that it calls. Code of other sources lies in another folder; the code of a few
-versions before is kept, for processes that still run, and older code is removed.
+numba is only the compiler. It runs in processes of its own (drafters/ahead.py) and leaves object
+code, so that a process that drafts or serves imports neither numba nor llvmlite. Where that code
+lies is in drafters/library.py.
+
+What Python calls has its signature in its annotations: int and float are 64 bits wide, bool, an
+array of drafters.arrays (C order), tuples and NamedTuples of these. Its results are numbers or
+tuples of numbers; arrays are written in place. numba knows what a function that is not an entry
+takes by itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import os
-import re
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numba
-from numba.core import caching
+from drafters.library import Door, fail, load
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_njit: Any = numba.njit  # its type knows no _nrt
 
-_IMPORT = re.compile(rb"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
-_OWN = __name__.rpartition(".")[0]
-_packages: dict[Path, str] = {}  # folder: its dotted name
+class Function:
+    """A function that compiled code calls. flags: numba's. Python runs it as it is written, which
+    is slow: for tests and debuggers."""
 
-_KEPT = "kept-"  # folders of code, by the digest of its sources
-_NUM_BEFORE = 3  # of other sources that are kept beside
+    def __init__(self, function: Callable[..., Any], **flags: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.py_func = function
+        self._flags = flags
 
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """As numba knows it. Divisions by 0 are those of floats."""
+        import numba
 
-def sources(package: str, folder: Path) -> dict[str, bytes]:
-    """{module: its text} of the sources that a package's machine code is made of.
+        compile_: Any = numba.njit  # its type knows no _nrt
+        return compile_(nogil=True, error_model="numpy", **self._flags)(self.py_func)
 
-    These are the modules that import numba or this one, and what they import of the package and of
-    this one. What else the process has imported changes nothing.
-    """
-    own = _texts(package, folder)
-    texts = {**_texts(_OWN, Path(__file__).parent), **own}
-    imports = {name: _imported(text) for name, text in texts.items()}
-    waiting = [
-        name
-        for name in own
-        if any(other == __name__ or other.split(".")[0] == "numba" for other in imports[name])
-    ]
-    wanted = set(waiting)
-    while waiting:
-        found = (imports[waiting.pop()] & texts.keys()) - wanted
-        wanted |= found
-        waiting += found
-    return {name: texts[name] for name in sorted(wanted)}
+    @property
+    def _numba_type_(self) -> Any:
+        """What numba takes the name of the function for."""
+        from numba import types
+
+        return types.Dispatcher(self.dispatcher)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.py_func(*arguments)
 
 
-def _texts(package: str, folder: Path) -> dict[str, bytes]:
-    """{module: its text} of a package."""
-    found = {}
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).with_suffix("").parts
-        found[".".join((package, *parts)).removesuffix(".__init__")] = path.read_bytes()
-    return found
+class Entry(Door):
+    """A function that Python calls. function: None where only its name is known. runs: see
+    entry_run_by."""
 
-
-def _imported(text: bytes) -> set[str]:
-    """What a module may import: `from a import b` is a, and a.b."""
-    found = set()
-    for module, names, plain in _IMPORT.findall(text):
-        name = (module or plain).decode()
-        found.add(name)
-        found.update(f"{name}.{word.decode()}" for word in re.findall(rb"\w+", names))
-    return found
-
-
-@functools.cache
-def _digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for name, text in sources(_packages[folder], folder).items():
-        digest.update(f"{name} {len(text)} ".encode() + text)
-    return digest.hexdigest()
-
-
-class _Fresh:
-    """A place of numba's where code of the packages is kept with a digest of all its sources."""
-
-    _py_file: str
+    def __init__(
+        self, module: str, name: str, function: Function | None, runs: Function | None
+    ) -> None:
+        super().__init__(name, load, fail)
+        self.module, self.name, self.function, self.runs = module, name, function, runs
+        if function is not None:
+            functools.update_wrapper(self, function.py_func)
 
     @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> Any:
-        """The place, or None: for another package's function, or where nothing can be written."""
-        if not any(folder in Path(py_file).parents for folder in _packages):
-            return None
-        return super().from_function(py_func, py_file)  # type: ignore[misc]
+    def of(cls, function: Any, runs: Any) -> Entry:
+        """The entry of a Function."""
+        return cls(function.__module__, function.__qualname__, function, runs)
 
-    def _own_digest(self) -> str:
-        return _digest(next(f for f in Path(self._py_file).parents if f in _packages))
+    @property
+    def py_func(self) -> Callable[..., Any]:
+        """The function as it is written."""
+        assert self.function is not None
+        return self.function.py_func
 
-    def get_cache_path(self) -> str:
-        """The folder of the code that is made of today's sources."""
-        around: str = super().get_cache_path()  # type: ignore[misc]
-        return os.path.join(around, _KEPT + self._own_digest()[:24])
-
-    def ensure_cache_path(self) -> None:
-        """Make the folder. Raises OSError where nothing can be written."""
-        folder = Path(self.get_cache_path())
-        is_new = not folder.is_dir()
-        super().ensure_cache_path()  # type: ignore[misc]
-        if is_new:
-            _forget_old(folder)
-
-    def get_source_stamp(self) -> tuple[Any, str]:
-        """The digest that cached code must have been compiled with."""
-        return super().get_source_stamp(), self._own_digest()  # type: ignore[misc]
+    @property
+    def _numba_type_(self) -> Any:
+        assert self.function is not None
+        return self.function._numba_type_
 
 
-def _forget_old(folder: Path) -> None:
-    """Remove what earlier versions left beside a folder of code, but for the last few."""
-    others = [other for other in folder.parent.glob(f"{_KEPT}*") if other != folder]
-    with contextlib.suppress(OSError):  # another process removes them, too
-        for other in sorted(others, key=lambda other: -other.stat().st_mtime)[_NUM_BEFORE:]:
-            shutil.rmtree(other, ignore_errors=True)
-        for file in folder.parent.glob("*.nb[ic]"):  # of versions that had no such folders
-            file.unlink()
+class Raw:
+    """A function made of LLVM IR, called by its address (raw_address). A module has them in a list.
+
+    name: its symbol. define: makes it in an llvmlite module. module: the one that declares it. Its
+    code may use all features of a target; that of entries uses those of the target's base.
+    """
+
+    def __init__(self, name: str, module: str, define: Callable[[Any], Any]) -> None:
+        self.name, self.module, self.define = name, module, define
 
 
-class InCacheFolder(_Fresh, caching.UserProvidedCacheLocator):
-    """Cached code in NUMBA_CACHE_DIR."""
+def compiled(function: Callable[_P, _R], **flags: Any) -> Callable[_P, _R]:
+    """A function that compiled code calls. It may make arrays, unless a borrowing one calls it."""
+    return cast(Callable[_P, _R], Function(function, **flags))
 
 
-class BesideSource(_Fresh, caching.InTreeCacheLocator):
-    """Cached code in `__pycache__` beside the module."""
-
-
-class InUserFolder(_Fresh, caching.UserWideCacheLocator):
-    """Cached code in the user's cache directory."""
-
-
-def keep_while_unchanged(package: str, folder: Path) -> None:
-    """Make the cache of a package's functions depend on all its sources. Called before they are
-    decorated. folder: that of its `__init__.py`."""
-    _packages[folder] = package
-    ours = [f"{__name__}.{cls.__name__}" for cls in (InCacheFolder, BesideSource, InUserFolder)]
-    theirs = [cls.__name__ for cls in caching.CacheImpl._locator_classes]
-    config: Any = numba.config
-    if not config.CACHE_LOCATOR_CLASSES.startswith(ours[0]):
-        rest = config.CACHE_LOCATOR_CLASSES or ",".join(theirs)
-        config.CACHE_LOCATOR_CLASSES = ",".join([*ours, rest])
-
-
-keep_while_unchanged(_OWN, Path(__file__).parent)
-
-
-def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function` compiled on first use, without the GIL, never in object mode."""
-    return _compiled(function)
+def allocating(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`compiled`, and it makes arrays, whoever calls it."""
+    return compiled(function, _nrt=True)
 
 
 def borrowing(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -169,7 +109,7 @@ def borrowing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     Numba counts a reference for each array that is taken out of a record, and every count is an
     atomic instruction: these took half of a proposal's time. Such a function calls `inlined` ones.
     """
-    return _compiled(function, _nrt=False)
+    return compiled(function, _nrt=False)
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -178,11 +118,22 @@ def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
     For inner functions that take records: a record of ten arrays is eighty words, which every call
     would copy.
     """
-    return _compiled(function, _nrt=False, forceinline=True)
+    return compiled(function, _nrt=False, forceinline=True)
 
 
-def _compiled(function: Callable[_P, _R], **flags: bool) -> Callable[_P, _R]:
-    try:
-        return cast(Callable[_P, _R], _njit(cache=True, nogil=True, **flags)(function))
-    except RuntimeError:  # "cannot cache function: no locator available for file ..."
-        return cast(Callable[_P, _R], _njit(cache=False, nogil=True, **flags)(function))
+def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A compiled function that Python calls. Raises what it raises, TypeError for arguments that
+    its annotations do not allow. It runs without the interpreter's lock."""
+    return cast(Callable[_P, _R], Entry.of(function, None))
+
+
+def entry_run_by(runs: Callable[..., int]) -> Callable[[Callable[..., Any]], Any]:
+    """An entry whose first parameter Python does not give: `runs` (address of the function, address
+    of its arguments, the last argument) calls it, as often as it likes, as int64 (arguments, first
+    argument), which gives 0 or what failed. It gives what failed, too, or 0."""
+    return lambda function: Entry.of(function, runs)
+
+
+def entry_of(module: str, name: str) -> Any:
+    """The entry of that name that a module declares, which is not imported."""
+    return Entry(module, name, None, None)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
 from drafters.arrays import Int32, Int64
 from drafters.auto.automaton import build_automaton
 from drafters.auto.copy_prior import learn_copy_prior
@@ -32,6 +32,13 @@ from drafters.published.ngram_tables import count_ngrams
 
 KIND = "learned outputs"
 VERSION = 1
+COLUMNS = {
+    "prompt_ids": Column("int32", ("prompt_tokens",), low=0),
+    "prompt_starts": Column("int64", ("examples+1",), cuts="prompt_tokens"),
+    "output_ids": Column("int32", ("tokens",), low=0),
+    "output_starts": Column("int64", ("examples+1",), cuts="tokens"),
+}
+"""Of a file of learned outputs; what several writers share has more (drafters.shared_outputs)."""
 MAX_MERGED_TOKENS = 250_000
 """A corpus of at most so many tokens is indexed together with the learned outputs. A larger one
 keeps its own index; learned outputs are then used only as retrieved examples."""
@@ -115,20 +122,17 @@ class LearnedOutputs:
         Raises FileNotFoundError; FingerprintError for another tokenizer's; ArrayFileError for
         another scope's, and for any other fault.
         """
-        meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
+        meta, arrays, _ = read_arrays(
+            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
+        )
         if meta.get("scope") != scope:
             raise ArrayFileError(f"{path} holds what another task or client taught")
-        try:
-            prompts = split(arrays["prompt_ids"], arrays["prompt_starts"])
-            outputs = split(arrays["output_ids"], arrays["output_starts"])
-            num_seen = int(meta["num_seen"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArrayFileError(f"{path} is damaged: {error}") from error
-        if len(prompts) != len(outputs):
-            raise ArrayFileError(f"{path} is damaged: prompts and outputs differ in number")
+        num_seen = meta.get("num_seen")
+        if type(num_seen) is not int or not 0 <= num_seen < 1 << 60:
+            raise ArrayFileError(f"{path} is damaged: it does not say how many were seen")
         self._examples = []
         self.num_tokens = self.num_prompt_tokens = 0
-        for prompt, output in zip(prompts, outputs, strict=True):
+        for prompt, output in examples_of(arrays):
             self.add(prompt, output)
         self.num_seen = num_seen
 
@@ -145,14 +149,14 @@ def starts_of(parts: Sequence[Int32]) -> Int64:
     return starts
 
 
-def split(ids: npt.NDArray[Any], starts: npt.NDArray[Any]) -> list[Int32]:
-    """The parts that `joined` and `starts_of` were made of. Raises ValueError."""
-    bounds = starts.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != ids.shape[0] or bounds != sorted(bounds):
-        raise ValueError("its starts do not fit its ids")
-    if ids.shape[0] and int(ids.min()) < 0:
-        raise ValueError("it holds negative ids")
-    return [np.array(ids[a:b], np.int32) for a, b in itertools.pairwise(bounds)]
+def examples_of(arrays: Mapping[str, npt.NDArray[Any]]) -> list[tuple[Int32, Int32]]:
+    """(prompt ids, output ids) of arrays that COLUMNS hold for; copies."""
+
+    def parts(name: str) -> list[Int32]:
+        ids, bounds = arrays[f"{name}_ids"], arrays[f"{name}_starts"].tolist()
+        return [np.array(ids[a:b], np.int32) for a, b in itertools.pairwise(bounds)]
+
+    return list(zip(parts("prompt"), parts("output"), strict=True))
 
 
 def build_layer(

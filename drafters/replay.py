@@ -293,8 +293,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError, AttributeError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
-    if hasattr(drafter, "warm_up"):
-        drafter.warm_up()
     result = replay(
         drafter,
         recordings,

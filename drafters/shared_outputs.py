@@ -22,8 +22,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, read_arrays, write_arrays
-from drafters.learned import KIND, VERSION, LearnedOutputs, joined, split, starts_of
+from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.learned import (
+    COLUMNS,
+    KIND,
+    VERSION,
+    LearnedOutputs,
+    examples_of,
+    joined,
+    starts_of,
+)
 from drafters.shared_counts import Counts, TableId
 
 Int32 = npt.NDArray[np.int32]
@@ -31,6 +39,13 @@ Place = tuple[int, int, int]
 """(time.time_ns() of its segment, a number of the segment, number of the example in it)"""
 
 NOWHERE: Place = (0, 0, 0)
+
+_COLUMNS = {
+    **COLUMNS,
+    "places": Column("int64", ("examples+1", 3), low=0),
+    "counts.*.cells": Column("int64", (None,), low=0, ascends=True),
+    "counts.*.values": Column("float64", (None,), low=0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +139,23 @@ def load_shared(path: Path, *, fingerprint: str | None, scope: str | None) -> Sh
 
     Raises FileNotFoundError; FingerprintError; ArrayFileError for all else that is not right.
     """
-    meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
+    meta, arrays, _ = read_arrays(
+        path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=_COLUMNS
+    )
     if scope is not None and meta.get("scope") != scope:
         raise ArrayFileError(f"{path} holds what another task or client taught")
     try:
         *places, floor = (tuple(row) for row in arrays["places"].tolist())
-        prompts = split(arrays["prompt_ids"], arrays["prompt_starts"])
-        outputs = split(arrays["output_ids"], arrays["output_starts"])
-        if not len(places) == len(set(places)) == len(prompts) == len(outputs):
-            raise ValueError("its parts differ in number")
-        if any(len(place) != 3 for place in (*places, floor)):
-            raise ValueError("its places have another shape")
-        held = dict(zip(places, zip(prompts, outputs, strict=True), strict=True))
+        if len(places) != len(set(places)):
+            raise ValueError("two examples have one place")
+        if type(meta.get("max_tokens", 0)) is not int:
+            raise ValueError("max_tokens is no number")
+        held = dict(zip(places, examples_of(arrays), strict=True))
         counts = {
             (str(drafter), str(corpus)): _counts(arrays, i, shapes)
             for i, (drafter, corpus, shapes) in enumerate(meta["tables"])
         }
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ArrayFileError(f"{path} is damaged: {error}") from error
     return SharedFile(SharedOutputs(held, floor), counts, meta)
 
@@ -152,8 +167,6 @@ def _counts(arrays: Mapping[str, npt.NDArray[Any]], i: int, shapes: Mapping[str,
             raise ValueError("its counts have another shape")
         values = np.zeros(num_rows * num_cells, np.float64)
         given = arrays[f"counts.{i}.{name}.values"]
-        if not bool(np.isfinite(given).all() and (given >= 0).all()):
-            raise ValueError("its counts are impossible")
         values[arrays[f"counts.{i}.{name}.cells"]] = given
         counts[name] = values.reshape(num_rows, num_cells)
     return counts

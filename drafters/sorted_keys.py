@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from drafters.arrays import Int64
-from drafters.jit import compiled
+from drafters.jit import compiled, entry
 
 
+@entry
 @compiled
 def find_row(keys: Int64, first: int, last: int, key: int) -> int:
     """Index of `key` in the ascending keys[first:last], or -1."""

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from loadtest.completion import ServerRefused, Timing, request_body, stream
 from loadtest.peer import CpuMeter, Peer, PeerFailed, ServerKeys, shuffled
 from loadtest.prompts import Example
+from loadtest.step_times import StepWatch
 from loadtest.trace import Arrival
 
 KV_USAGE = re.compile(r"^(?:tailor_|vllm:)kv_cache_usage_perc(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
@@ -56,30 +57,49 @@ class Ask:
     due_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answered request. index: its place in the cell. late_s: how long after its due time it
+    was sent (open loop; else 0)."""
+
+    index: int
+    example: Example
+    timing: Timing
+    late_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Cell:
     """What one server did at one level in one round; written by run_cell only.
 
-    late_s[i]: how long after its due time request i was sent (open loop; else 0). data_sets[i]:
-    where its prompt is from. foreign_cores: cores that others used meanwhile (CpuMeter).
-    kv_usage_after: the server's KV use once it was idle (fixed prompts); None where it does not
-    tell.
+    answers: in the order in which they ended. foreign_cores: cores that others used meanwhile
+    (CpuMeter). cpu_s: of the server's processes; None where they cannot be read. kv_usage_after:
+    the server's KV use once it was idle (fixed prompts); None for a server without that metric.
+    steps: the parts of its decode steps, where they were read (loadtest.step_times).
     """
 
     server: str
     level: Level
     round_id: int
-    timings: list[Timing] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)
-    data_sets: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     foreign_cores: float = 0.0
+    cpu_s: float | None = None
     kv_usage_after: float | None = None
+    steps: dict[str, float] | None = None
 
     @property
-    def tokens_per_s(self) -> float:
-        return sum(timing.num_tokens for timing in self.timings) / self.wall_s
+    def timings(self) -> list[Timing]:
+        return [answer.timing for answer in self.answers]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.timing.num_tokens for answer in self.answers)
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(answer.timing.text) for answer in self.answers)
 
 
 def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
@@ -99,6 +119,8 @@ class Plan:
     examples: the draws of the mix, or fixed prompts. tasks: the task of a data set, where it has
     one. trace: the arrivals that a `speed` level replays, with the example of each. wave: fixed
     prompts only: a cell has one request for each client, and at least so many, the prompts in turn.
+    fresh: a round has so many of the examples, the next ones; the first example is for warming up.
+    reads_steps: whether a cell with one request for each client reads the parts of decode steps.
     """
 
     examples: Sequence[Example]
@@ -106,6 +128,8 @@ class Plan:
     tasks: Mapping[str, str] = field(default_factory=dict)
     trace: Sequence[tuple[Arrival, Example]] = ()
     wave: int | None = None
+    fresh: int | None = None
+    reads_steps: bool = False
 
     def asks(self, level: Level, round_id: int) -> list[Ask]:
         """What a cell sends, in order of time."""
@@ -122,6 +146,11 @@ class Plan:
         examples = self.examples
         if self.wave is not None:
             examples = list(islice(cycle(examples), max(level.concurrency or 1, self.wave)))
+        if self.fresh is not None:
+            first, rest = examples[:1], examples[1:]
+            at = round_id * self.fresh
+            examples = [rest[(at + i) % len(rest)] for i in range(self.fresh)]
+            examples = first if round_id < 0 else examples
         due: Sequence[float | None] = [None] * len(examples)
         if level.rate is not None:
             due = arrival_times(len(examples), level.rate, round_id)
@@ -188,9 +217,10 @@ async def kv_usage_when_idle(client: httpx.AsyncClient, url: str, wait_s: float)
 class Conduct:
     """How a measurement is run.
 
-    num_warmups: unmeasured requests a server. max_foreign: a cell during which others used more
-    cores than this is run again, num_tries times at most, and the least disturbed one is kept; the
-    choice looks at others' CPU time only, never at a figure.
+    first_round: the number of the first of its rounds. num_warmups: unmeasured requests a server.
+    max_foreign: a cell during which others used more cores than this is run again, num_tries times
+    at most, and the least disturbed one is kept; the choice looks at others' CPU time only, never
+    at a figure.
     """
 
     num_rounds: int
@@ -198,6 +228,7 @@ class Conduct:
     pause_s: float
     max_foreign: float = float("inf")
     num_tries: int = 1
+    first_round: int = 0
 
 
 async def run_cell(
@@ -208,9 +239,12 @@ async def run_cell(
     asks: Sequence[Ask],
     *,
     salt: str,
+    reads_steps: bool = False,
 ) -> Cell:
     """Send every request at this level; failures are booked, not raised."""
     cell = Cell(peer.name, level, round_id)
+    together = reads_steps and peer.dialect == "tailor" and level.concurrency == len(asks)
+    watch = StepWatch(client, peer.url, len(asks)) if together else None
 
     async def one(index: int, due_s: float | None) -> None:
         ask = asks[index]
@@ -223,14 +257,18 @@ async def run_cell(
             body["include_speculation"] = True
         late = 0.0 if due_s is None else max(0.0, time.perf_counter() - due_s)
         try:
-            timing = await stream(client, peer.url, body)
+            timing = await stream(
+                client, peer.url, body, on_first_token=None if watch is None else watch.began
+            )
         except (ServerRefused, httpx.HTTPError) as error:
-            told = f"{ask.example.task}: {error or type(error).__name__}"
-            cell.failures.append(told[:200])
+            reason = f"{ask.example.task}: {error or type(error).__name__}"
+            cell.failures.append(reason[:200])
             return
-        cell.timings.append(timing)
-        cell.late_s.append(late)
-        cell.data_sets.append(ask.example.task)
+        if watch is not None:
+            watch.ended()
+        if not timing.chunk_s:  # EOS at once: a token that some servers neither show nor count
+            timing.num_tokens = max(1, timing.num_tokens)
+        cell.answers.append(Answer(index, ask.example, timing, late))
 
     began = time.perf_counter()
     if level.concurrency is None:
@@ -251,6 +289,8 @@ async def run_cell(
 
         await asyncio.gather(*(a_client() for _ in range(level.concurrency)))
     cell.wall_s = time.perf_counter() - began
+    if watch is not None:
+        cell.steps = await watch.found()
     return cell
 
 
@@ -264,7 +304,7 @@ async def capacity(
     for cell in cells:
         if cell.failures:
             raise PeerFailed(f"{peer.name}: {cell.failures[0]}")
-    return statistics.median(len(cell.timings) / cell.wall_s for cell in cells)
+    return statistics.median(len(cell.answers) / cell.wall_s for cell in cells)
 
 
 class IdleShares:
@@ -277,7 +317,7 @@ class IdleShares:
 
     def book(self, busy: Peer, before: Mapping[str, float], wall_s: float) -> None:
         """A turn of `busy` has ended; `before` is the meter's reading at its beginning."""
-        name = busy.where[1:] if busy.is_alias else busy.name
+        name = busy.process_name
         for other, used_s in self._meter.read().items():
             if other != name and other in before:
                 self._cpu_s[other] = self._cpu_s.get(other, 0.0) + used_s - before[other]
@@ -315,8 +355,12 @@ async def measure(
                 cell = await run_cell(
                     client, peer, level, round_id, plan.asks(level, round_id),
                     salt=peer.salt(f"{salt}-{round_id}-{level.label}-{attempt}"),
+                    reads_steps=plan.reads_steps,
                 )  # fmt: skip
-                wall_s = time.perf_counter() - began
+                wall_s, used = time.perf_counter() - began, meter.read()
+                process = peer.process_name
+                if process in before and process in used:
+                    cell.cpu_s = used[process] - before[process]
                 cell.foreign_cores = max(0.0, (meter.foreign_s() - foreign) / wall_s)
                 idle.book(peer, before, wall_s)
                 if plan.wave is not None:
@@ -337,7 +381,7 @@ async def measure(
             for peer in peers if first else ():
                 one = Level(concurrency=levels[0].concurrency or 1)
                 await run_cell(client, peer, one, -1, first, salt=peer.salt(f"{salt}-warm"))
-            for round_id in range(conduct.num_rounds):
+            for round_id in range(conduct.first_round, conduct.first_round + conduct.num_rounds):
                 for level in levels:
                     for peer in shuffled(peers, round_id, level.label):
                         progress.update(bar, description=f"{peer.name} {level.label}")

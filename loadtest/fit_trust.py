@@ -1,35 +1,32 @@
-"""Fit drafters/auto/default_trust.json: the trust that `auto` and `suffix` start with.
+"""`python -m loadtest.replay fit`: the trust that `auto` and `suffix` start with.
 
-    python -m loadtest.fit_trust --data ../shared/data
+It writes drafters/auto/default_trust.json and reads train splits only. Of each data set the last
+part is held out and replayed on a corpus of the rest: with that corpus, without it, and with a
+prediction made from the output by random edits; every data set counts for the same number of
+tokens. Expectation maximisation for the weights, then the factors that correct what they claim.
 
-Reads train splits only. Of each data set the last part is held out and replayed on a corpus of
-the rest: with that corpus, without it, and with a prediction made from the output by random edits;
-every data set counts for the same number of tokens.
-Expectation maximisation for the weights, then the factors that correct what they claim.
-
-    python -m loadtest.fit_trust --recorded DIR
-
-fits what the model's own logits are worth, and leaves the rest: DIR/SET/train.jsonl are a model's
-own answers with what it held likely (python -m loadtest.own_runs record).
+With --recorded it fits what the model's own logits are worth, and leaves the rest as it is:
+DIR/SET/train.jsonl are a model's own answers with what it held likely (`replay record`).
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from cyclopts import Parameter
 
 from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_FACTORS, NUM_LEVELS, NUM_SOURCES
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.seen import Seen
 from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
-from drafters.corpus import build_corpus
+from drafters.corpus import Corpus, build_corpus
 from drafters.replay import Recording, note_rows, read_recordings
-from loadtest.recordings import data_sets, load_tokenizer, read_split
+from loadtest.recordings import SetOptions, open_ids
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,7 +61,7 @@ def fit_logits(folder: Path) -> tuple[Floats, Floats]:
     own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, None)
     parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
     if not parts:
-        raise FileNotFoundError(f"{folder} has no SET/train.jsonl")
+        raise ValueError(f"{folder} has no SET/train.jsonl")
     for turn in range(ROUNDS):
         evidence = np.zeros((2, NUM_CELLS))
         outcomes = np.zeros((3, NUM_FACTORS))
@@ -102,28 +99,8 @@ def _write(path: Path, weights: Floats, factors: Floats) -> None:
     print(f"wrote {path}")
 
 
-def main() -> None:
-    """The command."""
-    root = Path(__file__).resolve().parent.parent
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--output", type=Path, default=DEFAULT_TRUST)
-    parser.add_argument("--held-out", type=int, default=100)
-    parser.add_argument("--recorded", type=Path, help="fit the logits alone, from these answers")
-    arguments = parser.parse_args()
-    if arguments.recorded is not None:
-        _write(arguments.output, *fit_logits(arguments.recorded))
-        return
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    parts = []
-    for name in data_sets(arguments.data):
-        examples = read_split(tokenizer, arguments.data, name, "train", 2400)
-        num_held = max(10, min(arguments.held_out, len(examples) // 4))
-        held, rest = examples[-num_held:], examples[:-num_held][-2000:]
-        corpus = build_corpus(((e.prompt_ids, e.output_ids) for e in rest), fingerprint="")
-        parts.append((name, corpus, held))
-        print(f"{name}: {corpus.num_tokens} tokens of corpus, {num_held} examples held out")
+def fit_sources(parts: Sequence[tuple[Corpus, Sequence[Recording]]]) -> tuple[Floats, Floats]:
+    """(weights, factors) of every source, from held-out examples beside a corpus of the rest."""
     # A flat start: longer matches are trusted more.
     weights = np.repeat(
         np.tile([0.02, 0.3, 0.5, 0.62, 0.7, 0.76, 0.82, 0.87, 0.91, 0.94], NUM_LEVELS // 10),
@@ -133,7 +110,7 @@ def main() -> None:
     for turn in range(ROUNDS):
         evidence = np.zeros((2, NUM_CELLS))
         outcomes = np.zeros((3, NUM_FACTORS))
-        for _name, corpus, held in parts:
+        for corpus, held in parts:
             num_tokens = sum(len(e.output_ids) for e in held)
             rng = random.Random(turn)
             for use, share, predicted in (
@@ -157,8 +134,32 @@ def main() -> None:
         weights = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
         factors = (outcomes[1] + 2.0) / (outcomes[0] + 2.0)
         print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
-    _write(arguments.output, weights, factors)
+    return weights, factors
 
 
-if __name__ == "__main__":
-    main()
+_SETS = SetOptions()
+
+
+def fit(
+    *,
+    sets: SetOptions = _SETS,
+    output: Annotated[Path, Parameter(name=("--output", "-o"))] = DEFAULT_TRUST,
+    held_out: Annotated[int, Parameter(help="train examples of a set to fit on")] = 100,
+) -> int:
+    """Fit the trust that drafters start with, from train splits; see loadtest.fit_trust.
+
+    Example: python -m loadtest.replay fit --data data -o trust.json
+    """
+    if sets.recorded is not None:
+        _write(output, *fit_logits(sets.recorded))
+        return 0
+    ids, parts = open_ids(sets.model), []
+    for name in sets.names():
+        examples = sets.read(ids, name, "train", sets.corpus_examples + 4 * held_out)
+        num_held = max(10, min(held_out, len(examples) // 4))
+        held, rest = examples[-num_held:], examples[:-num_held][-sets.corpus_examples :]
+        corpus = build_corpus(((e.prompt_ids, e.output_ids) for e in rest), fingerprint="")
+        parts.append((corpus, held))
+        print(f"{name}: {corpus.num_tokens} tokens of corpus, {num_held} examples held out")
+    _write(output, *fit_sources(parts))
+    return 0

@@ -25,25 +25,32 @@ Prints a table, then ends in one JSON line. Exits 1 when a goal is missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 from rich.console import Console
 
-from drafters import make_drafter
-from loadtest import machine
 from loadtest.fleet_faults import measure_faults
 from loadtest.fleet_model import measure_simulator
 from loadtest.fleet_process import FleetProcess
 from loadtest.fleet_scaling import measure_scaling
-from loadtest.fleet_traffic import NUM_TASKS, body, first_tokens, generated, many, percentile
-from loadtest.options import add_result_options, emit, refuse_busy_machine
+from loadtest.fleet_traffic import (
+    NUM_TASKS,
+    FleetOptions,
+    body,
+    first_tokens,
+    generated,
+    many,
+    percentile,
+)
+from loadtest.options import ResultOptions, emit, program, run
+from server.machine_code import make_ready
 
+app = program("fleet", __doc__)
 SEATS = 16  # of the tests' engine
 GOALS = {"linear": 0.95, "p50_ms": 3.0, "p95_ms": 8.0, "cached": 1.3, "accepted": 1.3}
 NUM_ANSWERS = 12
@@ -101,7 +108,7 @@ async def routed(url: str, times: int) -> tuple[float, float]:
 
 
 def measure_throughput(
-    fleet: FleetProcess, console: Console, options: argparse.Namespace
+    fleet: FleetProcess, console: Console, options: FleetOptions
 ) -> dict[str, Any]:
     """Tokens a second of 1, 2, 3 replicas."""
     rates = []
@@ -114,9 +121,7 @@ def measure_throughput(
     return {"tokens_per_s": rates, "linear": linear}
 
 
-def measure_ingress(
-    fleet: FleetProcess, console: Console, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure_ingress(fleet: FleetProcess, console: Console, options: FleetOptions) -> dict[str, Any]:
     """What the fleet adds to a first token."""
     fleet.deploy("--replicas", "1", "--step-s", "0.03")
     with FleetProcess("--single", "--step-s", "0.03") as single:
@@ -132,13 +137,9 @@ def measure_ingress(
     return told
 
 
-def measure_routing(
-    fleet: FleetProcess, console: Console, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure_routing(fleet: FleetProcess, console: Console, options: FleetOptions) -> dict[str, Any]:
     """Cached prompt tokens and accepted tokens a step, by policy."""
-    warm_up = getattr(make_drafter("auto"), "warm_up", None)
-    if warm_up is not None:  # compiled once here, not by three replicas while requests wait
-        warm_up()
+    make_ready()  # once here, not by three replicas while requests wait
     told: dict[str, Any] = {}
     for policy in ("tasks", "serve"):
         fleet.deploy("--replicas", "3", "--step-s", "0.01", "--policy", policy, "--drafts")
@@ -154,7 +155,7 @@ def measure_routing(
     return told
 
 
-Part = Callable[[FleetProcess, Console, argparse.Namespace], dict[str, Any]]
+Part = Callable[[FleetProcess, Console, FleetOptions], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "throughput": measure_throughput,
     "ingress": measure_ingress,
@@ -165,27 +166,23 @@ PARTS: dict[str, Part] = {
 }
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--part", action="append", choices=tuple(PARTS), help="repeat; default all")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each throughput (10)")
-    parser.add_argument("--rounds", type=int, default=150, help="first tokens of each (150)")
-    parser.add_argument("--times", type=int, default=16, help="requests of each task (16)")
-    parser.add_argument("--requests", type=int, default=2000, help="in flight with faults (2000)")
-    add_result_options(parser)
-    options = parser.parse_args()
-    refuse_busy_machine(options.max_load)
+_FLEET, _RESULTS = FleetOptions(), ResultOptions()
+
+
+@app.default
+def fleet(*, options: FleetOptions = _FLEET, results: ResultOptions = _RESULTS) -> int:
+    """Measure the parts on one Ray, print, and compare with the goals."""
+    results.refuse_busy_machine()
     console = Console(highlight=False)
-    told: dict[str, Any] = {}
-    with FleetProcess("--nodes", "3", "--replicas", "1") as fleet:
+    found: dict[str, Any] = {}
+    with FleetProcess("--nodes", "3", "--replicas", "1") as process:
         for name, measure in PARTS.items():
-            if options.part is None or name in options.part:
-                told[name] = measure(fleet, console, options)
-    missed = missed_goals(told)
+            if not options.part or name in options.part:
+                found[name] = measure(process, console, options)
+    missed = missed_goals(found)
     for goal in missed:
         console.print(f"missed: {goal}")
-    emit({"fleet": told, "missed": missed, "machine": machine.describe()}, options.json)
+    emit("fleet", {"fleet": found, "missed": missed}, results.json)
     return 1 if missed else 0
 
 
@@ -208,6 +205,11 @@ def missed_goals(told: dict[str, Any]) -> list[str]:
         if name.startswith("num_") and num:
             missed.append(f"faults {name}: {num}, goal 0")
     return missed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    return run(app, arguments)
 
 
 if __name__ == "__main__":

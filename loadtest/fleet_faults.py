@@ -8,7 +8,6 @@ it knew. Then it dies for good, and fewer requests follow.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import httpx
 from rich.console import Console
 
 from loadtest.fleet_process import FleetProcess
-from loadtest.fleet_traffic import NUM_TASKS, body, many, streamed
+from loadtest.fleet_traffic import NUM_TASKS, FleetOptions, body, many, streamed
 
 NUM_TEXTS = 200
 """Different requests; each is sent several times."""
@@ -87,9 +86,7 @@ class Flight:
             self.problems.add(f"{request(which)}: {told}: {text[:40]!r}")
 
 
-def measure_faults(
-    fleet: FleetProcess, console: Console, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure_faults(fleet: FleetProcess, console: Console, options: FleetOptions) -> dict[str, Any]:
     """Requests that were lost, and answers that were not a single server's: none."""
     with FleetProcess("--single") as single:
         wanted = asyncio.run(expected(single.url))

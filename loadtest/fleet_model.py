@@ -7,7 +7,6 @@ takes from there to the engine and back, of which the model is told one number, 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
@@ -17,10 +16,9 @@ import httpx
 from rich.console import Console
 
 from loadtest.fleet_process import FleetProcess
-from loadtest.fleet_traffic import body, first_tokens, many, percentile, streamed
+from loadtest.fleet_traffic import FleetOptions, body, first_tokens, many, percentile, streamed
 from server.fleet.costs import CostMeter, StepCosts
 from server.fleet.simulation import Arrival, Outcome, Simulation, synthetic
-from server.types import EngineStats
 
 NUM_REPLICAS, SEATS, MAX_ROWS = 3, 16, 128
 STEP_S, ROW_S = 0.03, 0.0005
@@ -48,9 +46,9 @@ async def play(url: str, arrivals: list[Arrival]) -> tuple[list[float], list[flo
 
 
 def step_costs(fleet: FleetProcess, meter: CostMeter) -> None:
-    """What the replicas' last steps took, for the meter."""
+    """What the replicas' steps took, for the meter."""
     for rows, step_s in json.loads(fleet.ask("steps", "STEPS")):
-        meter.observe(EngineStats(step_s=step_s, num_rows=rows))
+        meter.observe(rows, step_s)
 
 
 def measured_overhead_s(fleet: FleetProcess) -> float:
@@ -60,7 +58,7 @@ def measured_overhead_s(fleet: FleetProcess) -> float:
 
 
 def measure_simulator(
-    fleet: FleetProcess, console: Console, options: argparse.Namespace
+    fleet: FleetProcess, console: Console, options: FleetOptions
 ) -> dict[str, Any]:
     """Simulated over measured, of first tokens, whole answers and tokens a second."""
     del options

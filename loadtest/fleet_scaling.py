@@ -8,7 +8,6 @@ work is chance, so the model is asked for several PHASES of that; a fleet is one
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import time
@@ -29,7 +28,7 @@ from loadtest.fleet_model import (
     step_costs,
 )  # fmt: skip
 from loadtest.fleet_process import FleetProcess
-from loadtest.fleet_traffic import percentile
+from loadtest.fleet_traffic import FleetOptions, percentile
 from server.fleet.costs import CostMeter, StepCosts
 from server.fleet.scaling import ScalingNumbers
 from server.fleet.simulated_scaling import ScalingTimes, SimulatedScaling
@@ -104,9 +103,7 @@ async def _measure(
     return playing.result()[1], changes
 
 
-def measure_scaling(
-    fleet: FleetProcess, console: Console, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure_scaling(fleet: FleetProcess, console: Console, options: FleetOptions) -> dict[str, Any]:
     """Replicas over time and the 95th percentile of whole answers, simulated and measured."""
     del options
     fleet.deploy(

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import httpx
+from cyclopts import Parameter
 
 NUM_TASKS = 24
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetOptions:
+    """Which parts, and how much of each."""
+
+    part: Annotated[tuple[str, ...], Parameter(help="repeat; all without one")] = ()
+    seconds: Annotated[float, Parameter(help="of each throughput")] = 10.0
+    rounds: Annotated[int, Parameter(help="first tokens of each")] = 150
+    times: Annotated[int, Parameter(help="requests of each task")] = 16
+    requests: Annotated[int, Parameter(help="in flight with faults")] = 2000
 
 
 def many() -> httpx.Limits:

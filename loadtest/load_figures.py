@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.cells import Cell, Level
+from loadtest.cells import Answer, Cell, Level
 from loadtest.completion import Timing
 from loadtest.peer import Peer
 from loadtest.stats import median_interval, ratio, summarize
+from server.commands.quality import estimate, exact, f1
 
 SLO_NAMES = ("ttft", "tpot", "e2e")
 
@@ -45,66 +47,84 @@ def meets_slo(timing: Timing, late_s: float, slo: Mapping[str, float]) -> bool:
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
-def latencies(timings: Sequence[Timing], lates: Sequence[float]) -> dict[str, list[float]]:
+def latencies(answers: Sequence[Answer]) -> dict[str, list[float]]:
     """Every sample of LATENCIES, in seconds; the first and the last count from the due time."""
+    timings = [answer.timing for answer in answers]
     return {
-        "ttft_s": [t.ttft_s + x for t, x in zip(timings, lates, strict=True) if t.chunk_s],
+        "ttft_s": [a.timing.ttft_s + a.late_s for a in answers if a.timing.chunk_s],
         "tpot_s": [v for t in timings if (v := t.tpot_s) is not None],
         "itl_s": [gap for t in timings for gap in t.inter_chunk_s],
-        "e2e_s": [t.end_s - t.start_s + x for t, x in zip(timings, lates, strict=True)],
+        "e2e_s": [a.timing.end_s - a.timing.start_s + a.late_s for a in answers],
     }
 
 
 def _account(
-    timings: Sequence[Timing], lates: Sequence[float], num_failed: int, slo: Mapping[str, float]
+    answers: Sequence[Answer], num_failed: int, slo: Mapping[str, float]
 ) -> dict[str, Any]:
     """What a set of requests got, as JSON values; the failed ones met no objective."""
-    good = sum(meets_slo(t, late, slo) for t, late in zip(timings, lates, strict=True))
-    steps = sum((t.speculation or {}).get("steps", 0) for t in timings)
-    drafted = sum((t.speculation or {}).get("drafted_tokens", 0) for t in timings)
-    with_steps = sum(t.num_tokens for t in timings if t.speculation)
-    decode = summarize([v for t in timings if (v := t.decode_tokens_per_s) is not None])
+    good = sum(meets_slo(answer.timing, answer.late_s, slo) for answer in answers)
+    speculation = [a.timing.speculation for a in answers if a.timing.speculation]
+    steps = sum(one.get("steps", 0) for one in speculation)
+    drafted = sum(one.get("drafted_tokens", 0) for one in speculation)
+    with_steps = sum(a.timing.num_tokens for a in answers if a.timing.speculation)
+    decode = summarize([v for a in answers if (v := a.timing.decode_tokens_per_s) is not None])
     return {
-        "num_requests": len(timings) + num_failed,
+        "num_requests": len(answers) + num_failed,
         "num_good": good,
-        "good_share": good / max(1, len(timings) + num_failed),
+        "good_share": good / max(1, len(answers) + num_failed),
         "tokens_per_step": with_steps / steps if steps else None,
         "nodes_per_step": drafted / steps if steps else None,
         "decode_tokens_per_s": None if decode is None else decode.to_json(),
         **{
             name: None if (s := summarize(values)) is None else s.to_json()
-            for name, values in latencies(timings, lates).items()
+            for name, values in latencies(answers).items()
         },
     }
 
 
+def quality(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Exact match and word F1 of the answers whose data have a completion; None without one."""
+    pairs = [(a.example.completion, a.timing.text) for a in answers if a.example.completion]
+    if not pairs:
+        return None
+    return {
+        metric.__name__: asdict(estimate([metric(gold, text) for gold, text in pairs]))
+        for metric in (exact, f1)
+    }
+
+
 def by_round(cells: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, list[float | None]]:
-    """One figure a cell of: tokens/s, good requests/s, and the median of the streams' decode speed
-    and of each latency (TTFT: p95 and p99, too). None where a cell has none."""
+    """One figure a cell of: tokens/s, characters/s, good requests/s, CPU seconds per 1,000 tokens,
+    and the median of the streams' decode speed and of each latency (TTFT: p95 and p99, too). None
+    where a cell has none."""
     found: dict[str, list[float | None]] = {}
     for cell in cells:
-        samples = latencies(cell.timings, cell.late_s)
-        good = sum(
-            meets_slo(t, late, slo) for t, late in zip(cell.timings, cell.late_s, strict=True)
-        )
+        good = sum(meets_slo(answer.timing, answer.late_s, slo) for answer in cell.answers)
         figures: dict[str, float | None] = {
-            "tokens_per_s": cell.tokens_per_s,
+            "tokens_per_s": cell.num_tokens / cell.wall_s,
+            "chars_per_s": cell.num_chars / cell.wall_s,
             "goodput_per_s": good / cell.wall_s,
+            "cpu_s_per_1000": None,
         }
+        if cell.cpu_s is not None and cell.num_tokens:
+            figures["cpu_s_per_1000"] = 1000 * cell.cpu_s / cell.num_tokens
         decode = [v for t in cell.timings if (v := t.decode_tokens_per_s) is not None]
         figures["decode_tokens_per_s"] = None if (d := summarize(decode)) is None else d.p50
-        for name in LATENCIES:
-            told = summarize(samples[name])
-            figures[name] = None if told is None else told.p50
+        for name, values in latencies(cell.answers).items():
+            summary = summarize(values)
+            figures[name] = None if summary is None else summary.p50
             if name == "ttft_s":
-                figures["ttft_p95_s"] = None if told is None else told.p95
-                figures["ttft_p99_s"] = None if told is None else told.p99
+                figures["ttft_p95_s"] = None if summary is None else summary.p95
+                figures["ttft_p99_s"] = None if summary is None else summary.p99
         for name, value in figures.items():
             found.setdefault(name, []).append(value)
     return found
 
 
-RATIOS = ("tokens_per_s", "decode_tokens_per_s", *LATENCIES, "ttft_p95_s")
+RATIOS = (
+    "tokens_per_s", "chars_per_s", "decode_tokens_per_s", "cpu_s_per_1000", *LATENCIES,
+    "ttft_p95_s",
+)  # fmt: skip
 
 
 def _ratios(
@@ -121,12 +141,9 @@ def _ratios(
 
 def _of_data_set(cell: Cell, name: str) -> Cell:
     """The part of a cell whose prompts are from one data set."""
-    keep = [i for i, data_set in enumerate(cell.data_sets) if data_set == name]
     return replace(
         cell,
-        timings=[cell.timings[i] for i in keep],
-        late_s=[cell.late_s[i] for i in keep],
-        data_sets=[name] * len(keep),
+        answers=[answer for answer in cell.answers if answer.example.task == name],
         failures=[f for f in cell.failures if f.startswith(f"{name}: ")],
     )
 
@@ -134,63 +151,90 @@ def _of_data_set(cell: Cell, name: str) -> Cell:
 def _together(cells: Sequence[Cell]) -> dict[str, Any]:
     """What streams at once did to each other: the worst first token and silence in seconds, and
     the slowest stream's share of its cell's median speed."""
-    silences, shares = [], []
+    timings = [t for cell in cells for t in cell.timings]
+    shares = []
     for cell in cells:
-        silences += [gap for t in cell.timings for gap in t.inter_chunk_s]
         rates = sorted(t.end_to_end_tokens_per_s for t in cell.timings if t.chunk_s)
         if rates:
             shares.append(rates[0] / rates[len(rates) // 2])
-    firsts = [t.ttft_s for cell in cells for t in cell.timings if t.chunk_s]
     usages = [cell.kv_usage_after for cell in cells if cell.kv_usage_after is not None]
     return {
-        "worst_ttft_s": max(firsts, default=None),
-        "worst_silence_s": max(silences, default=None),
+        "worst_ttft_s": max((t.ttft_s for t in timings if t.chunk_s), default=None),
+        "worst_silence_s": max((gap for t in timings for gap in t.inter_chunk_s), default=None),
         "slowest_share": min(shares, default=None),
         "kv_usage_after": max(usages, default=None),
         "worst_foreign_cores": round(max((cell.foreign_cores for cell in cells), default=0.0), 2),
-        "num_runs": sum(len(cell.timings) for cell in cells),
-        "num_tokens": sorted({t.num_tokens for cell in cells for t in cell.timings}),
-        "num_cached_tokens": max(
-            (t.num_cached_tokens for cell in cells for t in cell.timings), default=0
-        ),
+        "num_runs": len(timings),
+        "num_tokens": sorted({t.num_tokens for t in timings}),
+        "num_cached_tokens": max((t.num_cached_tokens for t in timings), default=0),
     }
 
 
-def _row(own: Sequence[Cell], of_base: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, Any]:
-    """One server at one level. of_base: the first server's cells there, the same for itself."""
-    timings = [t for c in own for t in c.timings]
+def _same_text(own: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]:
+    """How many answers have the text (the ids, where both have them) that the first server's answer
+    to the same request has, and where the first of the others differs."""
+    said = {(c.round_id, a.index): a.timing for c in base for a in c.answers}
+    found: dict[str, Any] = {"num_compared": 0, "num_same": 0, "first_difference": None}
+    for cell in own:
+        for answer in cell.answers:
+            ours, theirs = answer.timing, said.get((cell.round_id, answer.index))
+            if theirs is None:
+                continue
+            found["num_compared"] += 1
+            ids = bool(ours.token_ids and theirs.token_ids)
+            if ours.token_ids == theirs.token_ids if ids else ours.text == theirs.text:
+                found["num_same"] += 1
+            elif found["first_difference"] is None:
+                a, b = ours.text, theirs.text
+                short = min(len(a), len(b))
+                at = next((i for i in range(short) if a[i] != b[i]), short)
+                found["first_difference"] = {
+                    "prompt": answer.example.task, "at": at, "text": a[at : at + 40],
+                }  # fmt: skip
+    return found
+
+
+def _steps(cells: Sequence[Cell]) -> dict[str, float] | None:
+    """The median over the cells of each part of a decode step; None where none was read."""
+    read = [cell.steps for cell in cells if cell.steps is not None]
+    return {key: median([one[key] for one in read]) for key in read[0]} if read else None
+
+
+def _row(own: Sequence[Cell], base: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, Any]:
+    """One server at one level. base: the first server's cells of the same rounds; none for itself,
+    and where a round lacks one."""
+    answers = [answer for cell in own for answer in cell.answers]
     wall = sum(c.wall_s for c in own)
     num_failed = sum(len(c.failures) for c in own)
-    rounds, is_base = by_round(own, slo), own[:1] == of_base[:1]
-    account = _account(timings, [late for c in own for late in c.late_s], num_failed, slo)
+    rounds = by_round(own, slo)
+    account = _account(answers, num_failed, slo)
     good = account.pop("num_good")
-    ratios = {} if is_base or len(own) != len(of_base) else _ratios(rounds, by_round(of_base, slo))
+    ratios = _ratios(rounds, by_round(base, slo)) if base else {}
     data_sets = {}
-    for name in sorted({name for c in own for name in c.data_sets}):
-        part = [_of_data_set(c, name) for c in own]
-        data_sets[name] = _account(
-            [t for c in part for t in c.timings],
-            [late for c in part for late in c.late_s],
-            sum(len(c.failures) for c in part),
-            slo,
-        )
-        if ratios:
-            base = [_of_data_set(c, name) for c in of_base]
-            data_sets[name]["ratios"] = _ratios(by_round(part, slo), by_round(base, slo))
+    for name in sorted({answer.example.task for answer in answers}):
+        part = [_of_data_set(cell, name) for cell in own]
+        of_set = [answer for cell in part for answer in cell.answers]
+        failed = sum(len(cell.failures) for cell in part)
+        data_sets[name] = _account(of_set, failed, slo) | {"quality": quality(of_set)}
+        if base:
+            theirs = by_round([_of_data_set(cell, name) for cell in base], slo)
+            data_sets[name]["ratios"] = _ratios(by_round(part, slo), theirs)
     return {
         **account,
         **_together(own),
         "num_failed": num_failed,
         "failures": sorted({f for c in own for f in c.failures})[:5],
-        "requests_per_s": len(timings) / wall,
-        "tokens_per_s": sum(t.num_tokens for t in timings) / wall,
+        "requests_per_s": len(answers) / wall,
+        "tokens_per_s": sum(c.num_tokens for c in own) / wall,
+        "chars_per_s": sum(c.num_chars for c in own) / wall,
         "goodput_per_s": good / wall,
-        "ratio": ratios.get("tokens_per_s"),
+        "steps": _steps(own),
+        "same_text": _same_text(own, base) if base else None,
         "ratios": ratios,
         "rounds": {
-            name: median_interval(told).to_json()
+            name: median_interval(known).to_json()
             for name, values in rounds.items()
-            if (told := [value for value in values if value is not None])
+            if (known := [value for value in values if value is not None])
         },
         "data_sets": data_sets,
     }
@@ -201,52 +245,20 @@ def report(
 ) -> dict[str, Any]:
     """All figures as JSON values. Latencies in seconds; ratios are server / first server, of the
     rounds' medians for latencies. A level or server without a finished cell is left out."""
-    base = peers[0].name
     figures: dict[str, Any] = {}
     for level in levels:
-        at = [c for c in cells if c.level == level]
-        rows = {
-            peer.name: _row(own, [c for c in at if c.server == base], slo)
-            for peer in peers
-            if (own := [c for c in at if c.server == peer.name])
-        }
+        of_level = [cell for cell in cells if cell.level == level]
+        first = {c.round_id: c for c in of_level if c.server == peers[0].name}
+        rows = {}
+        for peer in peers:
+            own = [cell for cell in of_level if cell.server == peer.name]
+            base = [first[cell.round_id] for cell in own if cell.round_id in first]
+            if own:
+                paired = peer is not peers[0] and len(base) == len(own)
+                rows[peer.name] = _row(own, base if paired else [], slo)
         if rows:
             figures[level.label] = rows
-    return {"base": base, "slo": dict(slo), "figures": figures}
-
-
-def text_groups(cells: Sequence[Cell], prompt: str, ours: str) -> list[dict[str, Any]]:
-    """The different texts of a prompt, most common first (ours among equals), with the servers that
-    said them.
-
-    `diverges_at` is the first character that differs from the first group's text.
-    """
-    texts: dict[str, dict[str, int]] = {}
-    for cell in cells:
-        for timing, name in zip(cell.timings, cell.data_sets, strict=True):
-            if name == prompt:
-                counts = texts.setdefault(timing.text, {})
-                counts[cell.server] = counts.get(cell.server, 0) + 1
-    ordered = sorted(
-        texts.items(),
-        key=lambda item: (-len(item[1]), -sum(item[1].values()), ours not in item[1]),
-    )
-    groups: list[dict[str, Any]] = []
-    for text, counts in ordered:
-        reference = ordered[0][0]
-        common = next(
-            (at for at, (a, b) in enumerate(zip(text, reference, strict=False)) if a != b),
-            min(len(text), len(reference)),
-        )
-        groups.append(
-            {
-                "servers": counts,
-                "num_chars": len(text),
-                "diverges_at": None if text == reference else common,
-                "text_there": None if text == reference else text[common : common + 40],
-            }
-        )
-    return groups
+    return {"base": peers[0].name, "slo": dict(slo), "figures": figures}
 
 
 def _pair(row: Mapping[str, Any], name: str, scale: float) -> str:
@@ -267,8 +279,8 @@ def _number(value: float | None, form: str = ".2f") -> str:
 def _level_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
     table = Table(title=f"{level}; ratio = server / {base}")
     for column in (
-        "server", "req/s", "tok/s", "ratio", "TTFT p50/p99 ms", "TPOT p50/p99 ms",
-        "ITL p50/p99 ms", "e2e p50/p99 s", "silence s", "slowest", "good", "tok/step",
+        "server", "req/s", "tok/s", "ratio", "chars/s", "TTFT p50/p99 ms", "TPOT p50/p99 ms",
+        "ITL p50/p99 ms", "e2e p50/p99 s", "CPU s/1k", "silence s", "slowest", "good", "tok/step",
         "nodes/step", "others' cores", "failed",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "server" else "right")
@@ -277,11 +289,13 @@ def _level_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
             server,
             f"{row['requests_per_s']:.2f}",
             f"{row['tokens_per_s']:.1f}",
-            _interval(row["ratio"]),
+            _interval(row["ratios"].get("tokens_per_s")),
+            f"{row['chars_per_s']:.0f}",
             _pair(row, "ttft_s", 1000),
             _pair(row, "tpot_s", 1000),
             _pair(row, "itl_s", 1000),
             _pair(row, "e2e_s", 1),
+            _number(row["rounds"].get("cpu_s_per_1000", {}).get("median")),
             _number(row["worst_silence_s"]),
             _number(row["slowest_share"]),
             f"{row['good_share']:.0%}",
@@ -296,8 +310,8 @@ def _level_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
 def _data_set_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
     table = Table(title=f"{level}, by data set; ratio = server / {base}")
     for column in (
-        "data set", "server", "requests", "decode tok/s", "ratio", "TTFT p50 ms", "ratio",
-        "tok/step",
+        "data set", "server", "requests", "decode tok/s", "ratio", "chars/s ratio", "TTFT p50 ms",
+        "ratio", "tok/step", "exact", "F1",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column in ("data set", "server") else "right")
     for name in sorted({name for row in rows.values() for name in row["data_sets"]}):
@@ -314,10 +328,24 @@ def _data_set_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
                 name, server, str(part["num_requests"]),
                 _number(decode and decode["p50"], ".1f"),
                 _interval(ratios.get("decode_tokens_per_s")),
+                _interval(ratios.get("chars_per_s")),
                 _number(first and first["p50"] * 1000, ".4g"),
                 _interval(ratios.get("ttft_s")),
                 _number(part["tokens_per_step"]),
+                *(f"{part['quality'][m]['mean']:.1%}" if part["quality"] else "-"
+                  for m in ("exact", "f1")),
             )  # fmt: skip
+    return table
+
+
+def _steps_table(level: str, rows: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{level}: a decode step in milliseconds, medians of rounds")
+    found = {server: row["steps"] for server, row in rows.items() if row["steps"]}
+    table.add_column("server")
+    for column in next(iter(found.values())):
+        table.add_column(column.replace("_", " "), justify="right")
+    for server, steps in found.items():
+        table.add_row(server, *(f"{value:.3g}" for value in steps.values()))
     return table
 
 
@@ -325,15 +353,19 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
     """The figures as tables for a person; the texts of fixed prompts too."""
     for level, rows in result["figures"].items():
         console.print(_level_table(level, rows, result["base"]))
-        if any(len(row["data_sets"]) > 1 for row in rows.values()):
+        if any(
+            len(row["data_sets"]) > 1 or any(p["quality"] for p in row["data_sets"].values())
+            for row in rows.values()
+        ):
             console.print(_data_set_table(level, rows, result["base"]))
-    for prompt, groups in result.get("texts", {}).items():
-        if len(groups) == 1:
-            console.print(f"{prompt}: the same text from all ({groups[0]['num_chars']} characters)")
-        for group in groups[1:]:
-            names = ", ".join(group["servers"])
-            console.print(
-                f"{prompt}: {names} differs at character {group['diverges_at']}: "
-                f"{group['text_there']!r}",
-                markup=False,
-            )
+        if any(row["steps"] for row in rows.values()):
+            console.print(_steps_table(level, rows))
+        for server, row in rows.items():
+            if (texts := row["same_text"]) and texts["num_same"] < texts["num_compared"]:
+                where = texts["first_difference"]
+                console.print(
+                    f"{level}: {texts['num_same']} of {texts['num_compared']} texts of {server} "
+                    f"are those of {result['base']}; {where['prompt']} differs at character "
+                    f"{where['at']}: {where['text']!r}",
+                    markup=False,
+                )

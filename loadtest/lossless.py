@@ -1,15 +1,23 @@
-"""Does speculation change the text? Real model, real prompts, every way of sampling, bit for bit.
+"""Is the text the same, bit for bit? Real model, real prompts, every way of sampling.
 
+    python -m loadtest.lossless --data DATA_DIR --drafter auto,trie,mix,grammys,prompt,suffix
+    python -m loadtest.lossless --data DATA_DIR --form file,int8,int4,float32 --exact
     python -m loadtest.lossless --data DATA_DIR --server tailor=http://127.0.0.1:8000 \\
-        --model tailor=my-task --drafter auto,trie,mix,grammys,prompt,suffix,prediction
+        --server other=http://127.0.0.1:8001
 
-For each prompt and each setting (greedy; temperature 0.8 with seeds; top_p 0.9; penalties; n = 2)
-the completion is asked with every drafter and with none, x {alone, among 8 at once}. The one with
-none, alone and with a cold prefix cache, is the reference; the others share a prefix cache. The
-drafter "prediction" is the task's own with the reference as `prediction`, some words of it changed,
-dropped or added. --together asks the drafters among others only, which takes half the time. Token
-ids, text, finish reasons and (unless --no-logprobs) the logprob of every token must be *equal*, to
-the last bit: JSON carries a double exactly.
+For each prompt and each setting (greedy; temperature 0.8 with seeds; top_p 0.9; penalties; n = 2; a
+JSON schema) the completion is asked with every drafter and with none, x {alone, among others}. The
+one with none, alone and with a cold prefix cache, is the reference; the others share a prefix
+cache. The drafter "prediction" is the task's own with the reference as `prediction`, some words of
+it changed, dropped or added. --together asks the drafters among others only, which takes half the
+time. Token ids, text, finish reasons and (unless --no-logprobs) the logprob of every token must be
+*equal*, to the last bit: JSON carries a double exactly.
+
+Without --server it starts Tailor itself, once for each form of the weights (--form), each with its
+own references. --exact adds two settings there: greedy and sampled requests that draw with a
+vocabulary slice and verify with the full head, beside references of the full head; the slices come
+from the sets' train.jsonl. With several servers the references are the first one's, and the others
+must say the same: another instruction set, another machine, another commit.
 
 Exits 0 when all are equal, 1 on any difference, 3 when something was not shown: a drafter of which
 no draft was accepted was never on. Ends in one JSON line.
@@ -17,7 +25,6 @@ no draft was accepted was never on. Ends in one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
@@ -25,24 +32,36 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import httpx
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
 from loadtest import machine
-from loadtest.options import add_server_options, describe_servers, emit, peers_of
-from loadtest.peer import (
-    Peer,
-    PeerFailed,
-    ServerKeys,
-    bring_down,
-    bring_up,
-    stop_on_sigterm,
+from loadtest.options import (
+    ResultOptions,
+    ServerOptions,
+    describe_servers,
+    emit,
+    listed,
+    numbers,
+    program,
+    run,
+    stopped_afterwards,
 )
-from loadtest.prompts import Example, spread_examples
+from loadtest.peer import Peer, PeerFailed, ServerKeys, bring_up, tailor_peer
+from loadtest.prompts import Example, data_sets, spread_examples
+from loadtest.task_sets import make_profile, write_task
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "year": {"type": "integer"}},
+    "required": ["name", "year"],
+    "additionalProperties": False,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -54,23 +73,61 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.1,
     },
     "n2": {"temperature": 0.8, "n": 2},
-}
-
-
+    "schema": {
+        "temperature": 0.8,
+        "response_format": {
+            "type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA},
+        },
+    },
+}  # fmt: skip
+EXACT: dict[str, Any] = {"vocabulary": {"mode": "exact"}}
+EXACT_SETTINGS = {f"exact, {name}": SETTINGS[name] | EXACT for name in ("greedy", "temperature")}
 PREDICTION = "prediction"
+
+app = program("lossless", __doc__)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LosslessOptions:
+    """What is asked."""
+
+    data: Annotated[Path, Parameter(help="folder of task data sets")]
+    form: Annotated[
+        str, Parameter(metavar="FORM,...", help="start Tailor with each form of the weights")
+    ] = "auto"
+    tailor_model: Annotated[str, Parameter(help="the model that is started")] = (
+        "smollm2-135m-instruct"
+    )
+    serve: Annotated[str, Parameter(help="more options of `tailor serve`, in one string")] = ""
+    exact: Annotated[bool, Parameter(help="slices verified by the full head, too")] = False
+    limit: Annotated[int, Parameter(help="prompts")] = 100
+    settings: str = ",".join(SETTINGS)
+    drafter: Annotated[str, Parameter(help="drafters with commas, and prediction")] = "auto"
+    together: Annotated[bool, Parameter(help="with drafters, ask among others only")] = False
+    at_once: Annotated[str, Parameter(metavar="N,...", help="requests beside each other")] = "8"
+    tokens: int = 48
+    max_prompt_chars: int = 1500
+    no_logprobs: Annotated[bool, Parameter(help="compare ids and text only")] = False
+
+
+_SERVERS, _RESULTS = ServerOptions(), ResultOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: prompt number, setting, drafter and whether others run beside it."""
+    """One request: prompt number, setting, drafter, how many run beside it (1: none), and the
+    number of the server."""
 
     prompt_id: int
     setting: str
     drafter: str
-    alone: bool
+    at_once: int
+    server: int = 0
 
     @property
     def case(self) -> tuple[int, str]:
+        """What a reference is of."""
         return self.prompt_id, self.setting
 
 
@@ -97,33 +154,29 @@ def edited(text: str, seed: int) -> str:
 
 
 def job_body(
-    job: Job,
-    prompt: str,
-    model: str,
-    *,
-    max_tokens: int,
-    logprobs: bool,
-    salt: str | None,
+    job: Job, example: Example, model: str, options: LosslessOptions, salt: str | None,
     prediction: str | None = None,
-) -> dict[str, Any]:
-    """The request of a job. The seed depends on the prompt only, so every drafter meets it."""
+) -> dict[str, Any]:  # fmt: skip
+    """The request of a job. The seed depends on the prompt only, so every drafter meets it. salt:
+    of a reference, which is of the full head."""
     body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
+        "model": example.task if options.exact else model,
+        "prompt": example.prompt,
+        "max_tokens": options.tokens,
         "seed": 1_000_003 * (job.prompt_id + 1),
         "return_token_ids": True,
         "include_speculation": True,
-        **SETTINGS[job.setting],
+        **(SETTINGS | EXACT_SETTINGS)[job.setting],
     }
     if job.drafter != PREDICTION:
         body["speculation"] = {"drafter": job.drafter}
     elif prediction:
         body["prediction"] = {"type": "content", "content": prediction}
-    if logprobs:
+    if not options.no_logprobs:
         body["logprobs"] = 0
     if salt is not None:
         body["cache_salt"] = salt
+        body.pop("vocabulary", None)
     return body
 
 
@@ -178,52 +231,84 @@ def difference(reference: Answer, other: Answer) -> str | None:
 
 
 def plan(
-    num_prompts: int, settings: Sequence[str], drafters: Sequence[str], *, together_only: bool
-) -> tuple[list[Job], list[Job]]:
-    """(jobs run one at a time, jobs run several at once); the second list is shuffled, so that
-    neighbours differ in prompt, setting and drafter."""
+    num_prompts: int, settings: Sequence[str], options: LosslessOptions, num_servers: int = 1
+) -> list[list[Job]]:
+    """Jobs in the order of their groups: the references; the others alone; those of each number at
+    once, shuffled, so that neighbours differ in prompt, setting and drafter."""
     cases = [(prompt_id, setting) for prompt_id in range(num_prompts) for setting in settings]
-    every = ("off", *drafters)
-    alone = [Job(p, s, d, True) for p, s in cases for d in (every[:1] if together_only else every)]
-    together = [Job(p, s, d, False) for p, s in cases for d in every]
-    random.Random(0).shuffle(together)
-    return alone, together
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is compared. num_at_once: of the jobs that run beside others. logprobs: compared too."""
-
-    examples: Sequence[Example]
-    settings: Sequence[str]
-    drafters: Sequence[str]
-    together_only: bool
-    num_at_once: int
-    max_tokens: int
-    logprobs: bool
+    every = ("off", *listed(options.drafter))
+    first = [Job(p, s, "off", 1) for p, s in cases]
+    alone = [
+        Job(p, s, d, 1, server)
+        for server in range(num_servers)
+        for p, s in cases
+        for d in (every[:1] if options.together else every)
+        # An exact request without drafts and alone is not its reference: that is the full head's.
+        if server or d != "off" or s in EXACT_SETTINGS
+    ]
+    groups = [first, alone]
+    for num in numbers(options.at_once, "--at-once"):
+        group = [
+            Job(p, s, d, num, server)
+            for server in range(num_servers)
+            for p, s in cases
+            for d in every
+        ]
+        random.Random(num).shuffle(group)
+        groups.append(group)
+    return groups
 
 
 class Comparison:
     """One run of all jobs: the references, what differs from them, and counts."""
 
-    def __init__(self, peer: Peer, asked: Asked, console: Console) -> None:
-        self._peer = peer
-        self._asked = asked
+    def __init__(
+        self, peers: Sequence[Peer], examples: Sequence[Example], settings: Sequence[str],
+        options: LosslessOptions, console: Console,
+    ) -> None:  # fmt: skip
+        self._peers = peers
+        self._examples = examples
+        self._settings = settings
+        self._options = options
         self._console = console
         self._salt = f"{time.time_ns():x}"
         self.reference: dict[tuple[int, str], Answer] = {}
         self.differences: list[dict[str, Any]] = []
+        self.num_compared = 0
         self.totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
-        self.accepted = dict.fromkeys(asked.drafters, 0)
+        self.accepted = dict.fromkeys(listed(options.drafter), 0)
 
-    async def run(self, client: httpx.AsyncClient, job: Job) -> None:
-        """Ask, count, and compare. Raises PeerFailed when the server refuses."""
-        is_reference = job.alone and job.drafter == "off"
-        response = await client.post(
-            f"{self._peer.url}/v1/completions", json=self._body(job, is_reference)
-        )
+    async def run(self) -> None:
+        """Ask everything. Raises PeerFailed when a server refuses."""
+        groups = plan(len(self._examples), self._settings, self._options, len(self._peers))
+        with Progress(console=self._console) as progress:
+            bar = progress.add_task("references", total=sum(map(len, groups)))
+            async with httpx.AsyncClient(timeout=900.0, auth=ServerKeys(self._peers)) as client:
+                for number, jobs in enumerate(groups):
+                    gate = asyncio.Semaphore(jobs[0].at_once if jobs else 1)
+
+                    async def gated(
+                        job: Job, is_reference: bool = number == 0,
+                        gate: asyncio.Semaphore = gate,
+                    ) -> None:  # fmt: skip
+                        async with gate:
+                            await self._ask(client, job, is_reference)
+                            where = f"{job.at_once} at once ({len(self.differences)} differ)"
+                            progress.update(bar, advance=1, description=where)
+
+                    await asyncio.gather(*(gated(job) for job in jobs))
+
+    async def _ask(self, client: httpx.AsyncClient, job: Job, is_reference: bool) -> None:
+        """Ask, count, and compare."""
+        peer, example = self._peers[job.server], self._examples[job.prompt_id]
+        salt = f"{self._salt}-{job.prompt_id}-{job.setting}" if is_reference else None
+        prediction = None
+        if job.drafter == PREDICTION:
+            prediction = edited(self.reference[job.case].choices[0][1], job.prompt_id)
+        body = job_body(job, example, peer.model, self._options, salt, prediction) | peer.extra
+        response = await client.post(f"{peer.url}/v1/completions", json=body)
         if response.status_code != 200:
-            raise PeerFailed(f"HTTP {response.status_code}: {response.text[:300]}")
+            raise PeerFailed(f"{peer.name}: HTTP {response.status_code}: {response.text[:300]}")
         answer = read_answer(response.json())
         self.totals["tokens"] += answer.num_tokens
         self.totals["drafted"] += answer.num_drafted
@@ -234,47 +319,28 @@ class Comparison:
             self.totals["tokens_on"] += answer.num_tokens
         if is_reference:
             self.reference[job.case] = answer
-        elif (found := difference(self.reference[job.case], answer)) is not None:
-            example = self._asked.examples[job.prompt_id]
+            return
+        self.num_compared += 1
+        if (found := difference(self.reference[job.case], answer)) is not None:
             self.differences.append(
                 {
+                    "server": peer.name,
                     "task": example.task,
                     "example": example.example_id,
                     "setting": job.setting,
                     "drafter": job.drafter,
-                    "alone": job.alone,
+                    "at_once": job.at_once,
                     "difference": found,
                 }
             )
             self._console.print(f"DIFFERENT: {self.differences[-1]}", markup=False)
 
-    def _body(self, job: Job, is_reference: bool) -> dict[str, Any]:
-        prediction = None
-        if job.drafter == PREDICTION:
-            prediction = edited(self.reference[job.case].choices[0][1], job.prompt_id)
-        body = job_body(
-            job,
-            self._asked.examples[job.prompt_id].prompt,
-            self._peer.model,
-            max_tokens=self._asked.max_tokens,
-            logprobs=self._asked.logprobs,
-            salt=f"{self._salt}-{job.prompt_id}-{job.setting}" if is_reference else None,
-            prediction=prediction,
-        )
-        return body | self._peer.extra
-
-    def figures(self, num_compared: int) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Counts and every difference as JSON values."""
-        asked, totals = self._asked, self.totals
+        totals = self.totals
         return {
-            "num_prompts": len(asked.examples),
-            "settings": list(asked.settings),
-            "drafters": list(asked.drafters),
             "accepted_by_drafter": self.accepted,
-            "num_at_once": asked.num_at_once,
-            "max_tokens": asked.max_tokens,
-            "logprobs_compared": asked.logprobs,
-            "num_compared": num_compared,
+            "num_compared": self.num_compared,
             "num_different": len(self.differences),
             "differences": self.differences[:50],
             "num_tokens": totals["tokens"],
@@ -286,119 +352,85 @@ class Comparison:
         }
 
 
-async def check(peer: Peer, asked: Asked, console: Console) -> dict[str, Any]:
-    """Run all jobs; the figures and every difference as JSON values."""
-    alone, together = plan(
-        len(asked.examples), asked.settings, asked.drafters, together_only=asked.together_only
+def make_tasks(options: LosslessOptions, examples: Sequence[Example], folder: Path) -> None:
+    """A task for each data set, with the profile of its train part."""
+    for name in dict.fromkeys(example.task for example in examples):
+        profile = folder / "profiles" / f"{name}.vocab"
+        make_profile(options.tailor_model, options.data / name / "train.jsonl", profile, 1000)
+        write_task(folder, name, profile=profile)
+
+
+@app.default
+def lossless(
+    *,
+    options: LosslessOptions,
+    servers: ServerOptions = _SERVERS,
+    results: ResultOptions = _RESULTS,
+) -> int:
+    """Ask everything, and compare. Raises ValueError for what cannot be asked, PeerFailed."""
+    given, settings = servers.peers(), listed(options.settings)
+    if unknown := set(settings) - set(SETTINGS):
+        raise ValueError(f"no setting {sorted(unknown)}; there are {', '.join(SETTINGS)}")
+    if min(options.limit, options.tokens) < 1:
+        raise ValueError("--limit and --tokens want at least 1")
+    if options.exact and given:
+        raise ValueError("--exact makes tasks for servers of its own: leave --server out")
+    names = data_sets(options.data) if options.exact else None
+    examples = spread_examples(
+        options.data, options.limit, max_prompt_chars=options.max_prompt_chars, names=names
     )
-    done = Comparison(peer, asked, console)
-    async with httpx.AsyncClient(timeout=900.0, auth=ServerKeys([peer])) as client:
-        with Progress(console=console) as progress:
-            bar = progress.add_task("alone", total=len(alone) + len(together))
+    if not examples:
+        raise ValueError(f"no */test.jsonl with short enough prompts in {options.data}")
+    settings += list(EXACT_SETTINGS) if options.exact else []
+    console, about, began = Console(stderr=True, width=120), machine.describe(), time.perf_counter()
+    found: dict[str, Any] = {}
+    with TemporaryDirectory(prefix="lossless-") as place:
+        folder = Path(place)
+        if options.exact:
+            make_tasks(options, examples, folder)
+        sides = {"": given} if given else {
+            form: [tailor_peer("tailor", options.tailor_model,
+                               f"--weights {form} --tasks {folder} {options.serve}")]
+            for form in listed(options.form)
+        }  # fmt: skip
+        for form, peers in sides.items():
+            comparison = Comparison(peers, examples, settings, options, console)
+            with stopped_afterwards(peers):
 
-            async def run(job: Job) -> None:
-                await done.run(client, job)
-                where = "alone" if job.alone else "together"
-                told = f"{where} ({len(done.differences)} differ)"
-                progress.update(bar, advance=1, description=told)
+                async def ask(
+                    peers: Sequence[Peer] = peers, comparison: Comparison = comparison
+                ) -> None:
+                    await bring_up(peers, servers.log_dir)
+                    await comparison.run()
 
-            for job in alone:
-                await run(job)
-            gate = asyncio.Semaphore(asked.num_at_once)
-
-            async def gated(job: Job) -> None:
-                async with gate:
-                    await run(job)
-
-            await asyncio.gather(*(gated(job) for job in together))
-    return done.figures(len(alone) + len(together) - len(done.reference))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.lossless",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_server_options(parser)
-    parser.add_argument("--data", type=Path, required=True, help="folder of task data sets")
-    parser.add_argument("--limit", type=int, default=100, help="prompts (default 100)")
-    parser.add_argument("--settings", default=",".join(SETTINGS))
-    parser.add_argument(
-        "--drafter", default="suffix", help="drafters with commas, and prediction (default suffix)"
-    )
-    parser.add_argument(
-        "--together", action="store_true", help="with drafters, ask among others only"
-    )
-    parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--max-prompt-chars", type=int, default=1500)
-    parser.add_argument("--no-logprobs", action="store_true", help="compare ids and text only")
-    return parser
+                asyncio.run(ask())
+                described = describe_servers(peers)
+            figures = comparison.figures()
+            found[form or "servers"] = figures | {"servers": described}
+            verdict = f"{figures['num_different']} of {figures['num_compared']} answers differ"
+            console.print(f"{form} {verdict}; {figures['num_accepted']} draft tokens accepted")
+    result = {
+        "num_prompts": len(examples),
+        "settings": settings,
+        "drafters": listed(options.drafter),
+        "at_once": options.at_once,
+        "max_tokens": options.tokens,
+        "logprobs_compared": not options.no_logprobs,
+        "num_different": sum(one["num_different"] for one in found.values()),
+        "num_compared": sum(one["num_compared"] for one in found.values()),
+        "forms": found,
+        "wall_s": round(time.perf_counter() - began, 1),
+    }
+    emit("lossless", result, results.json, about)
+    if result["num_different"]:
+        return 1
+    shown = all(all(one["accepted_by_drafter"].values()) for one in found.values())
+    return 0 if shown else 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    settings = options.settings.split(",")
-    try:
-        peers = peers_of(options)
-        if len(peers) != 1:
-            raise ValueError("one --server is checked at a time")
-        unknown = set(settings) - set(SETTINGS)
-        if unknown:
-            raise ValueError(f"no setting {unknown}; there are {', '.join(SETTINGS)}")
-        if min(options.limit, options.at_once, options.tokens) < 1:
-            raise ValueError("--limit, --at-once and --tokens want at least 1")
-        examples = spread_examples(
-            options.data, options.limit, max_prompt_chars=options.max_prompt_chars
-        )
-        if not examples:
-            raise ValueError(f"no */test.jsonl with short enough prompts in {options.data}")
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    console = Console(stderr=True, width=120)
-    about = machine.describe()
-    stop_on_sigterm()
-    began = time.perf_counter()
-    try:
-
-        async def run() -> dict[str, Any]:
-            await bring_up(peers, options.log_dir)
-            return await check(
-                peers[0],
-                Asked(
-                    examples,
-                    settings,
-                    options.drafter.split(","),
-                    together_only=options.together,
-                    num_at_once=options.at_once,
-                    max_tokens=options.tokens,
-                    logprobs=not options.no_logprobs,
-                ),
-                console,
-            )
-
-        figures = asyncio.run(run())
-        servers = describe_servers(peers)
-    except (PeerFailed, httpx.HTTPError, KeyError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    finally:
-        bring_down(peers)
-    result = {
-        "tool": "lossless",
-        "machine": about,
-        "servers": servers,
-        **figures,
-        "wall_s": round(time.perf_counter() - began, 1),
-    }
-    verdict = f"{figures['num_different']} of {figures['num_compared']} answers differ"
-    console.print(f"{verdict}; {figures['num_accepted']} draft tokens accepted")
-    emit(result, options.json)
-    if figures["num_different"]:
-        return 1
-    return 0 if all(figures["accepted_by_drafter"].values()) else 3
+    """The command. Returns the exit status."""
+    return run(app, arguments)
 
 
 if __name__ == "__main__":

@@ -1,70 +1,146 @@
-"""What the load tests' command lines share: servers, where results go, the JSON line at the end."""
+"""What the command lines of the load tests share: servers, results, the JSON line at the end.
+
+A program is a cyclopts App of functions; `run` calls it and turns its errors into an exit status: 0
+when it succeeded, 1 when something that it looked at is wrong, 2 for a wrong command line or a
+machine that is too busy, 130 when it was interrupted.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import httpx
+from cyclopts import App, Parameter
 
 from loadtest import machine
-from loadtest.peer import Peer, parse_peers
+from loadtest.peer import Peer, PeerFailed, bring_down, parse_peers, stop_on_sigterm
+from server.errors import TailorError
 
 
-def add_server_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """The options that name servers and say where the result goes; shared by the load tests.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResultOptions:
+    """Where the JSON line goes, and how busy a machine is too busy to measure on."""
 
-    required: whether a server must be named, the first of which is ours; else none is.
-    """
-    parser.add_argument(
-        "--server", action="append", required=required, default=None if required else [],
-        metavar="NAME=WHERE",
-        help="URL, start script, or @NAME; repeat" + ("; the first one is ours" * required),
-    )  # fmt: skip
-    parser.add_argument("--model", action="append", default=[], metavar="NAME=MODEL")
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME=JSON",
-                        help="fields merged into that server's requests")  # fmt: skip
-    parser.add_argument("--dialect", action="append", default=[], metavar="NAME=DIALECT")
-    parser.add_argument("--key", action="append", default=[], metavar="NAME=VARIABLE",
-                        help="environment variable that holds that server's API key")  # fmt: skip
-    parser.add_argument("--log-dir", type=Path, default=Path("loadtest/results/logs"))
-    add_result_options(parser)
+    json: Annotated[Path | None, Parameter(help="append the JSON line to this file too")] = None
+    max_load: Annotated[
+        float,
+        Parameter(
+            help="refuse to measure while the machine's 1-minute load is above this "
+            "(read before servers are started)"
+        ),
+    ] = 0.5
+
+    def refuse_busy_machine(self) -> None:
+        """Exit 2 when the machine is busy: figures taken then say nothing."""
+        load = round(os.getloadavg()[0], 2)
+        if load > self.max_load:
+            print(f"load is {load}, above --max-load {self.max_load}: not measuring",
+                  file=sys.stderr)  # fmt: skip
+            raise SystemExit(2)
 
 
-def peers_of(options: argparse.Namespace) -> list[Peer]:
-    """The servers that `add_server_options` took. Raises ValueError as `parse_peers` does."""
-    return parse_peers(
-        options.server,
-        models=options.model,
-        extras=options.extra,
-        dialects=options.dialect,
-        keys=options.key,
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """The servers that are asked; see loadtest.peer."""
+
+    server: Annotated[
+        tuple[str, ...],
+        Parameter(metavar="NAME=WHERE", help="URL, start script, or @NAME; repeat"),
+    ] = ()
+    model: Annotated[tuple[str, ...], Parameter(metavar="NAME=MODEL")] = ()
+    extra: Annotated[
+        tuple[str, ...],
+        Parameter(metavar="NAME=JSON", help="fields merged into that server's requests"),
+    ] = ()
+    dialect: Annotated[tuple[str, ...], Parameter(metavar="NAME=DIALECT")] = ()
+    key: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="NAME=VARIABLE", help="environment variable that holds that server's API key"
+        ),
+    ] = ()
+    log_dir: Path = Path("loadtest/results/logs")
+
+    def peers(self) -> list[Peer]:
+        """The servers, not started. Raises ValueError as `parse_peers` does."""
+        return parse_peers(
+            self.server,
+            models=self.model,
+            extras=self.extra,
+            dialects=self.dialect,
+            keys=self.key,
+        )
+
+
+def program(name: str, doc: str | None) -> App:
+    """The App of `python -m loadtest.NAME`; doc: its module's, which has an example."""
+    return App(
+        name=f"python -m loadtest.{name}",
+        help=doc,
+        help_format="plaintext",
+        version_flags=(),
+        default_parameter=Parameter(negative=()),
+        suppress_keyboard_interrupt=False,
     )
 
 
-def add_result_options(parser: argparse.ArgumentParser) -> None:
-    """Where the JSON line goes (`emit`), and how busy a machine is too busy to measure on."""
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
-    parser.add_argument(
-        "--max-load", type=float, default=0.5,
-        help="refuse to measure while the machine's 1-minute load is above this "
-        "(read before servers are started)",
-    )  # fmt: skip
+def run(app: App, arguments: Sequence[str] | None = None) -> int:
+    """Call a program. Returns its exit status; see the top of this file."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        status: int | None = app(words, result_action="return_value")
+        return status or 0  # --help returns nothing
+    except ValueError as error:  # what was asked for cannot be done
+        print(f"{app.name[0]}: {error}", file=sys.stderr)
+        return 2
+    except (PeerFailed, TailorError, httpx.HTTPError, OSError) as error:
+        print(str(error) or type(error).__name__, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else 1
 
 
-def refuse_busy_machine(max_load: float) -> None:
-    """Exit 2 when the machine is busy: figures taken then say nothing."""
-    load = machine.describe()["load_1min"]
-    if load > max_load:
-        print(f"load is {load}, above --max-load {max_load}: not measuring", file=sys.stderr)
-        raise SystemExit(2)
+def listed(text: str) -> list[str]:
+    """The parts of a list with commas."""
+    return [part for part in (part.strip() for part in text.split(",")) if part]
 
 
-def emit(result: Mapping[str, Any], path: Path | None) -> None:
-    """Print the JSON line, last, and append it to `path`."""
-    line = json.dumps(result, ensure_ascii=False)
+def numbers(text: str, option: str) -> list[int]:
+    """A list of numbers with commas. Raises ValueError for one below 1, or none."""
+    found = [int(part) for part in listed(text)]
+    if not found or min(found) < 1:
+        raise ValueError(f"{option} wants numbers of at least 1, with commas, not {text!r}")
+    return found
+
+
+@contextmanager
+def stopped_afterwards(peers: Sequence[Peer]) -> Iterator[None]:
+    """Stop every server that was started meanwhile, on Ctrl-C and SIGTERM too."""
+    stop_on_sigterm()
+    try:
+        yield
+    finally:
+        bring_down(peers)
+
+
+def emit(
+    tool: str, result: Mapping[str, Any], path: Path | None, about: Mapping[str, Any] | None = None
+) -> None:
+    """Print the JSON line, last, and append it to `path`. about: machine.describe() of before."""
+    line = json.dumps(
+        {"tool": tool, **result, "machine": about or machine.describe()}, ensure_ascii=False
+    )
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as out:

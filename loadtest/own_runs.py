@@ -1,102 +1,118 @@
-"""Drafters on a real model, every node verified: tokens per step, with what the model's logits say.
+"""`python -m loadtest.replay record` and `live`: drafters on a real model, every node verified.
 
-    python -m loadtest.own_runs record --model FOLDER --data ../shared/data --sets gsm8k -o DIR
-    python -m loadtest.own_runs replay --recorded DIR --budgets 8 16
-    python -m loadtest.own_runs live --model FOLDER --recorded DIR --budgets 8 16
-
-`record` writes DIR/SET/train.jsonl and test.jsonl: a model's own greedy answers with, at every
-position, the ids that it held likeliest. `replay` feeds them to each drafter. `live` answers the
-same prompts with each drafter and a fixed number of nodes a step, unpruned: there the rows of
-rejected nodes are seen too, which no replay knows, and the answers must equal the recorded ones.
-The last line is JSON; `live` exits 1 where they do not.
+`record` writes OUT/SET/train.jsonl and test.jsonl: a model's own greedy answers with, at every
+position, the ids that it held likeliest. `live` answers the same prompts with each drafter and a
+fixed number of nodes a step, unpruned: there the rows of rejected nodes are seen too, which no
+replay knows, and the answers must equal the recorded ones; else it exits 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
+from cyclopts import Parameter
 
 from drafters import make_drafter
+from drafters.atomic_file import EVERYBODY, replacing
 from drafters.auto.likely import NUM_LIKELY
+from drafters.auto.seen import Seen
 from drafters.base import Drafter
-from drafters.replay import Recording, read_recordings, replay
-from drafters.tree import DraftTree
-from loadtest import machine
-from loadtest.recordings import EOS, load_tokenizer
+from loadtest.options import emit, listed, numbers
+from loadtest.peer_drafters import LogitSpec, TokenRecycling
+from loadtest.prompts import data_sets, read_examples
+from loadtest.recordings import SetOptions, open_ids
+from server.commands.options import ModelOptions
+from server.commands.own_engine import own_engine
+from server.commands.progress import Bar
+from server.commands.recorder import Answer, Failure, Prompt, ask_engine
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner
+from server.model.catalog import model_folder
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 
-
-class Watch:
-    """A drafter that drafts nothing and keeps what the model held likely. sessions: in order."""
-
-    name = "watch"
-    sources = ("watch",)
-
-    def __init__(self) -> None:
-        self.sessions: list[WatchSession] = []
-
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> WatchSession:
-        self.sessions.append(WatchSession(prompt_ids))
-        return self.sessions[-1]
+_SETS = SetOptions(examples=30)
+_MODEL = ModelOptions()
 
 
-class WatchSession:
-    """rows: the likeliest ids and their chances of every position of the output."""
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordOptions:
+    """The prompts, and where the answers go."""
 
-    num_likely = NUM_LIKELY
+    data: Annotated[Path, Parameter(help="folder of task data sets")]
+    output: Annotated[Path, Parameter(name=("--output", "-o"), help="the folder")]
+    sets: Annotated[str, Parameter(help="data sets, with commas (all)")] = ""
+    examples: Annotated[int, Parameter(help="prompts of each part of a set")] = 30
+    max_tokens: int = 64
+    max_prompt: Annotated[int, Parameter(help="longer prompts are left out")] = 400
+    chat: Annotated[bool, Parameter(help="prompts as a user's message")] = False
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.prompt_ids = tuple(prompt_ids)
-        self.rows: list[tuple[list[int], list[float]]] = []
-        self._num_tokens = 0
 
-    def propose(self, budget: int, max_depth: int) -> DraftTree:
-        return DraftTree.empty()
+def record(*, options: RecordOptions, model: ModelOptions = _MODEL) -> int:
+    """A model's own answers with what it held likely; see loadtest.own_runs.
 
-    def note_likely(
-        self,
-        token_ids: Sequence[int],
-        parents: Sequence[int],
-        ids: npt.NDArray[np.int32],
-        chances: npt.NDArray[np.float32],
-    ) -> None:
-        self.rows.append((ids[0].tolist(), [round(float(c), 5) for c in chances[0]]))
+    Example: python -m loadtest.replay record --data data --sets gsm8k --chat -o own
+    """
+    sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    written: dict[str, int] = {}
+    with Bar() as bar, own_engine(model, bar, ()) as (served, engine):
+        for name in listed(options.sets) or data_sets(options.data):
+            for split in ("train", "test"):
+                prompts: list[Prompt] = []
+                for number, example in enumerate(read_examples(options.data, name, split)):
+                    text = example.prompt
+                    if options.chat:
+                        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+                    if len(served.tokenizer.encode(text).ids) <= options.max_prompt:
+                        prompts.append(Prompt(number, text))
+                    if len(prompts) == options.examples:
+                        break
+                found = ask_engine(
+                    engine, served.tokenizer, prompts, sampling,
+                    speculation=SpeculationParams("off"), num_likely=lambda _: NUM_LIKELY,
+                )  # fmt: skip
+                answers = sorted(map(_answer, found), key=lambda answer: answer.prompt.line)
+                target = options.output / name / f"{split}.jsonl"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(target, EVERYBODY) as out:
+                    for answer in answers:
+                        out.write((json.dumps(_entry(answer)) + "\n").encode())
+                written[f"{name}/{split}"] = sum(len(answer.output_ids) for answer in answers)
+                print(f"{name}/{split}: {written[f'{name}/{split}']} tokens", flush=True)
+    emit("replay record", {"model": served.name, "tokens": written}, None)
+    return 0
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """A token that was drawn in a step where nobody could draft has no row."""
-        self._num_tokens += len(token_ids)
-        self.rows += [([], [])] * (self._num_tokens - len(self.rows))
 
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Nothing is drafted."""
+def _answer(found: Answer | Failure) -> Answer:
+    if isinstance(found, Failure):
+        raise RuntimeError(found.message)
+    return found
 
-    def settle(self) -> None:
-        """Nothing is deferred."""
 
-    def checkpoint(self) -> int:
-        return len(self.rows)
+def _entry(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_ids": list(answer.prompt.ids or ()),
+        "output_ids": list(answer.output_ids),
+        "likely_ids": [[token for token, _ in one.top] for one in answer.likely],
+        "likely_chances": [[round(math.exp(p), 5) for _, p in one.top] for one in answer.likely],
+    }
 
-    def rollback(self, mark: int) -> None:
-        del self.rows[mark:]
 
-    def close(self) -> None:
-        """The rows stay."""
+def columns(eos: int) -> dict[str, Drafter]:
+    """The drafters that are compared, without a corpus. What they learn stays from request to
+    request."""
+    return {
+        "auto, no logits": make_drafter("auto", eos_token_ids=(eos,), num_likely=0),
+        "auto": make_drafter("auto", eos_token_ids=(eos,), seen=Seen()),
+        "token recycling": TokenRecycling(),
+        "logitspec": LogitSpec(),
+    }
 
 
 def build_engine(folder: Path, drafters: Mapping[str, Drafter], nodes: int) -> Engine:
@@ -114,12 +130,16 @@ def answers(
     of greedy answers, at most 8 at a time."""
     outputs: list[list[int]] = [[] for _ in prompts]
     waiting = list(enumerate(prompts))[::-1]
-    num_steps, num_open = 0, 0
+    num_steps = num_open = 0
     by_source: dict[str, tuple[int, int]] = {}
     while waiting or num_open:
         while waiting and num_open < 8:
             at, prompt = waiting.pop()
-            engine.submit(_request(at, prompt, drafter, nodes, max_tokens))
+            sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+            engine.submit(
+                Request(str(at), "runs", "model", tuple(prompt), sampling,
+                        speculation=SpeculationParams(drafter, nodes))
+            )  # fmt: skip
             num_open += 1
         for delta in engine.step():
             outputs[int(delta.request_id)] += delta.token_ids
@@ -134,128 +154,29 @@ def answers(
     return outputs, num_steps - len(prompts), by_source
 
 
-def _request(at: int, prompt: Sequence[int], drafter: str, nodes: int, max_tokens: int) -> Request:
-    return Request(
-        request_id=str(at),
-        task="runs",
-        model="model",
-        prompt_ids=tuple(prompt),
-        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
-        speculation=SpeculationParams(drafter, nodes),
-    )
+def live(
+    *,
+    sets: SetOptions = _SETS,
+    budgets: Annotated[str, Parameter(help="nodes a step, with commas")] = "8,16",
+    json: Annotated[Path | None, Parameter(help="append the JSON line to this file too")] = None,
+) -> int:
+    """Each drafter on the model itself, its recorded answers the reference; see loadtest.own_runs.
 
-
-def record(arguments: argparse.Namespace) -> dict[str, Any]:
-    """See the top of this file."""
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    watch = Watch()
-    engine = build_engine(arguments.model, {"watch": watch}, 1)
-    written = {}
-    for name in arguments.sets:
-        for split in ("train", "test"):
-            path = arguments.data / name / f"{split}.jsonl"
-            if not path.is_file():
-                continue
-            prompts = list(_prompts(tokenizer, path, arguments))
-            watch.sessions.clear()
-            outputs, _, _ = answers(engine, prompts, "watch", 1, arguments.max_tokens)
-            rows = {session.prompt_ids: session.rows for session in watch.sessions}
-            target = arguments.output / name / f"{split}.jsonl"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("w") as out:
-                for prompt, output in zip(prompts, outputs, strict=True):
-                    likely = rows[tuple(prompt)]
-                    assert len(likely) == len(output), (len(likely), len(output))
-                    entry = {
-                        "prompt_ids": prompt,
-                        "output_ids": output,
-                        "likely_ids": [ids for ids, _ in likely],
-                        "likely_chances": [chances for _, chances in likely],
-                    }
-                    out.write(json.dumps(entry) + "\n")
-            written[f"{name}/{split}"] = sum(len(output) for output in outputs)
-            print(f"{name}/{split}: {written[f'{name}/{split}']} tokens", flush=True)
-    engine.close()
-    return {"tool": "own_runs record", "tokens": written}
-
-
-def _prompts(tokenizer: Any, path: Path, arguments: argparse.Namespace) -> Iterator[list[int]]:
-    num = 0
-    with path.open() as lines:
-        for line in lines:
-            prompt = json.loads(line)["prompt"]
-            if arguments.chat:
-                prompt = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-            ids = list(tokenizer.encode(prompt, add_special_tokens=False).ids)
-            if len(ids) <= arguments.max_prompt:
-                num += 1
-                yield ids
-            if num >= arguments.examples:
-                return
-
-
-def columns(eos: int) -> dict[str, Drafter]:
-    """The drafters that are compared, without a corpus. What they learn stays from request to
-    request."""
-    from loadtest.logits_drafters import LogitSpec, TokenRecycling
-
-    return {
-        "auto, no logits": make_drafter("auto", eos_token_ids=(eos,), num_likely=0),
-        "auto": _sharing(eos),
-        "token recycling": TokenRecycling(),
-        "logitspec": LogitSpec(),
-    }
-
-
-def _sharing(eos: int) -> Drafter:
-    from drafters.auto.seen import Seen
-
-    return make_drafter("auto", eos_token_ids=(eos,), seen=Seen())
-
-
-def _tests(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Recording]]]:
-    """(name, recorded test answers) of every set."""
-    found = sorted(path.parent.name for path in arguments.recorded.glob("*/test.jsonl"))
-    for name in arguments.sets or found:
-        tests = list(read_recordings(arguments.recorded / name / "test.jsonl"))
-        yield name, tests[: arguments.examples]
-
-
-def replayed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """See the top of this file."""
-    eos = int(load_tokenizer(arguments.tokenizer).token_to_id(EOS))
+    Example: python -m loadtest.replay live --recorded own --budgets 8,16
+    """
+    sets = replace(sets, data=None)
+    eos = open_ids(sets.model).eos
     cells = []
-    for name, tests in _tests(arguments):
-        for budget in arguments.budgets:
-            cell: dict[str, Any] = {"data": name, "budget": budget}
-            for column, drafter in columns(eos).items():
-                cell[column] = round(
-                    replay(drafter, tests, budget=budget).decode_tokens_per_step, 3
-                )
-            cells.append(cell)
-            print(json.dumps(cell), flush=True)
-    gains = {
-        budget: [c["auto"] / c["auto, no logits"] for c in cells if c["budget"] == budget]
-        for budget in arguments.budgets
-    }
-    medians = {budget: round(float(np.median(gain)), 3) for budget, gain in gains.items()}
-    return {"tool": "own_runs replay", "gain, median": medians, "cells": cells}
-
-
-def live(arguments: argparse.Namespace) -> dict[str, Any]:
-    """See the top of this file."""
-    eos = int(load_tokenizer(arguments.tokenizer).token_to_id(EOS))
-    cells = []
-    for name, tests in _tests(arguments):
+    for name in sets.names():
+        tests = sets.read(open_ids(sets.model), name, "test", sets.examples)
         num_tokens = sum(len(test.output_ids) - 1 for test in tests)
         longest = max(len(test.output_ids) for test in tests)
-        for budget in arguments.budgets:
-            cell: dict[str, Any] = {"data": name, "budget": budget, "tokens": num_tokens}
-            drafters = columns(eos)
-            engine = build_engine(arguments.model, drafters, budget)
-            for column in arguments.columns or drafters:
+        for nodes in numbers(budgets, "--budgets"):
+            cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
+            engine = build_engine(model_folder(sets.model), drafters := columns(eos), nodes)
+            for column in drafters:
                 outputs, num_steps, by_source = answers(
-                    engine, [test.prompt_ids for test in tests], column, budget, longest
+                    engine, [test.prompt_ids for test in tests], column, nodes, longest
                 )
                 same = [list(test.output_ids) for test in tests] == outputs
                 cell[column] = round(num_tokens / num_steps, 3)
@@ -263,37 +184,6 @@ def live(arguments: argparse.Namespace) -> dict[str, Any]:
                 cell["same text"] = cell.get("same text", True) and same
             engine.close()
             cells.append(cell)
-            print(json.dumps(cell), flush=True)
-    return {"tool": "own_runs live", "machine": machine.describe(), "cells": cells}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    root = Path(__file__).resolve().parent.parent
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("record", "replay", "live"))
-    parser.add_argument("--model", type=Path, help="record, live: the model's folder")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
-    parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
-    parser.add_argument("--recorded", type=Path, help="replay, live: what record wrote")
-    parser.add_argument("--sets", nargs="*", default=[])
-    parser.add_argument("--columns", nargs="*", help="live: drafters (default: all)")
-    parser.add_argument("--examples", type=int, default=30)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--max-prompt", type=int, default=400, help="longer prompts are left out")
-    parser.add_argument("--chat", action="store_true", help="record: prompts as a user's message")
-    parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16])
-    parser.add_argument("-o", "--output", type=Path, help="record: the folder")
-    arguments = parser.parse_args(argv)
-    wanted = {"record": ("model", "output"), "replay": ("recorded",), "live": ("model", "recorded")}
-    for option in wanted[arguments.what]:
-        if getattr(arguments, option) is None:
-            parser.error(f"--{option} is missing")
-    run = {"record": record, "replay": replayed, "live": live}[arguments.what]
-    found = run(arguments)
-    print(json.dumps(found))
-    return 0 if all(cell.get("same text", True) for cell in found.get("cells", ())) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            print(cell, flush=True)
+    emit("replay live", {"model": sets.model, "cells": cells}, json)
+    return 0 if all(cell["same text"] for cell in cells) else 1

@@ -20,8 +20,9 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,11 @@ class Peer:
     def is_alias(self) -> bool:
         return self.where.startswith("@")
 
+    @property
+    def process_name(self) -> str:
+        """The name of the server that an alias is a name of; else its own."""
+        return self.where[1:] if self.is_alias else self.name
+
     def salt(self, base: str) -> str:
         """The prefix-cache salt of one request: unlike that of an alias, which shares the cache.
 
@@ -92,8 +98,6 @@ def _split(option: str, text: str) -> tuple[str, str]:
 
 
 def _dialect_of(name: str) -> Dialect:
-    if name.startswith(("hf-", "openvino")):  # peers/hf_generate.py, peers/openvino_serve.py
-        return "transformers"
     return next((dialect for dialect in DIALECTS if name.startswith(dialect)), "openai")
 
 
@@ -188,6 +192,21 @@ def start(peer: Peer, log_dir: Path) -> None:
     peer.url = f"http://127.0.0.1:{port}"
 
 
+def tailor_peer(
+    name: str,
+    model: str,
+    arguments: str,
+    *,
+    url_name: str = "",
+    env: Mapping[str, str] | None = None,
+) -> Peer:
+    """Tailor, to be started by us. arguments: further ones of `tailor serve`. url_name: what
+    requests put into `model`; what the server says first without one."""
+    script = Path(__file__).parent / "peers/tailor.sh"
+    given = {"PYTHON": sys.executable, "TAILOR_MODEL": model, "TAILOR_ARGS": arguments}
+    return Peer(name, str(script), "tailor", model=url_name, env=given | dict(env or {}))
+
+
 def stop(peer: Peer, *, grace_s: float = 20.0) -> None:
     """End a server that start() began: SIGTERM to its session, SIGKILL after the grace time."""
     process = peer.process
@@ -204,8 +223,9 @@ def stop(peer: Peer, *, grace_s: float = 20.0) -> None:
     peer.process = None
 
 
-async def wait_ready(peer: Peer, *, timeout_s: float = 600.0) -> None:
-    """Wait until the server answers, then learn its model's name and version.
+async def wait_ready(peer: Peer, *, timeout_s: float = 600.0, every_s: float = 0.5) -> None:
+    """Wait until the server answers, then learn its model's name and version. every_s: seconds
+    between two looks.
 
     Raises PeerFailed when the process ends or the time is over.
     """
@@ -228,7 +248,7 @@ async def wait_ready(peer: Peer, *, timeout_s: float = 600.0) -> None:
                     break
             if time.monotonic() > deadline:
                 raise PeerFailed(f"{peer.name} was not ready after {timeout_s:.0f} s")
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(every_s)
         for path, key in (("/version", "version"), ("/props", "build_info")):
             with suppress(httpx.HTTPError, ValueError, AttributeError):
                 found = await client.get(f"{peer.url}{path}")
@@ -281,11 +301,9 @@ class CpuMeter:
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._roots: dict[str, psutil.Process] = {}
         for peer in peers:
-            if peer.is_alias:
-                continue
-            root = self._find(peer)
+            root = None if peer.process_name in self._roots else self._find(peer)
             if root is not None:
-                self._roots[peer.name] = root
+                self._roots[peer.process_name] = root
 
     @staticmethod
     def _find(peer: Peer) -> psutil.Process | None:

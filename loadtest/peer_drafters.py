@@ -1,25 +1,30 @@
-"""Other projects' drafters behind our protocol, for replays. Each needs its own package.
-
-    python -m drafters.replay --drafter loadtest.peer_drafters:ArcticSuffix ...
+"""Other projects' drafters behind our protocol, for replays.
 
 ArcticSuffix: SuffixDecodingCache of `arctic-inference` (only its csrc/suffix_decoding part has to
-be built). Aded: the datastore of `draftretriever`.
-TransformersPromptLookup: PromptLookupCandidateGenerator of `transformers` (and torch).
+be built). Two are written anew from their papers: Token
+Recycling (Luo et al., arXiv 2408.08696), which keeps for every token the likeliest ids of the last
+row behind it, and drafts a fixed tree over ranks; LogitSpec (Liu et al., arXiv 2507.01449), which
+takes what the last row held likeliest for the token after the next one, and looks pairs of it up in
+the text.
 """
 
 from __future__ import annotations
 
-import tempfile
+import heapq
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from drafters.calibration import Calibration
 from drafters.corpus import Corpus
+from drafters.session import TextSession
 from drafters.tree import DraftTree
 
-PADDING = -2  # draftretriever's, behind paths shorter than the longest
+NUM_LIKELY = 8
+RANK_CHANCES = (0.42, 0.13, 0.07, 0.05, 0.035, 0.03, 0.025, 0.02)
+"""How often a node of each rank is right, about: the fixed tree holds the likeliest places."""
 
 
 class ArcticSuffix:
@@ -74,15 +79,15 @@ class ArcticSuffix:
         return ArcticSession(self, prompt_ids)
 
 
-class PeerSession:
-    """What these sessions share: the request's ids, and that nothing can be taken back."""
+class ArcticSession:
+    """One request, of which nothing can be taken back."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, drafter: ArcticSuffix, prompt_ids: Sequence[int]) -> None:
         self._ids = list(prompt_ids)
         self._num_prompt = len(self._ids)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self._ids.extend(token_ids)
+        self._drafter = drafter
+        self._request = drafter.take_id()
+        drafter.cache.start_request(self._request, self._ids)
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Not used there."""
@@ -94,20 +99,7 @@ class PeerSession:
         return len(self._ids) - self._num_prompt
 
     def rollback(self, mark: int) -> None:
-        raise NotImplementedError(f"{type(self).__name__} cannot forget a part of a request")
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class ArcticSession(PeerSession):
-    """One request."""
-
-    def __init__(self, drafter: ArcticSuffix, prompt_ids: Sequence[int]) -> None:
-        super().__init__(prompt_ids)
-        self._drafter = drafter
-        self._request = drafter.take_id()
-        drafter.cache.start_request(self._request, self._ids)
+        raise NotImplementedError("Arctic cannot forget a part of a request")
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
         draft = self._drafter.cache.speculate(
@@ -122,7 +114,7 @@ class ArcticSession(PeerSession):
         return DraftTree(np.asarray(draft.token_ids, np.int32), parents, survival, sources)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        super().extend(token_ids)
+        self._ids.extend(token_ids)
         self._drafter.cache.add_active_response(self._request, list(token_ids))
 
     def close(self) -> None:
@@ -131,74 +123,15 @@ class ArcticSession(PeerSession):
             self._drafter.cache.evict_cached_response(self._request)
 
 
-class Aded:
-    """`draftretriever` as PyPI has it (0.1.0, 0.1.1): not REST's suffix array but ADED's tri-grams
-    with Monte Carlo tree search, under REST's interface.
-
-    outputs (or corpus): what its table is made of. vocab_size: 16 bits an id, so at most 65,536.
-    It learns from every query, so that each session reads the table anew: otherwise a second
-    replay of an example would find its output there.
-    """
-
-    name = "aded"
-    sources = ("aded",)
-
-    def __init__(
-        self,
-        *,
-        outputs: Iterable[Sequence[int]] = (),
-        corpus: Corpus | None = None,
-        vocab_size: int = 1 << 16,
-    ) -> None:
-        import draftretriever  # type: ignore[import-not-found]
-
-        if corpus is not None:
-            outputs = [corpus.output(i).tolist() for i in range(corpus.num_documents)]
-        self._folder = tempfile.TemporaryDirectory(prefix="aded-")
-        self._file = str(Path(self._folder.name) / "datastore.idx")
-        self._reader: Any = draftretriever.Reader
-        writer = draftretriever.Writer(file_path=self._file, vocab_size=vocab_size)
-        for output in outputs:
-            writer.add_entry(list(output))
-        writer.finalize()
-
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> AdedSession:
-        """A session over the whole prompt."""
-        return AdedSession(self._reader(self._file), prompt_ids)
-
-
-class AdedSession(PeerSession):
-    """One request. Each query is what came since the last one, the whole prompt at first."""
-
-    def __init__(self, reader: Any, prompt_ids: Sequence[int]) -> None:
-        super().__init__(prompt_ids)
-        self._reader = reader
-        self._num_asked = 0
-
-    def propose(self, budget: int, max_depth: int) -> DraftTree:
-        if budget <= 0 or len(self._ids) < 2:
-            return DraftTree.empty()  # the package aborts the process on a single token
-        query = self._ids[max(0, self._num_asked - 2) :]
-        self._num_asked = len(self._ids)
-        paths = self._reader.search(query, choices=budget)[0]
-        return tree_of_paths(paths, budget, max_depth)
-
-
 def tree_of_paths(paths: Iterable[Sequence[int]], budget: int, max_depth: int) -> DraftTree:
-    """The tree of paths that end in PADDING, at most `budget` nodes of it, no deeper."""
+    """The tree of paths, at most `budget` nodes of it, no deeper."""
     nodes: dict[tuple[int, ...], int] = {}
     tokens: list[int] = []
     parents: list[int] = []
     for path in paths:
         for depth, token in enumerate(path, 1):
             prefix = tuple(path[:depth])
-            if token == PADDING or depth > max_depth:
+            if depth > max_depth:
                 break
             if prefix in nodes:
                 continue
@@ -216,25 +149,143 @@ def tree_of_paths(paths: Iterable[Sequence[int]], budget: int, max_depth: int) -
     )
 
 
-class TransformersPromptLookup:
-    """transformers' own candidate generator, its defaults, for checking ours against it."""
+class TokenRecycling:
+    """The rows stay from request to request, as in the paper's warm start."""
 
-    name = "transformers_prompt"
-    sources = ("prompt",)
+    name = "token recycling"
+    sources = ("recycled",)
 
-    def __init__(self, *, num_output_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
-        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+    def __init__(self) -> None:
+        self.followers: dict[int, list[int]] = {}
 
-        self.num_output_tokens = num_output_tokens
-        self.generator: Any = PromptLookupCandidateGenerator(
-            num_output_tokens=num_output_tokens,
-            max_matching_ngram_size=max_matching_ngram_size,
-            max_length=1 << 30,
-        )
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> TokenRecyclingSession:
+        return TokenRecyclingSession(self, prompt_ids)
 
-    def candidates(self, ids: Sequence[int]) -> list[int]:
-        """The draft after `ids`."""
-        import torch
 
-        found, _ = self.generator.get_candidates(torch.tensor([list(ids)]))
-        return [int(token) for token in found[0, len(ids) :]]
+class _LikelySession(TextSession):
+    num_likely = NUM_LIKELY
+
+    def __init__(self, prompt_ids: Sequence[int], source: str) -> None:
+        super().__init__(prompt_ids, Calibration((source,)))
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Neither paper learns from it."""
+
+
+class TokenRecyclingSession(_LikelySession):
+    def __init__(self, drafter: TokenRecycling, prompt_ids: Sequence[int]) -> None:
+        super().__init__(prompt_ids, "recycled")
+        self._followers = drafter.followers
+
+    def note_likely(
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        ids: npt.NDArray[np.int32],
+        chances: npt.NDArray[np.float32],
+    ) -> None:
+        last = [int(self.text[self.size - 1]), *token_ids]
+        for token, row in zip(last, ids.tolist(), strict=True):
+            if row and row[0] >= 0:
+                self._followers[token] = [i for i in row if i >= 0]
+
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        tokens: list[int] = []
+        parents: list[int] = []
+        survival: list[float] = []
+        waiting = [(-1.0, 0, -1, int(self.text[self.size - 1]), 0)]
+        order = 0
+        while waiting and len(tokens) < budget:
+            negative, _, parent, token, depth = heapq.heappop(waiting)
+            node = -1
+            if depth:
+                node = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                survival.append(-negative)
+            if depth < max_depth:
+                followers = self._followers.get(token, ())
+                for chance, follower in zip(RANK_CHANCES, followers, strict=False):
+                    order += 1
+                    heapq.heappush(waiting, (negative * chance, order, node, follower, depth + 1))
+        return _tree(tokens, parents, survival)
+
+
+class LogitSpec:
+    """ngram: longest match that is looked up. path: most tokens copied behind one."""
+
+    name = "logitspec"
+    sources = ("logitspec",)
+
+    def __init__(self, ngram: int = 3, path: int = 8) -> None:
+        self.ngram = ngram
+        self.path = path
+
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> LogitSpecSession:
+        return LogitSpecSession(self, prompt_ids)
+
+
+class LogitSpecSession(_LikelySession):
+    def __init__(self, drafter: LogitSpec, prompt_ids: Sequence[int]) -> None:
+        super().__init__(prompt_ids, "logitspec")
+        self._drafter = drafter
+        self._rows: tuple[list[int], list[int], list[list[int]]] = ([], [], [])
+        self._guesses: list[int] = []
+
+    def note_likely(
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        ids: npt.NDArray[np.int32],
+        chances: npt.NDArray[np.float32],
+    ) -> None:
+        self._rows = list(token_ids), list(parents), ids.tolist()
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        tokens, parents, rows = self._rows
+        row = 0
+        for token in token_ids[:-1]:
+            row = next(
+                (
+                    1 + node
+                    for node, of in enumerate(zip(tokens, parents, strict=True))
+                    if of == (token, row - 1)
+                ),
+                -1,
+            )
+            if row < 0:
+                break
+        known = 0 <= row < len(rows)
+        self._guesses = [i for i in rows[row] if i >= 0 and i != token_ids[-1]] if known else []
+        self._rows = ([], [], [])
+        super().extend(token_ids)
+
+    def _behind(self, gram: list[int]) -> list[int]:
+        """What followed the last occurrence of `gram` in the text."""
+        text = self.text[: self.size]
+        num = len(gram)
+        where = np.flatnonzero(text[num - 1 : -1] == gram[-1])
+        for at in where[::-1].tolist():
+            if text[at : at + num].tolist() == gram:
+                found: list[int] = text[at + num : at + num + self._drafter.path].tolist()
+                return found
+        return []
+
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        last = self.text[max(0, self.size - self._drafter.ngram) : self.size].tolist()
+        paths = [self._behind(last[i:]) for i in range(len(last))]
+        paths = [next((path for path in paths if path), [])]
+        for guess in self._guesses:
+            behind = self._behind([last[-1], guess]) if last else []
+            behind = behind or self._behind([guess])
+            paths.append([guess, *behind])
+        return tree_of_paths((path[:max_depth] for path in paths), budget, max_depth)
+
+
+def _tree(tokens: list[int], parents: list[int], survival: list[float]) -> DraftTree:
+    return DraftTree(
+        np.asarray(tokens, np.int32),
+        np.asarray(parents, np.int32),
+        np.asarray(survival, np.float32),
+        np.zeros(len(tokens), np.uint8),
+    )

@@ -89,6 +89,13 @@ def task_names(data_dir: Path) -> list[str]:
     return sorted(path.parent.name for path in data_dir.glob("*/test.jsonl"))
 
 
+def data_sets(data_dir: Path) -> list[str]:
+    """Those of them that have a train part too. Raises ValueError for a folder that is missing."""
+    if not data_dir.is_dir():
+        raise ValueError(f"{data_dir} is missing: name the data sets' folder with --data")
+    return [name for name in task_names(data_dir) if (data_dir / name / "train.jsonl").is_file()]
+
+
 def read_examples(data_dir: Path, task: str, split: str = "test") -> Iterator[Example]:
     """The examples of one split, in file order; without an `id` the line's number is its name.
 

@@ -7,61 +7,80 @@ brings one), so that leading blanks and merges are those a model would emit, and
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
+import itertools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from drafters.replay import Recording
-from server.datasets import tokenize_in_place
+from cyclopts import Parameter
 
-EOS = "<|im_end|>"  # what SmolLM2-Instruct ends with
-
-
-def load_tokenizer(path: Path | None) -> Any:
-    """A `tokenizers.Tokenizer`: of `path`, or of the default model in Tailor's cache.
-
-    Raises FileNotFoundError that says how to get it.
-    """
-    from platformdirs import user_cache_dir
-    from tokenizers import Tokenizer
-
-    if path is None:
-        cache = os.environ.get("TAILOR_CACHE_DIR") or user_cache_dir("tailor")
-        found = sorted(Path(cache).glob("models/smollm2-135m-instruct-v*/tokenizer.json"))
-        path = found[-1] if found else Path(cache) / "models/smollm2-135m-instruct"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing: start the server once (make serve), which fetches the default"
-            " model, or name a tokenizer.json with --tokenizer"
-        )
-    return Tokenizer.from_file(str(path))
+from drafters.replay import Recording, read_recordings
+from loadtest.options import listed
+from loadtest.prompts import data_sets, read_examples
+from server.commands.options import DEFAULT_MODEL
+from server.datasets import open_tokenizer, tokenize_in_place
 
 
-def data_sets(folder: Path) -> list[str]:
-    """Names of the data sets in `folder` that have a train and a test part."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is missing: name the data sets' folder with --data")
-    return sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if (entry / "train.jsonl").is_file() and (entry / "test.jsonl").is_file()
-    )
+class Ids(NamedTuple):
+    """A model's `tokenizers.Tokenizer` and its EOS id."""
+
+    tokenizer: Any
+    eos: int
 
 
-def read_split(tokenizer: Any, folder: Path, name: str, split: str, limit: int) -> list[Recording]:
-    """The first `limit` examples of a split."""
+def open_ids(model: str) -> Ids:
+    """Of a model of the user's cache, or a folder. Raises ValueError that says how to get it."""
+    from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder
 
-    def lines() -> Iterator[dict[str, str]]:
-        with (folder / name / f"{split}.jsonl").open() as source:
-            for number, line in enumerate(source):
-                if number >= limit:
-                    return
-                yield json.loads(line)
+    folder = cached_file_folder(model) or cached_folder(model)
+    if folder is None:
+        raise ValueError(f"{model} is not in the cache: tailor models fetch {model}")
+    tokenizer, _, eos = open_tokenizer(folder)
+    return Ids(tokenizer, eos)
 
-    eos = int(tokenizer.token_to_id(EOS))
+
+def read_split(ids: Ids, folder: Path, name: str, split: str, num: int) -> list[Recording]:
+    """The first `num` examples of a split, in ids."""
+    examples = itertools.islice(read_examples(folder, name, split), num)
     return [
-        Recording(*tokenize_in_place(tokenizer, entry["prompt"], entry["completion"], eos))
-        for entry in lines()
+        Recording(*tokenize_in_place(ids.tokenizer, one.prompt, one.completion, ids.eos))
+        for one in examples
     ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetOptions:
+    """Which answers are replayed: the data's, or a model's own."""
+
+    data: Annotated[Path | None, Parameter(help="folder of task data sets")] = None
+    recorded: Annotated[
+        Path | None, Parameter(help="folder of a model's own answers, SET/test.jsonl, instead")
+    ] = None
+    model: Annotated[str, Parameter(help="whose tokenizer")] = DEFAULT_MODEL
+    sets: Annotated[str, Parameter(help="data sets, with commas (all)")] = ""
+    examples: Annotated[int, Parameter(help="test examples a set")] = 100
+    corpus_examples: Annotated[int, Parameter(help="train examples of a corpus")] = 2000
+
+    def names(self) -> list[str]:
+        """The sets. Raises ValueError where there is none."""
+        if self.data is None and self.recorded is None:
+            raise ValueError("name the answers with --data or --recorded")
+        if self.recorded is not None:
+            found = sorted(path.parent.name for path in self.recorded.glob("*/test.jsonl"))
+        else:
+            assert self.data is not None
+            found = data_sets(self.data)
+        wanted = listed(self.sets) or found
+        if unknown := set(wanted) - set(found):
+            raise ValueError(f"no data set {sorted(unknown)[0]!r}; there are {', '.join(found)}")
+        return wanted
+
+    def read(self, ids: Ids, name: str, split: str, num: int) -> list[Recording]:
+        """The first `num` recordings of a split; none where a model's own are not there."""
+        if self.recorded is None:
+            assert self.data is not None
+            return read_split(ids, self.data, name, split, num)
+        path = self.recorded / name / f"{split}.jsonl"
+        return list(itertools.islice(read_recordings(path), num)) if path.is_file() else []

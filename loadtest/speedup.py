@@ -1,38 +1,41 @@
-"""What drafting is worth end to end, by data set: off against auto, and against other servers.
+"""What drafts and slices are worth end to end, by data set, and beside other servers.
 
     python -m loadtest.speedup --data DATA_DIR --work WORK_DIR --out speedup.jsonl \\
         --server vllm-ngram=loadtest/peers/vllm_ngram.sh \\
         --server llamacpp-mod=loadtest/peers/llamacpp_ngram_mod.sh
+    python -m loadtest.speedup --data DATA_DIR --work WORK_DIR --ways off,slice,exact,exact-warm \\
+        --tailor-model gemma-3-270m --sets massive_en,squad
 
-Starts Tailor itself, one server with a task for each way of answering a data set
-(loadtest.task_sets): `cold` drafts from the request alone, `warm` also from a corpus of the model's
-own outputs for train prompts (--train 0: left out), `learned` has answered --learned train prompts
-before, as a server does that has run for a while. Every test prompt is asked in every way and off,
-in an order drawn anew, one request at a time, greedy; no prompt is used twice, so that nothing
-learns the answers. What is learned is kept by cache_salt: requests of `learned` share one, so that
-their template's blocks may be cached; all others have one each. A pair is the sum over
---prompts prompts; the ratio of a pair's times is the speedup (median over pairs, 95 % bootstrap
-interval). In the last --peer-rounds pairs the other servers answer the same prompts too.
+Starts Tailor itself, with tasks for each way of answering a data set (loadtest.task_sets):
 
-Counted exactly: steps, tokens a step, draft rows a token, CPU seconds a token (server's processes
-and threads, from the system). The forecast is the same outputs replayed through a new drafter, each
-step priced with the cost table that the server measured when it started (server.engine.forecast);
-`of forecast` is measured / forecast speedup of all requests together.
+    off         no drafts: what all others are compared with
+    cold        drafts from the request alone
+    learned     has answered --learned train prompts before, as a server that has run for a while
+    warm        drafts from a corpus of the model's own outputs for train prompts, too
+    slice       no drafts; the LM head of the task's vocabulary slice (its text may differ)
+    exact       the slice verified by the full head; exact-warm: and drafts as in `warm`
 
---weights int8 measures Tailor's integer products; corpora are the model's outputs in float32 then
-too. A short sitting: --pairs 4 --prompts 2 --tokens 48.
+In every round each way, in an order drawn anew, answers --prompts test prompts, greedy, one request
+at a time or with --clients at once; no prompt comes back in another round, so that nothing learns
+the answers. What is learned is kept by cache_salt: requests of `learned` share one, so that their
+template's blocks may be cached; all others have one each. The ratio of tokens a second within a
+round is the speedup (median over rounds, 95 % bootstrap interval), prompt included. In the last
+--peer-rounds rounds the other servers answer the same prompts too.
+
+Counted exactly: steps, tokens and draft nodes a step, CPU seconds (server's processes and threads,
+from the system). --weights int8 measures Tailor's integer products. A short sitting: --rounds 4
+--prompts 2 --tokens 48.
 
 A data set's line is appended to --out when it is done; sets that are there already are not measured
 again, so an interrupted sitting goes on with the same command, and with all sets done it only
-prints. Corpora are built in --work when they are missing (--prepare does only that).
+prints. What is missing in --work is built there (--prepare does only that).
 
-Prints a table, a table for docs, then ends in one JSON line. Exits 1 when a text of Tailor
-differs, 2 when the machine is too busy to measure.
+Prints a table for each number of clients, then ends in one JSON line. Exits 1 when a text of Tailor
+differs (those of `slice` aside), 2 when the machine is too busy to measure.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -40,362 +43,330 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import httpx
+import numpy as np
+from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
 
 from loadtest import machine
-from loadtest.completion import ServerRefused, request_body, stream
+from loadtest.cells import Ask, Cell, Conduct, Level, Plan, measure, run_cell
+from loadtest.load_figures import report
 from loadtest.options import (
-    add_server_options,
+    ResultOptions,
+    ServerOptions,
     describe_servers,
     emit,
-    peers_of,
-    refuse_busy_machine,
+    listed,
+    numbers,
+    program,
+    run,
+    stopped_afterwards,
 )
-from loadtest.peer import (
-    SETTLE_S,
-    CpuMeter,
-    Peer,
-    PeerFailed,
-    ServerKeys,
-    bring_down,
-    bring_up,
-    shuffled,
-    stop_on_sigterm,
-)
+from loadtest.peer import SETTLE_S, Peer, PeerFailed, bring_up, tailor_peer
 from loadtest.prompts import Example
-from loadtest.speedup_figures import (
-    COLD,
-    LEARNED,
-    OFF,
-    WARM,
-    Answer,
-    Sitting,
-    cost_at,
-    figures_of,
-    forecasts_of,
-    print_tables,
-    read_cost,
-    read_done,
-    summary_of,
-    told_interval,
-)
-from loadtest.task_sets import (
-    SETS,
-    Places,
-    TaskSet,
-    examples_of,
-    prepare,
-    tasks_dir,
-    train_prompts,
-)
-from loadtest.weight_forms import FORMS
+from loadtest.task_sets import SETS, Places, TaskSet, examples_of, prepare, set_of, train_prompts
 
 SERVER = "tailor"
 LEARNERS = 4  # requests in flight while a task learns
+NO_DRAFTS = {"speculation": {"drafter": "off"}}
+SLICE, EXACT = ({"vocabulary": {"mode": mode}} for mode in ("slice", "exact"))
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "off": ("cold", NO_DRAFTS),
+    "cold": ("cold", {}),
+    "learned": ("learned", {}),
+    "warm": ("warm", {}),
+    "slice": ("cold", NO_DRAFTS | SLICE),
+    "exact": ("cold", NO_DRAFTS | EXACT),
+    "exact-warm": ("warm", EXACT),
+}
+"""Way -> (the task that is asked, fields of the body)."""
+
+app = program("speedup", __doc__)
 
 
-def variants_of(tailor: Peer, task_set: TaskSet, warm: bool, learned: bool = False) -> list[Peer]:
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupOptions:
+    """What is asked, and where things are."""
+
+    data: Annotated[Path, Parameter(help="folder of task data sets")]
+    work: Annotated[Path, Parameter(help="corpora, profiles, tasks and cache go here")]
+    models: Annotated[Path | None, Parameter(help="folder of adapters (DATA/../models)")] = None
+    recorded: Annotated[Path | None, Parameter(help="folder of NAME/train.jsonl recordings")] = None
+    out: Annotated[Path, Parameter(help="a line for each data set")] = Path(
+        "loadtest/results/speedup.jsonl"
+    )
+    sets: Annotated[str, Parameter(metavar="NAME,...")] = ",".join(SETS)
+    ways: Annotated[str, Parameter(metavar="WAY,...", help=f"of {', '.join(WAYS)}")] = (
+        "off,cold,warm"
+    )
+    clients: Annotated[str, Parameter(metavar="N,...", help="requests at once")] = "1"
+    tailor_model: str = "smollm2-135m-instruct"
+    weights: Annotated[str, Parameter(help="engine.weights of Tailor")] = "auto"
+    rounds: int = 10
+    prompts: Annotated[int, Parameter(help="prompts a round, of each client")] = 3
+    peer_rounds: Annotated[int, Parameter(help="rounds that peers take part in")] = 3
+    tokens: Annotated[int, Parameter(help="most tokens an answer")] = 64
+    nodes: Annotated[int, Parameter(help="most draft nodes a step")] = 16
+    train: Annotated[int, Parameter(help="train prompts to record a corpus of")] = 120
+    learned: Annotated[int, Parameter(help="train prompts that `learned` has answered")] = 300
+    prepare: Annotated[bool, Parameter(help="only build what is missing")] = False
+
+
+_SERVERS, _RESULTS = ServerOptions(), ResultOptions()
+
+
+def variants_of(tailor: Peer, task_set: TaskSet, ways: Sequence[str]) -> list[Peer]:
     """Tailor's ways of answering as peers: names of one server with different bodies."""
-
-    def variant(name: str, task: str, extra: dict[str, Any]) -> Peer:
-        common = {"include_speculation": True, "return_token_ids": True}
-        return Peer(
-            name, f"@{tailor.name}", "tailor", f"{task_set.name}-{task}", {**common, **extra},
-            url=tailor.url, version=tailor.version,
+    found = []
+    for way in ways:
+        task, fields = WAYS[way]
+        extra = {"include_speculation": True, "return_token_ids": True, **fields}
+        if way == "learned":
+            extra["cache_salt"] = f"{task_set.name} learns"
+        found.append(
+            Peer(way, f"@{tailor.name}", "tailor", f"{task_set.name}-{task}", extra,
+                 url=tailor.url, version=tailor.version)
         )  # fmt: skip
-
-    found = [variant(OFF, COLD, {"speculation": {"drafter": "off"}}), variant(COLD, COLD, {})]
-    if learned:
-        found.append(variant(LEARNED, LEARNED, {"cache_salt": f"{task_set.name} learns"}))
-    return [*found, variant(WARM, WARM, {})] if warm else found
+    return found
 
 
-async def teach(
-    client: httpx.AsyncClient,
-    variants: Sequence[Peer],
-    options: argparse.Namespace,
-    task_set: TaskSet,
-) -> None:
-    """Have the train prompts answered that `learned` is to have answered before, LEARNERS at a
-    time. Raises PeerFailed when one is refused."""
-    waiting = train_prompts(options.data, task_set, options.learned)[::-1]
-    learner = next((variant for variant in variants if variant.name == LEARNED), None)
-
-    async def go_on() -> None:
-        while waiting and learner is not None:
-            body = request_body(
-                learner.dialect, learner.model, waiting.pop(), max_tokens=options.tokens, salt="",
-                extra=learner.extra,
-            )  # fmt: skip
-            await stream(client, learner.url, body)
-
-    try:
-        await asyncio.gather(*(go_on() for _ in range(LEARNERS)))
-    except (ServerRefused, httpx.HTTPError) as error:
-        raise PeerFailed(f"{task_set.name}: {error or type(error).__name__}") from error
-
-
-class Amounts(NamedTuple):
-    """Pairs of a data set and prompts of a pair; the last num_peer_rounds pairs ask the peers too.
-    max_tokens: of an answer."""
-
-    num_pairs: int
-    num_prompts: int
-    num_peer_rounds: int
-    max_tokens: int
+async def teach(learner: Peer, prompts: Sequence[str], max_tokens: int) -> None:
+    """Have prompts answered, LEARNERS at a time. Raises PeerFailed when one is refused."""
+    asks = [Ask(Example("", "", prompt, ""), "", max_tokens) for prompt in prompts]
+    async with httpx.AsyncClient(timeout=600.0) as client:
+        cell = await run_cell(client, learner, Level(concurrency=LEARNERS), 0, asks, salt="")
+    if cell.failures:
+        raise PeerFailed(f"{learner.model}: {cell.failures[0]}")
 
 
 async def measure_set(
-    client: httpx.AsyncClient,
-    task_set: TaskSet,
-    variants: Sequence[Peer],
-    peers: Sequence[Peer],
-    meter: CpuMeter,
-    examples: Sequence[Example],
-    amounts: Amounts,
-    progress: Progress,
-) -> Sitting:
-    """Ask everything. The first example warms every server up; the pairs take the others.
-
-    Raises PeerFailed when a server refuses.
-    """
-    num_pairs, num_prompts, num_peer_rounds, max_tokens = amounts
-    sitting = Sitting()
-    salt = f"{time.time_ns():x}"
-    last_pair = num_pairs - num_peer_rounds
-    num_requests = num_prompts * (num_pairs * len(variants) + num_peer_rounds * len(peers))
-    bar = progress.add_task(task_set.name, total=num_requests)
-
-    async def one(peer: Peer, example: Example, name: str) -> Answer:
-        body = request_body(
-            peer.dialect, peer.model, example.prompt,
-            max_tokens=max_tokens, salt=peer.salt(f"{salt}-{name}"), extra=peer.extra,
-        )  # fmt: skip
-        server = SERVER if peer.is_alias else peer.name
-        before = meter.read().get(server, 0.0)
-        try:
-            timing = await stream(client, peer.url, body)
-        except (ServerRefused, httpx.HTTPError) as error:
-            raise PeerFailed(f"{peer.name}: {error or type(error).__name__}") from error
-        if not timing.chunk_s:  # EOS at once: a token that some servers neither show nor count
-            timing.num_tokens = max(1, timing.num_tokens)
-            timing.chunk_s, timing.chunk_tokens = [timing.end_s], [timing.num_tokens]
-        return Answer(timing, meter.read().get(server, 0.0) - before)
-
-    for peer in (*variants, *peers):
-        await one(peer, examples[0], "warm-up")
-        await _settle(peer)
-    for pair in range(num_pairs):
-        asked = [*variants, *(peers if pair >= last_pair else ())]
-        foreign, began = meter.foreign_s(), time.perf_counter()
-        for number in range(num_prompts):
-            at = pair * num_prompts + number
-            example = examples[1 + at % (len(examples) - 1)]
-            for peer in shuffled(asked, at, task_set.name):
-                progress.update(bar, description=f"{task_set.name} {peer.name}", advance=1)
-                sitting.book(peer.name, pair, await one(peer, example, str(at)))
-                await _settle(peer)
-        wall = time.perf_counter() - began
-        sitting.foreign_cores = max(sitting.foreign_cores, (meter.foreign_s() - foreign) / wall)
-    progress.remove_task(bar)
-    return sitting
+    variants: Sequence[Peer], peers: Sequence[Peer], examples: Sequence[Example],
+    options: SpeedupOptions, console: Console,
+) -> dict[str, Any]:  # fmt: skip
+    """Ask everything. Returns the figures (load_figures.report). Raises PeerFailed when a server
+    refuses."""
+    cells: list[Cell] = []
+    pause_s = SETTLE_S if any(peer.dialect == "vllm" for peer in peers) else 0.1
+    beside = min(options.peer_rounds, options.rounds) if peers else 0
+    alone = options.rounds - beside
+    levels = [Level(concurrency=n) for n in numbers(options.clients, "--clients")]
+    for level in levels:
+        plan = Plan(examples, options.tokens, fresh=options.prompts * (level.concurrency or 1))
+        for first, num, asked in ((0, alone, variants), (alone, beside, [*variants, *peers])):
+            conduct = Conduct(num, 1, pause_s if len(asked) > len(variants) else 0.0,
+                              first_round=first)  # fmt: skip
+            if num:
+                await measure(asked, [level], plan, conduct, cells, console)
+    for cell in cells:
+        if cell.failures:
+            raise PeerFailed(f"{cell.server}: {cell.failures[0]}")
+    return report(cells, [*variants, *peers], levels, {})
 
 
-async def _settle(peer: Peer) -> None:
-    """Let a server's threads come to rest before the next one is asked. vLLM's spin for a second
-    (SETTLE_S); those of the others sleep at once."""
-    if not peer.is_alias:
-        await asyncio.sleep(SETTLE_S if peer.dialect == "vllm" else 0.1)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.speedup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_server_options(parser, required=False)
-    parser.add_argument("--data", type=Path, required=True, help="folder of task data sets")
-    parser.add_argument("--models", type=Path, help="folder of adapters; default DATA/../models")
-    parser.add_argument("--work", type=Path, required=True, help="corpora, tasks and cache go here")
-    parser.add_argument("--recorded", type=Path, help="folder of NAME/train.jsonl recordings")
-    parser.add_argument("--out", type=Path, default=Path("loadtest/results/speedup.jsonl"),
-                        help="a line for each data set")  # fmt: skip
-    parser.add_argument("--sets", default=",".join(SETS), help="default: all")
-    parser.add_argument("--tailor-model", default="smollm2-135m-instruct")
-    parser.add_argument("--weights", choices=("auto", *FORMS), default="auto",
-                        help="engine.weights of Tailor")  # fmt: skip
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=3, help="prompts a pair")
-    parser.add_argument("--peer-rounds", type=int, default=3, help="pairs that peers take part in")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens an answer")
-    parser.add_argument("--nodes", type=int, default=16, help="most draft nodes a step")
-    parser.add_argument("--train", type=int, default=120,
-                        help="train prompts to record a set; 0: no `warm`")  # fmt: skip
-    parser.add_argument("--learned", type=int, default=0,
-                        help="train prompts that `learned` has answered; 0: none")  # fmt: skip
-    parser.add_argument("--prepare", action="store_true", help="only build what is missing")
-    return parser
-
-
-def _model_folder(model: str) -> str:
-    """Where a model is, so that a server with an empty cache need not convert it again. A GGUF file
-    is served as it is."""
+def _model_folder(model: str, weights: str) -> str:
+    """Where a model is, so that a server with an empty cache need not convert it again."""
     if Path(model).exists():
         return str(Path(model).resolve())
+    form = ["--form", "float32"] if weights != "auto" else []
     done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", "models", "fetch", model, "--form=float32"],
+        [sys.executable, "-m", "server.commands.cli", "models", "fetch", model, *form],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(f"the model {model} could not be fetched")
+        raise PeerFailed(f"the model {model} could not be fetched")
     return done.stdout.strip().splitlines()[-1]
 
 
 async def run_group(
-    options: argparse.Namespace,
-    adapter: str | None,
-    sets: Sequence[TaskSet],
-    peers: Sequence[Peer],
-    corpora: Mapping[str, Path],
-    folder: str,
-    about: Mapping[str, Any],
-    console: Console,
-) -> None:
+    options: SpeedupOptions, places: Places, adapter: str | None, sets: Sequence[TaskSet],
+    peers: Sequence[Peer], corpora: Mapping[str, Path], log_dir: Path, console: Console,
+) -> None:  # fmt: skip
     """Measure the data sets of one model, and append a line for each to options.out."""
     cache = options.work / f"cache-{adapter or 'base'}"
     shutil.rmtree(cache, ignore_errors=True)  # calibrations and costs of earlier sittings
     cache.mkdir(parents=True)
-    arguments = f"--tasks {tasks_dir(options.work, adapter).resolve()} --served-model-name tailor"
+    arguments = f"--tasks {places.tasks(adapter).resolve()} --served-model-name tailor"
     arguments += f" --weights {options.weights}"
     if adapter is not None:
-        arguments += f" --adapter {(options.models / adapter).resolve()}"
-    tailor = Peer(
-        SERVER, str(Path(__file__).parent / "peers/tailor.sh"), "tailor", model="tailor",
-        env={"PYTHON": sys.executable, "TAILOR_MODEL": folder, "TAILOR_ARGS": arguments,
-             "TAILOR_CACHE_DIR": str(cache.resolve())},
+        arguments += f" --adapter {(places.models / adapter).resolve()}"
+    tailor = tailor_peer(
+        SERVER, _model_folder(options.tailor_model, options.weights), arguments,
+        url_name="tailor", env={"TAILOR_CACHE_DIR": str(cache.resolve())},
     )  # fmt: skip
     beside = peers if adapter is None else ()  # they have not merged the adapter
-    peer_rounds = options.peer_rounds if beside else 0
-    amounts = Amounts(options.pairs, options.prompts, peer_rounds, options.tokens)
-    try:
-        console.print(f"starting Tailor{f' with {adapter}' if adapter else ''}")
-        await bring_up([tailor], options.log_dir)
-        cost = read_cost(cache)
-        meter = CpuMeter([tailor, *beside])
-        pool = httpx.Limits(max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=600.0, limits=pool, auth=ServerKeys(peers)) as client:
-            with Progress(console=console) as progress:
-                for task_set in sets:
-                    began = time.perf_counter()
-                    warm = task_set.name in corpora
-                    variants = variants_of(tailor, task_set, warm, options.learned > 0)
-                    await teach(client, variants, options, task_set)
-                    sitting = await measure_set(
-                        client, task_set, variants, beside, meter,
-                        examples_of(options.data, task_set), amounts, progress,
-                    )  # fmt: skip
-                    names = [variant.name for variant in variants]
-                    line = {
-                        "set": task_set.name,
-                        "weights": options.weights,
-                        "seconds": round(time.perf_counter() - began, 1),
-                        "max_tokens": options.tokens,
-                        "max_nodes": options.nodes,
-                        "prompts_per_pair": options.prompts,
-                        "machine": about,
-                        "servers": describe_servers([tailor, *beside]),
-                        "cost_s": {str(rows): cost_at(cost, rows) for rows in (1, 2, 4, 8, 16, 32)},
-                        **figures_of(sitting, names, [peer.name for peer in beside]),
-                        "forecast": forecasts_of(
-                            sitting, names, cost, corpora.get(task_set.name), options.nodes
-                        ),
-                    }
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    with options.out.open("a", encoding="utf-8") as out:
-                        out.write(json.dumps(line) + "\n")
-                    ratios = line["ratios"]
-                    told = ", ".join(
-                        f"{name} {told_interval(found['end_to_end'])}"
-                        for name, found in ratios.items()
-                    )
-                    console.print(f"{task_set.name}: {told} in {line['seconds']} s")
-    finally:
-        bring_down([tailor])
+    console.print(f"starting Tailor{f' with {adapter}' if adapter else ''}")
+    about = machine.describe()
+    with stopped_afterwards([tailor]):
+        await bring_up([tailor], log_dir)
+        for task_set in sets:
+            began = time.perf_counter()
+            ways = [way for way in listed(options.ways)
+                    if WAYS[way][0] != "warm" or task_set.name in corpora]  # fmt: skip
+            variants = variants_of(tailor, task_set, ways)
+            for learner in (variant for variant in variants if variant.name == "learned"):
+                prompts = train_prompts(options.data, task_set, options.learned)
+                await teach(learner, prompts, options.tokens)
+            # The variants' process is found by Tailor's name.
+            found = await measure_set(
+                variants, beside, examples_of(options.data, task_set), options, console
+            )
+            line = {
+                "set": task_set.name,
+                "ways": ways,
+                "weights": options.weights,
+                "seconds": round(time.perf_counter() - began, 1),
+                "max_tokens": options.tokens,
+                "max_nodes": options.nodes,
+                "prompts": options.prompts,
+                "servers": describe_servers([tailor, *beside]),
+                "machine": about,
+                **found,
+            }
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+            console.print(f"{task_set.name}: {line['seconds']} s")
 
 
-def sets_of(options: argparse.Namespace) -> list[TaskSet]:
-    """The data sets that are asked for. Raises ValueError or OSError for what cannot be measured;
-    bounds options.peer_rounds."""
-    names = options.sets.split(",")
-    if unknown := set(names) - set(SETS):
-        raise ValueError(f"no data set {sorted(unknown)}; there are {', '.join(SETS)}")
-    if min(options.pairs, options.prompts, options.tokens, options.nodes) < 1:
-        raise ValueError("--pairs, --prompts, --tokens and --nodes want at least 1")
-    options.peer_rounds = max(0, min(options.peer_rounds, options.pairs))
-    sets = [SETS[name] for name in names]
+def read_done(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of an earlier sitting by data set; none when the file is not there."""
+    if not path.is_file():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return {line["set"]: line for line in lines if "set" in line}
+
+
+def summary_of(done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """By clients and way or peer: the median over the sets of its ratio to `off`, the sets that are
+    slower; and how many texts of Tailor differ."""
+    found: dict[str, Any] = {}
+    different = 0
+    for level in dict.fromkeys(level for row in done.values() for level in row["figures"]):
+        rows = {key: row["figures"][level] for key, row in done.items()}
+        found[level] = {}
+        for name in dict.fromkeys(n for row in rows.values() for n in row if n != "off"):
+            own = {key: row[name] for key, row in rows.items() if name in row}
+            speeds = {key: one["ratios"]["tokens_per_s"] for key, one in own.items()}
+            found[level][name] = {
+                "num_sets": len(own),
+                "median": float(np.median([one["median"] for one in speeds.values()])),
+                "slower_than_off": sorted(key for key, one in speeds.items() if one["low"] < 0.95),
+            }
+        for key, row in rows.items():
+            for way in done[key]["ways"]:
+                texts = row[way]["same_text"]
+                if texts and way != "slice":
+                    different += texts["num_compared"] - texts["num_same"]
+    return {"levels": found, "different_texts": different}
+
+
+def markdown(done: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table for docs/benchmarks: a row a data set, number of clients, and way or peer."""
+    lines = [
+        "| set | clients | way | tokens/s | times off | first token, times off | CPU s, times off |"
+        " tokens/step | nodes/step | same text |",
+        "|---" * 10 + "|",
+    ]
+    for key, line in done.items():
+        for level, rows in line["figures"].items():
+            for name, row in rows.items():
+                ratios = [
+                    "-"
+                    if one is None
+                    else f"{one['median']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
+                    for metric in ("tokens_per_s", "ttft_s", "cpu_s_per_1000")
+                    for one in [row["ratios"].get(metric)]
+                ]
+                per_step = [
+                    "-" if value is None else f"{value:.2f}"
+                    for value in (row["tokens_per_step"], row["nodes_per_step"])
+                ]
+                texts = row["same_text"]
+                same = f"{texts['num_same']}/{texts['num_compared']}" if texts else "-"
+                lines.append(
+                    f"| {key} | {level.removesuffix(' clients')} | {name} | "
+                    f"{row['tokens_per_s']:.1f} | {' | '.join([*ratios, *per_step])} | {same} |"
+                )
+    return "\n".join(lines)
+
+
+def sets_of(options: SpeedupOptions) -> list[TaskSet]:
+    """The data sets that are asked for. Raises ValueError, OSError for what cannot be measured."""
+    ways = listed(options.ways)
+    if unknown := set(ways) - set(WAYS):
+        raise ValueError(f"no way {sorted(unknown)}; there are {', '.join(WAYS)}")
+    if ways[:1] != ["off"]:
+        raise ValueError("--ways begins with off, which all others are compared with")
+    if min(options.rounds, options.prompts, options.tokens, options.nodes) < 1:
+        raise ValueError("--rounds, --prompts, --tokens and --nodes want at least 1")
+    sets = [set_of(name) for name in listed(options.sets)]
     for task_set in sets:
-        if len(train_prompts(options.data, task_set, options.learned)) < options.learned:
-            raise ValueError(f"{task_set.name}: not {options.learned} train prompts")
+        if not (options.data / task_set.folder / "test.jsonl").is_file():
+            raise ValueError(f"no data set {task_set.name} in {options.data}")
         if len(examples_of(options.data, task_set)) < 2:
             raise ValueError(f"{task_set.name}: no test prompts in {options.data}")
+        prompts = train_prompts(options.data, task_set, options.learned)
+        if "learned" in ways and len(prompts) < options.learned:
+            raise ValueError(f"{task_set.name}: not {options.learned} train prompts")
     return sets
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    options.models = options.models or options.data.parent / "models"
+@app.default
+def speedup(
+    *,
+    options: SpeedupOptions,
+    servers: ServerOptions = _SERVERS,
+    results: ResultOptions = _RESULTS,
+) -> int:
+    """Prepare, measure what is missing, and print. Raises ValueError, PeerFailed."""
+    peers, sets = servers.peers(), sets_of(options)
+    models = options.models or options.data.parent / "models"
+    places = Places(options.data, models, options.work, options.recorded)
     console = Console(stderr=True, width=160)
-    try:
-        peers = peers_of(options)
-        sets = sets_of(options)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     done = read_done(options.out)
     missing = [task_set for task_set in sets if task_set.name not in done]
-    stop_on_sigterm()
-    about = machine.describe()
-    try:
-        if missing or options.prepare:
-            if not options.prepare:
-                refuse_busy_machine(options.max_load)
-            corpora = prepare(
-                sets,
-                Places(options.data, options.models, options.work, options.recorded),
-                model=options.tailor_model, num_train=options.train, max_tokens=options.tokens,
-                max_nodes=options.nodes, tell=console.print,
-            )  # fmt: skip
-            if options.prepare:
-                return 0
-            folder = _model_folder(options.tailor_model)
+    if missing or options.prepare:
+        if not options.prepare:
+            results.refuse_busy_machine()
+        ways = [WAYS[way] for way in listed(options.ways)]
+        corpora = prepare(
+            sets, places, model=options.tailor_model,
+            num_train=options.train if any(task == "warm" for task, _ in ways) else 0,
+            max_tokens=options.tokens, max_nodes=options.nodes,
+            profiles=any("vocabulary" in fields for _, fields in ways), report=console.print,
+        )  # fmt: skip
+        if options.prepare:
+            return 0
 
-            async def run() -> None:
-                groups = dict.fromkeys(task_set.adapter for task_set in missing)
-                for adapter in sorted(groups, key=lambda name: name is None):
-                    if adapter is None:  # last: the peers take part
-                        names = ", ".join(peer.name for peer in peers)
-                        console.print(f"starting {names or 'no other servers'}")
-                        await bring_up(peers, options.log_dir)
-                    group = [s for s in missing if s.adapter == adapter]
-                    await run_group(options, adapter, group, peers, corpora, folder, about, console)
+        async def measure_all() -> None:
+            groups = dict.fromkeys(task_set.adapter for task_set in missing)
+            for adapter in sorted(groups, key=lambda name: name is None):
+                if adapter is None and peers:  # last: the peers take part
+                    console.print(f"starting {', '.join(peer.name for peer in peers)}")
+                    await bring_up(peers, servers.log_dir)
+                group = [s for s in missing if s.adapter == adapter]
+                await run_group(
+                    options, places, adapter, group, peers, corpora, servers.log_dir, console
+                )
 
-            asyncio.run(run())
-    except (PeerFailed, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    finally:
-        bring_down(peers)
-    done = {name: row for name, row in read_done(options.out).items() if SETS[name] in sets}
-    print_tables(console, done)
+        with stopped_afterwards(peers):
+            asyncio.run(measure_all())
+    names = [task_set.name for task_set in sets]
+    done = {name: row for name, row in read_done(options.out).items() if name in names}
+    print(markdown(done))
     summary = summary_of(done)
-    emit({"tool": "speedup", "machine": about, "sets": list(done), **summary}, options.json)
+    emit("speedup", {"sets": list(done), **summary}, results.json)
     return 1 if summary["different_texts"] else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    return run(app, arguments)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,10 @@ def decode(data: bytes) -> Message:
     name, *parts = _PARTS.decode(data)
     kind = _KIND.decode(name)
     decoders = _TYPED.get(kind) or (_ANYTHING,) * len(parts)
-    return (kind, *(one.decode(part) for one, part in zip(decoders, parts, strict=True)))
+    return (
+        kind,
+        *(one.decode(part) for one, part in zip(decoders, parts, strict=kind != "deltas")),
+    )
 
 
 def send(connection: Connection, message: Message) -> None:

@@ -1,69 +1,49 @@
-"""Reads a task's data: prompts and outputs from a file, tokenized as a model would see them.
+"""Reads a task's data: prompts and outputs from files, tokenized as a model would see them.
 
-JSON lines, CSV with a header, and Parquet (with pyarrow) are read, by the file's ending. A row has
-a prompt and an output, or `messages` whose last one, the assistant's, is the output, or ids.
+JSON lines, CSV with a header (commas, semicolons or tabs) and Parquet (with pyarrow), by the file's
+ending. A row has a prompt and an output, or `messages` whose last one, the assistant's, is the
+output, or ids (`prompt_ids`, `output_ids`, as recordings have). Whoever wrote the file is not
+trusted: sizes and depth are bounded, and no output holds a control token.
 
-Completions are tokenized *in place*, after their prompt, so that the leading space and the merges
-are the model's own, and end with EOS.
+Outputs are tokenized *in place*, after their prompt, so that the leading space and the merges are
+the model's own, and end with EOS. Prompts begin with what the tokenizer puts before every text, as
+they do when they are served.
 """
 
 from __future__ import annotations
 
 import csv
+import difflib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.errors import ConfigError
+from drafters.json_text import parsed
+from server.errors import ConfigError, TailorError
 
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
 
 Example = tuple[list[int], list[int]]
+"""Ids of a prompt and of its output."""
+
+Render = Callable[[list[dict[str, Any]]], tuple[str, list[int]]]
+"""A chat as the model's template writes it, and its ids. Raises TailorError."""
+
+MAX_ROW_BYTES = 64 << 20
+TABLES = (".csv", ".tsv", ".parquet")
+"""Endings of files that are no JSON lines."""
+
+_MAX_WORD = 100_000  # characters: tokenizers take time that grows with a word's square
+_LONG_WORD = re.compile(rf"\S{{{_MAX_WORD + 1}}}")
+_BATCH = 256  # rows that are tokenized together
+_SHOWN = 200  # characters of a list of names
 
 
-def tokenize_in_place(tokenizer: Any, prompt: str, completion: str, eos_token_id: int) -> Example:
-    """(prompt ids, output ids) as a model would see and emit them; the output ends with EOS.
-
-    A blank is put between the two where neither side has one. Where prompt and completion join in
-    one token, it belongs to the output: a model given the shorter prompt would emit it.
-    """
-    blank = not prompt or prompt[-1:].isspace() or completion[:1].isspace()
-    alone = tokenizer.encode(prompt, add_special_tokens=False).ids
-    whole = tokenizer.encode(
-        prompt + ("" if blank else " ") + completion, add_special_tokens=False
-    ).ids
-    shared = 0
-    while shared < min(len(alone), len(whole)) and alone[shared] == whole[shared]:
-        shared += 1
-    return whole[:shared], [*whole[shared:], eos_token_id]
-
-
-def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line of a JSONL file that is not blank.
-
-    Raises ConfigError with file and line for what is no JSON object.
-    """
-    try:
-        file = data.open(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{data}: {error.strerror}") from None
-    with file:
-        try:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    entry = json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{data}:{number}: no JSON: {str(error)[:100]}") from None
-                if not isinstance(entry, dict):
-                    raise ConfigError(f"{data}:{number}: a line must be an object")
-                yield number, entry
-        except UnicodeDecodeError:
-            raise ConfigError(f"{data}: not UTF-8") from None
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -71,29 +51,68 @@ def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     CSV counts lines, its header is the first.
     """
-    if data.suffix == ".csv":
-        yield from _csv_rows(data)
-    elif data.suffix == ".parquet":
-        yield from _parquet_rows(data)
-    else:
-        yield from json_lines(data)
+    try:
+        if data.suffix in (".csv", ".tsv"):
+            yield from _csv_rows(data)
+        elif data.suffix == ".parquet":
+            yield from _parquet_rows(data)
+        else:
+            yield from json_lines(data)
+    except OSError as error:
+        raise ConfigError(f"{data}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{data}: not UTF-8") from None
+
+
+def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line of a JSONL file that is not blank.
+
+    Raises ConfigError with file and line for what is no JSON object, nested too deeply, too long,
+    or no text that can be encoded.
+    """
+    try:
+        with data.open("rb") as file:
+            for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), 1):
+                if raw.strip():
+                    yield number, _object(raw, f"{data}:{number}")
+    except OSError as error:
+        raise ConfigError(f"{data}: {error.strerror}") from None
+
+
+def _object(raw: bytes, where: str) -> dict[str, Any]:
+    if len(raw) > MAX_ROW_BYTES:
+        raise ConfigError(f"{where}: longer than {MAX_ROW_BYTES >> 20} MB")
+    try:
+        text = raw.decode("utf-8-sig")
+        entry = parsed(text)
+        if "\\ud" in text.lower():  # half a character, written as an escape
+            json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: not UTF-8") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: holds half a character (a lone surrogate)") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: no JSON: {str(error)[:100]}") from None
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: a line must be an object")
+    return entry
 
 
 def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with data.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with data.open(encoding="utf-8-sig", newline="") as file:
+        header = file.readline(MAX_ROW_BYTES)
+        file.seek(0)
+        delimiter = max(",;\t", key=header.count)
+        reader = csv.DictReader(file, strict=True, delimiter=delimiter)
+        try:
             for row in reader:
                 if None in row or None in row.values():
                     wanted = len(reader.fieldnames or ())
                     raise ConfigError(f"{data}:{reader.line_num}: must have {wanted} fields")
                 yield reader.line_num, dict(row)
-    except OSError as error:
-        raise ConfigError(f"{data}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{data}: not UTF-8") from None
-    except csv.Error as error:
-        raise ConfigError(f"{data}:{reader.line_num}: {error}") from None
+        except csv.Error as error:
+            raise ConfigError(f"{data}:{reader.line_num}: {error}") from None
 
 
 def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -111,10 +130,45 @@ def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except OSError as error:
-        raise ConfigError(f"{data}: {error.strerror or error}") from None
     except ArrowException as error:
         raise ConfigError(f"{data}: {str(error)[:200]}") from None
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Where a row has what. output, prompt: names of fields. joint: put between the two where
+    neither has a blank."""
+
+    output: str = "completion"
+    prompt: str = "prompt"
+    joint: str = " "
+
+    def prompt_of(self, row: dict[str, Any], where: str) -> str:
+        """A row's prompt, not empty. Raises ConfigError that names the place."""
+        return self._text(row, self.prompt, "--prompt-field", where)
+
+    def output_of(self, row: dict[str, Any], where: str) -> str:
+        """A row's output. Raises ConfigError that names the place."""
+        return self._text(row, self.output, "--field", where, may_be_empty=True)
+
+    def _text(
+        self, row: dict[str, Any], name: str, option: str, where: str, *, may_be_empty: bool = False
+    ) -> str:
+        value = row.get(name)
+        if isinstance(value, str) and (value or may_be_empty):
+            if _LONG_WORD.search(value):
+                raise ConfigError(f"{where}: {name}: has a word of more than {_MAX_WORD} letters")
+            return value
+        if name in row:
+            what = "empty" if value == "" else "no text"
+            raise ConfigError(f"{where}: {name}: is {what}; it must be a string")
+        there = ", ".join(map(str, row))[:_SHOWN]
+        near = difflib.get_close_matches(name, list(map(str, row)), 1, 0.6)
+        meant = f"; did you mean {option} {near[0]}?" if near else f"; {option} says where it is"
+        raise ConfigError(f"{where}: {name}: is missing (there are: {there}){meant}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,73 +183,177 @@ class Turn:
     gold: str | None
 
 
-def turn_of(entry: dict[str, Any], where: str, field: str, prompt_field: str) -> Turn:
+def turn_of(row: dict[str, Any], where: str, fields: Fields) -> Turn:
     """A row's prompt or messages, and its output. Raises ConfigError that names `where`."""
-    if "messages" in entry:
-        messages = entry["messages"]
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-        ):
-            raise ConfigError(f"{where}: messages: must be a list of objects with a role")
-        gold = entry.get(field)
-        if messages and messages[-1]["role"] == "assistant":
-            gold, messages = messages[-1].get("content"), messages[:-1]
-        if not messages:
-            raise ConfigError(f"{where}: messages: nothing is asked")
-        asked: dict[str, Any] = {"messages": messages}
-    else:
-        prompt = entry.get(prompt_field)
-        if not isinstance(prompt, str) or not prompt:
-            raise ConfigError(
-                f"{where}: {prompt_field}: must be a string, not empty (there are: "
-                f"{', '.join(map(str, entry))[:200]})"
-            )
-        asked, gold = {"prompt": prompt}, entry.get(field)
+    if "messages" not in row:
+        asked: dict[str, Any] = {"prompt": fields.prompt_of(row, where)}
+        has_output = row.get(fields.output) is not None
+        return Turn(asked, fields.output_of(row, where) if has_output else None)
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    ):
+        raise ConfigError(f"{where}: messages: must be a list of objects with a role")
+    gold = row.get(fields.output)
+    if messages and messages[-1]["role"] == "assistant":
+        gold, messages = messages[-1].get("content"), messages[:-1]
+    if not messages:
+        raise ConfigError(f"{where}: messages: nothing is asked")
     if gold is not None and not isinstance(gold, str):
-        raise ConfigError(f"{where}: {field}: must be a string")
-    return Turn(asked, gold)
+        raise ConfigError(f"{where}: {fields.output}: must be a string")
+    return Turn({"messages": messages}, gold)
 
 
-def read_examples(
-    data: Path, field: str, prompt_field: str, tokenizer: Any, eos_token_id: int
-) -> Iterator[Example]:
-    """The examples of a file. `field` holds the output; a row may lack the prompt, which is then
-    unknown.
-
-    A line may instead hold `output_ids` (and `prompt_ids`), as recordings do. Raises ConfigError
-    with file and line for anything else.
-    """
-    for number, entry in rows(data):
-        yield example_of(entry, f"{data}:{number}", field, prompt_field, tokenizer, eos_token_id)
-
-
-def example_of(
-    entry: dict[str, Any],
-    where: str,
-    field: str,
-    prompt_field: str,
-    tokenizer: Any,
-    eos_token_id: int,
-) -> Example:
-    """One line's example; see read_examples. where: file and line, for the ConfigError."""
-    if "output_ids" in entry:
-        return (
-            ids_of(entry.get("prompt_ids", []), where, "prompt_ids"),
-            ids_of(entry["output_ids"], where, "output_ids"),
-        )
-    completion, prompt = entry.get(field), entry.get(prompt_field, "")
-    if not isinstance(completion, str):
-        raise ConfigError(f"{where}: {field}: must be a string")
-    if not isinstance(prompt, str):
-        raise ConfigError(f"{where}: {prompt_field}: must be a string")
-    return tokenize_in_place(tokenizer, prompt, completion, eos_token_id)
-
-
-def ids_of(value: object, where: str, key: str) -> list[int]:
+def ids_of(value: object, where: str, key: str, vocab_size: int = 1 << 31) -> list[int]:
     """`value` as token ids. Raises ConfigError that names `where` and `key`."""
-    if isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value):
-        return value
-    raise ConfigError(f"{where}: {key}: must be a list of token ids")
+    if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+        raise ConfigError(f"{where}: {key}: must be a list of token ids")
+    most = max(value, default=0)
+    if most >= vocab_size:
+        raise ConfigError(f"{where}: {key}: {most} is not below {vocab_size}, the ids there are")
+    return value
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+def tokenize_in_place(
+    tokenizer: Any, prompt: str, completion: str, eos_token_id: int, joint: str = " "
+) -> Example:
+    """(prompt ids, output ids) as a model would see and emit them; the output ends with EOS.
+
+    joint: put between the two where neither side has a blank. Where prompt and completion join in
+    one token, it belongs to the output: a model given the shorter prompt would emit it. What the
+    tokenizer puts before every text is not there.
+    """
+    alone = tokenizer.encode(prompt, add_special_tokens=False).ids
+    whole = tokenizer.encode(_joined(prompt, completion, joint), add_special_tokens=False).ids
+    return _cut(alone, whole, eos_token_id)
+
+
+def _joined(prompt: str, completion: str, joint: str) -> str:
+    blank = not prompt or prompt[-1:].isspace() or completion[:1].isspace()
+    return prompt + ("" if blank else joint) + completion
+
+
+def _cut(alone: Sequence[int], whole: Sequence[int], eos_token_id: int) -> Example:
+    pairs = enumerate(zip(alone, whole, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(whole)))
+    return list(whole[:shared]), [*whole[shared:], eos_token_id]
+
+
+class ExampleReader:
+    """Examples of data files in the ids of one model.
+
+    tokenizer: a tokenizers.Tokenizer. vocab_size: ids that a row may hold. render: of rows with
+    messages; None: they are refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_id: int,
+        *,
+        fields: Fields = Fields(),
+        vocab_size: int = 1 << 31,
+        render: Render | None = None,
+    ) -> None:
+        self._tokenizer, self._eos = tokenizer, eos_token_id
+        self._fields, self._vocab_size, self._render = fields, vocab_size, render
+        opened = tokenizer.encode("a", add_special_tokens=True).ids
+        bare = tokenizer.encode("a", add_special_tokens=False).ids
+        starts = range(len(opened) - len(bare) + 1)
+        at = next((i for i in reversed(starts) if opened[i : i + len(bare)] == bare), 0)
+        self._opening: list[int] = opened[:at]
+        added = tokenizer.get_added_tokens_decoder()
+        self._end = added[eos_token_id].content if eos_token_id in added else ""
+        controls = [t.content for t in added.values() if t.special and t.content.strip()]
+        self._control = re.compile("|".join(map(re.escape, controls)) or "(?!)")
+
+    def read(self, files: Iterable[Path]) -> Iterator[Example]:
+        """The examples of some files. A row may lack the prompt, which is then unknown. Raises
+        ConfigError with file and line."""
+        waiting: list[tuple[str, dict[str, Any]]] = []
+        for file in files:
+            for number, row in rows(file):
+                waiting.append((f"{file}:{number}", row))
+                if len(waiting) >= _BATCH:
+                    yield from self._examples(waiting)
+                    waiting = []
+        yield from self._examples(waiting)
+
+    def of(self, row: dict[str, Any], where: str) -> Example:
+        """One row's example. Raises ConfigError that names `where`."""
+        return self._examples([(where, row)])[0]
+
+    def _examples(self, some: Sequence[tuple[str, dict[str, Any]]]) -> list[Example]:
+        """All texts in one call: tokenizers cuts them on several cores."""
+        found: list[Example | None] = [self._without_texts(row, where) for where, row in some]
+        texts = [
+            self._texts(row, where)
+            for (where, row), example in zip(some, found, strict=True)
+            if example is None
+        ]
+        flat = [text for pair in texts for text in pair]
+        encoded = self._tokenizer.encode_batch_fast(flat, add_special_tokens=False)
+        pairs = zip(encoded[::2], encoded[1::2], strict=True)
+        for i, example in enumerate(found):
+            if example is None:
+                alone, whole = next(pairs)
+                prompt, output = _cut(alone.ids, whole.ids, self._eos)
+                found[i] = [*(self._opening if alone.ids else ()), *prompt], output
+        return [example for example in found if example is not None]
+
+    def _texts(self, row: dict[str, Any], where: str) -> tuple[str, str]:
+        """(a row's prompt, prompt and output)."""
+        has_prompt = row.get(self._fields.prompt) not in (None, "")
+        prompt = self._fields.prompt_of(row, where) if has_prompt else ""
+        output = self._output(self._fields.output_of(row, where), where)
+        return prompt, _joined(prompt, output, self._fields.joint)
+
+    def _output(self, text: str, where: str) -> str:
+        """An output without the EOS that may end it. One with a control token would teach the
+        model to write it, whoever wrote the row."""
+        if self._end and text.rstrip().endswith(self._end):
+            text = text.rstrip().removesuffix(self._end)
+        control = self._control.search(text)
+        if control is not None:
+            raise ConfigError(
+                f"{where}: {self._fields.output}: holds {control[0]!r}, a control token of the "
+                "model; an output ends by itself and may have none"
+            )
+        return text
+
+    def _without_texts(self, row: dict[str, Any], where: str) -> Example | None:
+        """The example of a row of ids or of messages; None for others."""
+        if row.get("output_ids") is not None:
+            size = self._vocab_size
+            prompt = ids_of(row.get("prompt_ids") or [], where, "prompt_ids", size)
+            return prompt, ids_of(row["output_ids"], where, "output_ids", size)
+        if "messages" not in row:
+            return None
+        turn = turn_of(row, where, self._fields)
+        if turn.gold is None:
+            raise ConfigError(f"{where}: messages: the last one must be the assistant's")
+        if self._render is None:
+            raise ConfigError(f"{where}: messages: the model has no chat template")
+        try:
+            text, ids = self._render(turn.asked["messages"])
+        except TailorError as error:
+            raise ConfigError(f"{where}: {error.message}") from None
+        output = self._output(turn.gold, where)
+        alone, whole = (
+            encoded.ids
+            for encoded in self._tokenizer.encode_batch_fast(
+                [text, text + output], add_special_tokens=False
+            )
+        )
+        # `ids` know a client's text from control tokens; of these only what stands behind counts.
+        _, tail = _cut(alone, whole, self._eos)
+        return list(ids), tail
+
+
+# --- a model's tokenizer --------------------------------------------------------------------------
 
 
 def open_tokenizer(folder: Path) -> tuple[Any, str, int]:
@@ -210,13 +368,15 @@ def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
 
     from server import token_bytes
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = parsed((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     table = token_bytes.build(tokenizer, int(config["vocab_size"]))
     generation = folder / "generation_config.json"
     eos = config.get("eos_token_id")
     if generation.is_file():
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
+        eos = parsed(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
     if isinstance(eos, list):
         eos = eos[0] if eos else None
     if not isinstance(eos, int):

@@ -26,7 +26,9 @@
     │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
     │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
     │   ├── UnsupportedMediaTypeError          415    invalid_request_error unsupported_media_type
+    │   ├── ExpectationFailedError             417    invalid_request_error expectation_failed
     │   ├── HeadersTooLargeError               431    invalid_request_error headers_too_large
+    │   ├── ClientGoneError                    499    invalid_request_error client_gone
     │   ├── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
     │   └── RateLimitedError (Retry-After)     429    rate_limit_error      rate_limit_exceeded
     └── ServerError                            500    server_error          internal_error
@@ -48,8 +50,6 @@ client sent (`echoed` cuts it) and nothing about the machine.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from typing import ClassVar, Self
 
 MAX_ECHO = 200
@@ -78,29 +78,12 @@ def echoed(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-class FieldKey:
-    """A field that routes call by different names, by its key: that of /v1/completions.
-
-    In the text of an error it becomes a mark, which `TailorError.named` replaces by a route's name.
-    A client's text holds no mark: `echoed` escapes control characters.
-    """
-
-    __slots__ = ("_mark", "key")
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self._mark = f"\x1a{key}\x1a"
-
-    def __str__(self) -> str:
-        return self._mark
-
-
-_MARK = re.compile("\x1a([a-z_.]+)\x1a")
-
-
 class TailorError(Exception):
-    """The root. `message` is for people; the rest is for programs. Both may hold FieldKeys; where
-    no route says otherwise, a field's name is its key."""
+    """The root. `message` is for people; the rest is for programs.
+
+    at: path of the field at fault ("messages[3].content"). It stands before the text in the
+    message, and is the `param` where no other is given.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -108,34 +91,24 @@ class TailorError(Exception):
 
     def __init__(
         self,
-        message: str,
+        text: str,
         *,
+        at: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        self.message = _MARK.sub(r"\1", message)
+        self.text = text
+        self.message = f"{at}: {text}" if at else text
         super().__init__(self.message)
-        self.param = None if param is None else _MARK.sub(r"\1", param)
+        self.at = at
+        self.param = at if param is None else param
         self.retry_after_s = retry_after_s
         self.headers = headers
-        self._marked = (message, param)
 
-    def named(self, names: Mapping[str, str]) -> Self:
-        """The same error with a route's names of the fields, by their keys."""
-        message, param = self._marked
-        if (self.message, self.param) == (message, param):
-            return self
-
-        def name(match: re.Match[str]) -> str:
-            return names.get(match[1], match[1])
-
-        return type(self)(
-            _MARK.sub(name, message),
-            param=None if param is None else _MARK.sub(name, param),
-            retry_after_s=self.retry_after_s,
-            headers=self.headers,
-        )
+    def moved(self, at: str) -> Self:
+        """The same error of another field."""
+        return type(self)(self.text, at=at, retry_after_s=self.retry_after_s, headers=self.headers)
 
 
 class ConfigError(TailorError):
@@ -294,11 +267,25 @@ class UnsupportedMediaTypeError(RequestError):
     code = "unsupported_media_type"
 
 
+class ExpectationFailedError(RequestError):
+    """The header `Expect` asks for something else than 100-continue."""
+
+    status = 417
+    code = "expectation_failed"
+
+
 class HeadersTooLargeError(RequestError):
     """The request line and headers are above the limit."""
 
     status = 431
     code = "headers_too_large"
+
+
+class ClientGoneError(RequestError):
+    """The client left before its answer was complete: nginx's 499, only ever logged and counted."""
+
+    status = 499
+    code = "client_gone"
 
 
 class QueueFullError(RequestError):
@@ -394,21 +381,18 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
     """
     if code == "kv_exhausted":
         return ContextLengthExceededError(message)
+    cls = _OF_ENGINES.get(code or "", EngineError)
+    later = (QueueFullError, QueueTimeoutError, AdaptersFullError, NoEngineError)
+    return cls(message, retry_after_s=1.0 if issubclass(cls, later) else None)
+
+
+_OF_ENGINES: dict[str, type[TailorError]] = {
+    str(cls.code): cls
     for cls in (
-        QueueFullError,
-        ContextLengthExceededError,
-        ConstraintUnsatisfiableError,
-        LimitExceededError,
-        InvalidRequestError,
-        UnsupportedFieldError,
-        ModelNotFoundError,
-        DrainingError,
-        QueueTimeoutError,
-        AdaptersFullError,
-        NoEngineError,
-        EngineDiedError,
-    ):
-        if code == cls.code:
-            later = (QueueFullError, QueueTimeoutError, AdaptersFullError, NoEngineError)
-            return cls(message, retry_after_s=1.0 if issubclass(cls, later) else None)
-    return EngineError(message)
+        QueueFullError, ContextLengthExceededError, ConstraintUnsatisfiableError,
+        LimitExceededError, InvalidRequestError, UnsupportedFieldError, ModelNotFoundError,
+        DrainingError, QueueTimeoutError, AdaptersFullError, NoEngineError, EngineDiedError,
+    )
+}  # fmt: skip
+_OF_ENGINES |= {"grammar_invalid": InvalidRequestError, "grammar_limit": LimitExceededError}
+"""By the code in a Delta. Those of grammars say which field is at fault, too."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MAX_SOURCE_CHARS = 1 << 18
 """Longest schema, expression or grammar. OpenAI's limit for schemas is 120,000 characters."""
 
+MAX_GBNF_CHARS = 1 << 16
+"""Longest grammar in llama.cpp's form, which is translated."""
+
 GRAMMAR_LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,  # symbols; a schema of 2,000 string properties has about 20,000
     "max_lexer_states": 50_000,  # one or two kB each
@@ -28,7 +31,7 @@ once, in the step loop when the expression does not begin with them: 0.1 s at th
 
 
 def grammar_text(spec: GrammarSpec) -> str:
-    """The grammar as llguidance takes it. Raises ValueError when a schema is not JSON."""
+    """The grammar as llguidance takes it. Raises ValueError for what cannot be one."""
     from llguidance import LLMatcher
 
     if spec.kind == "json_schema":
@@ -42,7 +45,21 @@ def grammar_text(spec: GrammarSpec) -> str:
         )
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.source)
+    if spec.kind == "gbnf":
+        return LLMatcher.grammar_from_lark(_lark_of(spec.source))
     return LLMatcher.grammar_from_lark(spec.source)
+
+
+def _lark_of(gbnf: str) -> str:
+    """llama.cpp's form of a grammar in llguidance's. Raises ValueError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(gbnf) > MAX_GBNF_CHARS:
+        raise ValueError(f"GBNF of more than {MAX_GBNF_CHARS} characters")
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # a parser of grammars: it may raise anything
+        raise ValueError(f"not GBNF: {str(error)[:120]}") from None
 
 
 def grammar_problem(spec: GrammarSpec) -> str:

@@ -13,26 +13,21 @@ Two families of tokenizers are supported, by their own decoder:
 - SentencePiece-like: "▁" is a space, "<0xNN>" is one byte (byte fallback).
 Added and special tokens go through the same decoder, as in `tokenizers` itself.
 
-File (little-endian): magic b"TLRTOKB1" | uint32 version | uint32 V | uint64 blob bytes |
-uint32 number of special ids | uint32 strip_start | 32 bytes sha256 of the tokenizer's JSON |
-int64 offsets [V + 1] | int64 special ids | uint8 blob. It is written to a temporary file in the
-same folder, synced and renamed, so a reader never sees half a table.
+The file is one of drafters.array_file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
-import struct
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.atomic_file import replacing
+from drafters.array_file import ArrayFile, ArrayFileError, Column, read_arrays, write_arrays
 from server.errors import UnsupportedTokenizerError
 
 if TYPE_CHECKING:
@@ -41,8 +36,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VERSION = 2
-_MAGIC = b"TLRTOKB1"
-_HEADER = struct.Struct("<8sIIQII32s")
+_KIND = "token table"
+_COLUMNS = {
+    "offsets": Column("int64", ("ids+1",), cuts="bytes"),
+    "special_ids": Column("int64", (None,), low=0, high="ids", ascends=True),
+    "blob": Column("uint8", ("bytes",)),
+}
 
 
 class TokenBytes:
@@ -57,7 +56,7 @@ class TokenBytes:
 
     __slots__ = (
         "_blob",
-        "_map",
+        "_file",
         "_offsets",
         "_special",
         "blob",
@@ -74,9 +73,9 @@ class TokenBytes:
         special_ids: npt.NDArray[np.int64],
         strip_start: int,
         fingerprint: bytes,
-        mapped: mmap.mmap | None = None,
+        file: ArrayFile | None = None,
     ) -> None:
-        """mapped: the file that the arrays are views of."""
+        """file: that the arrays are views of."""
         if offsets.ndim != 1 or offsets.shape[0] < 1 or int(offsets[-1]) != blob.shape[0]:
             raise ValueError("offsets and blob do not fit together")
         self.offsets = offsets
@@ -84,7 +83,7 @@ class TokenBytes:
         self.special_ids = special_ids
         self.strip_start = strip_start
         self.fingerprint = fingerprint
-        self._map = mapped
+        self._file = file
         # Python ints and memoryview slices: a numpy scalar per token would cost ten times more.
         self._offsets = offsets.data
         self._blob = blob.data
@@ -103,8 +102,8 @@ class TokenBytes:
 
     def release_pages(self) -> None:
         """Give back the memory of what was read of the file; it is read again when needed."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        if self._file is not None:
+            self._file.release_pages()
 
     def showing(self, token_ids: Iterable[int]) -> TokenBytes:
         """The same table, with these ids no longer special: they have text where special ids are
@@ -262,57 +261,44 @@ def enriched(
     )
 
 
-def save(table: TokenBytes, path: str | os.PathLike[str]) -> None:
+def save(table: TokenBytes, path: str | Path) -> None:
     """Write the table atomically. Raises OSError."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    header = _HEADER.pack(
-        _MAGIC,
-        VERSION,
-        table.vocab_size,
-        table.blob.shape[0],
-        table.special_ids.shape[0],
-        table.strip_start,
-        table.fingerprint,
+    write_arrays(
+        path,
+        kind=_KIND,
+        version=VERSION,
+        fingerprint=table.fingerprint.hex(),
+        meta={"strip_start": table.strip_start},
+        arrays={
+            "offsets": np.asarray(table.offsets, np.int64),
+            "special_ids": np.asarray(table.special_ids, np.int64),
+            "blob": table.blob,
+        },
     )
-    with replacing(target) as file:
-        file.write(header)
-        file.write(np.ascontiguousarray(table.offsets, "<i8").tobytes())
-        file.write(np.ascontiguousarray(table.special_ids, "<i8").tobytes())
-        file.write(table.blob.tobytes())
 
 
-def open_table(path: str | os.PathLike[str]) -> TokenBytes:
+def open_table(path: str | Path) -> TokenBytes:
     """Memory-map a table written by `save`; pages are shared between processes.
 
-    Raises ValueError when the file is not a table of this version or is cut short, OSError when
+    Raises ArrayFileError when the file is not a table of this version or is damaged, OSError when
     it cannot be read.
     """
-    with open(path, "rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(data) < _HEADER.size:
-        raise ValueError(f"{path}: not a token table")
-    magic, version, size, num_blob, num_special, strip_start, fingerprint = _HEADER.unpack_from(
-        data
-    )
-    if magic != _MAGIC or version != VERSION:
-        raise ValueError(f"{path}: not a token table of version {VERSION}")
-    at_special = _HEADER.size + 8 * (size + 1)
-    at_blob = at_special + 8 * num_special
-    if len(data) != at_blob + num_blob:
-        raise ValueError(f"{path}: the token table is cut short")
+    read = read_arrays(path, kind=_KIND, version=VERSION, fingerprint=None, columns=_COLUMNS)
+    strip_start, fingerprint = read.meta.get("strip_start"), read.meta["fingerprint"]
+    if strip_start not in (0, 1) or not re.fullmatch("[0-9a-f]{64}", fingerprint):
+        raise ArrayFileError(f"{path} is damaged: it does not say whose it is")
     return TokenBytes(
-        np.frombuffer(data, "<i8", size + 1, _HEADER.size),
-        np.frombuffer(data, np.uint8, num_blob, at_blob),
-        np.frombuffer(data, "<i8", num_special, at_special),
-        strip_start,
-        fingerprint,
-        data,
+        read.arrays["offsets"],
+        read.arrays["blob"],
+        read.arrays["special_ids"],
+        int(strip_start),
+        bytes.fromhex(fingerprint),
+        read,
     )
 
 
 def load_or_build(
-    tokenizer: Tokenizer, path: str | os.PathLike[str], vocab_size: int | None = None
+    tokenizer: Tokenizer, path: str | Path, vocab_size: int | None = None
 ) -> TokenBytes:
     """The table at `path` if it is this tokenizer's, else a new one, written there and mapped."""
     vocab = tokenizer.get_vocab_size(with_added_tokens=True)

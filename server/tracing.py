@@ -69,8 +69,8 @@ def open_tracer(
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
     except ImportError as error:
         raise ConfigError(
-            f"tracing.endpoint needs the extra `tracing` (pip install 'tailor-server[tracing]'): "
-            f"{error.name} is missing"
+            "tracing.endpoint needs `pip install opentelemetry-sdk "
+            f"opentelemetry-exporter-otlp-proto-http`: {error.name} is missing"
         ) from None
     if urlsplit(endpoint).path in ("", "/"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"

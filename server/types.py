@@ -7,14 +7,61 @@ process is built from these and holds only ints, floats, strings, bytes and tupl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import typing
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
-GrammarKind = Literal["json_schema", "regex", "lark"]
+GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 DecoderChoice = Literal["auto", "fused", "modules"]
 PrefillChoice = Literal["auto", "own", "torch", "flashinfer"]
+
+INT31, INT63 = (1 << 31) - 1, (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A sampling parameter, as `parameter` declares it in SamplingParams.
+
+    name: of the field, in requests and in task files. kind: bool, int or float. default: OpenAI's,
+    where request, task and model are silent. ge, le: bounds, None without. in_tasks: whether a
+    task's file may set it. in_models: whether a model's generation_config.json may. aliases: what
+    clients of other servers call it.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    ge: float | None
+    le: float | None
+    help: str
+    in_tasks: bool
+    in_models: bool
+    aliases: tuple[str, ...]
+
+
+def parameter(
+    default: Any,
+    *,
+    help: str,
+    ge: float | None = None,
+    le: float | None = None,
+    in_tasks: bool = True,
+    in_models: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A field of SamplingParams that is a number or a switch; see Parameter.
+
+    This row is all that the API needs: the fields of requests and task files, their checks, the
+    defaults, /openapi.json and the reference of configuration come from it. What the parameter does
+    to a draw is in server/engine/reference_sampler.py and in the samplers of the devices.
+    """
+    metadata = {
+        "help": help, "ge": ge, "le": le, "in_tasks": in_tasks, "in_models": in_models,
+        "aliases": aliases,
+    }  # fmt: skip
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,39 +69,89 @@ class SamplingParams:
     """How one choice draws its tokens. Every number is validated at the API's edge.
 
     The order of processing is fixed (docs/DESIGN.md 1.1): bias, grammar and min_tokens, penalties,
-    temperature, top-k, top-p, min-p.
+    temperature, top-k, top-p, min-p. Temperature 0 is greedy: argmax, ties to the lowest id, no
+    noise. The other fields that are no parameters of a row:
 
-    temperature: 0.0 is greedy (argmax, ties to the lowest id, no noise).
-    top_k: 0 is off. top_p: 1.0 is off. min_p: 0.0 is off.
-    presence_penalty, frequency_penalty: over *generated* tokens, as OpenAI and vLLM count them.
-    repetition_penalty: over prompt and generated tokens, as transformers and vLLM do; 1.0 is off.
     logit_bias: (token id, bias) pairs, ids unique and ascending; -100 or lower bans the id.
     allowed_token_ids: ascending ids the draw is restricted to, or None for all.
-    min_tokens: EOS and stop ids are banned until this many tokens are generated.
     stop_token_ids: further ids that end the choice (the id itself is kept, its text is not).
     stop: stop strings as UTF-8 bytes; the engine matches them on bytes.
-    seed: 64 bits; fixed by the API when the client gave none.
     num_logprobs: None = no logprobs; k >= 0 = the drawn token's logprob and the k most likely.
     logprob_token_ids: ascending ids whose logprobs are given in place of the k most likely.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = parameter(
+        1.0, ge=0, le=2, in_models=True, help="0 is greedy: the likeliest id, without noise"
+    )
+    top_p: float = parameter(
+        1.0,
+        ge=0,
+        le=1,
+        in_models=True,
+        help="draw from the likeliest ids that have this share of the probability; 0 is one id",
+    )
+    top_k: int = parameter(
+        0,
+        ge=-1,
+        le=INT31,
+        in_models=True,
+        help="draw from so many of the likeliest ids; 0 and -1 are off",
+    )
+    min_p: float = parameter(
+        0.0,
+        ge=0,
+        le=1,
+        in_models=True,
+        help="draw from ids with this share of the likeliest one's chance; 0 is off",
+    )
+    presence_penalty: float = parameter(
+        0.0, ge=-2, le=2, help="taken off the logits of ids that were generated"
+    )
+    frequency_penalty: float = parameter(
+        0.0, ge=-2, le=2, help="taken off the logits of ids for each time they were generated"
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        ge=0.01,
+        le=10,
+        in_models=True,
+        aliases=("repeat_penalty",),
+        help="divides positive logits of ids that are in prompt or output; 1 is off",
+    )
+    max_tokens: int = parameter(
+        16,
+        ge=1,
+        le=INT31,
+        aliases=("max_new_tokens", "n_predict"),
+        help="most tokens of a choice; default 16, of chats what the context holds",
+    )
+    min_tokens: int = parameter(
+        0,
+        ge=0,
+        le=INT31,
+        aliases=("min_new_tokens",),
+        help="EOS and stop ids are banned until so many tokens are generated",
+    )
+    ignore_eos: bool = parameter(False, help="whether an EOS ends nothing")
+    seed: int = parameter(
+        0,
+        ge=-INT63 - 1,
+        le=INT63,
+        help="of the noise: the same seed, the same text; default, and -1, a new one a request",
+    )
+    skip_special_tokens: bool = parameter(
+        True, in_tasks=False, help="whether special tokens have no text"
+    )
+    include_stop_str_in_output: bool = parameter(
+        False,
+        in_tasks=False,
+        aliases=("no_stop_trim",),
+        help="whether the text keeps the stop string that ended it",
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[bytes, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    seed: int = 0
     num_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
 
@@ -66,6 +163,19 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+def _parameters() -> tuple[Parameter, ...]:
+    kinds = typing.get_type_hints(SamplingParams)
+    return tuple(
+        Parameter(name=one.name, kind=kinds[one.name], default=one.default, **one.metadata)
+        for one in fields(SamplingParams)
+        if one.metadata
+    )
+
+
+PARAMETERS = _parameters()
+"""The rows of SamplingParams, in their order."""
 
 
 def scope_of(tenant: str, cache_salt: str, adapter: str = "") -> str:
@@ -140,7 +250,7 @@ class GrammarSpec:
     """What the text of every choice must match, from its first byte to its last.
 
     kind and source: a JSON schema as JSON text; a regular expression (Rust's regex syntax, anchored
-    at both ends); a grammar in llguidance's dialect of Lark.
+    at both ends); a grammar in llguidance's dialect of Lark, or in llama.cpp's GBNF.
     whitespace: for json_schema: the regular expression that white space between two JSON tokens
         matches; "" allows none.
     """
@@ -377,8 +487,7 @@ class EngineStats:
     learned: (task, learned tokens held, outputs learned since the engine's start). shared: of tasks
     whose learned outputs travel in a fleet.
     draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
-    num_steps_ahead, num_void_rows: steps launched before the one before them was accepted, and rows
-    of those whose draws nobody read, since the start. device: None on a CPU.
+    device: None on a CPU.
     """
 
     num_running: int = 0
@@ -398,8 +507,6 @@ class EngineStats:
     num_prefill_rows: int = 0
     num_draft_rows: int = 0
     draft_budget: int = 0
-    num_steps_ahead: int = 0
-    num_void_rows: int = 0
     slice_rows: int = 0
     slice_bytes: int = 0
     slice_hits: int = 0
@@ -410,6 +517,39 @@ class EngineStats:
     shared: tuple[SharedFigures, ...] = ()
     adapters: tuple[AdapterFigures, ...] = ()
     device: DeviceFigures | None = None
+
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0,
+    45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0,
+)  # fmt: skip
+SHORT_BUCKETS_S = (
+    0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, *LATENCY_BUCKETS_S[:24],
+)  # fmt: skip
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+"""Upper edges of histograms: of seconds of requests and steps, of shorter ones, of rows a step."""
+
+FigureKind = Literal["gauge", "counter", "histogram"]
+FigureValue = (
+    float | None | tuple[tuple[tuple[str, ...], float], ...] | tuple[tuple[int, ...], float]
+)
+"""What a figure reads: a number; with labels ((its labels' values), number) pairs; of a histogram
+(how many values lay in each bucket and above the last, not added up, and the sum of the values);
+None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The declaration of a series that engines tell: `tailor_` and its name in /metrics, with the
+    labels `engine` and `model` before its own. buckets: upper edges of a histogram. Counters and
+    histograms count from the engine's start."""
+
+    name: str
+    kind: FigureKind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +617,8 @@ class ModelInfo:
 
     dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them. kv_dtype:
     what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = unknown.
-    decoder: what computes the layers on CUDA, "fused" or "modules"; "" on a CPU.
+    decoder: what computes the layers on CUDA, "fused" or "modules"; "" on a CPU. figures: what the
+    control "figures" answers, in its order.
     """
 
     name: str
@@ -495,3 +636,4 @@ class ModelInfo:
     kv_dtype: str = "float32"
     kv_block_bytes: int = 0
     decoder: str = ""
+    figures: tuple[Figure, ...] = ()

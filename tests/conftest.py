@@ -25,19 +25,14 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With xdist (-n), compile the kernels once here instead of once in each worker."""
+    """With xdist (-n), make machine code once here, on all cores, instead of once in a worker."""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         return
     if config.option.collectonly:
         return
-    from tests.compile_kernels import compile_kernels, fingerprint
+    from server.machine_code import make_ready
 
-    kept = fingerprint()
-    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
-    if cache is None or cache.get("tailor/kernels", "") != kept:
-        compile_kernels()
-        if cache is not None:
-            cache.set("tailor/kernels", kept)
+    make_ready()
 
 
 # Where few tests take long: they start servers, commands and other people's clients, or compile.

@@ -15,7 +15,7 @@ OURS = ("server", "drafters", "vocab_store")
 EVERYONE = {"server.types", "server.errors", "server.config"}
 # Names and options of drafters: of the standard library alone, so that all who tell them can.
 CATALOG = {"drafters.catalog", "drafters.options"}
-FILES = {"drafters.atomic_file"}  # of the standard library alone: all who write files
+FILES = {"drafters.atomic_file", "drafters.json_text"}  # of the standard library alone: for all
 
 # What `tailor tasks tune` and its parts may import.
 TUNE = {
@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.metrics": {"server.types", "server.errors", "server.config"},
     "server.logs": set(),
     "server.tracing": {"server", "server.errors"},
-    "server.token_bytes": {*FILES, "server.errors", "server.types"},
+    "server.token_bytes": {"drafters.array_file", "server.errors", "server.types"},
     "server.grammar_text": {"server.types"},
     "server.client": {*FILES, "server.errors"},
     "server.api": {
@@ -70,16 +70,21 @@ ALLOWED: dict[str, set[str] | None] = {
         "drafters",
         "vocab_store",
     },
+    "server.machine_code": {"drafters.library", "drafters.target"},
     "server.model": {
         *EVERYONE,
         "server.engine.ahead",
         "server.engine.batch",
         "server.engine.reference_sampler",
         *FILES,
+        "drafters.array_file",
         "drafters.jit",
+        "drafters.ahead",
+        "drafters.library",
+        "drafters.target",
         "vocab_store",
     },
-    "server.training": {*FILES, "server.errors", "vocab_store"},
+    "server.training": {*FILES, "server.errors", "server.model", "vocab_store"},
     "server.wiring": None,
     "server.fleet": None,
     # The policies of a fleet, and what a request needs of it, know nothing of how it is run.
@@ -127,7 +132,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "drafters",
         "vocab_store",
     },
-    "server.datasets": {"server.errors", "server.token_bytes"},
+    "server.datasets": {*FILES, "server.errors", "server.token_bytes"},
     "server.commands.recorder": {
         *FILES,
         "server.client",
@@ -154,12 +159,13 @@ FORBIDDEN: dict[str, set[str]] = {
     "server.api": {"torch", "transformers", "accelerate", "safetensors"},
     "server.client": {"torch", "transformers", "fastapi", "starlette", "numpy", "tokenizers"},
     "server.engine": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "tokenizers"},
+    "server.machine_code": {"drafters.library", "drafters.target"},
     "server.model": {"fastapi", "starlette", "uvicorn"},
     "server.training": {"fastapi", "starlette", "uvicorn"},
 }
 
 # drafters and vocab_store stand without the server: beside the standard library, only these.
-LIBRARIES = {"drafters": {"numpy", "numba"}, "vocab_store": {"numpy", "drafters"}}
+LIBRARIES = {"drafters": {"numpy", "numba", "llvmlite"}, "vocab_store": {"numpy", "drafters"}}
 
 
 def _modules() -> Iterator[tuple[str, Path]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from drafters.json_text import parsed
 from vocab_store.errors import VocabStoreError
 
 Int32 = npt.NDArray[np.int32]
@@ -39,7 +39,7 @@ def read_pairs(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parsed(line)
                 pair = row["prompt"], row["completion"]
             except (ValueError, KeyError, TypeError) as error:
                 raise VocabStoreError(

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from drafters.atomic_file import EVERYBODY, replacing
+from drafters.json_text import parsed
 from vocab_store.errors import ProfileFileError
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -57,7 +58,7 @@ def import_vocab_map(folder: str | os.PathLike[str], required: RequiredIds) -> V
     if ids.size and (np.diff(ids) <= 0).any():
         raise ProfileFileError(f"{path}: the ids are not ascending and unique")
     if info_path.exists():
-        info = json.loads(info_path.read_text(encoding="utf-8"))
+        info = parsed(info_path.read_text(encoding="utf-8"))
         if info.get("vocab_size") != required.vocab_size:
             raise ProfileFileError(
                 f"{info_path}: for {info.get('vocab_size')} tokens, the model has "

@@ -4,21 +4,22 @@
     the task's outputs E under the current vocabulary; score f_merge = freq x (n - 1); take the
     best that was not tried; add it if its Prefix Collision Score is below alpha.
 
+Ours beside it is min_count: a rarer n-gram is passed over, and the search goes on.
+
 PCS(t^n) is the probability, over E, that the string of the n-gram's last constituent is a proper
 prefix of another token's string: with a tokenizer that matches strings, the new token would cut
 such a token in two ("in|the" against "in|therapy"). Ids cannot be cut, but text that people write
 by hand can be read both ways, and the test makes outputs no longer, so it is kept.
 
 E are outputs *as they stand behind their prompts* (leading space, merges): mined bare, the same
-tokens shorten an output half as much. The counts are updated as tokens are merged, so only changed
-outputs are counted again.
+tokens shorten an output half as much. After a merge only its surroundings are counted again.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from vocab_store.enrichment import Enrichment
@@ -53,90 +54,107 @@ class EnrichSettings:
 class _Outputs:
     """The outputs under the current vocabulary, and the counts of their n-grams.
 
-    Equal outputs are one entry with a weight. `symbols` are base ids, or base_vocab_size + k for
-    the k-th new token. barriers: ids that no token may hold (EOS and specials).
+    Equal outputs are one entry with a weight. A symbol is a base id, or base_vocab_size + k for the
+    k-th new token. barriers: ids that no token may hold (EOS and specials). min_count: rarer
+    n-grams are counted and never popped.
     """
 
     def __init__(
-        self, outputs: Iterable[Sequence[int]], n_max: int, barriers: Collection[int]
+        self,
+        outputs: Iterable[Sequence[int]],
+        n_max: int,
+        barriers: Collection[int],
+        min_count: int,
     ) -> None:
         unique = Counter(tuple(int(i) for i in output) for output in outputs)
-        self.texts: list[list[int]] = [list(text) for text in unique]
         self.weights = list(unique.values())
-        self.counts: Counter[Gram] = Counter()
         self.unigrams: Counter[int] = Counter()
         self.num_tokens = 0
-        self.heap: list[tuple[int, int, Gram]] = []  # (-f_merge, -length, n-gram), lazily stale
+        self._texts: list[list[int]] = [list(text) for text in unique]
+        self._counts: Counter[Gram] = Counter()
+        self._heap: list[tuple[int, int, Gram]] = []  # (-f_merge, -length, n-gram), lazily stale
+        # The texts that an n-gram stands in; one that it left may still be named.
         self._where: defaultdict[Gram, set[int]] = defaultdict(set)
         self._n_max = n_max
+        self._min_count = min_count
         self._barriers = frozenset(barriers)
-        for place in range(len(self.texts)):
-            self._count(place, 1)
-        for gram in self.counts:
+        for place, text in enumerate(self._texts):
+            self._count(place, text, 1, self._counts)
+        for gram in self._counts:
             self._push(gram)
 
-    def _grams(self, text: Sequence[int]) -> Counter[Gram]:
-        found: Counter[Gram] = Counter()
-        for n in range(2, self._n_max + 1):
-            for at in range(len(text) - n + 1):
-                gram = tuple(text[at : at + n])
-                if self._barriers.isdisjoint(gram):
-                    found[gram] += 1
-        return found
-
-    def _count(self, place: int, sign: int) -> set[Gram]:
-        text, weight = self.texts[place], self.weights[place] * sign
-        grams = self._grams(text)
-        for gram, times in grams.items():
-            self.counts[gram] += times * weight
-            if sign > 0:
-                self._where[gram].add(place)
-            else:
-                self._where[gram].discard(place)
-        for symbol in text:
+    def _count(self, place: int, part: Sequence[int], sign: int, counts: Counter[Gram]) -> None:
+        """Add what stands in a part of a text to the counts, or, with sign -1, take it off."""
+        weight = self.weights[place] * sign
+        for at in range(len(part)):
+            for end in range(at + 1, min(at + self._n_max, len(part)) + 1):
+                if part[end - 1] in self._barriers:
+                    break
+                if end - at > 1:
+                    gram = tuple(part[at:end])
+                    counts[gram] += weight
+                    if sign > 0:
+                        self._where[gram].add(place)
+        for symbol in part:
             self.unigrams[symbol] += weight
-        self.num_tokens += weight * len(text)
-        return set(grams)
+        self.num_tokens += weight * len(part)
 
     def _push(self, gram: Gram) -> None:
-        score = self.counts[gram] * (len(gram) - 1)
-        heapq.heappush(self.heap, (-score, -len(gram), gram))
+        count = self._counts[gram]
+        if count >= self._min_count:
+            heapq.heappush(self._heap, (-count * (len(gram) - 1), -len(gram), gram))
 
-    def pop(self) -> tuple[Gram, int] | None:
-        """The n-gram of the highest f_merge and its count; None when there is none left."""
-        while self.heap:
-            negative, _, gram = heapq.heappop(self.heap)
-            count = self.counts[gram]
-            if count > 0 and -negative == count * (len(gram) - 1):
-                return gram, count
+    def pop(self) -> Gram | None:
+        """The n-gram of the highest f_merge; None where none is left. It is given out again only
+        after its count has changed."""
+        while self._heap:
+            negative, _, gram = heapq.heappop(self._heap)
+            if -negative == self._counts[gram] * (len(gram) - 1):
+                return gram
         return None
 
     def merge(self, gram: Gram, symbol: int) -> None:
         """Replace `gram` by `symbol` everywhere, from the left."""
-        changed: set[Gram] = set()
-        for place in sorted(self._where[gram]):
-            changed |= self._count(place, -1)
-            self.texts[place] = _replaced(self.texts[place], gram, symbol)
-            changed |= self._count(place, 1)
-        for other in sorted(changed):
-            if self.counts[other] > 0:
+        changes: Counter[Gram] = Counter()
+        for place in sorted(self._where.pop(gram)):
+            for before, after in self._replace(place, gram, symbol):
+                self._count(place, before, -1, changes)
+                self._count(place, after, 1, changes)
+        for other, change in changes.items():
+            if change:
+                self._counts[other] += change
                 self._push(other)
+
+    def _replace(
+        self, place: int, gram: Gram, symbol: int
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Replace in one text; (before, after) of its parts that hold every n-gram that changed."""
+        text, n, near = self._texts[place], len(gram), self._n_max - 1
+        groups: list[list[int]] = []  # of starts whose surroundings touch
+        at = 0
+        while at <= len(text) - n:
+            if text[at] != gram[0] or tuple(text[at : at + n]) != gram:
+                at += 1
+                continue
+            if groups and at - near < groups[-1][-1] + n + near:
+                groups[-1].append(at)
             else:
-                del self.counts[other]
-                self._where.pop(other, None)
-
-
-def _replaced(text: Sequence[int], gram: Gram, symbol: int) -> list[int]:
-    out: list[int] = []
-    at, n = 0, len(gram)
-    while at < len(text):
-        if tuple(text[at : at + n]) == gram:
-            out.append(symbol)
+                groups.append([at])
             at += n
-        else:
-            out.append(text[at])
-            at += 1
-    return out
+        replaced: list[int] = []
+        done = 0
+        for group in groups:
+            first, last = max(0, group[0] - near), min(len(text), group[-1] + n + near)
+            after: list[int] = []
+            at = first
+            for start in group:
+                after += [*text[at:start], symbol]
+                at = start + n
+            after += text[at:last]
+            yield text[first:last], after
+            replaced += [*text[done:first], *after]
+            done = last
+        self._texts[place] = replaced + text[done:]
 
 
 def _collision_score(outputs: _Outputs, last: int, strings: Callable[[int], bytes]) -> float:
@@ -171,7 +189,7 @@ def enrich(
     without a single n-gram that occurs min_count times.
     """
     settings = settings or EnrichSettings()
-    state = _Outputs(outputs, settings.n_max, barriers)
+    state = _Outputs(outputs, settings.n_max, barriers, settings.min_count)
     num_before = state.num_tokens
     parts: list[Gram] = []
     symbol_of: dict[Gram, int] = {}
@@ -188,10 +206,7 @@ def enrich(
 
     num_rejected = 0
     tried: set[Gram] = set()
-    while len(parts) < settings.budget and (found := state.pop()) is not None:
-        gram, count = found
-        if count < settings.min_count:
-            break
+    while len(parts) < settings.budget and (gram := state.pop()) is not None:
         if gram in tried:
             continue
         tried.add(gram)

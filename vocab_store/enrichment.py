@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.atomic_file import EVERYBODY, replacing
+from drafters.json_text import parsed
 from vocab_store.errors import EnrichmentFileError
 
 _KIND = "tailor enrichment"
@@ -171,14 +172,14 @@ class Enrichment:
         that is damaged, of another version or of another tokenizer, and OSError.
         """
         try:
-            body = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, ValueError) as error:
+            body = parsed(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
             raise EnrichmentFileError(f"{path}: no enrichment: {str(error)[:100]}") from None
         if not isinstance(body, dict) or body.get("kind") != _KIND:
             raise EnrichmentFileError(f"{path}: no enrichment (`tailor tasks enrich` makes one)")
         if body.get("version") != _VERSION:
             raise EnrichmentFileError(
-                f"{path}: version {body.get('version')!r}; this program reads {_VERSION}"
+                f"{path}: version {str(body.get('version'))[:20]}; this program reads {_VERSION}"
             )
         try:
             enrichment = cls(
@@ -189,8 +190,8 @@ class Enrichment:
                 dict(body.get("made", {})),
                 body.get("prompts", False) is True,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise EnrichmentFileError(f"{path}: damaged: {error}") from None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise EnrichmentFileError(f"{path}: damaged: {str(error)[:100]}") from None
         if enrichment.hash != body.get("hash"):
             raise EnrichmentFileError(f"{path}: damaged: its hash is of other tokens")
         if tokenizer is not None and tokenizer != enrichment.tokenizer:

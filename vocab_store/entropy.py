@@ -1,16 +1,24 @@
 """How concentrated a task's outputs are: the measures by which TASC (arXiv 2602.24174) chooses.
 
-H_1 = -sum p ln p and H_2 = -ln sum p^2 (Renyi, order 2; the paper's predictor of run time: a
-higher H_2 of the output tokens means fewer tokens an answer), in nats; the normalised H_1 divides
-by ln V. K80: the number of distinct n-grams, most frequent first, that cover 80 % of the mass.
+Of any n-grams: H_1 = -sum p ln p and H_2 = -ln sum p^2 (Renyi, order 2), in nats; the normalised
+H_1 divides by ln V; K80 is the number of distinct n-grams, most frequent first, that cover 80 % of
+the mass. Table 1 compares word bigrams of outputs and of inputs: outputs that are much more
+concentrated than what they answer are what the paper's methods live on. H_2 of the output *tokens*
+(without the one that ends every output, which is no choice of the tokenizer's) predicts run time: a
+higher H_2 means fewer tokens an answer.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+_CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,28 @@ class Concentration:
     h2: float
     normalised_h1: float
     k80: int
+
+
+@dataclass(frozen=True, slots=True)
+class WordBigrams:
+    """Table 1's line: the word bigrams of a task's outputs and of its inputs.
+
+    delta_h: how much lower the outputs' entropy is, in nats. ratio: how many times fewer bigrams
+    cover 80 % of them.
+    """
+
+    outputs: Concentration
+    inputs: Concentration
+
+    @property
+    def delta_h(self) -> float:
+        """Nats."""
+        return self.inputs.h1 - self.outputs.h1
+
+    @property
+    def ratio(self) -> float:
+        """Of the numbers K80."""
+        return self.inputs.k80 / max(1, self.outputs.k80)
 
 
 def ngrams(texts: Iterable[Sequence[Hashable]], n: int) -> Counter[tuple[Hashable, ...]]:
@@ -51,3 +81,53 @@ def measure(
             break
     normalised = h1 / math.log(vocab_size) if vocab_size > 1 else 0.0
     return Concentration(total, len(times), h1, h2, normalised, k80)
+
+
+def words(text: str) -> list[str]:
+    """Lower-cased words, single punctuation marks, and Chinese characters one by one."""
+    return _WORD.findall(text.lower())
+
+
+def word_bigrams(inputs: Sequence[str], outputs: Sequence[str]) -> WordBigrams:
+    """Table 1 of a task's texts. What all inputs begin and end with, a template, is left out."""
+    own = _without_template([words(text) for text in inputs])
+    return WordBigrams(
+        measure(ngrams((words(text) for text in outputs), 2)), measure(ngrams(own, 2))
+    )
+
+
+def _without_template(texts: Sequence[list[str]]) -> list[list[str]]:
+    if len(texts) < 2:
+        return list(texts)
+    least = min(map(len, texts))
+
+    def shared(text: list[str], other: list[str], most: int) -> int:
+        """Words that two texts begin with alike."""
+        pairs = enumerate(zip(text[:most], other[:most], strict=False))
+        return next((i for i, (a, b) in pairs if a != b), most)
+
+    start = end = least
+    for text in texts[1:]:
+        start = shared(texts[0], text, start)
+        end = shared(texts[0][::-1], text[::-1], min(end, least - start))
+    return [text[start : len(text) - end] for text in texts]
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Kendall's tau-b of (x, y): 1 where they rise together, -1 where one falls as the other rises;
+    None where all of one are equal."""
+    concordant = x_ties = y_ties = 0
+    num = len(pairs) * (len(pairs) - 1) // 2
+    for i, (x, y) in enumerate(pairs):
+        for u, v in pairs[:i]:
+            concordant += ((x > u) - (x < u)) * ((y > v) - (y < v))
+            x_ties += x == u
+            y_ties += y == v
+    scale = (num - x_ties) * (num - y_ties)
+    return concordant / math.sqrt(scale) if scale else None
+
+
+def direction(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The share of neighbouring (x, y) whose y falls where x rises; None where no x rises."""
+    rising = [d < b for (a, b), (c, d) in pairwise(pairs) if c > a]
+    return sum(rising) / len(rising) if rising else None

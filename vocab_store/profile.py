@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.atomic_file import EVERYBODY, replacing
+from drafters.json_text import parsed
 from vocab_store.documents import TICK, Example, Progress, corpus_hash
 from vocab_store.errors import ProfileFileError, VocabStoreError
 from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
@@ -324,16 +325,18 @@ class VocabProfile:
         if version != VERSION:
             raise ProfileFileError(f"{path}: version {version}, this program reads {VERSION}")
         try:
-            manifest = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
+            manifest = parsed(data[_PREFIX.size : _PREFIX.size + length].tobytes())
             num_ids, num_fill = int(manifest["num_ids"]), int(manifest["num_fill"])
             vocab_size = int(manifest["vocab_size"])
-        except (ValueError, KeyError, TypeError) as error:
+            digest = str(manifest["payload_sha256"])
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ProfileFileError(f"{path}: the manifest is damaged") from error
         start = -(-(_PREFIX.size + length) // _ALIGN) * _ALIGN
         payload = data[start:]
         if (
-            payload.shape[0] != 4 * num_ids + 8 * num_fill
-            or hashlib.sha256(payload.tobytes()).hexdigest() != manifest["payload_sha256"]
+            min(num_ids, num_fill) < 0
+            or payload.shape[0] != 4 * num_ids + 8 * num_fill
+            or hashlib.sha256(payload.tobytes()).hexdigest() != digest
         ):
             raise ProfileFileError(f"{path}: the ids are damaged or cut short")
         if fingerprint is not None and manifest.get("fingerprint") != fingerprint.hex():
@@ -344,19 +347,25 @@ class VocabProfile:
         ids: Int32 = payload[: 4 * num_ids].view("<i4")
         if num_ids and (ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) <= 0).any()):
             raise ProfileFileError(f"{path}: the ids are not ascending within the vocabulary")
+        middle = 4 * (num_ids + num_fill)
+        fill: Int32 = payload[4 * num_ids : middle].view("<i4")
+        gains = payload[middle:].view("<f4")
+        if num_fill and (
+            fill.min() < 0 or fill.max() >= vocab_size or not np.isfinite(gains).all()
+        ):
+            raise ProfileFileError(f"{path}: what fills it up is not within the vocabulary")
         if required is not None:
             if required.vocab_size != vocab_size:
                 raise ProfileFileError(
                     f"{path}: for {vocab_size} tokens, the model has {required.vocab_size}"
                 )
             required.check(ids)
-        middle = 4 * (num_ids + num_fill)
-        return cls(
-            VocabSlice(ids, vocab_size),
-            payload[4 * num_ids : middle].view("<i4"),
-            payload[middle:].view("<f4"),
-            manifest,
-        )
+        profile = cls(VocabSlice(ids, vocab_size), fill, gains, manifest)
+        try:
+            float(profile.miss_rate or 0.0)
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise ProfileFileError(f"{path}: the manifest is damaged") from error
+        return profile
 
 
 def build_profile(

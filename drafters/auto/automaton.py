@@ -8,24 +8,21 @@ So the state after the last tokens gives the longest match, and its links all sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from drafters.arrays import Int32, Int64
-from drafters.auto.cells import MAX_TOP
-from drafters.auto.text_index import START
-from drafters.jit import compiled
+from drafters.arrays import Int32, Int32x2, Int64
+from drafters.corpus_file import MAX_TOP, START
+from drafters.jit import compiled, entry
 
 MAX_TOKENS = 1 << 29
 
 
+@entry
 @compiled
 def automaton_step(
-    states: Int32, edges: Int32, state: int, length: int, token: int
+    states: Int32x2, edges: Int32x2, state: int, length: int, token: int
 ) -> tuple[int, int]:
     """The automaton's state and match length after one more token: O(1) amortised suffix links."""
     while True:
@@ -89,13 +86,14 @@ def _clone(
     return num_edges
 
 
+@entry
 @compiled
 def _build(
     ids: Int32,
     document_starts: Int64,
-    states: Int32,
+    states: Int32x2,
     heads: Int32,
-    edges: Int32,
+    edges: Int32x2,
     owners: Int32,
     table: Int32,
 ) -> tuple[int, int]:
@@ -159,8 +157,9 @@ def _build(
     return num_states, num_edges
 
 
+@entry
 @compiled
-def _propagate(states: Int32, order: Int64) -> None:
+def _propagate(states: Int32x2, order: Int64) -> None:
     """Add counts to the suffix links, longest states first."""
     for i in range(order.shape[0] - 1, -1, -1):
         state = order[i]
@@ -169,8 +168,9 @@ def _propagate(states: Int32, order: Int64) -> None:
             states[2, link] += states[2, state]
 
 
+@entry
 @compiled
-def _commonest(packed: Int32, edges: Int32, tops: Int32) -> int:
+def _commonest(packed: Int32x2, edges: Int32x2, tops: Int32x2) -> int:
     """Fill column 4 of the states, column 2 of the edges, and `tops`; returns the entries used."""
     for edge in range(edges.shape[0]):
         edges[edge, 2] = packed[edges[edge, 1], 2]
@@ -221,15 +221,6 @@ class Automaton:
             np.empty((0, 5), np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
         )
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name, for write_arrays."""
-        return {"states": self.states, "edges": self.edges, "tops": self.tops}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Automaton:
-        """The automaton whose arrays() these are."""
-        return cls(arrays["states"], arrays["edges"], arrays["tops"])
-
 
 def build_automaton(token_ids: Int32, document_starts: Int64) -> Automaton:
     """The automaton of the documents: token_ids int32 [tokens] in a row, document_starts
@@ -256,8 +247,8 @@ def build_automaton(token_ids: Int32, document_starts: Int64) -> Automaton:
     table = np.full(slots, -1, np.int32)
     num_states, num_edges = _build(ids, starts, states, heads, edges, owners, table)
     del table, heads
+    _propagate(states, np.argsort(states[1, :num_states], kind="stable"))
     states = states[:, :num_states]
-    _propagate(states, np.argsort(states[1], kind="stable"))
     key = (owners[:num_edges].astype(np.int64) << 32) + edges[0, :num_edges] - START
     order = np.argsort(key)
     packed_edges = np.empty((num_edges, 3), np.int32)

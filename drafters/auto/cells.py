@@ -32,7 +32,6 @@ MAX_RETRIEVED_VISITS = (
 MAX_RETRIEVED_MATCH = 34
 MAX_LIKELY_MATCH = 3  # longest contexts whose likeliest ids are kept
 MAX_CANDIDATES = 208  # distinct next tokens per node
-MAX_TOP = 8  # commonest next tokens read per automaton state
 HASH_SIZE = 1024
 BASE_CHANCE = 1e-7  # what is left for a token that no source proposes
 

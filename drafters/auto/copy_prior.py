@@ -9,17 +9,15 @@ multiply to a weight for every prompt position (naive Bayes, tempered).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from drafters.arrays import Float32, Float64, Int32
-from drafters.jit import compiled
+from drafters.arrays import Float32, Float32x2, Float64, Float64x2, Int32
+from drafters.corpus_file import NUM_DISTANCES
+from drafters.jit import compiled, entry
 
-NUM_DISTANCES = 24  # half powers of two
 MAX_EXAMPLES = 1000
 STRENGTH = 12.0  # asks that the mean rate counts for
 
@@ -30,14 +28,15 @@ def distance_bucket(distance: int) -> int:
     return min(NUM_DISTANCES - 1, int(2.0 * np.log2(distance + 1.0)))
 
 
+@entry
 @compiled
 def _ask(
     prompt: Int32,
     output: Int32,
-    starts: Float64,
-    ends: Float64,
+    starts: Float64x2,
+    ends: Float64x2,
     tokens: Int32,
-    rates: Float64,
+    rates: Float64x2,
 ) -> None:
     """Count one example. starts, ends: float64 [2, NUM_DISTANCES] asked and right; tokens: int32
     ascending ids with rates float64 [2, tokens]."""
@@ -67,6 +66,7 @@ def _ask(
                 rates[1, low] += right
 
 
+@entry
 @compiled
 def _weigh(
     prompt: Int32,
@@ -74,7 +74,7 @@ def _weigh(
     ends: Float32,
     tokens: Int32,
     lifts: Float32,
-    out: Float32,
+    out: Float32x2,
 ) -> None:
     num = prompt.shape[0]
     for i in range(num - 1):
@@ -104,22 +104,6 @@ class CopyPrior:
         """A prior without evidence: every weight is 1."""
         ones = np.ones(NUM_DISTANCES, np.float32)
         return CopyPrior(ones, ones, np.empty(0, np.int32), np.empty(0, np.float32))
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name, for write_arrays."""
-        return {
-            "start_lift": self.start_lift,
-            "end_lift": self.end_lift,
-            "token_ids": self.token_ids,
-            "token_lift": self.token_lift,
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> CopyPrior:
-        """The prior whose arrays() these are."""
-        return cls(
-            arrays["start_lift"], arrays["end_lift"], arrays["token_ids"], arrays["token_lift"]
-        )
 
 
 def learn_copy_prior(

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from drafters.arrays import Float32, Int32
+from drafters.arrays import Float32, Int32, UInt8
 from drafters.auto.advance import NO_PLAIN, PlainFields, advance
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
-from drafters.auto.likely import NUM_LIKELY, LikelyTable, warm_up_likely
+from drafters.auto.likely import NUM_LIKELY, LikelyTable
 from drafters.auto.retrieval import NUM_RETRIEVED, retrieve
 from drafters.auto.rival import Rivals, follow_all
 from drafters.auto.seen import Seen
-from drafters.auto.text_index import START, TextIndex
+from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
 from drafters.auto.views import (
@@ -37,9 +37,9 @@ from drafters.auto.views import (
     NO_MARKS,
     NO_TEXT,
     ContextFields,
-    LikelyFields,
     LimitsFields,
 )
+from drafters.corpus_file import START
 from drafters.session import IndexedSession
 from drafters.tree import DraftTree
 
@@ -54,6 +54,7 @@ COMPARE_ALL = 1500  # so many first tokens are all compared with their chances w
 COMPARE_EVERY = 4  # ... and then one in so many
 COMPARE_ALL_STEPS = 400  # steps whose trees are all grown with the corpus and without
 COMPARE_STEP_EVERY = 8  # ... and then one in so many
+MOST_AT_ONCE = 16  # tokens that are learned from before what they say is looked at
 
 
 class AutoDrafter:
@@ -129,6 +130,25 @@ class AutoDrafter:
         drafting without them is better."""
         return not self.has_corpus or self.trust.fit.helps
 
+    def compare(self, token_ids: Sequence[int], first: int, learns: UInt8) -> list[int]:
+        """Of tokens from index `first` on: who learns from which, and from which both do, so that
+        drafting with the corpus and without are compared. learns: as in `advance`, written to.
+
+        Both ways of drafting learn from every token at first; later the one that is not in use does
+        from one in COMPARE_EVERY, so that it is there when the task changes. Ends are known from a
+        corpus and never drafted: no way is better at them.
+        """
+        fit, compared = self.trust.fit, []
+        num_compared = fit.num_tokens
+        for i in range(first, len(token_ids)):
+            self.num_seen += 1
+            both = num_compared < COMPARE_ALL or self.num_seen % COMPARE_EVERY == 0
+            learns[0, i], learns[1, i] = both or fit.helps, both or not fit.helps
+            if both and token_ids[i] not in self.end_ids:
+                compared.append(i)
+                num_compared += 1
+        return compared
+
     @property
     def knows_starts(self) -> bool:
         """Whether it knows other outputs."""
@@ -144,25 +164,6 @@ class AutoDrafter:
         """A session over the whole prompt; `context_span` is not used. prediction_ids: the output
         the client expects, tokenized after the prompt."""
         return AutoSession(self, prompt_ids, prediction_ids)
-
-    def warm_up(self) -> None:
-        """Compile, or load from the cache, all that sessions call, with a corpus too."""
-        session = self.open([1, 2, 3, 1, 2], prediction_ids=[1, 2])
-        session.settle()
-        nothing = np.zeros((1, NUM_LIKELY), np.int32)
-        session.note_likely((), (), nothing, nothing.astype(np.float32))
-        session.extend([3])
-        session.propose(4, 4)
-        session.rollback(0)
-        session.close()
-        warm_up_likely()
-        self.trust.update()
-        if self.corpus is None:
-            from drafters.corpus import build_corpus
-
-            examples = [([5, 6, 7], [1, 2, 3, 0]), ([5, 6, 8], [1, 2, 4, 0])]
-            corpus = build_corpus(examples, fingerprint="", n_max=2, p_min=1)
-            AutoDrafter(corpus=corpus).warm_up()
 
 
 class AutoSession(IndexedSession["AutoDrafter"]):
@@ -222,9 +223,10 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def settle(self) -> None:
         """settle_once(), and fold what was learned into the trust now and then."""
-        self.settle_once()
         drafter = self._owner()
-        if drafter.learn:
+        if not self._settled:
+            self._retrieve(drafter)
+        if drafter.learn and drafter.trust.has_news:
             drafter.trust.update_if_due()
             if drafter.has_corpus:
                 drafter.trust.without.update_if_due()
@@ -300,8 +302,6 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def _hints(self) -> npt.NDArray[np.int32]:
         """Places of the prediction that may come next after it was left; none while it holds."""
-        if not self._anchors:
-            return NO_HINTS
         anchor, off = self._anchors[-1]
         docs = self._retrieved
         assert docs is not None
@@ -356,22 +356,18 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def _context(self, drafter: AutoDrafter) -> ContextFields:
         """The same."""
-        index, docs = self._index, self._retrieved
+        index, docs, likely = self._index, self._retrieved, self._likely
         state, length = self._places[-1]
         states, edges, tops = drafter.corpus_arrays
         return (
-            index.view(self._prompt_marks),
+            (index.text, index.table, self._prompt_marks, index.size),
             index.size - self._num_prompt,
             NO_TEXT if docs is None else docs.view(self._marks),
-            self._hints(),
+            self._hints() if self._anchors else NO_HINTS,
             (states, edges, tops, state, length),
             drafter.eos_token_ids,
-            self._likely_fields(),
+            NO_LIKELY if likely is None else (*likely.arrays, *self._echo),
         )
-
-    def _likely_fields(self) -> LikelyFields:
-        """What the model's logits said, as compiled code takes it."""
-        return NO_LIKELY if self._likely is None else (*self._likely.arrays, *self._echo)
 
     def _context_without(self, drafter: AutoDrafter) -> ContextFields:
         """The same without the corpus, what it says of prompts, and its retrieved outputs.
@@ -389,55 +385,53 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             return NO_MARKS, docs.view(self._marks), NO_CORPUS
         return NO_PLAIN
 
-    def _advance(self, drafter: AutoDrafter, token: int, *, learns: bool) -> None:
-        """Append a token; learns: and learn from it how far its contexts could be trusted, and
-        whether the corpus helps."""
-        trust, index, has_corpus = drafter.trust, self._index, drafter.has_corpus
-        without, plain = trust, NO_PLAIN
-        fit, with_it, without_it, is_compared = trust.fit, learns, False, False
-        if has_corpus and learns:
-            # Both ways of drafting learn from every token at first; later the one that is not in
-            # use does from one in COMPARE_EVERY, so that it is there when the task changes.
-            drafter.num_seen += 1
-            is_compared = fit.num_tokens < COMPARE_ALL or drafter.num_seen % COMPARE_EVERY == 0
-            with_it, without_it = fit.helps or is_compared, not fit.helps or is_compared
-            if without_it:
-                without, plain = trust.without, self._plain_fields()
-                without.has_news = True
-        trust.has_news = trust.has_news or learns
-        index.make_room(1)
-        chance, chance_without, state, length = advance(
-            token, self._context(drafter), plain, (with_it, without_it),
-            trust.learned_fields, without.learned_fields, drafter.workspace.gathered,
+    def _advance(self, drafter: AutoDrafter, token_ids: Sequence[int]) -> None:
+        """Append tokens, and learn from each how far its contexts could be trusted, and whether the
+        corpus helps."""
+        index, num, work = self._index, len(token_ids), drafter.workspace
+        num_output = index.size - self._num_prompt
+        # A token drawn again after a rollback is not evidence twice.
+        first = max(0, self._num_learned - num_output)
+        if not (drafter.learn and self._settled):
+            first = num
+        learns, without, plain = work.learns_from(num, first), drafter.trust, NO_PLAIN
+        compared: list[int] = []
+        if first < num:
+            self._num_learned = num_output + num
+            drafter.trust.has_news = True
+            if drafter.has_corpus:
+                compared = drafter.compare(token_ids, first, learns)
+                if learns[1].any():
+                    without, plain = drafter.trust.without, self._plain_fields()
+                    without.has_news = True
+        index.make_room(num)
+        chances, places = work.advanced()
+        advance(
+            np.array(token_ids, np.int32), self._context(drafter), plain, learns,
+            drafter.trust.learned_fields, without.learned_fields, work.gathered, chances, places,
         )  # fmt: skip
-        index.appended(1)
-        self._places.append((state, length))
-        # Ends are known from a corpus, and never drafted.
-        if is_compared and token not in drafter.end_ids:
-            fit.compare(chance, chance_without)
+        index.appended(num)
+        self._places.extend(zip(*places[:, :num].tolist(), strict=True))
+        for i in compared:
+            drafter.trust.fit.compare(float(chances[0, i]), float(chances[1, i]))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
-        drafter = self._owner()
-        # A token drawn again after a rollback is not evidence twice.
-        root = self._index.size
-        seen = root - self._num_prompt
-        for token in token_ids:
-            learns = drafter.learn and self._settled and seen >= self._num_learned
-            self._advance(drafter, token, learns=learns)
-            seen += 1
-            if learns:
-                self._num_learned = seen
-            if self._anchors:
+        drafter, root = self._owner(), self._index.size
+        if self._anchors:  # where it stands in the prediction changes with each token
+            for token in token_ids:
+                self._advance(drafter, (token,))
                 self._align(token)
+            self._weigh_near()
+        else:
+            for first in range(0, len(token_ids), MOST_AT_ONCE):
+                self._advance(drafter, token_ids[first : first + MOST_AT_ONCE])
         if token_ids:
             self._echo = NO_ECHO
         if self._rivals:
             self._rivals = follow_all(self._rivals, token_ids, drafter.trust.fit)
         if self._noted is not None:
             self._keep_rows(root, np.array(token_ids, np.int32))
-        if self._anchors:
-            self._weigh_near()
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """See ResumedSession."""

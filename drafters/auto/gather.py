@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Float64, Int32
+from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2
 from drafters.auto.cells import (
     CORPUS,
     HASH_SIZE,
@@ -27,7 +27,6 @@ from drafters.auto.cells import (
     MAX_MATCH,
     MAX_RETRIEVED_MATCH,
     MAX_RETRIEVED_VISITS,
-    MAX_TOP,
     MAX_VISITS,
     NUM_BUCKETS,
     NUM_LEVELS,
@@ -39,8 +38,9 @@ from drafters.auto.cells import (
     length_bucket,
 )
 from drafters.auto.likely import find_context, longer_key
-from drafters.auto.text_index import START, find_slot, triple_key
+from drafters.auto.text_index import find_slot, triple_key
 from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
+from drafters.corpus_file import MAX_TOP, START
 from drafters.jit import inlined
 
 NUM, STAMP = 0, 1  # in Gathered.state
@@ -64,8 +64,8 @@ class Gathered(NamedTuple):
     tokens: Int32
     slot_stamps: Int32
     slot_rows: Int32
-    counts: Float32
-    count_bits: Int32
+    counts: Float32x2
+    count_bits: Int32x2
     totals: Float32
     levels: Int32
     cells: Int32
@@ -75,7 +75,7 @@ class Gathered(NamedTuple):
 
 
 GatheredFields = tuple[
-    Int32, Int32, Int32, Int32, Float32, Int32, Float32, Int32, Int32, Float32, Int32, Float64
+    Int32, Int32, Int32, Int32, Float32x2, Int32x2, Float32, Int32, Int32, Float32, Int32, Float64
 ]
 
 

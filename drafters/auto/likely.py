@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafters.arrays import Float32, Int32, Int64
+from drafters.arrays import Float32, Float32x2, Int32, Int32x2, Int64
 from drafters.auto.cells import MAX_LIKELY_MATCH
-from drafters.jit import borrowing, compiled, inlined
+from drafters.jit import borrowing, compiled, entry, inlined
 
 NUM_LIKELY = 8
 """Ids kept of a row."""
@@ -28,6 +28,9 @@ MAX_SLOTS = 1 << 15  # 2.5 MB
 DECAY = 0.9  # of a context's sums at each visit: about ten rows are remembered
 FADE = 0.9  # of the contexts that another one finds in its way
 EMPTY = 0
+
+TableFields = tuple[Int64, Int32x2, Float32x2]
+"""keys, ids and sums of a LikelyTable."""
 
 
 @compiled
@@ -120,8 +123,9 @@ def _add(kept: Int32, sums: Float32, slot: int, ids: Int32, chances: Float32, ro
             sums[slot, least] = chance
 
 
+@entry
 @borrowing
-def _grow(keys: Int64, ids: Int32, sums: Float32, to: tuple[Int64, Int32, Float32]) -> None:
+def _grow(keys: Int64, ids: Int32x2, sums: Float32x2, to: TableFields) -> None:
     """Move all contexts into a larger, empty table."""
     for slot in range(keys.shape[0]):
         if keys[slot] != EMPTY:
@@ -192,13 +196,14 @@ def _write_echo(
     return num
 
 
+@entry
 @borrowing
 def _note_step(
-    table: tuple[Int64, Int32, Float32],
+    table: TableFields,
     text: Int32,
-    nodes: Int32,
-    ids: Int32,
-    chances: Float32,
+    nodes: Int32x2,
+    ids: Int32x2,
+    chances: Float32x2,
     tokens: Int32,
     scratch: tuple[Int32, Int32, Float32],
 ) -> int:
@@ -213,23 +218,19 @@ def _note_step(
 class LikelyTable:
     """What the model held likely, by context. One writer: the sessions of one scope's drafter.
 
-    keys: int64 [slots], 0 = empty. ids: int32 [slots, NUM_LIKELY]. sums: float32 [slots,
-    NUM_LIKELY + 1]: the sum of each id's chances, and how many rows there were, both decayed.
+    arrays: keys, ids and sums, as compiled code takes them. keys: int64 [slots], 0 = empty. ids:
+    int32 [slots, NUM_LIKELY]. sums: float32 [slots, NUM_LIKELY + 1]: the sum of each id's chances,
+    and how many rows there were, both decayed.
     """
 
-    __slots__ = ("_max_slots", "_most_held", "_path", "ids", "keys", "sums")
+    __slots__ = ("_max_slots", "_most_held", "_path", "arrays", "ids", "keys", "sums")
 
     def __init__(self, max_slots: int = MAX_SLOTS) -> None:
         """max_slots: a power of two."""
         self._max_slots = max_slots
         self._path: Int32 = np.zeros(MAX_LIKELY_MATCH, np.int32)
-        self.keys, self.ids, self.sums = _empty(min(FIRST_SLOTS, max_slots))
+        self.keys, self.ids, self.sums = self.arrays = _empty(min(FIRST_SLOTS, max_slots))
         self._most_held = 0  # contexts, at most
-
-    @property
-    def arrays(self) -> tuple[Int64, Int32, Float32]:
-        """(keys, ids, sums), the arguments of compiled code."""
-        return self.keys, self.ids, self.sums
 
     def note(
         self, text: Int32, nodes: Int32, ids: Int32, chances: Float32, tokens: Int32
@@ -247,18 +248,13 @@ class LikelyTable:
             if 2 * self._most_held > num_slots:
                 larger = _empty(min(4 * num_slots, self._max_slots))
                 _grow(*self.arrays, larger)
-                self.keys, self.ids, self.sums = larger
+                self.keys, self.ids, self.sums = self.arrays = larger
         echo_ids = np.empty(ids.shape[1], np.int32)
         echo_chances = np.empty(ids.shape[1], np.float32)
         scratch = (self._path, echo_ids, echo_chances)
         num = _note_step(self.arrays, text, nodes, ids, chances, tokens, scratch)
         self._most_held += MAX_LIKELY_MATCH * ids.shape[0]
         return echo_ids[:num], echo_chances[:num]
-
-
-def warm_up_likely() -> None:
-    """Compile, or load from the cache, what a table calls once it is half full."""
-    _grow(*_empty(FIRST_SLOTS), _empty(FIRST_SLOTS))
 
 
 def _empty(num_slots: int) -> tuple[Int64, Int32, Float32]:

@@ -9,15 +9,13 @@ prompt, so it weighs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from drafters.arrays import Float32, Int32, Int64
-from drafters.jit import compiled
+from drafters.arrays import Float32, Float32x2, Int32, Int64
+from drafters.jit import compiled, entry
 from drafters.sorted_keys import find_row
 
 MAX_SHARE = 0.25  # terms of more than this share of the prompts are template
@@ -32,6 +30,7 @@ def _pair(a: int, b: int) -> int:
     return int(np.int64((pair * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(2)) | (1 << 61))
 
 
+@entry
 @compiled
 def _terms(ids: Int32, out: Int64) -> int:
     """Keys of the tokens and of the pairs of neighbours; returns their number (2 size - 1)."""
@@ -45,6 +44,7 @@ def _terms(ids: Int32, out: Int64) -> int:
     return num
 
 
+@entry
 @compiled
 def _score(
     terms: Int64,
@@ -68,8 +68,9 @@ def _score(
             scores[postings[j]] += weight
 
 
+@entry
 @compiled
-def _mark_template(ids: Int32, template: Int64, weight: float, out: Float32) -> None:
+def _mark_template(ids: Int32, template: Int64, weight: float, out: Float32x2) -> None:
     for i in range(1, ids.shape[0]):
         key = _pair(ids[i - 1], ids[i])
         low, high = 0, template.shape[0]
@@ -121,29 +122,6 @@ class Nearest:
         out = np.ones((1, prompt_ids.shape[0]), np.float32)
         _mark_template(prompt_ids, self.template, weight, out)
         return out
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name, for write_arrays."""
-        return {
-            "keys": self.keys,
-            "starts": self.starts,
-            "postings": self.postings,
-            "weights": self.weights,
-            "norms": self.norms,
-            "template": self.template,
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Nearest:
-        """The index whose arrays() these are."""
-        return cls(
-            arrays["keys"],
-            arrays["starts"],
-            arrays["postings"],
-            arrays["weights"],
-            arrays["norms"],
-            arrays["template"],
-        )
 
 
 def build_nearest(prompts: Sequence[Sequence[int] | Int32]) -> Nearest:

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.arrays import Float32, Int32, Int64
+from drafters.arrays import Float32, Int32, Int32x2, Int64, Int64x2
 from drafters.auto.views import TextFields
-from drafters.jit import compiled, inlined
-
-START = -2
-"""Stands before the first token of an output in an index of outputs. Never proposed."""
+from drafters.jit import compiled, entry, inlined
 
 EMPTY_KEY = -(1 << 62)
 
@@ -60,8 +57,9 @@ def append_id(text: Int32, table: Int64, size: int, token: int) -> None:
         table[1, slot] = size
 
 
+@entry
 @compiled
-def append_ids(text: Int32, table: Int64, size: int, ids: Int32) -> int:
+def append_ids(text: Int32x2, table: Int64x2, size: int, ids: Int32) -> int:
     """Index `ids` behind the `size` tokens there are; returns the new size."""
     for token in ids:
         append_id(text, table, size, token)
@@ -69,8 +67,9 @@ def append_ids(text: Int32, table: Int64, size: int, ids: Int32) -> int:
     return size
 
 
+@entry
 @compiled
-def truncate_ids(text: Int32, table: Int64, size: int, new_size: int) -> None:
+def truncate_ids(text: Int32x2, table: Int64x2, size: int, new_size: int) -> None:
     """Undo append_ids down to `new_size` tokens."""
     for i in range(size - 1, new_size - 1, -1):
         if i >= 2:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Int32
+from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, UInt8
 from drafters.auto.automaton import automaton_step
 from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
@@ -27,7 +27,7 @@ from drafters.auto.views import (
     context_of,
 )
 from drafters.heap import pop, push
-from drafters.jit import borrowing, inlined
+from drafters.jit import borrowing, entry, inlined
 from drafters.tree import DraftTree
 
 HEAP_SIZE = 4096
@@ -76,8 +76,8 @@ class Tree(NamedTuple):
     chances: Float32
 
 
-GrowthFields = tuple[Int32, Float32, Float32, Int32, Int32, Float32]
-TreeFields = tuple[Int32, Float32]
+GrowthFields = tuple[Int32x2, Float32x2, Float32, Int32, Int32x2, Float32]
+TreeFields = tuple[Int32x2, Float32x2]
 
 
 @inlined
@@ -200,6 +200,7 @@ def _write_preorder(num: int, nodes: Nodes, tree: Tree) -> None:
             at = nodes.next_sibling[at]
 
 
+@entry
 @borrowing
 def grow_tree(
     limit_fields: LimitsFields,
@@ -237,12 +238,35 @@ def grow_tree(
 
 
 class Workspace:
-    """Scratch arrays of grow_tree, shared by all sessions of a Drafter (one thread)."""
+    """Scratch arrays of grow_tree and advance, shared by all sessions of a Drafter (one thread)."""
 
-    __slots__ = ("_growth", "_max_budget", "_max_depth", "_tree", "gathered")
+    __slots__ = (
+        "_chances", "_growth", "_learns", "_max_budget", "_max_depth", "_places", "_tree",
+        "gathered",
+    )  # fmt: skip
 
     def __init__(self, max_budget: int = 64, max_depth: int = 64) -> None:
         self._resize(max_budget, max_depth)
+        self._make_room(64)
+
+    def _make_room(self, num: int) -> None:
+        self._learns: UInt8 = np.zeros((2, num), np.uint8)
+        self._chances: Float64 = np.zeros((2, num), np.float64)
+        self._places: Int32 = np.zeros((2, num), np.int32)
+
+    def learns_from(self, num: int, first: int) -> UInt8:
+        """`learns` of advance, for num tokens: from the first-th on, and `without` from none."""
+        if num > self._learns.shape[1]:
+            self._make_room(2 * num)
+        learns = self._learns
+        learns[:, :first] = 0
+        learns[0, first:num] = 1
+        learns[1, first:num] = 0
+        return learns
+
+    def advanced(self) -> tuple[Float64, Int32]:
+        """`chances` and `places` of advance; after learns_from."""
+        return self._chances, self._places
 
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth

@@ -39,6 +39,7 @@ from drafters.auto.cells import (
 from drafters.auto.views import TrustsFields
 from drafters.auto.weight_fit import fit_weights
 from drafters.calibration import CalibrationError
+from drafters.json_text import parsed
 from drafters.shared_counts import Counts
 
 _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
@@ -63,7 +64,7 @@ DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
 @functools.cache
 def _default_trust() -> TrustsFields:
     """(weights, factors) of the package; never written to."""
-    body = json.loads(DEFAULT_TRUST.read_text(encoding="utf-8"))
+    body = parsed(DEFAULT_TRUST.read_text(encoding="utf-8"))
     weights = np.asarray(body["weights_per_mille"], np.float64).reshape(NUM_CELLS) / 1000.0
     factors = np.asarray(body["factors_per_cent"], np.float64).reshape(NUM_FACTORS) / 100.0
     return weights, factors
@@ -187,6 +188,9 @@ class Trust:
         self.factors: Float64 = factors.copy()
         self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
         self.outcomes: Float64 = np.zeros((3, NUM_FACTORS), np.float64)
+        # What compiled code reads, and what it learns into. All four are written to in place.
+        self.fields: TrustsFields = (self.weights, self.factors)
+        self.learned_fields: LearnedFields = (self.weights, self.evidence, self.outcomes)
         self.prior_strength = prior_strength
         self.factor_strength = factor_strength
         self.memory = memory
@@ -201,16 +205,6 @@ class Trust:
         if self._without is None:
             self._without = Trust()
         return self._without
-
-    @property
-    def fields(self) -> TrustsFields:
-        """(weights, factors), the arguments of compiled code."""
-        return self.weights, self.factors
-
-    @property
-    def learned_fields(self) -> LearnedFields:
-        """(weights, evidence, outcomes), what compiled code learns into."""
-        return self.weights, self.evidence, self.outcomes
 
     def start_from(self, evidence: Float64, outcomes: Float64) -> None:
         """Take the evidence of a task's held-out examples as the prior of later evidence.
@@ -314,7 +308,7 @@ class Trust:
         Raises CalibrationError when the file is not a trust of this version and shape.
         """
         try:
-            body = json.loads(Path(path).read_text())
+            body = parsed(Path(path).read_text())
             good = (body["kind"], body["version"]) == ("drafter trust", VERSION)
             sources = body["sources"]
             if not good or sources != list(SOURCES[: len(sources)]):
@@ -324,7 +318,7 @@ class Trust:
         except CalibrationError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(f"{path} cannot be read: {error}") from error
+            raise CalibrationError(f"{path} cannot be read: {str(error)[:100]}") from error
         self.restore_arrays(evidence, outcomes)
 
     def restore_arrays(self, evidence: Float64, outcomes: Float64) -> None:
@@ -342,6 +336,12 @@ class Trust:
         self._next_update = 0.0
         self.has_news = True
         self.update()
+
+
+def is_evidence(evidence: Float64, outcomes: Float64) -> bool:
+    """Whether arrays may be a Trust's, or are without columns: of nothing held out."""
+    sizes = _widened(evidence, NUM_CELLS).shape, _widened(outcomes, NUM_FACTORS).shape
+    return sizes == ((2, NUM_CELLS), (3, NUM_FACTORS))
 
 
 def _widened(counts: Float64, num_cells: int) -> Float64:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Float64, Int32, Int64
+from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2
 from drafters.jit import inlined
 
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
@@ -37,9 +37,9 @@ class TextView(NamedTuple):
     each position; no columns where every position counts fully. size: tokens that are valid.
     """
 
-    text: Int32
-    table: Int64
-    marks: Float32
+    text: Int32x2
+    table: Int64x2
+    marks: Float32x2
     size: int
 
 
@@ -49,9 +49,9 @@ class CorpusView(NamedTuple):
     state, length: the state of the text so far and the length of its match.
     """
 
-    states: Int32
-    edges: Int32
-    tops: Int32
+    states: Int32x2
+    edges: Int32x2
+    tops: Int32x2
     state: int
     length: int
 
@@ -65,8 +65,8 @@ class LikelyView(NamedTuple):
     """
 
     keys: Int64
-    ids: Int32
-    sums: Float32
+    ids: Int32x2
+    sums: Float32x2
     echo_ids: Int32
     echo_chances: Float32
 
@@ -96,9 +96,9 @@ class Trusts(NamedTuple):
 
 
 LimitsFields = tuple[int, int, float]
-TextFields = tuple[Int32, Int64, Float32, int]
-CorpusFields = tuple[Int32, Int32, Int32, int, int]
-LikelyFields = tuple[Int64, Int32, Float32, Int32, Float32]
+TextFields = tuple[Int32x2, Int64x2, Float32x2, int]
+CorpusFields = tuple[Int32x2, Int32x2, Int32x2, int, int]
+LikelyFields = tuple[Int64, Int32x2, Float32x2, Int32, Float32]
 ContextFields = tuple[TextFields, int, TextFields, Int32, CorpusFields, Int32, LikelyFields]
 TrustsFields = tuple[Float64, Float64]
 

@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from drafters.arrays import Float64, Int32
-from drafters.jit import compiled, inlined
+from drafters.arrays import Float64, Float64x2, Int32x2
+from drafters.jit import compiled, entry, inlined
 
 _NEWTON_STEPS = 5
 _MOST_STEP, _MOST_SHIFT = 1.0, 4.0  # of log odds
@@ -27,9 +27,10 @@ def _within(value: float, most: float) -> float:
     return min(max(value, -most), most)
 
 
+@entry
 @compiled
 def fit_weights(
-    evidence: Float64, prior_odds: Float64, groups: Int32, strength: float, weights: Float64
+    evidence: Float64x2, prior_odds: Float64, groups: Int32x2, strength: float, weights: Float64
 ) -> None:
     """Write the weights that evidence and prior give.
 
@@ -43,16 +44,23 @@ def fit_weights(
     shifted prior counts for. weights: float64 [C].
     """
     odds = prior_odds.copy()
-    seen = np.flatnonzero(evidence[0] + evidence[1])
+    seen = np.empty(odds.shape[0], np.int64)
+    num_seen = 0
+    for cell in range(odds.shape[0]):
+        if evidence[0, cell] + evidence[1, cell] != 0.0:
+            seen[num_seen] = cell
+            num_seen += 1
     for level in range(groups.shape[0]):
         group = groups[level]
-        num = group.max() + 1
+        num = 0
+        for cell in range(odds.shape[0]):
+            num = max(num, int(group[cell]) + 1)
         shift, total = np.zeros(num), np.zeros(num)
-        for cell in seen:
+        for cell in seen[:num_seen]:
             total[group[cell]] += evidence[1, cell]
         for _ in range(_NEWTON_STEPS):  # the objective is concave
             slope, bend = total - shift, np.ones(num)
-            for cell in seen:
+            for cell in seen[:num_seen]:
                 at, asked = group[cell], evidence[0, cell]
                 chance = _chance(odds[cell] + shift[at])
                 slope[at] -= asked * chance

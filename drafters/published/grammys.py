@@ -16,17 +16,21 @@ from typing import Literal
 
 import numpy as np
 
-from drafters.array_file import read_arrays, write_arrays
-from drafters.arrays import Float32, Int32
+from drafters.array_file import Column, read_arrays, write_arrays
+from drafters.arrays import Float32, Int32, Int32x2
 from drafters.calibration import Calibration
 from drafters.catalog import GrammysOptions
-from drafters.jit import compiled
+from drafters.jit import compiled, entry
 from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
 KIND = "target bigram table"
 VERSION = 1
+COLUMNS = {
+    "next_ids": Column("int32", ("ids", "likeliest"), low=0, high="ids"),
+    "chances": Column("float32", ("ids", "likeliest"), low=0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,16 @@ class BigramTable:
     @classmethod
     def load(cls, path: Path | str, *, fingerprint: str | None) -> BigramTable:
         """Map what save() wrote; raises as drafters.array_file.read_arrays does."""
-        meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
+        meta, arrays, _ = read_arrays(
+            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
+        )
         return cls(str(meta["fingerprint"]), arrays["next_ids"], arrays["chances"])
 
 
+@entry
 @compiled
 def context_drafts(
-    text: Int32, size: int, query: int, length: int, drafts: Int32, counts: Int32
+    text: Int32, size: int, query: int, length: int, drafts: Int32x2, counts: Int32
 ) -> int:
     """Distinct continuations of up to `length` tokens after the last `query` tokens, with counts.
 
@@ -98,8 +105,8 @@ def context_drafts(
         if found >= 0:
             counts[found] += 1
         elif num < drafts.shape[0]:
-            drafts[num, :] = -1
-            drafts[num, :long] = text[end : end + long]
+            for i in range(drafts.shape[1]):
+                drafts[num, i] = text[end + i] if i < long else -1
             counts[num] = 1
             num += 1
     return num
@@ -146,10 +153,6 @@ class GrammysDrafter:
     ) -> GrammysSession:
         """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
         return GrammysSession(self, prompt_ids)
-
-    def warm_up(self) -> None:
-        """Compile, or load from the cache."""
-        self.open([1, 2, 1, 2, 1]).propose(2, 2)
 
 
 class GrammysSession(TextSession):

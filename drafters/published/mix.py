@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float64, Int32, Int64
+from drafters.arrays import Float64, Int32, Int32x2, Int64, Int64x2
 from drafters.auto.text_index import find_slot
 from drafters.calibration import Calibration
 from drafters.catalog import MixOptions
 from drafters.corpus import Corpus
-from drafters.jit import compiled
+from drafters.jit import compiled, entry
 from drafters.options import check_options
 from drafters.published.ngram_tables import context_hash, count_ngrams
 from drafters.session import IndexedSession
@@ -30,8 +30,9 @@ from drafters.tree import DraftTree
 MAX_CANDIDATES = 512
 
 
+@entry
 @compiled
-def count_modes(text: Int32, begin: int, end: int, modes: Int32) -> None:
+def count_modes(text: Int32x2, begin: int, end: int, modes: Int32x2) -> None:
     """Most frequent token of every prefix. modes: int32 [3, capacity]: times text[i] occurred so
     far, the prefix's most frequent token (ties: the first to get there) and its count."""
     for i in range(begin, end):
@@ -47,9 +48,9 @@ def count_modes(text: Int32, begin: int, end: int, modes: Int32) -> None:
 class OwnText(NamedTuple):
     """A TextIndex's arrays and size, with the count_modes of its prefixes."""
 
-    text: Int32
-    table: Int64
-    modes: Int32
+    text: Int32x2
+    table: Int64x2
+    modes: Int32x2
     size: int
 
 
@@ -126,7 +127,9 @@ def likeliest(
     best, best_token, best_source = -1.0, -1, 0
     if row >= 0 and weight > 0.0:
         # What a candidate of the prompt adds at most.
-        left = own.max() if own.shape[0] else 0.0
+        left = 0.0
+        for i in range(own.shape[0]):
+            left = max(left, own[i])
         first, last = rows.starts[row], rows.starts[row + 1]
         total = 0
         for entry in range(first, last):
@@ -149,16 +152,18 @@ def likeliest(
     return best_token, best, best_source
 
 
+@entry
 @compiled
 def draft_chain(
-    n_max: int, mixing: float, own: OwnText, rows: Rows, out: Int32, shares: Float64
+    n_max: int, mixing: float, own: OwnText, rows: Rows, out: Int32x2, shares: Float64
 ) -> int:
     """Draft up to shares.shape[0] tokens. out: int32 [3, num]: token, match length, source
     (0 corpus, 1 prompt); shares: float64 [num], p_mixed of each. Returns how many there are."""
     num: int = shares.shape[0]
     size = min(own.size, n_max - 1)
     context = np.empty(size + num, np.int32)
-    context[:size] = own.text[0, own.size - size : own.size]
+    for i in range(size):
+        context[i] = own.text[0, own.size - size + i]
     tokens = np.empty(MAX_CANDIDATES, np.int32)
     counts = np.empty(MAX_CANDIDATES, np.int64)
     for step in range(num):
@@ -225,12 +230,6 @@ class MixDrafter:
     ) -> MixSession:
         """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
         return MixSession(self, prompt_ids)
-
-    def warm_up(self) -> None:
-        """Compile, or load from the cache."""
-        session = self.open([1, 2, 1, 2])
-        session.propose(2, 2)
-        session.rollback(0)
 
 
 class MixSession(IndexedSession[MixDrafter]):

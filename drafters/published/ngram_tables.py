@@ -7,24 +7,23 @@ memory is about 40 bytes a token of corpus.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from drafters.arrays import Int32, Int64
-from drafters.jit import compiled
+from drafters.corpus_file import MAX_N
+from drafters.jit import compiled, entry
 from drafters.sorted_keys import find_row
 
 Progress = Callable[[str, float], None]
 
 _Rows = tuple[Int64, Int64, Int32, Int32]
 
-MAX_N = 16
 
-
+@entry
 @compiled
 def context_hash(ids: Int32, end: int, length: int) -> int:
     """64-bit hash of ids[end-length:end]: the key of a context in the tables."""
@@ -36,6 +35,7 @@ def context_hash(ids: Int32, end: int, length: int) -> int:
     return int(np.int64((h ^ (h >> np.uint64(32))) >> np.uint64(1)))
 
 
+@entry
 @compiled
 def _hash_contexts(ids: Int32, ends: Int64, length: int, out: Int64) -> None:
     for i in range(ends.shape[0]):
@@ -78,33 +78,6 @@ class NGramTables:
         part = slice(int(self.starts[row]), int(self.starts[row + 1]))
         pairs = zip(self.tokens[part].tolist(), self.counts[part].tolist(), strict=True)
         return dict(pairs)
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name, for write_arrays."""
-        return {
-            "first_row": self.first_row,
-            "keys": self.keys,
-            "starts": self.starts,
-            "tokens": self.tokens,
-            "counts": self.counts,
-        }
-
-    @classmethod
-    def from_arrays(
-        cls, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
-    ) -> NGramTables:
-        """The tables whose arrays() these are, with the numbers that `meta` holds."""
-        return cls(
-            int(meta["n_max"]),
-            int(meta["p_min"]),
-            int(meta["num_tokens"]),
-            int(meta["num_documents"]),
-            arrays["first_row"],
-            arrays["keys"],
-            arrays["starts"],
-            arrays["tokens"],
-            arrays["counts"],
-        )
 
 
 def _ranks(keys: Int64, p_min: int) -> tuple[Int64, Int64, Int64]:

@@ -14,11 +14,12 @@ import numpy as np
 
 from drafters.arrays import Int32
 from drafters.calibration import Calibration
-from drafters.jit import compiled
+from drafters.jit import compiled, entry
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
 
+@entry
 @compiled
 def first_occurrence(text: Int32, size: int, length: int) -> int:
     """Where the first earlier occurrence of the last `length` tokens ends, or -1.
@@ -72,10 +73,6 @@ class PromptDrafter:
     ) -> PromptSession:
         """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
         return PromptSession(self, prompt_ids)
-
-    def warm_up(self) -> None:
-        """Compile, or load from the cache."""
-        self.open([1, 2, 1, 2]).propose(2, 2)
 
 
 class PromptSession(TextSession):

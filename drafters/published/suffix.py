@@ -54,14 +54,6 @@ class SuffixDrafter:
         """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
         return SuffixSession(self, prompt_ids)
 
-    def warm_up(self) -> None:
-        """Compile (seconds), or load from the cache, all that sessions call."""
-        session = self.open([1, 2, 3, 1, 2])
-        session.extend([3])
-        session.propose(4, 4)
-        session.rollback(0)
-        session.close()
-
 
 class SuffixSession(IndexedSession[SuffixDrafter]):
     """One Sequence's text, indexed. The prompt is indexed in open(): about 0.1 ms for 2,000 ids.

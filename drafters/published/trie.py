@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.arrays import Int32, Int64
+from drafters.arrays import Int32, Int32x2, Int64
 from drafters.calibration import Calibration
 from drafters.catalog import TrieOptions
 from drafters.heap import pop, push
-from drafters.jit import compiled
+from drafters.jit import compiled, entry
 from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
@@ -30,8 +30,9 @@ from drafters.tree import DraftTree
 HeapFields = tuple[Int64, Int32, Int32, Int32]
 
 
+@entry
 @compiled
-def find_child(nodes: Int32, table: Int32, node: int, token: int) -> int:
+def find_child(nodes: Int32x2, table: Int32, node: int, token: int) -> int:
     """Slot of (node, token) in the hash int32 [2^k] of node ids, or the free slot for it.
 
     nodes: int32 [6, capacity]: token, parent, frequency, first child, next sibling, depth.
@@ -48,8 +49,9 @@ def find_child(nodes: Int32, table: Int32, node: int, token: int) -> int:
     return slot
 
 
+@entry
 @compiled
-def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32, table: Int32) -> int:
+def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32x2, table: Int32) -> int:
     """Insert all n-grams of `context`; returns the number of nodes (node 0 is the root)."""
     size = context.shape[0]
     nodes[:, 0] = -1
@@ -105,9 +107,10 @@ def _rank(nodes: Int32, node: int) -> int:
     return rank
 
 
+@entry
 @compiled
 def frequent_subtree(
-    nodes: Int32, top: int, num_draft: int, max_depth: int, out: Int32, heap: HeapFields
+    nodes: Int32x2, top: int, num_draft: int, max_depth: int, out: Int32x2, heap: HeapFields
 ) -> int:
     """The `num_draft` most frequent nodes below `top`: by (frequency, shallow, early).
 
@@ -221,12 +224,6 @@ class TrieDrafter:
             if not 0 <= start <= end <= len(prompt_ids):
                 raise ValueError(f"context span {start}..{end} is not inside the prompt")
         return TrieSession(self, prompt_ids, context_span)
-
-    def warm_up(self) -> None:
-        """Compile, or load from the cache."""
-        session = self.open([1, 2, 1, 2])
-        session.extend([1])
-        session.propose(2, 2)
 
 
 class TrieSession(TextSession):

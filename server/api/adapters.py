@@ -21,13 +21,12 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.engines.client import EngineClient
+from server.api.bodies import BodyPart, ModelName, validate
 from server.api.openapi import described
-from server.api.protocol import LoadAdapterBody, UnloadAdapterBody, validate
 from server.api.route_context import RouteContext
 from server.api.served_model import ServedModel
 from server.config import AdapterConfig
@@ -53,6 +52,25 @@ ADAPTER_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
 
 _LOAD_TIMEOUT_S = 120.0
 _POLL_S = 0.02
+
+
+class LoadAdapterBody(BodyPart):
+    """POST /v1/load_lora_adapter: vLLM's body, and what is Tailor's own."""
+
+    lora_name: str = Field(max_length=256, description="what the `model` field will call it")
+    lora_path: str = Field(min_length=1, max_length=4096, description="folder that PEFT saved")
+    load_inplace: bool = Field(False, description="whether it may replace one of the same name")
+    base_model_name: ModelName | None = Field(
+        None, description="the model that it is beside; default the server's first"
+    )
+    pinned: bool = Field(False, description="whether it stays in memory")
+
+
+class UnloadAdapterBody(BodyPart):
+    """POST /v1/unload_lora_adapter: vLLM's body."""
+
+    lora_name: str = Field(max_length=256)
+    lora_int_id: int | None = Field(None, description="vLLM's number of it; not looked at")
 
 
 class AdapterAdmin(Protocol):
@@ -101,26 +119,25 @@ class AdapterRoutes:
     def __init__(
         self,
         context: RouteContext,
-        client: EngineClient,
         admin: AdapterAdmin | None,
         turn: AdapterTurn | None = None,
     ) -> None:
         self._context = context
-        self._client = client
+        self._client = context.client
         self._admin = admin
         self._turn = turn or _alone
         self._lock = asyncio.Lock()
 
     async def load(self, body: LoadAdapterBody) -> str:
         """The answer of POST /v1/load_lora_adapter."""
-        admin, intake = self._need_admin(), self._context.intake
+        admin, catalog = self._need_admin(), self._context.catalog
         name = body.lora_name
         async with self._lock, self._turn() as publish:
-            if name in intake.models or name in intake.tasks:
+            if name in catalog.names and name not in catalog.adapters:
                 raise InvalidRequestError(
-                    f"lora_name: {echoed(name)} is the name of a model or task.", param="lora_name"
+                    f"{echoed(name)} is the name of a model or task.", at="lora_name"
                 )
-            if name in intake.adapters and not body.load_inplace:
+            if name in catalog.adapters and not body.load_inplace:
                 raise InvalidRequestError(
                     f"The lora adapter {echoed(name)} has already been loaded. To load it in "
                     "place, set load_inplace to true.",
@@ -131,14 +148,12 @@ class AdapterRoutes:
                 served = await asyncio.to_thread(admin.read, config, body.base_model_name)
             except ValidationError as error:
                 message = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise InvalidRequestError(f"lora_name: {message}.", param="lora_name") from None
+                raise InvalidRequestError(f"{message}.", at="lora_name") from None
             except (ConfigError, ModelError) as error:
-                raise InvalidRequestError(
-                    f"lora_path: {error.message[:300]}.", param="lora_path"
-                ) from None
+                raise InvalidRequestError(f"{error.message[:300]}.", at="lora_path") from None
             await self._tell_engines(served)
             old = admin.add(served)
-            intake.adapters[name] = served
+            catalog.adapters[name] = served
             assert served.adapter is not None
             await publish(name, AdapterChange(config, served.name, served.adapter))
             if old is not None and old.adapter_id != served.adapter_id:
@@ -148,22 +163,22 @@ class AdapterRoutes:
 
     async def unload(self, body: UnloadAdapterBody) -> str:
         """The answer of POST /v1/unload_lora_adapter."""
-        admin, intake = self._need_admin(), self._context.intake
+        admin, catalog = self._need_admin(), self._context.catalog
         name = body.lora_name
         async with self._lock, self._turn() as publish:
-            served = intake.adapters.get(name)
+            served = catalog.adapters.get(name)
             if served is None:
                 raise ModelNotFoundError(
                     f"The lora adapter {echoed(name)} cannot be found.", param="lora_name"
                 )
-            users = sorted(task.name for task in intake.tasks.values() if task.adapter == name)
+            users = sorted(task.name for task in catalog.tasks.values() if task.adapter == name)
             if users:
                 raise InvalidRequestError(
                     f"The lora adapter {echoed(name)} is used by the task {echoed(users[0])}.",
                     param="lora_name",
                 )
             self._engines(served.name)
-            del intake.adapters[name]
+            del catalog.adapters[name]
             admin.remove(name)
             await publish(name, None)
             await self._forget(served)
@@ -175,26 +190,25 @@ class AdapterRoutes:
 
         Raises ConfigError and ModelError for files that cannot be read here.
         """
-        admin, intake = self._need_admin(), self._context.intake
+        admin, catalog = self._need_admin(), self._context.catalog
         if change is None:
-            intake.adapters.pop(name, None)
+            catalog.adapters.pop(name, None)
             admin.remove(name)
             return
         served = await asyncio.to_thread(admin.read, change.config, change.model)
         admin.add(served)
-        intake.adapters[name] = served
+        catalog.adapters[name] = served
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
-
         text = PlainTextResponse
+        begin = described("Serve an adapter", body=LoadAdapterBody)
+        end = described("Serve an adapter no more", body=UnloadAdapterBody)
 
-        @app.post(LOAD_PATH, response_class=text, **described(LoadAdapterBody, "Serve an adapter"))
+        @app.post(LOAD_PATH, response_class=text, **begin)
         async def load_lora_adapter(request: HttpRequest) -> Response:
             body = validate(LoadAdapterBody, await self._context.body(request))
             return PlainTextResponse(await self.load(body))
-
-        end = described(UnloadAdapterBody, "Serve an adapter no more")
 
         @app.post(UNLOAD_PATH, response_class=text, **end)
         async def unload_lora_adapter(request: HttpRequest) -> Response:
@@ -252,7 +266,7 @@ class AdapterRoutes:
                 problem = "it takes too long to read"
             await asyncio.sleep(_POLL_S)
         if problem:
-            raise InvalidRequestError(f"lora_path: {problem}.", param="lora_path")
+            raise InvalidRequestError(f"{problem}.", at="lora_path")
 
     async def _forget(self, served: ServedModel) -> None:
         """Make every engine forget the adapter; an engine that is not running has none."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -32,28 +32,32 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.adapters import ADAPTER_PATHS, AdapterRoutes
-from server.api.chat_intake import ChatIntake
+from server.api.chats import Chats
 from server.api.dashboard import DATA_PATH, HISTORY_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
-from server.api.dashboard_history import History
 from server.api.engines.client import EngineClient
-from server.api.generation_routes import GenerationRoutes
-from server.api.intake import Intake
+from server.api.faces.chat import ChatCompletions
+from server.api.faces.completions import Completions
+from server.api.faces.decisions import Decider, Decisions
+from server.api.faces.face import Face
+from server.api.faces.responses import Responses
+from server.api.faces.system_one import SystemOne
+from server.api.gate import OPEN_PATHS, Gate, error_response
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
-from server.api.middleware import OPEN_PATHS, Gate, error_response
 from server.api.model_routes import ModelRoutes
-from server.api.openapi import document
-from server.api.other_routes import advice
-from server.api.query import QueryCheck
+from server.api.openapi import described, document
+from server.api.order import Orders
 from server.api.route_context import RouteContext
-from server.api.served_model import ServedModel
+from server.api.served_model import Catalog, ServedModel
 from server.api.state_routes import StateRoutes
 from server.api.tasks import TaskAdmin, TaskRoutes
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
+    InvalidRequestError,
     MethodNotAllowedError,
     RequestError,
     RouteNotFoundError,
     TailorError,
+    UnknownFieldError,
     echoed,
 )
 from server.metrics.series import Metrics
@@ -84,17 +88,11 @@ def create_app(
     metrics = client.metrics
     keys = Keyring([ApiKey.from_config(key) for key in config.keys], key_use)
     adapters = None if task_admin is None else task_admin.adapters
-    intake = Intake(
-        tasks=tasks,
-        models=models,
-        drafters=drafters,
-        limits=config.limits,
-        adapters=None if adapters is None else adapters.served,
-    )
+    catalog = Catalog(tasks, models, {} if adapters is None else adapters.served)
+    orders = Orders(catalog, drafters, config.limits)
     for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
-        model = intake.find(task.name)[1].name
-        metrics.expect(task.name, task.speculation.drafter, model)
-    paths: dict[str, str] = {}
+        metrics.expect(task.name, task.speculation.drafter, catalog.find(task.name)[1].name)
+    paths: set[str] = set()
     page = DashboardRoutes(client, metrics, tells_sums=not config.metrics.admin_only)
     app = FastAPI(
         title="Tailor",
@@ -103,22 +101,29 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[Depends(QueryCheck(_ANY_QUERY))],
-        lifespan=_life(intake, page.history if config.dashboard.enabled else None),
+        lifespan=_life(orders, page if config.dashboard.enabled else None),
         middleware=_middleware(config, metrics, paths, traces, keys),
     )
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
-    context = RouteContext(intake=intake, client=client, metrics=metrics, limits=config.limits)
-    chats = ChatIntake(intake)
-    GenerationRoutes(context, chats).add_to(app)
+    context = RouteContext(orders, client, metrics)
+    chats, decider = Chats(orders), Decider(orders)
+    faces: list[Face] = [
+        Completions(context),
+        ChatCompletions(context, chats),
+        Responses(context, chats),
+        Decisions(context, decider),
+        SystemOne(context, decider),
+    ]
+    for face in faces:
+        told = described(face.summary, face.answer, body=face.body, chunks=face.chunks)
+        app.add_api_route(face.path, face.respond, methods=["POST"], response_model=None, **told)
     ModelRoutes(context, chats).add_to(app)
     StateRoutes(client, metrics).add_to(app)
-    task_routes = TaskRoutes(
-        intake=intake, client=client, metrics=metrics, limits=config.limits, admin=task_admin
-    )
+    task_routes = TaskRoutes(context, task_admin)
     task_routes.add_to(app)
     turn = None if task_admin is None else task_admin.adapter_turn
-    adapter_routes = AdapterRoutes(context, client, adapters, turn)
+    adapter_routes = AdapterRoutes(context, adapters, turn)
     adapter_routes.add_to(app)
     app.state.follow_adapter = adapter_routes.follow
     app.state.reload_tasks = task_routes.reload
@@ -127,26 +132,25 @@ def create_app(
         page.add_to(app)
     for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
-    known = (str(getattr(route, "path", "{")) for route in app.routes)
-    paths.update({path: path for path in known if "{" not in path})
+    paths |= {str(path) for r in app.routes if "{" not in (path := getattr(r, "path", "{"))}
     app.openapi = lambda: document(app, has_keys=bool(config.keys))  # type: ignore[method-assign]
     return app
 
 
 def _life(
-    intake: Intake, history: History | None
+    orders: Orders, page: DashboardRoutes | None
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     """Runs while the application does: takes the page's history, then ends the threads."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        taking = None if history is None else asyncio.create_task(history.run())
+        taking = None if page is None else asyncio.create_task(page.take_history())
         yield
         if taking is not None:
             taking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await taking
-        intake.close()
+        orders.close()
 
     return lifespan
 
@@ -154,7 +158,7 @@ def _life(
 def _middleware(
     config: ServerConfig,
     metrics: Metrics,
-    paths: Mapping[str, str],
+    paths: Set[str],
     traces: TraceSink | None,
     keys: Keyring,
 ) -> list[Middleware]:
@@ -206,10 +210,98 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     told: TailorError = RequestError("The request cannot be handled.")
     if error.status_code == 404:
         ours = {getattr(route, "path", "") for route in request.app.routes}
-        told = RouteNotFoundError(f"There is no route {path}.{advice(request.url.path, ours)}")
+        told = RouteNotFoundError(f"There is no route {path}.{_advice(request.url.path, ours)}")
     elif error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         told = MethodNotAllowedError(
             f"The route {path} has no {echoed(method)}.", headers=(("allow", allow),)
         )
     return await _tailor_error(request, told)
+
+
+class QueryCheck:
+    """A dependency of every route: a GET route honours the query keys that it declares as its own
+    parameters; others are refused by name.
+
+    ignores: paths where any query is ignored, because browsers and monitors add keys of their own
+    to pages and probes. Queries of POST routes are ignored, too: some clients put a version there.
+    """
+
+    def __init__(self, ignores: frozenset[str]) -> None:
+        self._ignores = ignores
+
+    async def __call__(self, request: HttpRequest) -> None:
+        """Raises UnknownFieldError, and InvalidRequestError for a key that is given twice."""
+        route = request.scope["route"]
+        if request.method not in ("GET", "HEAD") or route.path in self._ignores:
+            return
+        known = {field.alias for field in route.dependant.query_params}
+        for key in request.query_params:
+            if key not in known:
+                name = echoed(key, 64).strip("'")
+                raise UnknownFieldError(f"Unknown query key: {name}.", param=name)
+            if len(request.query_params.getlist(key)) > 1:
+                raise InvalidRequestError(f"{key}: may be given once.", param=key)
+
+
+# --- where a client of another server finds what it asked for -------------------------------------
+
+_NO_VECTORS = "This server generates text and has no vectors or scores of whole texts"
+
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+ELSEWHERE = {
+    # llama.cpp's server
+    "/completion": _COMPLETIONS,
+    "/props": "/tokenizer_info and /v1/models",
+    "/slots": "/load and /metrics",
+    "/apply-template": "/v1/chat/completions/render",
+    "/lora-adapters": "/v1/models",
+    "/infill": _COMPLETIONS,
+    "/v1/health": "/health",
+    # vLLM, SGLang, Text Generation Inference
+    "/generate": _COMPLETIONS,
+    "/generate_stream": _COMPLETIONS,
+    "/server_info": "/version",
+    "/get_server_info": "/version",
+    "/get_model_info": "/v1/models",
+    "/info": "/version and /v1/models",
+    "/invocations": _COMPLETIONS,
+    "/health_generate": "/ready",
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
+    "/classify": "/v1/decisions",
+    "/v1/classify": "/v1/decisions",
+    # Ollama
+    "/api/generate": _COMPLETIONS,
+    "/api/chat": _CHAT,
+    "/api/tags": "/v1/models",
+    "/api/show": "/v1/models",
+    "/api/version": "/version",
+    # probes of Kubernetes
+    "/healthz": "/health",
+    "/livez": "/health",
+    "/readyz": "/ready",
+    # Anthropic
+    "/v1/messages": _CHAT,
+}
+"""Our routes by theirs."""
+
+_VECTORS = frozenset(
+    f"{prefix}/{name}"
+    for prefix in ("", "/v1", "/v2", "/api")
+    for name in ("embedding", "embeddings", "embed", "rerank", "reranking", "score", "pooling")
+)
+
+
+def _advice(path: str, ours: Set[str]) -> str:
+    """A sentence behind "There is no route": what to ask instead. "" where nothing is known.
+
+    ours: the paths that this server has.
+    """
+    path = "/" + "/".join(part for part in path.split("/") if part)
+    if path in _VECTORS:
+        return f" {_NO_VECTORS}."
+    path = path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
+    found = path if path in ours else "/v1" + path if "/v1" + path in ours else None
+    found = found or ELSEWHERE.get(path)
+    return f" Ask {found}." if found else ""

@@ -34,7 +34,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from server.api.segments import SegmentEncoder
 from server.errors import InvalidRequestError, echoed
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -43,6 +42,48 @@ MAX_TEMPLATE_CHARS = 1 << 20
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 _PRIVATE = re.compile(r"[\U000F0000-\U000FFFFD]")
 _ESCAPED = re.compile(r"\\U000(f[0-9a-f]{4})|\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})", re.I)
+
+
+_ANCHOR = "\n"
+
+
+class SegmentEncoder:
+    """Encodes texts that continue another one: a piece of a chat, a predicted output; without the
+    tokenizer's own BOS and EOS, but added tokens are found in them.
+
+    SentencePiece-like tokenizers put a space before whatever they are given (Llama 2's "▁"),
+    because they take it for the start of a text. Encoding a later piece behind a line break, and
+    taking the break's ids off again, gives the ids that the piece has inside a text.
+    """
+
+    __slots__ = ("_anchor_ids", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor_ids: list[int] | None = None  # found out when it is first needed
+
+    def first(self, text: str) -> list[int]:
+        """Ids of a text that starts the prompt."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def later(self, text: str) -> list[int]:
+        """Ids of a text that other text stands before."""
+        anchor = self._anchor_ids
+        if anchor is None:
+            anchor = self._anchor_ids = self._find_anchor()
+        if anchor and text:
+            ids = self.first(_ANCHOR + text)
+            if ids[: len(anchor)] == anchor:
+                return ids[len(anchor) :]
+        return self.first(text)
+
+    def _find_anchor(self) -> list[int]:
+        """The ids of the line break; none for a tokenizer that puts no space before a text."""
+        anchor, behind = self.first(_ANCHOR), self.first(_ANCHOR + "a")
+        if behind[: len(anchor)] == anchor and behind[len(anchor) :] != self.first("a"):
+            return anchor
+        return []
 
 
 class TemplateRefusal(Exception):
@@ -268,13 +309,13 @@ class ChatTemplate:
             )
         except TemplateRefusal as refusal:
             raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {echoed(str(refusal), 200)}",
-                param="messages",
+                f"the model's chat template refuses them: {echoed(str(refusal), 200)}",
+                at="messages",
             ) from None
         except Exception as error:  # a template is a program: it may raise anything
             raise InvalidRequestError(
-                f"messages: the model's chat template cannot render them ({type(error).__name__}).",
-                param="messages",
+                f"the model's chat template cannot render them ({type(error).__name__}).",
+                at="messages",
             ) from None
         # What str() and ASCII JSON make of the marks.
         if "\\" in text:
@@ -284,9 +325,8 @@ class ChatTemplate:
             at = text.rfind(marks.cut)
             if at < 0:
                 raise InvalidRequestError(
-                    "continue_final_message: the model's chat template does not end with the last "
-                    "message's content.",
-                    param="continue_final_message",
+                    "the model's chat template does not end with the last message's content.",
+                    at="continue_final_message",
                 )
             text = text[:at]
         segments = list(self._segments(text, marks))
@@ -303,8 +343,7 @@ class ChatTemplate:
             num_controls = sum(token_id in self._control_ids for token_id in new)
             if num_controls and num_controls > len(self._control.findall(segment)):
                 raise InvalidRequestError(
-                    "messages: they hold text that the tokenizer reads as a control token.",
-                    param="messages",
+                    "they hold text that the tokenizer reads as a control token.", at="messages"
                 )
             ids += new
         return ids
@@ -319,7 +358,7 @@ class ChatTemplate:
         free = [chr(c) for c in range(_FIRST_MARK, _FIRST_MARK + len(used) + 4) if c not in used]
         if len(free) < 4 or ord(free[3]) > _LAST_MARK:
             raise InvalidRequestError(
-                "messages: they use every private-use character there is.", param="messages"
+                "they use every private-use character there is.", at="messages"
             )
         return _Marks(*free[:4])
 

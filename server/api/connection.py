@@ -22,7 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from server.api.middleware import error_response
+from server.api.gate import error_response
 from server.errors import BodyTimeoutError, HeadersTooLargeError, InvalidHttpError, TailorError
 
 log = logging.getLogger("tailor.http")

@@ -27,10 +27,10 @@ from server import __version__
 from server.api.dashboard_history import History, tells_load_only
 from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
-from server.api.route_context import visit_of
+from server.api.route_context import caller_of
 from server.errors import InvalidRequestError, echoed
-from server.metrics.families import LATENCY_BUCKETS_S
 from server.metrics.series import Metrics
+from server.types import LATENCY_BUCKETS_S
 
 ROOT_PATH = "/"
 """Leads a browser to the page."""
@@ -104,6 +104,10 @@ class DashboardRoutes:
         self._tells_sums = tells_sums
         self.history = History(lambda: snapshot(metrics, client, None))
 
+    async def take_history(self) -> None:
+        """Take points until it is cancelled."""
+        await self.history.run(self._client.ask_figures)
+
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
 
@@ -119,10 +123,11 @@ class DashboardRoutes:
 
         @app.get(DATA_PATH, include_in_schema=False)
         async def get_dashboard_data(request: HttpRequest) -> Response:
+            await self._client.ask_figures()
             figures = snapshot(
                 self._metrics,
                 self._client,
-                visit_of(request).key,
+                caller_of(request).key,
                 tells_sums=self._tells_sums,
             )
             return JSONResponse(
@@ -137,7 +142,7 @@ class DashboardRoutes:
                 raise InvalidRequestError(
                     f"after: must be a number; got {echoed(after)}.", param="after"
                 ) from None
-            key = visit_of(request).key
+            key = caller_of(request).key
             points = self.history.since(after_s, key, tells_sums=self._tells_sums)
             body: dict[str, Any] = {"points": points}
             if not after:  # a page that was opened just now

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,10 @@ class History:
         self._points.append(Point.of(figures))
         self._recent.append({**figures, "open": [], "num_open": 0})
 
-    async def run(self) -> None:
-        """Take points until it is cancelled."""
+    async def run(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Take points until it is cancelled. ask: has engines tell their figures."""
         while True:
+            await ask()
             self.take()
             await asyncio.sleep(EVERY_S)
 

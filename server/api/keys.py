@@ -25,10 +25,8 @@ from server.config import DEFAULT_TASK, KeyConfig
 from server.errors import (
     AuthenticationError,
     ConfigError,
-    ModelNotFoundError,
     PermissionDeniedError,
     RateLimitedError,
-    echoed,
 )
 from server.types import Request
 
@@ -184,11 +182,11 @@ def too_many_tokens(wait_s: float) -> RateLimitedError:
     )
 
 
-class Visit:
+class Caller:
     """One HTTP request from the gate to its last byte: who calls, and what it has at the engines.
 
-    Every route that generates submits through it: it checks a key's task list and token rate,
-    separates the prefix cache by key, and begins the time-outs.
+    Every route that generates submits through it: it holds a key's token rate and begins the
+    time-outs. task, model: what it asked for, for the log.
     """
 
     def __init__(self, request_id: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -206,42 +204,23 @@ class Visit:
         """The key's id, "" without keys."""
         return "" if self.key is None else self.key.key_id
 
-    def check(self, task: str, model: str, name: str) -> None:
-        """Raise ModelNotFoundError when the key may not use it. name: what the client called it.
-
-        The same answer as for a name that does not exist: a key does not learn other tasks' names.
-        """
-        self.task, self.model = task, model
-        if self.key is not None and not self.key.may_use(task, model):
-            raise ModelNotFoundError(
-                f"The model {echoed(name)} does not exist or you do not have access to it.",
-                param="model",
-            )
+    @property
+    def may_use(self) -> Callable[[str, str], bool] | None:
+        """Whether it may run a task on a model; None without keys."""
+        return None if self.key is None else self.key.may_use
 
     async def submit(
-        self,
-        client: EngineClient,
-        requests: Sequence[Request],
-        *,
-        queue_timeout_s: float | None = None,
-        total_timeout_s: float | None = None,
+        self, client: EngineClient, requests: Sequence[Request], total_timeout_s: float | None
     ) -> Submission:
         """Hand Requests to the engines for this caller; all of them are taken or none.
 
-        Raises what `check` and EngineClient.submit raise, and RateLimitedError when the key has
-        used up its tokens. Tokens are reserved for all that may be generated; `leave` gives back
-        what was not.
+        Raises what EngineClient.submit raises, and RateLimitedError when the key has used up its
+        tokens. Tokens are reserved for all that may be generated; `leave` gives back what was not.
         """
-        for request in requests:
-            is_default = request.task == DEFAULT_TASK
-            model = request.adapter.rpartition("@")[0] or request.model
-            self.check(request.task, model, model if is_default else request.task)
-        requests = [
-            replace(request, tenant=self.tenant, queue_timeout_s=queue_timeout_s or 0.0)
-            for request in requests
-        ]
-        amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests)
         if self._use is not None:
+            amount = sum(
+                len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests
+            )
             await self._use.reserve(amount)
             self._reserved += amount
         submission = client.submit(requests, total_timeout_s=total_timeout_s)
@@ -300,15 +279,15 @@ class Keyring:
             )
         return found
 
-    async def enter(self, visit: Visit, key: ApiKey) -> None:
-        """The visit is this key's, and takes one of its seats until `leave`.
+    async def enter(self, caller: Caller, key: ApiKey) -> None:
+        """The caller has this key, and takes one of its seats until `leave`.
 
         Raises RateLimitedError above the key's limits.
         """
-        visit.key = key
+        caller.key = key
         use = self._uses[key.key_id]
         await use.enter()
-        visit._use = use
+        caller._use = use
 
 
 def check_admin(path: str, key: ApiKey | None, further: frozenset[str] = frozenset()) -> None:

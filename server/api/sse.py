@@ -16,7 +16,7 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.responses import encode_ascii, error_answer
+from server.api.shapes import encode_ascii, error_answer
 from server.errors import TailorError
 
 DONE = b"data: [DONE]\n\n"

@@ -6,15 +6,47 @@ from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
-from server.api.responses import AnswerResponse
-from server.api.state_responses import EngineState, Health, Load, Ready, Version
+from server.api.openapi import described
+from server.api.shapes import AnswerResponse, Count, Shape
 from server.metrics.series import Metrics
+
+HealthStatus = Literal["ok", "degraded", "loading", "stuck", "dead"]
+ReadyStatus = Literal["ready", "loading", "stuck", "draining"]
+
+
+class EngineState(Shape, kw_only=True):
+    name: str
+    model: str
+    device: str
+    state: Literal["loading", "ready", "stuck", "restarting", "failed", "stopped"]
+    restarts: Count
+    open_requests: Count
+
+
+class Health(Shape, kw_only=True):
+    status: HealthStatus
+    engines: list[EngineState]
+
+
+class Ready(Shape, kw_only=True):
+    status: ReadyStatus
+    stuck: list[str] | UnsetType = UNSET
+
+
+class Load(Shape, kw_only=True):
+    """Requests that engines work for, or that wait for one."""
+
+    server_load: Count
+
+
+class Version(Shape, kw_only=True):
+    version: str
 
 
 class StateRoutes:
@@ -27,31 +59,28 @@ class StateRoutes:
     def health(self) -> Response:
         """GET /health: 200 while an engine serves or starts for the first time, and none hangs."""
         client = self._client
-        states = [engine["state"] for engine in client.engines()]
-        status: Literal["ok", "degraded", "loading", "stuck", "dead"]
+        engines = [EngineState(**engine) for engine in client.engines()]
+        states = [engine.state for engine in engines]
+        status: HealthStatus = "degraded"
         if not client.is_alive:
             status = "dead"
         elif client.stuck:
             status = "stuck"
         elif "ready" not in states:
             status = "loading"
-        else:
-            status = "ok" if all(state == "ready" for state in states) else "degraded"
-        engines = [EngineState(**engine) for engine in client.engines()]
-        answer = Health(status=status, engines=engines)
-        return AnswerResponse(answer, 503 if status in ("dead", "stuck") else 200)
+        elif set(states) == {"ready"}:
+            status = "ok"
+        failed = status in ("dead", "stuck")
+        return AnswerResponse(Health(status=status, engines=engines), 503 if failed else 200)
 
     def ready(self) -> Response:
         """GET /ready: 200 while requests are taken."""
-        client = self._client
-        stuck = client.stuck
-        status: Literal["ready", "loading", "stuck", "draining"]
+        client, stuck = self._client, self._client.stuck
+        status: ReadyStatus = "stuck" if stuck else "loading"
         if client.is_draining:
             status = "draining"
         elif client.is_ready:
             status = "ready"
-        else:
-            status = "stuck" if stuck else "loading"
         answer = Ready(status=status, stuck=stuck or UNSET)
         if status == "ready":
             return AnswerResponse(answer)
@@ -60,11 +89,11 @@ class StateRoutes:
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
 
-        @app.get("/health")
+        @app.get("/health", **described("The state of every engine", Health, own_503=True))
         async def health() -> Response:
             return self.health()
 
-        @app.get("/ready")
+        @app.get("/ready", **described("Whether requests are taken", Ready, own_503=True))
         async def ready() -> Response:
             return self.ready()
 
@@ -72,14 +101,15 @@ class StateRoutes:
         async def ping() -> Response:
             return Response(status_code=200 if self._client.is_alive else 503)
 
-        @app.get("/load")
+        @app.get("/load", **described("Open requests", Load))
         async def load() -> Response:
             return AnswerResponse(Load(server_load=self._client.num_open))
 
-        @app.get("/version")
+        @app.get("/version", **described("The server's version", Version))
         async def version() -> Response:
             return AnswerResponse(Version(version=__version__))
 
         @app.get("/metrics", response_class=PlainTextResponse, summary="Prometheus metrics")
         async def get_metrics() -> Response:
+            await self._client.ask_figures()
             return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

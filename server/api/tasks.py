@@ -19,34 +19,22 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI
+from pydantic import FailFast, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api import protocol
 from server.api.adapters import AdapterAdmin, AdapterTurn
+from server.api.bodies import BodyPart, TokenId, validate
 from server.api.body import parse_object, read_body
-from server.api.engines.client import EngineClient
-from server.api.intake import Intake
 from server.api.openapi import described
-from server.api.responses import AnswerResponse
-from server.api.state_responses import (
-    CalibrationRow,
-    CorpusAnswer,
-    CorpusDeleted,
-    CorpusFit,
-    CorpusSize,
-    EngineReport,
-    Learned,
-    ReloadAnswer,
-    TaskAnswer,
-    TaskEntry,
-    TaskList,
-)
-from server.config import LimitsConfig, TaskConfig, task_version
+from server.api.route_context import RouteContext
+from server.api.shapes import AnswerResponse, Chance, Count, Shape
+from server.config import TaskConfig, task_version
 from server.errors import (
+    ClientGoneError,
     ConfigError,
     EngineError,
     InvalidRequestError,
@@ -55,12 +43,126 @@ from server.errors import (
     UnsupportedFieldError,
     echoed,
 )
-from server.metrics.series import Metrics
 from server.types import CORPUS_FITS
 
 log = logging.getLogger("tailor.tasks")
 
 REPORT_TIMEOUT_S = 10.0
+MAX_EXAMPLES = 1_000_000
+_MIN_COMPARED = 60  # steps before the answer says whether a corpus fits, as before `auto` judges
+
+
+class ExampleBody(BodyPart):
+    """One example of a corpus upload: texts, or ids as `tailor record` writes them."""
+
+    prompt: str | None = None
+    completion: str | None = None
+    prompt_ids: list[TokenId] | None = Field(None, fail_fast=True)
+    output_ids: list[TokenId] | None = Field(None, min_length=1, fail_fast=True)
+
+
+class CorpusBody(BodyPart):
+    """POST /v1/tasks/{task}/corpus."""
+
+    examples: Annotated[list[ExampleBody], FailFast()] = Field(
+        min_length=1, max_length=MAX_EXAMPLES
+    )
+    mode: Literal["append", "replace"] = Field(
+        "append", description="with what was uploaded before, or instead of it"
+    )
+
+
+class CorpusSize(Shape, kw_only=True):
+    documents: Count
+    tokens: Count
+    bytes: Count
+    uploaded: bool
+
+
+class Learned(Shape, kw_only=True):
+    tokens: Count
+    outputs: Count
+    scopes: Count
+
+
+class TaskEntry(Shape, kw_only=True):
+    id: str
+    object: Literal["task"] = "task"
+    description: str
+    model: str
+    drafter: str
+    max_draft_tokens: Count
+    learn: bool
+    corpus: CorpusSize | None
+
+
+class TaskList(Shape, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[TaskEntry]
+
+
+class EngineReport(Shape, kw_only=True):
+    name: str
+    state: str
+    answered: bool
+
+
+class CalibrationRow(Shape, kw_only=True):
+    source: str
+    min_match_length: Count
+    predicted_share: float
+    offered: float
+    accepted: float
+    chance: Chance
+
+
+class CorpusFit(Shape, kw_only=True):
+    """Whether outputs follow the task's corpus. steps: whose trees were grown with the corpus and
+    without, and followed. gain: tokens a step of those with it over those without, as `corpus_gain`
+    of `tailor tasks tune`; fits: it is at least 1.02."""
+
+    steps: Count
+    gain: float
+    fits: bool
+    message: str
+
+
+class TaskAnswer(TaskEntry, kw_only=True):
+    """sampling, limits, speculation, vocabulary: keys of the task's file."""
+
+    version: str
+    sampling: dict[str, Any]
+    limits: dict[str, Any]
+    speculation: dict[str, Any]
+    vocabulary: dict[str, Any]
+    learned: Learned
+    expected_tokens_per_step: float | None
+    measured_steps: Count
+    corpus_fit: CorpusFit | None
+    engines: list[EngineReport]
+    calibration: list[CalibrationRow]
+
+
+class CorpusAnswer(Shape, kw_only=True):
+    object: Literal["task.corpus"] = "task.corpus"
+    task: str
+    corpus: CorpusSize | None
+    learn: bool
+    learned: Learned
+
+
+class CorpusDeleted(Shape, kw_only=True):
+    object: Literal["task.corpus.deleted"] = "task.corpus.deleted"
+    task: str
+    deleted: Literal[True] = True
+
+
+class ReloadAnswer(Shape, kw_only=True):
+    object: Literal["task.reload"] = "task.reload"
+    tasks: list[str]
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
 
 
 class CorpusFigures(Protocol):
@@ -106,9 +208,6 @@ class TaskAdmin(Protocol):
     ) -> Mapping[str, TaskConfig]: ...
 
     async def delete(self, task: str) -> Mapping[str, TaskConfig]: ...
-
-
-_MIN_COMPARED = 60  # steps before the answer says whether a corpus fits, as before `auto` judges
 
 
 @dataclass(slots=True)
@@ -184,19 +283,11 @@ class TaskRoutes:
     admin: None where nothing can be changed (tests, embedding).
     """
 
-    def __init__(
-        self,
-        *,
-        intake: Intake,
-        client: EngineClient,
-        metrics: Metrics,
-        limits: LimitsConfig,
-        admin: TaskAdmin | None,
-    ) -> None:
-        self._intake = intake
-        self._client = client
-        self._metrics = metrics
-        self._limits = limits
+    def __init__(self, context: RouteContext, admin: TaskAdmin | None) -> None:
+        self._catalog = context.catalog
+        self._client = context.client
+        self._metrics = context.metrics
+        self._limits = context.limits
         self._admin = admin
         self._note_sizes()
 
@@ -204,7 +295,7 @@ class TaskRoutes:
 
     def tasks(self) -> TaskList:
         """GET /v1/tasks."""
-        return TaskList(data=[TaskEntry(**self._entry(t)) for t in self._intake.tasks.values()])
+        return TaskList(data=[TaskEntry(**self._entry(t)) for t in self._catalog.tasks.values()])
 
     async def task(self, name: str) -> TaskAnswer:
         """GET /v1/tasks/{task}."""
@@ -243,7 +334,7 @@ class TaskRoutes:
     async def reload(self) -> ReloadAnswer:
         """POST /v1/tasks/reload. Raises InvalidRequestError; the old tasks then stay."""
         admin = self._need_admin()
-        old = dict(self._intake.tasks)
+        old = dict(self._catalog.tasks)
         try:
             tasks = await admin.reload()
         except ConfigError as error:
@@ -251,7 +342,7 @@ class TaskRoutes:
                 f"The tasks were not reloaded, the old ones stay: {error.message}"
             ) from None
         await self._serve(tasks)
-        new = self._intake.tasks
+        new = self._catalog.tasks
         log.info("the tasks were reloaded: %s", ", ".join(new))
         return ReloadAnswer(
             tasks=list(new),
@@ -299,7 +390,7 @@ class TaskRoutes:
         return self._admin
 
     def _find(self, name: str) -> TaskConfig:
-        task = self._intake.tasks.get(name)
+        task = self._catalog.tasks.get(name)
         if task is None:
             raise TaskNotFoundError(f"There is no task {echoed(name)}.", param="task")
         return task
@@ -308,7 +399,7 @@ class TaskRoutes:
         return {
             "id": task.name,
             "description": task.description,
-            "model": self._intake.model_of(task).name,
+            "model": self._catalog.model_of(task).name,
             "drafter": task.speculation.drafter,
             "max_draft_tokens": task.speculation.max_draft_tokens,
             "learn": task.speculation.learns,
@@ -339,7 +430,7 @@ class TaskRoutes:
 
     def follow(self, tasks: Mapping[str, TaskConfig]) -> None:
         """Use these tasks for new requests."""
-        self._intake.replace_tasks(tasks)
+        self._catalog.replace_tasks(tasks)
         self._note_sizes()
 
     async def _serve(self, tasks: Mapping[str, TaskConfig]) -> None:
@@ -348,7 +439,7 @@ class TaskRoutes:
         await self._tell_engines("drafters_reload", None)
 
     def _note_sizes(self) -> None:
-        sizes = {name: self._corpus(task) for name, task in self._intake.tasks.items()}
+        sizes = {name: self._corpus(task) for name, task in self._catalog.tasks.items()}
         self._metrics.corpus_sizes(
             {name: 0 if size is None else size.tokens for name, size in sizes.items()}
         )
@@ -370,7 +461,7 @@ class TaskRoutes:
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in
         time are left out and listed in `engines`."""
-        served = self._intake.model_of(task)
+        served = self._catalog.model_of(task)
         model, spec = served.name, task.speculation
         payload = {
             "task": task.name,
@@ -404,55 +495,56 @@ class TaskRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes. `reload` comes before {task}, so that no task's name hides it."""
+        one, corpus = "/v1/tasks/{task}", "/v1/tasks/{task}/corpus"
 
-        @app.get("/v1/tasks")
+        @app.get("/v1/tasks", **described("The tasks", TaskList))
         async def list_tasks() -> Response:
             return AnswerResponse(self.tasks())
 
-        @app.post("/v1/tasks/reload")
+        @app.post("/v1/tasks/reload", **described("Read the task files again", ReloadAnswer))
         async def reload_tasks() -> Response:
             return AnswerResponse(await self.reload())
 
-        @app.get("/v1/tasks/{task}")
+        @app.get(one, **described("One task: settings, corpus, calibration", TaskAnswer))
         async def get_task(task: str) -> Response:
             return AnswerResponse(await self.task(task))
 
-        @app.get("/v1/tasks/{task}/corpus")
+        @app.get(corpus, **described("A task's corpus and what it learned", CorpusAnswer))
         async def get_corpus(task: str) -> Response:
             return AnswerResponse(await self.corpus(task))
 
-        @app.post(
-            "/v1/tasks/{task}/corpus", **described(protocol.CorpusBody, "Upload a task's examples")
-        )
+        @app.post(corpus, **described("Upload a task's examples", CorpusAnswer, body=CorpusBody))
         async def post_corpus(request: HttpRequest, task: str) -> Response:
             self._find(task)  # before the body is read
             limits = self._limits
             raw = await read_body(request, limits.max_upload_bytes, limits.body_timeout_s)
             # Megabytes: read in a thread, so that the streams of others go on.
             examples, append = await asyncio.to_thread(_read_upload, raw)
+            if await request.is_disconnected():
+                raise ClientGoneError("The client left before its upload was read.")
             return AnswerResponse(await self.upload(task, examples, append=append))
 
-        @app.delete("/v1/tasks/{task}/corpus")
+        @app.delete(
+            corpus, **described("Delete what was uploaded and what was learned", CorpusDeleted)
+        )
         async def delete_corpus(task: str) -> Response:
             return AnswerResponse(await self.delete(task))
 
 
 def _read_upload(raw: bytes) -> tuple[list[dict[str, Any]], bool]:
     """(examples, whether to append) of a body. Raises InvalidRequestError."""
-    body = protocol.validate(protocol.CorpusBody, parse_object(raw))
+    body = validate(CorpusBody, parse_object(raw))
     for i, example in enumerate(body.examples):
         at = f"examples[{i}]"
         if (example.completion is None) == (example.output_ids is None):
-            raise InvalidRequestError(f"{at}: give either completion or output_ids.", param=at)
+            raise InvalidRequestError("give either completion or output_ids.", at=at)
         if example.completion is not None and example.prompt_ids is not None:
             raise InvalidRequestError(
-                f"{at}.prompt_ids: goes with output_ids; with completion give prompt.",
-                param=f"{at}.prompt_ids",
+                "goes with output_ids; with completion give prompt.", at=f"{at}.prompt_ids"
             )
         if example.output_ids is not None and example.prompt is not None:
             raise InvalidRequestError(
-                f"{at}.prompt: goes with completion; with output_ids give prompt_ids.",
-                param=f"{at}.prompt",
+                "goes with completion; with output_ids give prompt_ids.", at=f"{at}.prompt"
             )
     examples = [example.model_dump(exclude_none=True) for example in body.examples]
     return examples, body.mode == "append"

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from server.api.responses import (
+from server.api.shapes import (
     CompletionDetails,
     PromptDetails,
     SourceSums,

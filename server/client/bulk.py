@@ -95,7 +95,8 @@ class BulkRun:
         outcome = asyncio.run(run.run(on_progress))
 
     concurrency: requests that are open at once. max_retries: times that one line is tried again.
-    timeout_s: longest silence of the server during one request.
+    timeout_s: longest silence of the server during one request. rows: (number, object) of each row
+    of a source that is no JSON lines; called anew for each pass over it.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class BulkRun:
         max_retries: int = 10,
         timeout_s: float = 600.0,
         max_tokens: int | None = None,
+        rows: Callable[[], Iterator[tuple[int, dict[str, Any]]]] | None = None,
     ) -> None:
         if concurrency < 1 or max_retries < 0:
             raise ValueError("concurrency must be at least 1 and max_retries at least 0")
@@ -120,6 +122,7 @@ class BulkRun:
         self._concurrency = concurrency
         self._max_retries = max_retries
         self._timeout_s = timeout_s
+        self._rows = rows
         self._defaults: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
@@ -154,21 +157,28 @@ class BulkRun:
 
     def _lines(self) -> Iterator[_Line]:
         """The lines of the input; blank ones count but are passed over. Raises BulkError."""
+        if self._rows is not None:
+            yield from (self._line(number, row) for number, row in self._rows())
+            return
         try:
             with self._source.open("rb") as file:
                 for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                     if raw.strip():
-                        yield self._line(number, raw)
+                        yield self._line(number, self._parsed(number, raw))
         except OSError as error:
             raise BulkError(f"{self._source}: {error.strerror or error}") from None
 
-    def _line(self, number: int, raw: bytes) -> _Line:
+    def _parsed(self, number: int, raw: bytes) -> Any:
         at = f"{self._source}:{number}"
         try:
             value = json.loads(raw.decode(), parse_constant=_no_constant)
             json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
         except (ValueError, RecursionError):
             raise BulkError(f"{at}: the line is not JSON in UTF-8") from None
+        return value
+
+    def _line(self, number: int, value: Any) -> _Line:
+        at = f"{self._source}:{number}"
         if isinstance(value, str):
             value = {"prompt": value}
         if not isinstance(value, dict):

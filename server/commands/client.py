@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from server.commands.options import CallOptions, OutputFile
+from server.datasets import TABLES, Fields, rows
 from server.errors import ConfigError
 
 _CALL = CallOptions()
@@ -25,13 +28,16 @@ def run(
         Parameter(
             metavar="FILE",
             help="JSON lines: a string, or an object with prompt or messages, id, and request for "
-            "further fields of its request",
+            "further fields of its request; or CSV or Parquet with a prompt",
         ),
     ],
     output: OutputFile,
     concurrency: Annotated[int, Parameter(help="requests open at once (8)")] = 8,
     retries: Annotated[int, Parameter(help="times a line is tried again (10)")] = 10,
     max_tokens: MaxTokens = None,
+    prompt_field: Annotated[
+        str, Parameter(help="where the prompt is in a row of a table (prompt)")
+    ] = "prompt",
     call: CallOptions = _CALL,
 ) -> int:
     import asyncio
@@ -49,6 +55,7 @@ def run(
             max_retries=retries,
             timeout_s=call.timeout,
             max_tokens=max_tokens,
+            rows=partial(_asked, data, prompt_field) if data.suffix in TABLES else None,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -61,6 +68,13 @@ def run(
         finally:
             progress.close(job.outcome)
     return 1 if outcome.num_failed else 0
+
+
+def _asked(data: Path, prompt_field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What the rows of a table ask. Raises ConfigError with file, line and field."""
+    fields = Fields(prompt=prompt_field)
+    for number, row in rows(data):
+        yield number, {"prompt": fields.prompt_of(row, f"{data}:{number}"), "id": row.get("id")}
 
 
 def complete(

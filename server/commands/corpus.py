@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from server.commands.options import DEFAULT_MODEL, FieldOptions, ModelOptions, OutputFile
+from server.commands.data import DataFiles, FieldOptions, open_text
+from server.commands.options import DEFAULT_MODEL, ModelOptions, OutputFile
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar, Stages
-from server.datasets import open_tokenizer, read_examples
+from server.datasets import open_tokenizer
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,13 +25,7 @@ _FIELDS, _MODEL = FieldOptions(), ModelOptions()
 
 def build(
     *,
-    data: Annotated[
-        tuple[Path, ...],
-        Parameter(
-            metavar="FILE",
-            help="JSON lines with a prompt and a completion; may be repeated",
-        ),
-    ],
+    data: DataFiles,
     output: OutputFile,
     model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
     adapter: Annotated[
@@ -123,13 +118,10 @@ def corpus_of(
     """
     from drafters.auto.held_out import build_calibrated
 
-    tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
-    fingerprint, spelled = _spelling(tokenizer, adapter, fingerprint)
+    text = open_text(folder, fields)
+    fingerprint, spelled = _spelling(text.tokenizer, adapter, text.fingerprint)
     # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
-    examples = itertools.chain.from_iterable(
-        read_examples(path, fields.field, fields.prompt_field, tokenizer, eos_token_id)
-        for path in data
-    )
+    examples = text.reader.read(data)
     first = next(examples, None)
     if first is None:
         raise ConfigError(f"{', '.join(map(str, data))}: no examples")

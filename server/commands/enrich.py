@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,75 +12,26 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from server.commands.options import DEFAULT_MODEL, FieldOptions, OutputFile
+from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
+from server.commands.options import DEFAULT_MODEL, OutputFile
 from server.commands.progress import Bar
-from server.datasets import open_table, read_examples
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.token_bytes import TokenBytes
+    from vocab_store.enrich import EnrichSettings
     from vocab_store.enrichment import Enrichment
+    from vocab_store.entropy import Concentration, WordBigrams
 
 _FIELDS = FieldOptions()
 _NODES = (0, 2, 4, 16)
 _CLIENTS = (1, 8, 32)
-_SEED = 20
-DataFiles = Annotated[
-    tuple[Path, ...],
-    Parameter(metavar="FILE", help="JSON lines with a prompt and a completion; may be repeated"),
-]
+_NEAR_BEST = 1.02  # answers so near to the shortest are as good
+_BIT = math.log(2)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskData:
-    """A task's examples in ids, a part of them held back.
-
-    table: the id -> bytes table; fingerprint: of the tokenizer (hex). barriers: ids that are never
-    part of a token. vocab_size: rows of the model's tables; reserved_ids: rows without a token.
-    """
-
-    train: Sequence[tuple[list[int], list[int]]]
-    held_out: Sequence[tuple[list[int], list[int]]]
-    table: TokenBytes
-    fingerprint: str
-    barriers: frozenset[int]
-    vocab_size: int
-    reserved_ids: tuple[int, ...]
-
-
-def read_task_data(
-    folder: Path, files: Sequence[Path], fields: FieldOptions, *, max_held_out: int = 300
-) -> TaskData:
-    """The examples of `files`, shuffled by a fixed seed; a tenth is held back.
-
-    folder: the model's. Raises ConfigError for files that cannot be read and for fewer than 20
-    examples.
-    """
-    tokenizer, table, eos = open_table(folder)
-    examples = [
-        example
-        for file in files
-        for example in read_examples(file, fields.field, fields.prompt_field, tokenizer, eos)
-    ]
-    if len(examples) < 20:
-        raise ConfigError(f"{', '.join(map(str, files))}: {len(examples)} examples; 20 are needed")
-    random.Random(_SEED).shuffle(examples)
-    num = min(max_held_out, len(examples) // 10)
-    vocab_size = int(json.loads((folder / "config.json").read_text())["vocab_size"])
-    known = set(tokenizer.get_vocab(with_added_tokens=True).values())
-    return TaskData(
-        train=examples[num:],
-        held_out=examples[:num],
-        table=table,
-        fingerprint=table.fingerprint.hex(),
-        barriers=frozenset({eos, *(int(i) for i in table.special_ids)}),
-        vocab_size=vocab_size,
-        reserved_ids=tuple(i for i in range(vocab_size) if i not in known),
-    )
-
-
-def mine_tokens(data: TaskData, budget: int, n_max: int, alpha: float, bar: Bar) -> Enrichment:
-    from vocab_store.enrich import EnrichSettings
+def mine_tokens(data: TaskData, settings: EnrichSettings, bar: Bar) -> Enrichment:
+    """The tokens that Algorithm 1 finds in the examples that are not held back. Raises ConfigError
+    where there are none."""
     from vocab_store.enrich import enrich as mine
 
     try:
@@ -89,7 +40,7 @@ def mine_tokens(data: TaskData, budget: int, n_max: int, alpha: float, bar: Bar)
             data.table.bytes_of,
             tokenizer=data.fingerprint,
             base_vocab_size=data.vocab_size,
-            settings=EnrichSettings(budget, n_max, alpha),
+            settings=settings,
             barriers=data.barriers,
             reserved_ids=data.reserved_ids,
             progress=lambda done, total: bar("Tokens", done, total),
@@ -108,6 +59,15 @@ class MiningOptions:
     alpha: Annotated[
         float, Parameter(help="prefix collision score a token must stay below (0.02)")
     ] = 0.02
+
+    def settings(self) -> EnrichSettings:
+        """Checked. Raises ConfigError."""
+        from vocab_store.enrich import EnrichSettings
+
+        try:
+            return EnrichSettings(self.budget, self.n_max, self.alpha)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 _MINING = MiningOptions()
@@ -140,7 +100,7 @@ def enrich(
 
     found = read_task_data(text_folder(model), data, fields)
     with Bar() as bar:
-        enrichment = mine_tokens(found, mining.budget, mining.n_max, mining.alpha, bar)
+        enrichment = mine_tokens(found, mining.settings(), bar)
     enrichment = replace(enrichment, prompts=reads_prompts)
     try:
         enrichment.save(output)
@@ -172,15 +132,28 @@ def _mean(texts: Sequence[Sequence[int]]) -> float:
 
 
 @dataclass(slots=True)
-class _Report:
-    """What `analyze` found; `asdict` is its JSON."""
+class Report:
+    """What `analyze` found; `asdict` is its JSON.
+
+    words: Table 1 of TASC. ids_per_answer, entropies: by tokens added, 0 is the base; entropies of
+    the ids of the outputs that are not held back, without the one that ends each. tau: Kendall's,
+    of H_2 and ids an answer over these budgets; direction: the share of steps where H_2 rises and
+    ids fall. recommended: the fewest tokens whose answers are within 2 % of the shortest. passes:
+    forward passes an answer by draft nodes. gains: answers a second against base ids without
+    drafts, by clients.
+    """
 
     examples: int
-    entropies: dict[str, dict[str, float]] = field(default_factory=dict)
+    ids_per_prompt: float
+    distinct_output_ids: int
+    words: WordBigrams
     ids_per_answer: dict[int, float] = field(default_factory=dict)
+    entropies: dict[int, Concentration] = field(default_factory=dict)
+    tau: float | None = None
+    direction: float | None = None
+    recommended: int = 0
     passes: dict[str, dict[int, float]] = field(default_factory=dict)
     gains: dict[int, dict[str, float]] = field(default_factory=dict)
-    distinct_output_ids: int = 0
     advice: list[str] = field(default_factory=list)
 
 
@@ -191,11 +164,12 @@ def analyze(
     fields: FieldOptions = _FIELDS,
     budgets: Annotated[
         tuple[int, ...], Parameter(name="--tokens", help="sizes of the enrichment that are tried")
-    ] = (100, 250, 500, 1000),
+    ] = (50, 100, 250, 500, 1000),
     row_cost: Annotated[
         float,
         Parameter(help="what a further row costs, in steps of one row; see a server's log (0.06)"),
     ] = 0.06,
+    details: Annotated[bool, Parameter(help="the papers' measures too")] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="print JSON instead")] = False,
 ) -> int:
     from server.model.gguf_folder import text_folder
@@ -208,46 +182,52 @@ def analyze(
     if as_json:
         print(json.dumps(asdict(report)))
         return 0
-    for line in _lines(report):
+    for line in (*_lines(report), *(_detail_lines(report) if details else ())):
         print(line)
     return 0
 
 
-def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: Bar) -> _Report:
+def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: Bar) -> Report:
     """Measure a task's outputs, count forward passes, and suggest what would make it fast.
 
     Forward passes are counted by replaying held-out answers through `auto` with a corpus of the
     others, the first tree in the prefill pass. row_cost: a step of n rows takes 1 + row_cost x
     (n - 1) steps of one row.
     """
-    from vocab_store.entropy import measure, ngrams
+    from vocab_store.entropy import direction, kendall_tau, measure, ngrams, word_bigrams
 
-    report = _Report(len(data.train) + len(data.held_out))
-    outputs = [ids for _, ids in data.train]
-    largest = mine_tokens(data, budgets[-1], 4, 0.02, bar)
-    chosen = min((b for b in budgets if b >= 500), default=budgets[-1])
-    spellings = {"base": None, "enriched": largest.first(chosen)}
-    for name, enrichment in spellings.items():
-        texts = outputs if enrichment is None else [enrichment.segment(ids) for ids in outputs]
-        found = measure(ngrams(texts, 1), vocab_size=data.vocab_size)
-        pairs = measure(ngrams(texts, 2))
-        report.entropies[name] = {
-            "h1": found.h1, "h2": found.h2, "normalised_h1": found.normalised_h1,
-            "k80": found.k80, "bigram_k80": pairs.k80,
-        }  # fmt: skip
+    def text(ids: Sequence[int]) -> str:
+        return data.table.join(ids, skip_special=True).decode(errors="replace")
+
+    examples = [*data.train, *data.held_out]
+    report = Report(
+        len(examples),
+        _mean([prompt for prompt, _ in examples]),
+        len({i for _, output in data.train for i in output}),
+        word_bigrams([text(p) for p, _ in examples], [text(o) for _, o in examples]),
+    )
+    largest = mine_tokens(data, MiningOptions(budget=budgets[-1]).settings(), bar)
+    spellings = {0: None} | {min(budget, len(largest)): largest.first(budget) for budget in budgets}
+    for budget, own in spellings.items():
+        ends = {output[-1] for _, output in data.train if output}
+        outputs = [output for _, output in spelled(data.train, own)]
+        bodies = [ids[:-1] if ids and ids[-1] in ends else ids for ids in outputs]
+        report.entropies[budget] = measure(ngrams(bodies, 1), vocab_size=data.vocab_size)
+        report.ids_per_answer[budget] = _mean([o for _, o in spelled(data.held_out, own)])
+    over = [(report.entropies[b].h2, report.ids_per_answer[b]) for b in spellings]
+    report.tau, report.direction = kendall_tau(over), direction(over)
+    shortest = min(report.ids_per_answer.values())
+    report.recommended = min(
+        b for b, ids in report.ids_per_answer.items() if ids <= shortest * _NEAR_BEST
+    )
+    for name, own in (("base", None), ("enriched", spellings[report.recommended])):
         report.passes[name] = count_passes(
-            spelled(data.train, enrichment), spelled(data.held_out, enrichment), data.fingerprint,
+            spelled(data.train, own), spelled(data.held_out, own), data.fingerprint,
             partial(bar, f"Replay, {name} ids"),
         )  # fmt: skip
-    held = [ids for _, ids in data.held_out]
-    report.ids_per_answer[0] = _mean(held)
-    for budget in budgets:
-        short = largest.first(budget)
-        report.ids_per_answer[budget] = _mean([short.segment(ids) for ids in held])
-    report.distinct_output_ids = len({i for ids in outputs for i in ids})
     for clients in _CLIENTS:
         report.gains[clients] = _gains(report.passes, clients, row_cost)
-    report.advice = _advice(report, chosen, data.vocab_size)
+    report.advice = _advice(report, data.vocab_size)
     return report
 
 
@@ -308,38 +288,77 @@ def _gains(passes: dict[str, dict[int, float]], clients: int, row_cost: float) -
     }
 
 
-def _advice(report: _Report, tokens: int, vocab_size: int) -> list[str]:
+def _advice(report: Report, vocab_size: int) -> list[str]:
     advice = []
-    if report.gains[1]["drafting"] >= 1.1:
+    alone = report.gains[1]["drafting"]
+    if alone >= 1.1:
+        advice.append(f"drafts: {alone:.1f} times the speed for one client; `tailor tasks tune`")
+    loaded = report.gains[32]["both"] / report.gains[32]["drafting"]
+    if report.recommended and loaded >= 1.2:
         advice.append(
-            f"drafting: `tailor tasks tune`; {report.gains[1]['drafting']:.1f}x for one client"
+            f"{report.recommended} tokens of its own: {loaded:.1f} times the speed of drafts alone "
+            f"at 32 clients; `tailor tasks enrich --tokens {report.recommended}`, then `tailor "
+            "tasks train`; or all in one: `tailor tasks make`"
         )
     share = report.distinct_output_ids / vocab_size
     if share <= 0.1:
-        advice.append(f"slices: outputs use {share:.1%} of the vocabulary; `tailor vocab profile`")
-    loaded = report.gains[32]["both"] / report.gains[32]["drafting"]
-    if loaded >= 1.2:
         advice.append(
-            f"enrichment with {tokens} tokens: {loaded:.1f}x over drafting alone at 32 clients; "
-            "`tailor tasks enrich`, `tailor tasks train`"
+            f"a slice of the LM head: answers use {share:.1%} of the vocabulary; "
+            "`tailor vocab profile`"
         )
-    return advice or ["nothing: these outputs neither repeat nor concentrate"]
+    return advice or ["nothing: these answers neither repeat nor concentrate"]
 
 
-def _lines(report: _Report) -> list[str]:
-    lines = [f"{report.examples} examples, {report.distinct_output_ids} different output ids"]
-    for name, e in report.entropies.items():
-        lines.append(
-            f"{name:9} H_1 {e['h1']:.2f}  H_2 {e['h2']:.2f} nats  K80 {e['k80']} ids, "
-            f"{e['bigram_k80']} pairs"
+def _lines(report: Report) -> Iterator[str]:
+    """For people who want their task fast."""
+    ids, best = report.ids_per_answer, report.recommended
+    yield (
+        f"{report.examples:,} examples. A prompt has {report.ids_per_prompt:.0f} tokens, an answer "
+        f"{ids[0]:.1f}."
+    )
+    yield ""
+    if best:
+        longer = [f"{b:,}" for b in ids if b > best]
+        same = f" ({', '.join(longer)} give nothing that counts)" if longer else ""
+        yield (
+            f"{best:,} tokens of the task's own are enough: {ids[best]:.1f} tokens an answer, "
+            f"{ids[0] / ids[best]:.1f} times fewer{same}."
         )
-    curve = "  ".join(f"{b}: {n:.1f}" for b, n in report.ids_per_answer.items())
-    lines.append(f"ids per answer by tokens added    {curve}")
-    for name, passes in report.passes.items():
-        row = "  ".join(f"{nodes}: {n:.2f}" for nodes, n in passes.items())
-        lines.append(f"passes per answer by nodes, {name:9} {row}")
-    lines.append("expected, against base ids without drafts:")
+    yield "  own tokens      " + "".join(f"{b:>8,}" for b in ids)
+    yield "  answer's length " + "".join(f"{n:>8.1f}" for n in ids.values())
+    yield ""
+    yield "Expected speed, without drafts and in the model's own tokens = 1:"
+    yield "  clients     drafts  own tokens    both"
     for clients, gains in report.gains.items():
-        row = "  ".join(f"{what} {gain:.2f}x" for what, gain in gains.items())
-        lines.append(f"  {clients:2} clients  {row}")
-    return [*lines, *(f"do: {line}" for line in report.advice)]
+        row = f"{gains['drafting']:>10.1f} {gains['enrichment']:>10.1f} {gains['both']:>8.1f}"
+        yield f"  {clients:>7} {row}"
+    yield ""
+    yield from (f"Do: {line}." for line in report.advice)
+
+
+def _detail_lines(report: Report) -> Iterator[str]:
+    """For people who know the papers."""
+    words = report.words
+    yield ""
+    yield "TASC, table 1: word bigrams (what all prompts share is left out; bits)"
+    for name, of in (("outputs", words.outputs), ("inputs", words.inputs)):
+        yield f"  {name:8} H {of.h1 / _BIT:5.2f}   K80 {of.k80:>8,}   of {of.num:,}"
+    yield f"  dH {words.delta_h / _BIT:.2f}, ratio of K80 {words.ratio:.1f}"
+    yield ""
+    yield "Output tokens by own tokens added (nats; without the one that ends an answer)"
+    yield "  tokens     H_1    H_2   H_1 / ln V    K80   tokens an answer"
+    for budget, e in report.entropies.items():
+        yield (
+            f"  {budget:>6,}  {e.h1:6.2f} {e.h2:6.2f} {e.normalised_h1:12.3f} {e.k80:6,}"
+            f" {report.ids_per_answer[budget]:18.2f}"
+        )
+    if report.tau is not None and report.direction is not None:
+        yield (
+            f"  Kendall's tau of H_2 and length {report.tau:.2f}; where H_2 rises, answers shorten "
+            f"in {report.direction:.0%} of the steps"
+        )
+    yield ""
+    yield "Forward passes an answer by draft nodes a pass (the prompt's pass counted)"
+    for name, passes in report.passes.items():
+        row = "".join(f"  {nodes}: {n:.2f}" for nodes, n in passes.items())
+        yield f"  {name:9}{row}"

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from server.commands.options import CallOptions, FieldOptions
+from server.commands.data import FieldOptions
+from server.commands.options import CallOptions
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.serve import tasks_folder
 from server.datasets import Turn, json_lines, rows, turn_of
@@ -105,11 +106,10 @@ def _turns(data: Path, fields: FieldOptions, limit: int | None) -> dict[int, Tur
     for number, entry in rows(data):
         if limit is not None and len(turns) >= limit:
             break
-        turn = turn_of(entry, f"{data}:{number}", fields.field, fields.prompt_field)
+        where, names = f"{data}:{number}", fields.names()
+        turn = turn_of(entry, where, names)
         if turn.gold is None:
-            raise ConfigError(
-                f"{data}:{number}: {fields.field}: is missing; --field says where the output is"
-            )
+            names.output_of(entry, where)  # says what is there
         turns[number] = turn
     if not turns:
         raise ConfigError(f"{data}: no rows")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from server.errors import ConfigError
 
@@ -45,9 +45,7 @@ def export_model(
         raise ConfigError(f"{adapter}: was trained with another enrichment")
     module: Any = build_module(opened, opened.dtype, torch.device("cpu"))
     if adapter is None:
-        from server.training.lora import widen
-
-        widen(module, enrichment)
+        give_rows(module, enrichment)
     out.mkdir(parents=True, exist_ok=True)
     ids = _add_tokens(folder, enrichment, table, out)
     _move_rows(module, ids)
@@ -56,6 +54,28 @@ def export_model(
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
     return len(enrichment) - len(ids)
+
+
+def give_rows(module: Any, enrichment: Enrichment) -> None:
+    """Untie transformers' causal LM and give both tables the enrichment's rows, as they begin."""
+    import torch
+    from torch import nn
+
+    from server.training.lora import initial_rows
+
+    sides: tuple[tuple[Any, Literal["input", "head"]], ...] = (
+        (module.get_input_embeddings(), "input"),
+        (module.get_output_embeddings(), "head"),
+    )
+    for table, side in sides:
+        old = table.weight.detach()
+        wide = torch.empty((enrichment.vocab_size, old.shape[1]), dtype=old.dtype)
+        wide[: old.shape[0]] = old
+        rows = initial_rows(lambda ids: old[ids].float(), enrichment.parts, side=side)  # noqa: B023
+        wide[torch.tensor(enrichment.ids)] = rows.to(old.dtype)
+        table.weight = nn.Parameter(wide, requires_grad=False)
+    module.config.tie_word_embeddings = False
+    module.config.vocab_size = module.vocab_size = enrichment.vocab_size
 
 
 def _add_tokens(

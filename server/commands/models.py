@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from drafters.json_text import parsed
 from server.commands.progress import Stages
 from server.errors import ConfigError
 
@@ -229,7 +229,7 @@ def _told(num_bytes: int) -> str:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
+        loaded = parsed(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}

@@ -24,7 +24,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TASKS = Path("configs/tasks")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "fp8"]
+WeightsForm = Literal[
+    "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "nf4", "fp8"
+]
 WEIGHTS_HELP = (
     "how a cpu keeps weights: floats, int8, int8-blocks, int4, or as a GGUF has them: file; on "
     "cuda int8 or fp8"
@@ -94,15 +96,6 @@ class CallOptions:
 
         key = self.api_key or os.environ.get("TAILOR_API_KEY") or None
         return Endpoint(self.url or DEFAULT_URL, key)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FieldOptions:
-    """Where prompt and output are in a line of the data."""
-
-    field: Annotated[str, Parameter(help="where the output is (completion)")] = "completion"
-    prompt_field: Annotated[str, Parameter(help="where the prompt is (prompt)")] = "prompt"
 
 
 def sampling_of(options: SamplingOptions) -> SamplingParams:

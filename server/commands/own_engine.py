@@ -87,6 +87,8 @@ def own_engine(
         name = ModelConfig(name=model_name(options.model), path=options.model).name
     except ValueError:
         name = "model"
+    if options.weights == "nf4":
+        raise ConfigError("--weights nf4 is trained over; served, its numbers are floats or int8")
     model = ModelConfig(
         name=name,
         path=options.model,

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from drafters.json_text import parsed
 from server.commands.options import DEFAULT_TASKS
 from server.errors import ConfigError
 
@@ -100,7 +101,7 @@ def unpack(
 def _files_of(task: Path) -> tuple[str, list[Path]]:
     """(the task's name, its YAML and the files it names). Raises ConfigError."""
     from server.config import load_task
-    from server.config.drafter_sections import task_files
+    from server.config.declared import task_files
 
     loaded = load_task(task)
     named = [loaded.speculation.corpus, loaded.vocabulary.profile]
@@ -118,7 +119,7 @@ def _files_of(task: Path) -> tuple[str, list[Path]]:
 
 def _read(file: Path, archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest, and the content of each file that it names, checked. Raises ConfigError."""
-    manifest = json.loads(archive.read(MANIFEST))
+    manifest = parsed(archive.read(MANIFEST))
     if manifest["format"] != VERSION:
         raise ConfigError(f"{file}: is of a newer Tailor (format {manifest['format']})")
     if manifest["yaml"] not in manifest["files"]:

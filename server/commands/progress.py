@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Bar:
     """A progress bar on a terminal; in a log, a line now and then and when a stage is done.
 
-    Called with (stage, done, total or None).
+    Called with (stage, done, total or None) and, where the caller knows better than the share that
+    is done, the seconds that are left.
     """
 
     LOG_EVERY_S = 10.0
@@ -25,6 +26,7 @@ class Bar:
         self._console = Console(stderr=True, highlight=False)
         self._bars = _bars(self._console)
         self._tasks: dict[str, Any] = {}
+        self._began_s: dict[str, float] = {}
         self._told_s = time.monotonic()
 
     def __enter__(self) -> Bar:
@@ -36,7 +38,11 @@ class Bar:
         if self._console.is_terminal:
             self._bars.stop()
 
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
+    def __call__(
+        self, stage: str, done: int, total: int | None, *, left_s: float | None = None
+    ) -> None:
+        now = time.monotonic()
+        began = self._began_s.setdefault(stage, now)
         if self._console.is_terminal:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(stage, total=total)
@@ -47,9 +53,23 @@ class Bar:
         elif total is None and stage not in self._tasks:
             self._tasks[stage] = None
             self._console.print(stage, soft_wrap=True, markup=False)
-        elif total and done < total and time.monotonic() - self._told_s >= self.LOG_EVERY_S:
-            self._told_s = time.monotonic()
-            self._console.print(f"{stage} {done} of {total}", soft_wrap=True, markup=False)
+        elif total and done < total and now - self._told_s >= self.LOG_EVERY_S:
+            self._told_s = now
+            if left_s is None and done:
+                left_s = (now - began) / done * (total - done)
+            told = "" if left_s is None else f", about {_duration(left_s)} left"
+            self._console.print(f"{stage} {done} of {total}{told}", soft_wrap=True, markup=False)
+
+    def say(self, line: str) -> None:
+        """A line beside the bars."""
+        self._console.print(line, soft_wrap=True, markup=False)
+
+
+def _duration(seconds: float) -> str:
+    """40 s, 12 min or 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _bars(console: Console) -> Progress:

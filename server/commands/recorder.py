@@ -27,7 +27,7 @@ from drafters.atomic_file import EVERYBODY, replacing
 from server.client.answer_file import AnswerFile, AnswerFileError
 from server.client.connection import CallFailedError, Endpoint
 from server.client.http import Caller, RefusedError
-from server.datasets import ids_of, rows
+from server.datasets import Fields, ids_of, rows
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams, TokenLogprob
 
@@ -86,10 +86,7 @@ def prompt_of(number: int, entry: dict[str, Any], data: Path, prompt_field: str)
         if not ids:
             raise ConfigError(f"{where}: prompt_ids: is empty")
         return Prompt(number, None, tuple(ids))
-    prompt = entry.get(prompt_field)
-    if not isinstance(prompt, str) or not prompt:
-        raise ConfigError(f"{where}: {prompt_field}: must be a string, not empty")
-    return Prompt(number, prompt)
+    return Prompt(number, Fields(prompt=prompt_field).prompt_of(entry, where))
 
 
 def entry_of(answer: Answer) -> dict[str, Any]:

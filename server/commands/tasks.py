@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from server.commands.data import FieldOptions, chat_render
 from server.commands.options import (
     DEFAULT_TASKS,
-    FieldOptions,
     ModelOptions,
     SamplingOptions,
     sampling_of,
@@ -174,7 +173,7 @@ def tune(
             seed=drawn.seed,
             head_share=_head_share(model.model, engine.info.dtype),
             busy=busy,
-            render=_render_with(served),
+            render=None if served.chat is None else chat_render(served.chat),
             compare_forms=functools.partial(compare_forms, model, progress=bar),
         )
         report = _tuned(settings, served, engine, bar)
@@ -219,21 +218,6 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
         head_seconds(engine.runner),
         bar,
     )
-
-
-def _render_with(
-    served: ServedModel,
-) -> Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None:
-    """A chat as the model's template writes it, and its ids; None for a model without one."""
-    chat = served.chat
-    if chat is None:
-        return None
-
-    def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-        rendered = chat.render(messages)
-        return rendered.text, chat.encode(rendered)
-
-    return render
 
 
 def _tell(output: Path, report: dict[str, Any]) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from server.commands.enrich import DataFiles, read_task_data
-from server.commands.options import DEFAULT_MODEL, FieldOptions
+from server.commands.data import DataFiles, FieldOptions, read_task_data
+from server.commands.options import DEFAULT_MODEL, WeightsForm
 from server.commands.progress import Bar
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.training.loop import TrainProgress
+    from server.training.examples import TrainExample
+    from server.training.loop import TrainProgress, TrainResult
 
 _FIELDS = FieldOptions()
 
@@ -24,21 +27,21 @@ _FIELDS = FieldOptions()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeOptions:
-    """How it is trained."""
+    """How it is trained; the defaults are the recipe of docs/benchmarks/papers.md."""
 
     epochs: Annotated[float, Parameter(help="passes over the examples (3)")] = 3.0
-    batch_size: Annotated[int, Parameter(help="examples a step (32)")] = 32
-    learning_rate: Annotated[float, Parameter(help="of the LoRA (2e-4)")] = 2e-4
-    rows_learning_rate: Annotated[float, Parameter(help="of new tokens' rows (1e-3)")] = 1e-3
+    batch_size: Annotated[int, Parameter(help="examples a step (16)")] = 16
+    learning_rate: Annotated[float, Parameter(help="of the LoRA (1e-3)")] = 1e-3
+    rows_learning_rate: Annotated[float, Parameter(help="of new tokens' rows (3e-3)")] = 3e-3
     rank: Annotated[int, Parameter(help="of the LoRA (16)")] = 16
-    dropout: Annotated[
-        float, Parameter(help="of the LoRA's inputs; 0 takes a fifth less time on a CPU (0.05)")
-    ] = 0.05
-    max_examples: Annotated[
-        int | None, Parameter(help="train on so many at most (3000 on a CPU, else all)")
-    ] = None
+    dropout: Annotated[float, Parameter(help="of the LoRA's inputs (0)")] = 0.0
+    start: Annotated[
+        Literal["leaning", "mean"],
+        Parameter(help="how rows begin: leaning to their outer parts, or their mean (leaning)"),
+    ] = "leaning"
+    max_examples: Annotated[int | None, Parameter(help="train on so many at most (all)")] = None
     time_limit: Annotated[
-        float | None, Parameter(metavar="MINUTES", help="end by then, decayed (60 on a CPU)")
+        float | None, Parameter(metavar="MINUTES", help="all is done by then, decayed (none)")
     ] = None
     seed: Annotated[int, Parameter(help="of everything random (0)")] = 0
     saved_as: Annotated[
@@ -47,7 +50,24 @@ class RecipeOptions:
     ] = "float32"
 
 
-_RECIPE = RecipeOptions()
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseOptions:
+    """The model that the adapter is for."""
+
+    model: Annotated[str, Parameter(help=f"the base model ({DEFAULT_MODEL})")] = DEFAULT_MODEL
+    weights: Annotated[
+        WeightsForm | None,
+        Parameter(
+            help="the form that the base is in while it is trained over (QLoRA), as it is served "
+            "(floats)"
+        ),
+    ] = None
+    device: Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)")] = "cpu"
+    threads: Annotated[int | None, Parameter(help="CPU threads (as torch chooses)")] = None
+
+
+_RECIPE, _BASE = RecipeOptions(), BaseOptions()
 
 
 def train(
@@ -56,94 +76,118 @@ def train(
     output: Annotated[
         Path, Parameter(name=("--output", "-o"), metavar="DIR", help="the adapter's folder")
     ],
-    model: Annotated[str, Parameter(help=f"the base model ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
     enrichment: Annotated[
         Path | None,
         Parameter(metavar="FILE", help="tokens of the task's own (`tailor tasks enrich`)"),
     ] = None,
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)")] = "cpu",
+    base: BaseOptions = _BASE,
     fields: FieldOptions = _FIELDS,
     recipe: RecipeOptions = _RECIPE,
 ) -> int:
-    from server.model.catalog import model_folder
-    from server.training.loop import TrainOptions
-    from server.training.loop import train as run
-    from server.training.lora import save
-
     if (output / "adapter_config.json").exists():
         raise ConfigError(f"{output}: an adapter is there already; choose another folder")
-    folder = model_folder(model)
-    found = read_task_data(folder, data, fields)
-    on_cpu = device == "cpu"
-    limit = recipe.time_limit if recipe.time_limit is not None else (60.0 if on_cpu else None)
-    most = recipe.max_examples or (3000 if on_cpu else None)
-    options = TrainOptions(
-        epochs=recipe.epochs,
-        batch_size=recipe.batch_size,
-        learning_rate=recipe.learning_rate,
-        rows_learning_rate=recipe.rows_learning_rate,
-        time_limit_s=None if limit is None else 60.0 * limit,
-        bfloat16=_has_bfloat16(device),
-        seed=recipe.seed,
-    )
-    tuned = _prepare(folder, enrichment, found.fingerprint, recipe, device)
-    chooser = random.Random(recipe.seed)
-    examples = list(found.train)
-    chooser.shuffle(examples)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with Bar() as bar:
-            result = run(
-                tuned,
-                _as_examples(examples[:most]),
-                _as_examples(found.held_out),
-                options,
-                output,
-                report=lambda progress: _show(bar, progress),
-            )
-        save(tuned, output, recipe.saved_as)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror or error}") from None
-    figures = asdict(result) | {"examples": min(len(examples), most or len(examples))}
-    (output / "training.json").write_text(json.dumps(figures | asdict(recipe), indent=1) + "\n")
+    with Bar() as bar:
+        result = train_adapter(data, output, enrichment, base, fields, recipe, bar)
     print(
         f"{result.num_steps} steps in {result.elapsed_s / 60:.1f} minutes"
         f"{', ended by the time limit' if result.ended_by_clock else ''}; nats an answer on "
-        f"held-out examples {result.nats_before:.2f} -> {result.nats_after:.2f}"
+        f"held-out examples {result.nats_before:.2f} -> {result.nats_after:.2f}, of step "
+        f"{result.kept_step}"
     )
-    print(f"written: {output}, next: tailor serve --model {model} --adapter {output}")
+    print(f"written: {output}, next: {_next_command(output, base)}")
     return 0
 
 
-def _as_examples(pairs: Any) -> Any:
-    from server.training.examples import TrainExample
+def _next_command(output: Path, base: BaseOptions) -> str:
+    """What serves the adapter over the numbers that it was trained over: rounding merged weights
+    again would lose it."""
+    if base.weights in ("int4", "file"):
+        return f"models[].adapters: [{{path: {output}}}] of a server.yaml, weights: {base.weights}"
+    return f"tailor serve --model {base.model} --adapter {output}"
 
-    return [TrainExample(tuple(prompt), tuple(output)) for prompt, output in pairs]
 
+def train_adapter(
+    data: Sequence[Path],
+    output: Path,
+    enrichment_file: Path | None,
+    base: BaseOptions,
+    fields: FieldOptions,
+    recipe: RecipeOptions,
+    bar: Bar,
+) -> TrainResult:
+    """Train, or go on with what was begun in `output`, and write the adapter's folder.
 
-def _prepare(
-    folder: Path, file: Path | None, fingerprint: str, recipe: RecipeOptions, device: str
-) -> Any:
-    """The base model with a fresh adapter on `device`. Raises ConfigError and ModelError."""
+    Raises ConfigError and ModelError.
+    """
+    began = time.monotonic()
     import torch
 
-    from server.model.loader import build_module, open_model
-    from server.training.lora import LoraOptions, prepare
+    from server.model.gguf_folder import text_folder
+    from server.training.examples import segmented, shared_prefix
+    from server.training.loop import TrainOptions
+    from server.training.loop import train as run
+    from server.training.lora import LoraOptions, plan_memory, prepare, save
+    from server.training.stored import open_base
     from vocab_store.enrichment import Enrichment
     from vocab_store.errors import EnrichmentFileError
 
+    found = read_task_data(text_folder(base.model), data, fields)
     enrichment = None
-    if file is not None:
+    if enrichment_file is not None:
         try:
-            enrichment = Enrichment.load(file, tokenizer=fingerprint)
+            enrichment = Enrichment.load(enrichment_file, tokenizer=found.fingerprint)
         except (EnrichmentFileError, OSError) as error:
             raise ConfigError(str(error)) from None
+    if base.threads is not None:
+        torch.set_num_threads(base.threads)
     torch.manual_seed(recipe.seed)
-    base: Any = build_module(open_model(folder), torch.float32, torch.device(device))
-    if device == "cpu" and _has_bfloat16(device):
-        base.set_attn_implementation("eager")  # torch's flash attention is slow there in bfloat16
-    options = LoraOptions(rank=recipe.rank, alpha=recipe.rank, dropout=recipe.dropout)
-    return prepare(base, enrichment, options, tokenizer=fingerprint)
+    bar(f"Opening {base.model}", 0, None)
+    dtype = torch.float32
+    if base.weights == "bfloat16" or (base.weights != "float32" and _has_bfloat16(base.device)):
+        dtype = torch.bfloat16
+    device = torch.device(base.device)
+    module, matrix_of = open_base(
+        base.model, base.weights or "auto", dtype=dtype, device=device, threads=base.threads
+    )
+    shape = LoraOptions(recipe.rank, recipe.rank, recipe.dropout, recipe.start)
+    tuned = prepare(module, matrix_of, enrichment, shape, tokenizer=found.fingerprint, dtype=dtype)
+    examples, held_out = _as_examples(found.train), _as_examples(found.held_out)
+    random.Random(recipe.seed).shuffle(examples)
+    examples = examples[: recipe.max_examples]
+    some = [segmented(example, enrichment) for example in examples[:500]]
+    prefix = shared_prefix(some) if tuned.is_packed else 0
+    own = recipe.batch_size * (sum(map(len, some)) / len(some) - prefix)
+    max_tokens, again = plan_memory(module.config, own, prefix, max(map(len, some)))
+    if again:
+        module.activation_checkpointing_enable({"use_reentrant": False})
+    options = TrainOptions(
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        max_tokens=max_tokens,
+        learning_rate=recipe.learning_rate,
+        rows_learning_rate=recipe.rows_learning_rate,
+        time_limit_s=None if recipe.time_limit is None else 60.0 * recipe.time_limit,
+        seed=recipe.seed,
+    )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        result = run(
+            tuned, examples, held_out, options, output,
+            report=lambda progress: _show(bar, progress), began=began,
+        )  # fmt: skip
+        save(tuned, output, recipe.saved_as)
+        figures = asdict(result) | {"examples": len(examples), "weights": base.weights}
+        text = json.dumps(figures | asdict(recipe), indent=1) + "\n"
+        (output / "training.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror or error}") from None
+    return result
+
+
+def _as_examples(pairs: Iterable[tuple[list[int], list[int]]]) -> list[TrainExample]:
+    from server.training.examples import TrainExample
+
+    return [TrainExample(tuple(prompt), tuple(output)) for prompt, output in pairs]
 
 
 def _has_bfloat16(device: str) -> bool:
@@ -160,6 +204,9 @@ def _has_bfloat16(device: str) -> bool:
 
 
 def _show(bar: Bar, progress: TrainProgress) -> None:
-    bar("Steps", progress.step, progress.num_steps)
+    bar("Steps", progress.step, progress.num_steps, left_s=progress.left_s)
     if progress.validation is not None:
-        bar(f"step {progress.step}: {progress.validation:.2f} nats an answer held out", 1, 1)
+        bar.say(
+            f"step {progress.step} of {progress.num_steps}: {progress.validation:.2f} nats an "
+            "answer held out"
+        )

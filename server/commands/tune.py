@@ -91,10 +91,7 @@ def tune(
 
         def drafter_of(name: str, label: str | None) -> Drafter:
             path = None if label is None else str(corpora[label][0])
-            made = make_drafter(name, settings.name, SpeculationParams(name, 16, (), path), None)
-            if hasattr(made, "warm_up"):
-                made.warm_up()
-            return made
+            return make_drafter(name, settings.name, SpeculationParams(name, 16, (), path), None)
 
         progress("measuring the host's part of a step", 0, None)
         served_by = served_by_engine(engine, cost, material.held)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
 from server.commands.tune_quality import Compared
-from server.datasets import example_of, rows, turn_of
+from server.datasets import ExampleReader, Fields, rows, turn_of
 from server.errors import ConfigError, TailorError
 from server.types import SamplingParams, SpeculationParams
 
@@ -168,16 +168,14 @@ def _read(
     gold: list[Example | None] = []
     prompts: list[Prompt] = []
     texts: list[str | None] = []
+    fields = Fields(settings.field, settings.prompt_field)
+    reader = ExampleReader(tokenizer, eos_token_id, fields=fields, render=settings.render)
     for number, row in rows(settings.data):
         where = f"{settings.data}:{number}"
-        entry = _plain(row, where, settings)
+        entry = _plain(row, where, settings, fields)
         has_output = "output_ids" in entry or settings.field in entry
         if settings.outputs == "gold" or has_output:
-            gold.append(
-                example_of(
-                    entry, where, settings.field, settings.prompt_field, tokenizer, eos_token_id
-                )
-            )
+            gold.append(reader.of(row, where))
             if not gold[-1][0]:  # type: ignore[index]
                 raise ConfigError(f"{where}: {settings.prompt_field}: must be a string, not empty")
         else:
@@ -193,11 +191,13 @@ def _read(
     return gold, prompts, texts
 
 
-def _plain(row: dict[str, Any], where: str, settings: TuneSettings) -> dict[str, Any]:
+def _plain(
+    row: dict[str, Any], where: str, settings: TuneSettings, fields: Fields
+) -> dict[str, Any]:
     """A row of messages as prompt, its ids and output; other rows as they are."""
     if "messages" not in row:
         return row
-    turn = turn_of(row, where, settings.field, settings.prompt_field)
+    turn = turn_of(row, where, fields)
     if settings.render is None:
         raise ConfigError(f"{where}: messages: the model has no chat template")
     try:
@@ -216,7 +216,7 @@ def check_data(data: Path, outputs: str, output_field: str, prompt_field: str) -
         where = f"{data}:{number}"
         if "prompt_ids" in row or "output_ids" in row:
             continue
-        turn = turn_of(row, where, output_field, prompt_field)
+        turn = turn_of(row, where, Fields(output_field, prompt_field))
         if outputs == "gold" and turn.gold is None:
             raise ConfigError(f"{where}: {output_field}: must be a string")
     if num < _MIN_EXAMPLES:

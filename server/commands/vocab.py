@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from server.commands.options import DEFAULT_MODEL, FieldOptions, OutputFile
+from server.commands.data import DataFiles, FieldOptions, open_text
+from server.commands.options import DEFAULT_MODEL, OutputFile
 from server.commands.progress import Bar, Stages
 from server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.commands.data import ModelText
+    from vocab_store.documents import Example
+    from vocab_store.enrichment import Enrichment
 
 
 @Parameter(name="*")
@@ -53,10 +59,7 @@ _FILTERS, _FIELDS, _IDS = FilterOptions(), FieldOptions(), IdOptions()
 
 def profile(
     *,
-    data: Annotated[
-        Path,
-        Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with a prompt and a completion"),
-    ],
+    data: DataFiles,
     output: OutputFile,
     fields: FieldOptions = _FIELDS,
     ids: IdOptions = _IDS,
@@ -65,33 +68,21 @@ def profile(
         Parameter(metavar="FILE", help="report on these; default: every 10th line of --data"),
     ] = None,
     filters: FilterOptions = _FILTERS,
-    joint: Annotated[
-        str, Parameter(help="put between prompt and completion where neither has a blank")
-    ] = " ",
     export_edge_llm: Annotated[
         Path | None, Parameter(metavar="DIR", help="also write vocab_map.safetensors here")
     ] = None,
 ) -> int:
     from server.model.gguf_folder import text_folder
-    from server.token_bytes import TokenBytes, build, enriched
+    from server.token_bytes import enriched
     from server.wiring.model import enrichment_of
     from vocab_store import command
     from vocab_store.profile import ProfileSettings
 
-    pairs = _pairs(data, fields)
-    held = None if heldout is None else _pairs(heldout, fields)
     with Stages() as stages:
         folder = text_folder(ids.model, report=stages)
-    own = enrichment_of(ids.adapter)
-
-    def tokens_of(tokenizer: Any, vocab_size: int) -> TokenBytes:
-        table = build(tokenizer, vocab_size)
-        if own is None:
-            return table
-        enrichment_of(ids.adapter, table)  # raises where it is of another tokenizer
-        return enriched(table, own.ids, own.parts, own.hash)
-
-    order = command.ProfileOrder(folder, pairs, output, held, joint, export_edge_llm, own)
+    text = open_text(folder, fields)
+    own = enrichment_of(ids.adapter, text.table)
+    tokens = text.table if own is None else enriched(text.table, own.ids, own.parts, own.hash)
     with Bar() as bar, _errors():
         settings = ProfileSettings(
             input_aware=not filters.no_input_aware,
@@ -99,25 +90,38 @@ def profile(
             extra_blocks=filters.block,
             tolerance=filters.tolerance,
         )
-        report = command.profile(order, settings, tokens_of, bar)
+        order = command.ProfileOrder(
+            folder,
+            _documents(text, data, own, bar),
+            output,
+            None if heldout is None else _documents(text, [heldout], own, bar),
+            export_edge_llm,
+            own,
+        )
+        report = command.profile(order, settings, tokens, bar)
     print(report)
     return 0
 
 
-def _pairs(data: Path, fields: FieldOptions) -> list[tuple[str, str]]:
-    """(prompt, completion) of each row. Raises ConfigError with file, line and field."""
-    from server.datasets import rows
+def _documents(
+    text: ModelText, files: Sequence[Path], own: Enrichment | None, bar: Bar
+) -> list[Example]:
+    """The examples of some files as the model reads and writes them, without the id that ends an
+    output: it is in every slice. Raises ConfigError with file, line and field."""
+    import numpy as np
 
-    pairs: list[tuple[str, str]] = []
-    for number, row in rows(data):
-        prompt, completion = row.get(fields.prompt_field), row.get(fields.field)
-        for name, value in ((fields.prompt_field, prompt), (fields.field, completion)):
-            if not isinstance(value, str):
-                there = ", ".join(map(str, row))[:200]
-                raise ConfigError(f"{data}:{number}: {name}: must be a string (there are: {there})")
-        assert isinstance(prompt, str) and isinstance(completion, str)
-        pairs.append((prompt, completion))
-    return pairs
+    from vocab_store.documents import TICK, Example
+
+    found = []
+    for prompt, output in text.reader.read(files):
+        ids = output[:-1] if output[-1:] == [text.eos] else output
+        if own is not None:
+            prompt, ids = own.read(prompt), own.segment(ids)
+        found.append(Example(np.asarray(prompt, np.int32), np.asarray(ids, np.int32)))
+        if len(found) % TICK == 0:
+            bar("tokenize", len(found), None)
+    bar("tokenize", len(found), len(found))
+    return found
 
 
 def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /) -> int:

@@ -254,7 +254,7 @@ def _check_storage(url: str, document: Document) -> None:
 
         fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
     except ImportError as error:
-        text = f"{error}; fsspec comes with pip install 'tailor-server[ray]'"
+        text = f"{error}; `pip install fsspec` brings it"
         raise ConfigError(document.error(at, text)) from None
     except ValueError as error:
         raise ConfigError(document.error(at, str(error))) from None

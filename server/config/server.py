@@ -115,7 +115,8 @@ class MetricsConfig(Section):
         "for admin keys alone, when there are keys",
     )
     vllm_aliases: bool = Field(
-        False, description="whether /metrics tells the figures under vLLM's names too"
+        False,
+        description="whether /metrics has all figures under vLLM's names, not the main ones alone",
     )
 
 
@@ -269,15 +270,23 @@ class EngineConfig(Section):
         description="what attends for prompt chunks of more than 128 rows on cuda: own, our "
         "kernel; torch, its varlen_attn; flashinfer, if that is installed; auto: own",
     )
-    steps_ahead: Literal["auto", 0, 1] = Field(
+    steps_ahead: Literal["auto", 0] = Field(
         "auto",
-        description="how many steps are launched before the results of the one before them are "
-        "looked at, while all requests decode; behind drafts where the engine measures that it "
-        "pays; auto: 1 on cuda, 0 on cpu",
+        description="0: a step is launched once the one before it is accepted; 1 is refused, as "
+        "steps ahead left until a device has run them",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
     )
+
+    @field_validator("steps_ahead", mode="before")
+    @classmethod
+    def _no_steps_ahead(cls, value: Any) -> Any:
+        if value in (1, "1"):  # True, too
+            raise ValueError(
+                "steps launched ahead left until a device has run them: use 0, or leave it out"
+            )
+        return "auto" if value is None or value is False else value
 
     @field_validator("block_size")
     @classmethod

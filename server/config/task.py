@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from drafters.catalog import Need, that_use
-from server.config.drafter_sections import set_options, task_files, task_sections
+from server.config.declared import (
+    set_options,
+    task_files,
+    task_parameters,
+    task_sections,
+)
 from server.config.section import Section, from_folder, validate
 from server.config.values import StopString, TokenId, check_name
 from server.config.yaml_file import Document, Path_, read_yaml
@@ -21,30 +26,29 @@ DEFAULT_TASK = "completion"
 MAX_TASK_FILES = 10_000
 
 
+@task_parameters
 class SamplingDefaults(Section):
-    """Values for fields that a request leaves out. None: OpenAI's (and vLLM's) default."""
+    """Values for fields that a request leaves out. None: the model's (generation_config.json), else
+    OpenAI's (and vLLM's) default."""
 
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=1 << 31, description="0 is off")
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     stop: tuple[StopString, ...] = Field(
         (), max_length=16, description="stop strings of requests that bring none"
     )
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=256)
-    ignore_eos: bool | None = Field(None)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    stop_token_ids: tuple[TokenId, ...] = Field(
+        (), max_length=256, description="further ids that end a choice"
+    )
 
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingDefaults:
         if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens is above max_tokens")
         return self
+
+    if TYPE_CHECKING:  # the parameters are declared in server.types
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class TaskLimits(Section):

@@ -100,12 +100,9 @@ class AdapterShelf:
     read: reads what an adapter's ids mean; server.wiring sets it.
     """
 
-    def __init__(
-        self, runner: Runner, most: int, is_idle: Callable[[], bool] = lambda: True
-    ) -> None:
-        """most: adapters in memory at once. is_idle: whether no step is in flight. A runner that is
-        no AdaptingRunner refuses all of them."""
-        self._is_idle = is_idle
+    def __init__(self, runner: Runner, most: int) -> None:
+        """most: adapters in memory at once. A runner that is no AdaptingRunner refuses all of
+        them."""
         self.read: Reader = lambda _: Vocabulary()
         self._runner = runner if isinstance(runner, AdaptingRunner) else None
         self._most = most
@@ -216,10 +213,7 @@ class AdapterShelf:
     # -- between steps ----------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take what the threads have read, unless a step is in flight: one may have been launched
-        ahead before the first adapter was registered."""
-        if not self._is_idle():
-            return
+        """Take what the threads have read."""
         for adapter in list(self._known.values()):
             if adapter.reading is not None and adapter.reading.done():
                 reading, adapter.reading = adapter.reading, None

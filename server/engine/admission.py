@@ -303,7 +303,7 @@ class Admission:
         assert template is not None
         if not template.done():
             if time.monotonic() > wait.deadline_s:
-                return Refusal("the grammar takes too long to compile", "limit_exceeded")
+                return Refusal("the grammar takes too long to compile", "grammar_limit")
             return None
         error = template.exception()
         if error is None:
@@ -311,7 +311,7 @@ class Admission:
                 sequence.grammar = GrammarState(template.result())
             return None
         if isinstance(error, ValueError):
-            return Refusal(f"the grammar cannot be used: {error}"[:200], "invalid_value")
+            return Refusal(f"the grammar cannot be used: {error}"[:200], "grammar_invalid")
         _log.error("a grammar could not be compiled", exc_info=error)
         return Refusal("the grammar could not be compiled", "engine_error")
 

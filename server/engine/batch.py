@@ -11,7 +11,7 @@ A prompt or last-token row writes its KV into the slot of its own position, so i
 prefix_len = position + 1 and an empty path. A tree node at depth d (1-based) under a root at
 position p has prefix_len = p + 1, position p + d and a path of d slots ending in its own.
 
-Everything here is numpy and frozen: a device may copy it and run one step ahead. One Batch may be
+Everything here is numpy and frozen. One Batch may be
 launched again once it was waited for, with its rows moved on in place (steady.py): then its
 token_ids, positions, slots, prefix_len, draw_positions and block_tables hold other numbers.
 """
@@ -254,25 +254,21 @@ def likeliest_first(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tupl
 
 
 class Runner(Protocol):
-    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory.
-
-    max_in_flight: steps that may be launched before the first of them is waited for.
-    """
+    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory."""
 
     info: ModelInfo
-    max_in_flight: int
 
     def launch(self, batch: Batch) -> None:
-        """Start a step, behind those in flight. Returns as soon as it can; no host sync on a GPU.
+        """Start a step, where none is in flight. Returns as soon as it can; no host sync on a GPU.
         What it raises leaves no step in flight."""
 
     def wait(self) -> Drawn:
-        """The result of the oldest step in flight. Raises what the step raised."""
+        """The result of the step in flight. Raises what the step raised."""
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i] in all layers: gather to a temporary, then scatter.
 
-        Ordered after the last launched step and before the next one.
+        No step is in flight.
         """
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:

@@ -91,23 +91,20 @@ def _decode_batch(items: SequenceOf[Scheduled], num_prefill_rows: int, num_likel
     the same in all such steps are made once."""
     same = _same(len(items))
     tables: Int32 = np.zeros((len(items), max(i.sequence.num_blocks for i in items)), np.int32)
-    token_from = same.minus
-    if any(item.token_from >= 0 for item in items):
-        token_from = np.array([item.token_from for item in items], np.int32)
     token_ids, slots, starts, behind, params = [], [], [], [], []
     for item, row in zip(items, tables, strict=True):
-        sequence, start, is_ahead = item.sequence, item.start, item.token_from >= 0
+        sequence, start = item.sequence, item.start
         size, num_blocks = sequence.block_size, sequence.num_blocks
         row[:num_blocks] = sequence.table[:num_blocks]
         starts.append(start)
         behind.append(start + 1)
         slots.append(int(row[start // size]) * size + start % size)
-        token_ids.append(0 if is_ahead else int(sequence.ids[start]))
-        params.append(sequence.draw_params(int(is_ahead)))
+        token_ids.append(int(sequence.ids[start]))
+        params.append(sequence.draw_params())
     columns = np.array((token_ids, starts, slots, behind), np.int32)
     batch = Batch(
         token_ids=columns[0],
-        token_from=token_from,
+        token_from=same.minus,
         positions=columns[1],
         seq_ids=same.places,
         slots=columns[2],
@@ -181,8 +178,7 @@ class _Rows:
         size, table = sequence.block_size, sequence.table
         self.tables[s, : sequence.num_blocks] = table[: sequence.num_blocks]
         if num == 1:
-            self.token_from[r] = item.token_from
-            self.token_ids[r] = sequence.ids[start] if item.token_from < 0 else 0
+            self.token_ids[r] = sequence.ids[start]
             self.positions[r] = start
             self.seq_ids[r] = s
             self.slots[r] = int(table[start // size]) * size + start % size
@@ -238,13 +234,12 @@ class _Draws:
 
     def add_roots(self, item: Scheduled, root_row: int) -> None:
         """One draw per choice that draws from the item's last row."""
-        num_ahead = int(item.token_from >= 0)
         for choice in (item.sequence, *item.sequence.siblings):
             self.rows.append(root_row)
             self.params_of.append(len(self.params))
             self.parents.append(-1)
             self.positions.append(item.start + item.num_rows)
-            self.params.append(choice.draw_params(num_ahead))
+            self.params.append(choice.draw_params())
 
     def add_masks(self, num_roots: int, num_nodes: int, masks: UInt32 | None) -> None:
         """The grammar's masks of the roots just added, which share one, and of a tree's nodes."""

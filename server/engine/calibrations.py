@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from drafters.atomic_file import replacing
+from drafters.json_text import parsed
 from drafters.shared_counts import added, is_empty, since
 from server.types import NO_SCOPE
 
@@ -295,7 +296,7 @@ class Calibrations:
         if self._folder is None:
             return
         try:
-            body = json.loads((self._folder / "tallies.json").read_text())
+            body = parsed((self._folder / "tallies.json").read_text())
             for task, drafter, num_steps, num_tokens in body["tallies"]:
                 if not 0 <= num_steps <= num_tokens < 1e12:
                     raise ValueError("impossible counts")

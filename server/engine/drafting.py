@@ -168,33 +168,6 @@ class CheckedTree:
         kept = np.flatnonzero(stays)
         return self._only(kept) if kept.size else None
 
-    def below(self, node: int) -> CheckedTree | None:
-        """What hangs off a node, as a tree under its token: its chances are those that it has once
-        the node is accepted. None when nothing does."""
-        place: dict[int, int] = {node: -1}
-        order: list[int] = []
-        for i in range(node + 1, len(self.parents)):
-            if self.parents[i] in place:
-                place[i] = len(order)
-                order.append(i)
-        if not order or self.survival[node] <= 0.0:
-            return None
-        tree = self.tree
-        parents = [place[self.parents[i]] for i in order]
-        survival = np.minimum(self.survival[order] / self.survival[node], 1.0)
-        return CheckedTree(
-            DraftTree(
-                tree.token_ids[order],
-                np.asarray(parents, np.int32),
-                survival.astype(np.float32),
-                tree.source[order] if tree.source.shape[0] else tree.source,
-            ),
-            [self.token_ids[i] for i in order],
-            parents,
-            [self.depths[i] - self.depths[node] for i in order],
-            survival.tolist(),
-        )
-
     def _only(self, order: npt.NDArray[np.intp]) -> CheckedTree:
         """The nodes `order`, ascending and closed under parents."""
         kept: list[int] = order.tolist()

@@ -6,10 +6,8 @@ The engine owns its sequences, blocks and queues, runs on one thread, and knows 
 HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit` and `abort`, and
 `step` returns Deltas. A request that fails fails alone; the others of its step are computed again.
 
-With steps_ahead the next step may be launched before this one is waited for (flights.py).
-
 Its parts hand data back and never call it: admission.py (who may be served), step_drafts.py and
-planner.py (who drafts), flights.py (what was launched), steady.py (steps like the one before),
+planner.py (who drafts), steady.py (steps like the one before),
 emission.py (from drawn ids to tokens), exact.py (verification), deltas.py (what is handed out),
 step_figures.py (what it took), recovery.py (after a failed step), control.py (what is kept of
 tasks).
@@ -23,7 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from drafters.base import Drafter
+from server.engine import figures
 from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
 from server.engine.batch import Runner
@@ -36,7 +37,6 @@ from server.engine.deltas import Ending, next_delta, refused
 from server.engine.drafting import DrafterFactory, DrafterRegistry
 from server.engine.emission import Emission
 from server.engine.exact import ExactVerifier, Outcome
-from server.engine.flights import Flight, Flights, following
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
 from server.engine.masks import step_masks
@@ -49,6 +49,7 @@ from server.engine.results import (
     draw_failure,
     guarded,
     take_scores,
+    wait_for,
 )
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, Status
@@ -56,7 +57,7 @@ from server.engine.sessions import DraftSessions
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
 from server.engine.steady import SteadySteps
-from server.engine.step_drafts import Proposed, StepDrafts
+from server.engine.step_drafts import Step, StepDrafts
 from server.engine.step_figures import StepFigures
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
@@ -96,15 +97,16 @@ class Engine:
             runner.info,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            figures=figures.declared(),
         )
         self.memory = memory
         self.drafters = DrafterRegistry(drafters)
         self.tasks = TaskControl(self.drafters, memory)
-        self.flights = Flights(runner, settings.steps_ahead)
-        self.adapters = AdapterShelf(runner, settings.max_adapters, lambda: not self.flights)
+        self.adapters = AdapterShelf(runner, settings.max_adapters)
         self.controls: dict[str, Callable[[Any], Any]] = {
             **self.tasks.controls,
             **self.adapters.controls,
+            "figures": lambda _: figures.values(self),
         }
         """What ("control", ...) messages may call, by name, with plain values."""
         self.pool = BlockPool(info.num_blocks, info.block_size, prefix_cache=settings.prefix_cache)
@@ -125,7 +127,7 @@ class Engine:
         self._cost = cost
         self._grammars = grammars
         self._open: dict[str, list[Sequence]] = {}
-        self._admission = Admission(
+        self.admission = Admission(
             info, settings, self.scheduler, self.slices, self.drafters, self._open,
             adapters=self.adapters,
             vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
@@ -135,44 +137,49 @@ class Engine:
         )
         self._exact = ExactVerifier(self.slices, self.sessions)
         self._emission = Emission(self.slices, self.sessions, self._exact)
-        self._steady = SteadySteps(
-            self.scheduler, self.flights, self._drafts, self._admission, self.adapters
-        )
+        self._steady = SteadySteps(self.scheduler, self._drafts, self.admission, self.adapters)
         self._deltas: list[Delta] = []
-        self._figures = StepFigures(cost, self.budget, self.slices, self.flights)
+        self._figures = StepFigures(cost, self.budget, self.slices)
 
     # -- the loop ---------------------------------------------------------------------------
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Delta]:
         """One step of every sequence that has rows; the Deltas since the last call. meanwhile:
-        called once while the device works, e.g. to send the last Deltas. Raises RunnerBrokenError,
-        and what `meanwhile` raises."""
+        called once while the device works, e.g. to send the last Deltas. What it raises is raised
+        once the step is done, whose Deltas the next call gives. Raises RunnerBrokenError."""
         began = time.perf_counter()
         self.sessions.settle_rest()
-        flight = self.flights.oldest or self._steady.launch() or self._begin()
-        if flight is None:
+        step = self._steady.next() or self._begin()
+        if step is None:
             return self.take_deltas()
+        unheard: Exception | None = None
         try:
-            results = self._complete(flight, meanwhile or _nothing)
+            self._launch(step)
+            launched = time.perf_counter()
+            try:
+                (meanwhile or _nothing)()
+            except Exception as error:
+                unheard = error
+            results = self._complete(step, lambda: time.perf_counter() - launched)
         except StepFailedError as failure:
-            self.flights.discard()
             self._steady.drop()
-            self._recover(flight.plan, failure.error)
-            return self.take_deltas()
-        self._figures.observe(flight, began, results, is_steady=self._steady.has(flight))
+            self._recover(step.plan, failure.error)
+        else:
+            self._figures.observe(step, began, results, is_steady=self._steady.has(step))
+        if unheard is not None:
+            raise unheard
         return self.take_deltas()
 
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
-        admission = self._admission
-        is_open = len(self._open) > admission.num_preparing
-        return is_open or admission.has_prepared or len(self.flights) > 0
+        admission = self.admission
+        return len(self._open) > admission.num_preparing or admission.has_prepared
 
     @property
     def is_preparing(self) -> bool:
         """Whether a request waits for its grammar or adapter: has_work may turn true by itself."""
-        return self._admission.num_preparing > 0
+        return self.admission.num_preparing > 0
 
     @property
     def num_open(self) -> int:
@@ -194,6 +201,11 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    @property
+    def steps(self) -> figures.StepTotals:
+        """What all steps took."""
+        return self._figures.totals
+
     def stats(self) -> EngineStats:
         """A snapshot; the figures of a step are those of the last one."""
         scheduler, slices = self.scheduler, self.slices
@@ -206,7 +218,7 @@ class Engine:
             slice_evictions=slices.index.num_evictions,
             verify_every=slices.last_verify_every,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + self._admission.num_preparing,
+            num_waiting=len(scheduler.waiting) + self.admission.num_preparing,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             num_free_blocks=self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -215,7 +227,6 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             **self._figures.figures,
             **self.tasks.figures,
-            **self.flights.figures,
             adapters=self.adapters.figures,
         )
 
@@ -236,18 +247,18 @@ class Engine:
         if request.speculation.drafter != "off":
             spec = replace(request.speculation, scope=request.scope, adapter=request.adapter)
             request = replace(request, speculation=spec)
-        refusal = self._admission.refusal(request)
+        refusal = self.admission.refusal(request)
         if refusal is not None:
             self._deltas += refused(request, refusal.message, refusal.code)
             return
-        sequences = self._admission.open(request)
+        sequences = self.admission.open(request)
         leader = sequences[0]
         self._open[request.request_id] = sequences
         if leader.rules.max_output == 0 and not (leader.scores_prompt or request.label_ids):
             for sequence in list(sequences):  # nothing to compute
                 sequence.num_cached_tokens = 0
                 self._finish(sequence, Ending("length"))
-        elif not self._admission.hold(leader):
+        elif not self.admission.hold(leader):
             self.scheduler.enqueue(leader)
 
     def abort(self, request_id: str) -> None:
@@ -284,8 +295,8 @@ class Engine:
     def _schedule(self) -> Plan:
         """The rows of the step. First, requests whose wait is over are queued or failed."""
         self.adapters.poll()
-        if self._admission.num_preparing:
-            ready, failed = self._admission.prepared()
+        if self.admission.num_preparing:
+            ready, failed = self.admission.prepared()
             for leader in ready:
                 self.scheduler.enqueue(leader)
             for failure in failed:
@@ -313,68 +324,52 @@ class Engine:
     def _tend_queue(self) -> None:
         """What has to be looked at in every step, those that are launched ahead too."""
         self.tasks.take_learned(gives_way=bool(self.scheduler.waiting))
-        for failure in self._admission.expired():
+        for failure in self.admission.expired():
             self._fail(*failure)
 
-    def _begin(self) -> Flight | None:
-        """Plan the next step from all that is known, and launch it; None without rows."""
+    def _begin(self) -> Step | None:
+        """Plan the next step; None without rows."""
         plan = self._schedule()
         if not plan.items:
             return None
         is_plain = self.recovery.suspect is not None  # an isolated step runs without drafts
-        return self._launch(plan, self._drafts.propose(plan, is_plain=is_plain))
-
-    def _go_ahead(self, flight: Flight) -> None:
-        """Launch the step behind this one as well, if it is known whatever this one draws."""
-        is_due = self._admission.num_preparing or self.scheduler.can_seat
-        is_due = is_due or self.adapters.num_known  # they come and go between any two messages
-        if is_due or self.recovery.suspect is not None or not self.flights.can_follow(flight):
-            return
-        self._tend_queue()
-        items, trees = following(flight, self.scheduler.running)
-        follows = bool(items) and self.flights.may_follow_trees(flight)
-        drafts = self._drafts.go_on(trees, items, may_foresee=follows) if items else None
-        if drafts is not None:
-            self._launch(Plan(items, num_rows=len(items)), drafts, is_ahead=True)
-
-    def _launch(self, plan: Plan, drafts: Proposed, *, is_ahead: bool = False) -> Flight:
+        drafts = self._drafts.propose(plan, is_plain=is_plain)
         items, trees = plan.items, drafts.trees
         masks = step_masks(items, trees)
         likely = self.sessions.num_likely(items, drafts.ceiling)
         built = build_batch(items, trees, plan.num_prefill_rows, masks, likely)
         batch = self.slices.attach(items, built.spans, built.batch, self.scheduler.running)
-        if drafts.foreseen is not None:
-            batch = replace(batch, ahead=drafts.foreseen.arrays(items))
-        flight = Flight(plan, drafts, built, batch, is_ahead)
-        self.flights.launch(flight)
-        return flight
+        return Step(plan, drafts, replace(built, batch=batch))
 
-    def _complete(self, flight: Flight, meanwhile: Callable[[], None]) -> Results:
-        """What is done while a step computes, and with what it drew."""
-        if self._steady.has(flight):
-            meanwhile()
-            results = self.flights.wait()
+    def _launch(self, step: Step) -> None:
+        """Give a step to the runner. Raises StepFailedError."""
+        if step.plan.copies:
+            copies = np.array(step.plan.copies, np.int32)
+            guarded(self.runner.copy_blocks, copies[:, 0].copy(), copies[:, 1].copy())
+        guarded(self.runner.launch, step.built.batch)
+
+    def _complete(self, step: Step, clock: Callable[[], float]) -> Results:
+        """What is done while a step computes, and with what it drew. Raises StepFailedError.
+        clock: the step's seconds so far."""
+        if self._steady.has(step):
+            results = wait_for(self.runner.wait, clock)
             for sequence, draw in self._steady.accept(results, self._deltas):
                 self._conclude(self._emission.emit(sequence, None, draw, results))
             return results
-        self._go_ahead(flight)
-        meanwhile()
-        sequences = [item.sequence for item in flight.plan.items]
-        self.sessions.settle(sequences, draws_first=flight.plan.num_prefill_rows > 0)
-        results = self.flights.wait()
-        self._accept(flight, results)
-        self.flights.accepted(flight, results, self._drafts)
+        sequences = [item.sequence for item in step.plan.items]
+        self.sessions.settle(sequences, draws_first=step.plan.num_prefill_rows > 0)
+        results = wait_for(self.runner.wait, clock)
+        self._accept(step, results)
         self._verify_exact()
         self._move()
-        self._steady.keep(flight, results)
+        self._steady.keep(step, results)
         return results
 
-    def _accept(self, flight: Flight, results: Results) -> None:
-        plan, built = flight.plan, flight.built
-        for item, tree, span in zip(plan.items, flight.drafts.trees, built.spans, strict=True):
-            num_rows = item.num_rows + (0 if tree is None else len(tree.token_ids))
-            if self.flights.is_void(flight, item, num_rows):
-                continue  # it ended while this step was under way, maybe with its request
+    def _accept(self, step: Step, results: Results) -> None:
+        plan, built = step.plan, step.built
+        for item, tree, span in zip(plan.items, step.drafts.trees, built.spans, strict=True):
+            if item.sequence.status is Status.FINISHED:
+                continue  # another choice of its request has failed in this step
             item.sequence.num_computed = item.start + item.num_rows
             take_scores(item.sequence, built.batch, results, span)
             if not item.draws:
@@ -441,15 +436,15 @@ class Engine:
         if end.finish_reason is not None:
             self._finish(sequence, Ending(end.finish_reason, end.stop_reason))
             return
-        if sequence.status is Status.RUNNING and not self.flights:  # its rows may be in the air
+        if sequence.status is Status.RUNNING:
             self.scheduler.trim(sequence)
         if sequence.num_verified > sequence.num_released:
             self._deltas.append(next_delta(sequence, self.slices))
 
     def _move(self) -> None:
-        """Copy the KV of accepted nodes to their slots; a step launched ahead begins with that."""
+        """Copy the KV of accepted nodes to their slots."""
         moves = self._emission.moves.take()
-        if moves is not None and not self.flights:
+        if moves is not None:
             guarded(self.runner.move_slots, *moves)
 
     # -- ends -------------------------------------------------------------------------------
@@ -458,10 +453,9 @@ class Engine:
         """Hand out the last Delta of a choice; give back its blocks, seat and session."""
         self._deltas.append(next_delta(sequence, self.slices, ending))
         self.scheduler.remove(sequence)
-        if not self.flights:
-            self._steady.drop()
+        self._steady.drop()
         self.sessions.close(sequence)
-        self.slices.leave(sequence, is_idle=not self.flights)
+        self.slices.leave(sequence)
         request_id = sequence.request.request_id
         sequences = self._open[request_id]
         sequences.remove(sequence)

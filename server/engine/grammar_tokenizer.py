@@ -10,7 +10,6 @@ without quotes or as <[id]>.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from drafters.json_text import parsed
 from server.engine.grammar_library import LibraryTokenizer
 from server.engine.text_cutter import (
     CutterTables,
     ReadTokenizer,
     TextCutter,
     check_tables,
-    compile_cutter,
     make_tables,
     open_tables,
     save_tables,
@@ -123,14 +122,13 @@ def load_grammar_tokenizer(
 
 
 def prepare_grammar_tokenizer(tokenizer_file: Path | str, kept: Path) -> None:
-    """Have in `kept` and compiled, before requests come, what load_grammar_tokenizer would hold the
+    """Have in `kept`, before requests come, what load_grammar_tokenizer would hold the
     interpreter lock for: once for a tokenizer, 2 s for 262,000 ids. Raises OSError, ValueError,
     KeyError for a file that is no tokenizer's."""
     try:
         check_tables(kept)
     except (OSError, ValueError):
         _tables(Path(tokenizer_file), kept)
-    compile_cutter()
 
 
 def _tables(tokenizer_file: Path, kept: Path | None) -> CutterTables:
@@ -140,7 +138,7 @@ def _tables(tokenizer_file: Path, kept: Path | None) -> CutterTables:
             return open_tables(kept)
     except (OSError, ValueError, KeyError):
         pass  # not there yet, or of an interrupted machine
-    tables = make_tables(json.loads(tokenizer_file.read_text(encoding="utf-8")))
+    tables = make_tables(parsed(tokenizer_file.read_text(encoding="utf-8")))
     if kept is None or tables.pairs is None:
         return tables
     try:

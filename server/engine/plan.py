@@ -13,16 +13,12 @@ from server.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Scheduled:
-    """Rows [start, start + num_rows) of one sequence; `draws` when the last one is drawn from.
-
-    token_from: the draw of the step before whose id its one row takes, -1 where the id is known.
-    """
+    """Rows [start, start + num_rows) of one sequence; `draws` when the last one is drawn from."""
 
     sequence: Sequence
     start: int
     num_rows: int
     draws: bool
-    token_from: int = -1
 
 
 @dataclass(slots=True)

@@ -171,14 +171,6 @@ class DraftPlanner:
             self._credit(heard, chances, taken, shape, price)
         return plan
 
-    def nobody_drafts(self, records: Sequence[DraftRecord], shape: StepShape, room: int) -> bool:
-        """Whether the choices with these records would all draft nothing, without being asked.
-        room: most nodes. Changes nothing."""
-        num_draws = shape.num_draws
-        return all(record.rests_at(num_draws) for record in records) or not self.budget.ceiling(
-            shape.num_draws, shape.num_rows, shape.mean_len, room, shape.num_waiting
-        )
-
     def _credit(
         self,
         turns: Sequence[_Turn],

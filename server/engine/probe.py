@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from drafters.atomic_file import replacing
+from drafters.json_text import parsed
 from server.engine.batch import Batch, DrawParams, Runner
 from server.engine.budget import CostTable, Prober
 from server.engine.table_watch import TableWatch
@@ -162,7 +163,7 @@ def load_or_measure(
     """
     if path is not None:
         try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
+            plain = parsed(path.read_text(encoding="utf-8"))
             if plain["version"] == _VERSION and not plain.get("doubted", False):
                 known = CostTable.from_dict(plain)
                 table = _improved(known, runner, _short_len(runner))

@@ -97,7 +97,7 @@ def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:
         return problem, "engine_error"
     grammar = sequence.grammar
     if grammar is not None and grammar.problem and not grammar.is_dead_end:
-        return f"the grammar cannot be followed any further: {grammar.problem}", "limit_exceeded"
+        return f"the grammar cannot be followed any further: {grammar.problem}", "grammar_limit"
     what = "grammar, " if grammar is not None else ""
     return (
         f"No token satisfies the request's constraints after {sequence.num_output} tokens: "

@@ -183,11 +183,11 @@ class Scheduler:
             sequence.num_blocks += 1
         return max(0, min(num_nodes, sequence.num_blocks * size - first))
 
-    def reserve_rows(self, sequences: SequenceOf[Sequence], num_ahead: int) -> bool:
-        """Slots up to num_ahead positions behind each last known token, from free blocks only.
-        False, and nothing is taken, if there are too few. num_ahead: 0 or 1."""
+    def reserve_rows(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Slots of each last known token, from free blocks only. False, and nothing is taken, if
+        there are too few."""
         pool = self.pool
-        grow = [s for s in sequences if s.num_tokens + num_ahead > s.num_blocks * s.block_size]
+        grow = [s for s in sequences if s.num_tokens > s.num_blocks * s.block_size]
         if len(grow) > pool.num_free:
             return False
         for sequence in grow:

@@ -215,9 +215,8 @@ class Sequence:
         """Emitted ids from output index `start` on."""
         return tuple(self.ids[self.prompt_len + start : self.num_tokens].tolist())
 
-    def draw_params(self, num_ahead: int = 0) -> DrawParams:
-        """What the sampler needs at the current root, or behind num_ahead tokens more that are not
-        known yet (then without penalties)."""
+    def draw_params(self) -> DrawParams:
+        """What the sampler needs at the current root."""
         if self._params is not None:
             return self._params
         params = DrawParams(
@@ -227,7 +226,7 @@ class Sequence:
             self.count_ids,
             self.count_out,
             self.count_prompt,
-            self.num_tokens - self.prompt_len + num_ahead,
+            self.num_tokens - self.prompt_len,
         )
         sampling = self.request.sampling
         if not sampling.has_penalties and sampling.min_tokens == 0:
@@ -317,7 +316,7 @@ class Sequence:
             session.close()
 
     def _count(self, token: int) -> None:
-        # The arrays of earlier steps may still be read by a device: never changed in place.
+        # The arrays of the step under way may still be read by a device: never changed in place.
         at = int(np.searchsorted(self.count_ids, token))
         if at < self.count_ids.shape[0] and self.count_ids[at] == token:
             self.count_out = self.count_out.copy()

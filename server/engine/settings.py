@@ -18,18 +18,16 @@ class EngineSettings(EngineSizes):
     where a step is slow, prompt rows may take this many times as long as the decoding rows alone,
     up to chunked_prefill_rows; with a fixed time alone, chunks on a slow machine or with a large
     model would be so small that most of a prompt's time went to the decoding rows of its many
-    steps. steps_ahead: 1 = a step may be launched before the one before it is accepted
-    (flights.py), where the runner takes two. max_draft_rows: tree nodes a step, over all sequences;
-    0 is off. max_failures: failed steps in a row after which the runner counts as broken.
-    max_verify_every: most unverified tokens of an `exact` sequence. may_use_full_head: whether
-    `exact` draws from the full head where that is cheaper.
+    steps. max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed
+    steps in a row after which the runner counts as broken. max_verify_every: most unverified tokens
+    of an `exact` sequence. may_use_full_head: whether `exact` draws from the full head where that
+    is cheaper.
     """
 
     chunked_prefill_rows: int | None = None
     min_chunked_prefill_rows: int = 16
     target_step_s: float = 0.0
     prefill_ratio: float = 8.0
-    steps_ahead: int = 0
     max_draft_rows: int = 512
     max_failures: int = 8
     max_verify_every: int = 64

@@ -200,9 +200,8 @@ class SliceBook:
             head.slice = head.slice.union([token_id])
             self._find(sequence, head)
 
-    def leave(self, sequence: Sequence, *, is_idle: bool = True) -> None:
-        """Unpin a sequence's rows. is_idle: no step is in flight, so that a table may be dropped;
-        if not, it is dropped later. Idempotent."""
+    def leave(self, sequence: Sequence) -> None:
+        """Unpin a sequence's rows. Idempotent."""
         head = sequence.head
         if head is None or head.where is None:
             return
@@ -210,8 +209,7 @@ class SliceBook:
         if head.where.table >= 0:
             self._index.release(sequence)
             head.where = None
-            if is_idle:
-                self._drop_old()
+            self._drop_old()
 
     def _load_table(self, head: SequenceHead) -> None:
         assert self._runner is not None

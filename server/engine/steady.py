@@ -21,12 +21,11 @@ from server.engine.accept import plain_step
 from server.engine.adapters import AdapterShelf
 from server.engine.admission import Admission
 from server.engine.batch import Int32
-from server.engine.flights import Flight, Flights
 from server.engine.plan import Built, Plan
 from server.engine.results import Results
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, Status
-from server.engine.step_drafts import Proposed, StepDrafts
+from server.engine.step_drafts import Proposed, Step, StepDrafts
 from server.types import Delta, StepCounts
 
 MOST = 64
@@ -45,12 +44,12 @@ class _Simple:
 class _Kept:
     """Steps that follow each other.
 
-    flight: the step. ids: what its rows drew. num_left: steps that may still follow it. num_inside:
+    step: the step. ids: what its rows drew. num_left: steps that may still follow it. num_inside:
     of them those before the first whose row begins a block. may_draft: whether the choices have
     drafters, which rest. simple: of each sequence.
     """
 
-    flight: Flight
+    step: Step
     sequences: list[Sequence]
     simple: list[_Simple | None]
     columns: Int32
@@ -66,35 +65,34 @@ class SteadySteps:
     def __init__(
         self,
         scheduler: Scheduler,
-        flights: Flights,
         drafts: StepDrafts,
         admission: Admission,
         adapters: AdapterShelf,
     ) -> None:
         self._scheduler = scheduler
-        self._flights = flights
         self._drafts = drafts
         self._admission = admission
         self._adapters = adapters
         self._kept: _Kept | None = None
 
-    def has(self, flight: Flight) -> bool:
-        """Whether a step was launched here."""
-        return self._kept is not None and self._kept.flight is flight
+    def has(self, step: Step) -> bool:
+        """Whether a step was made here."""
+        return self._kept is not None and self._kept.step is step
 
-    def keep(self, flight: Flight, results: Results) -> None:
+    def keep(self, step: Step, results: Results) -> None:
         """A step was accepted the usual way: the next one may be like it."""
         self._kept = None
-        items, columns, scheduler = flight.plan.items, flight.built.columns, self._scheduler
+        items, columns, scheduler = step.plan.items, step.built.columns, self._scheduler
         sequences = [item.sequence for item in items]
-        if columns is None or sequences != scheduler.running or not self._flights.waits:
+        if columns is None or sequences != scheduler.running:
             return
         may_draft = any(s.drafter is not None for s in sequences)
-        if flight.plan.num_prefill_rows or (may_draft and not self._drafts.is_resting):
+        if step.plan.num_prefill_rows or (may_draft and not self._drafts.is_resting):
             return
-        if flight.batch.num_likely or not all(map(_is_plain, sequences)):
+        if step.built.batch.num_likely or not all(map(_is_plain, sequences)):
             return
-        tables, batch = flight.batch.block_tables, flight.batch
+        batch = step.built.batch
+        tables = batch.block_tables
         num, size = len(items), sequences[0].block_size
         wider = min(MOST // size + 1, sequences[0].table.shape[0] - tables.shape[1])
         columns = columns.copy()
@@ -108,9 +106,9 @@ class SteadySteps:
             draw_positions=columns[3],
             block_tables=np.pad(tables, ((0, 0), (0, wider))),
         )
-        built = Built(batch, flight.built.spans, flight.built.num_keys)
+        built = Built(batch, step.built.spans, step.built.num_keys)
         self._kept = _Kept(
-            Flight(Plan(items, num_rows=num), Proposed([None] * num), built, batch),
+            Step(Plan(items, num_rows=num), Proposed([None] * num), built),
             sequences,
             [_simple(s) for s in sequences],
             columns,
@@ -120,11 +118,11 @@ class SteadySteps:
         )
 
     def drop(self) -> None:
-        """The next step is planned. Not while one is in flight."""
+        """The next step is planned."""
         self._kept = None
 
-    def launch(self) -> Flight | None:
-        """Launch the step behind the kept one; None where it has to be planned."""
+    def next(self) -> Step | None:
+        """The step behind the kept one; None where it has to be planned."""
         kept, scheduler = self._kept, self._scheduler
         if kept is None:
             return None
@@ -135,25 +133,24 @@ class SteadySteps:
             or scheduler.waiting
             or self._admission.num_preparing
             or kept.sequences != scheduler.running
-            or (kept.num_inside == 0 and not scheduler.reserve_rows(kept.sequences, 0))
-            or (kept.may_draft and not self._drafts.rests_on(kept.flight.plan))
+            or (kept.num_inside == 0 and not scheduler.reserve_rows(kept.sequences))
+            or (kept.may_draft and not self._drafts.rests_on(kept.step.plan))
         ):
             self._kept = None
             return None
         kept.num_left -= 1
-        columns, flight = kept.columns, kept.flight
+        columns, step = kept.columns, kept.step
         columns[1:] += 1
         columns[0] = kept.ids
         if kept.num_inside == 0:
             self._begin_blocks(kept)
-        flight.built.num_keys += columns.shape[1]
-        self._flights.launch(flight)
-        return flight
+        step.built.num_keys += columns.shape[1]
+        return step
 
     def _begin_blocks(self, kept: _Kept) -> None:
         """Put the blocks that rows begin with this step into the Batch."""
         size = kept.sequences[0].block_size
-        tables = kept.flight.batch.block_tables
+        tables = kept.step.built.batch.block_tables
         for row, sequence in enumerate(kept.sequences):
             at, inside = divmod(sequence.num_computed, size)
             if inside == 0:

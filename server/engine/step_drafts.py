@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
-from drafters.base import DraftSession
 from server.engine.draft_record import DraftRecord
 from server.engine.draft_worth import MANY
 from server.engine.drafting import CheckedTree
-from server.engine.foresight import Foreseen, Foresight
-from server.engine.plan import Plan, Scheduled
-from server.engine.planner import Ask, DraftPlanner, StepShape
+from server.engine.plan import Built, Plan, Scheduled
+from server.engine.planner import DraftPlanner, StepShape
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.engine.sessions import DraftSessions
@@ -26,14 +23,21 @@ from server.engine.sessions import DraftSessions
 class Proposed:
     """trees: one or None per item of the step's plan. seconds: that proposing took. ceiling: the
     most nodes that could have paid. has_asked: whether any session was asked, or could have been.
-    foreseen: of a step behind one with trees, whose own trees are known once that one's draws are.
     """
 
     trees: SequenceOf[CheckedTree | None]
     seconds: float = 0.0
     ceiling: int = 0
     has_asked: bool = False
-    foreseen: Foreseen | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step as it is given to the runner."""
+
+    plan: Plan
+    drafts: Proposed
+    built: Built
 
 
 @dataclass(slots=True)
@@ -61,14 +65,12 @@ class StepDrafts:
         self._sessions = sessions
         self._planner = planner
         self._max_draft_rows = max_draft_rows
-        self._judged: dict[Sequence, bool] = {}  # who rests in the next step
         self._rest: _Rest | None = None
 
     def propose(self, plan: Plan, *, is_plain: bool) -> Proposed:
         """Trees for a step; what is chosen has its blocks. is_plain: nobody may draft."""
         if self.rests_on(plan):
             return Proposed([None] * len(plan.items))
-        judged, self._judged = self._judged, {}
         trees: list[CheckedTree | None] = [None] * len(plan.items)
         drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
         for _, item in drawing:
@@ -82,10 +84,7 @@ class StepDrafts:
         began = time.perf_counter()
         shape = self._shape([item for _, item in drawing], plan.num_rows)
         sequences = [plan.items[i].sequence for i in places]
-        if all(sequence in judged for sequence in sequences):
-            resting = [judged[sequence] for sequence in sequences]
-        else:
-            resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
+        resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
         may_draft = self._who_may_draft(sequences, resting, len(drawing))
         places = [i for i, may in zip(places, may_draft, strict=True) if may]
         if not places:
@@ -105,31 +104,6 @@ class StepDrafts:
             spent_s = seconds + self._sessions.take_spent()
             self._planner.budget.host.observe_asking(spent_s, resting.count(False))
         return Proposed(trees, seconds, drafts.ceiling, has_asked)
-
-    def go_on(
-        self,
-        trees: SequenceOf[CheckedTree | None],
-        items: SequenceOf[Scheduled],
-        *,
-        may_foresee: bool,
-    ) -> Proposed | None:
-        """Drafts, with their blocks and those of the items, for a step that is launched before the
-        trees of the step before it are accepted; None where that cannot be, or would not pay.
-
-        trees: of the step before. items: of the same sequences, but for those that end by then.
-        may_foresee: whether the step may depend on trees.
-        """
-        self._end_rest()
-        is_plain = all(tree is None for tree in trees)
-        if not is_plain and not may_foresee:
-            return None
-        if not self.are_off(items):
-            return self._foresee(trees, items) if may_foresee else None
-        if is_plain:
-            has_room = self._scheduler.reserve_rows([item.sequence for item in items], 1)
-            return Proposed([None] * len(items)) if has_room else None
-        reasons = [reason or "cooldown" for reason in self._reasons(items)]
-        return self._proposed(Foreseen(trees, [[] for _ in items], reasons), items)
 
     def _who_may_draft(
         self, sequences: SequenceOf[Sequence], resting: SequenceOf[bool], num_draws: int
@@ -185,111 +159,6 @@ class StepDrafts:
         rest, self._rest = self._rest, None
         if rest is not None and rest.num_done:
             self._planner.rested(rest.records, rest.num_done)
-
-    def settle(
-        self, drafts: Proposed, items: SequenceOf[Scheduled], options: list[int]
-    ) -> Proposed:
-        """The drafts that a foreseen step came to have. options: as in ahead.Resolved."""
-        foreseen = drafts.foreseen
-        assert foreseen is not None
-        flat = [option for of_item in foreseen.options for option in of_item]
-        trees = [flat[i].tree if i >= 0 else None for i in options]
-        for item, tree, reason in zip(items, trees, foreseen.reasons, strict=True):
-            item.sequence.no_draft_reason = "" if tree is not None else reason
-        return replace(drafts, trees=trees)
-
-    def _foresee(
-        self, trees: SequenceOf[CheckedTree | None], items: SequenceOf[Scheduled]
-    ) -> Proposed | None:
-        """Trees for what the step before may draw; None where none of them pays."""
-        began = time.perf_counter()
-        reasons = self._reasons(items)
-        foreseen = Foreseen(trees, [[] for _ in items], list(reasons))
-        places = [i for i, reason in enumerate(reasons) if not reason]
-        shape, room = self._shape(items, len(items)), self._room(len(items))
-        sequences = [items[i].sequence for i in places]
-        resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
-        for i, sequence, rests in zip(places, sequences, resting, strict=True):
-            # A session is opened and told only when a step waits.
-            if rests or sequence.is_resting or sequence.session is None:
-                foreseen.reasons[i] = "budget"
-        places = [i for i in places if not foreseen.reasons[i]]
-        asked: list[Foresight] = []
-        asks: list[Ask] = []
-        for i in places:
-            ask = self._sessions.ask(items[i].sequence)
-            asked.append(
-                Foresight(ask.session, trees[i], ask.max_depth + 1, self._planner.vocab_size)
-            )
-            proposes = cast("DraftSession", asked[-1])  # without a grammar no more is called
-            asks.append(replace(ask, session=proposes, max_depth=ask.max_nodes))
-        drafts = self._planner.plan(asks, shape, room, is_judged=False)
-        for at, error in drafts.errors:
-            self._sessions.disable(items[places[at]].sequence, error)
-        for i, behind, tree, reason in zip(
-            places, asked, drafts.trees, drafts.reasons, strict=True
-        ):
-            foreseen.reasons[i] = reason or "no_match"
-            if tree is not None:
-                num = len(tree.token_ids)
-                foreseen.options[i] = [
-                    replace(option, tree=option.tree.prune(num)) for option in behind.options
-                ]
-        found = any(foreseen.options)
-        seconds = time.perf_counter() - began
-        proposed = self._proposed(foreseen, items, seconds, drafts.ceiling) if found else None
-        if proposed is None:  # `propose` plans the same step again
-            self._judged = dict(zip(sequences, resting, strict=True))
-        else:
-            for ask in asks:
-                ask.record.allowance()
-        return proposed
-
-    def _proposed(
-        self,
-        foreseen: Foreseen,
-        items: SequenceOf[Scheduled],
-        seconds: float = 0.0,
-        ceiling: int = 0,
-    ) -> Proposed | None:
-        """With blocks for the rows, from free ones only; None where there are too few for those
-        that have no draft."""
-        for i, (item, tree) in enumerate(zip(items, foreseen.trees, strict=True)):
-            options = foreseen.options[i]
-            deepest = 1 + (max(tree.depths) if tree is not None else 0)
-            wanted = [deepest, *(o.num_path + 1 + len(o.tree.token_ids) for o in options)]
-            room = self._scheduler.reserve_drafts(item.sequence, max(wanted))
-            if room < deepest:
-                return None
-            foreseen.options[i] = [
-                replace(o, tree=o.tree.prune(room - o.num_path - 1))
-                for o in options
-                if room > o.num_path + 1
-            ]
-        has_asked = any(foreseen.options)
-        return Proposed([None] * len(items), seconds, ceiling, has_asked, foreseen)
-
-    def _reasons(self, items: SequenceOf[Scheduled]) -> list[str]:
-        """Why each has no tree in the step after the one in flight, whatever that draws, or ""."""
-        return [self._sessions.no_draft_reason(item.sequence) for item in items]
-
-    def are_off(self, items: SequenceOf[Scheduled]) -> bool:
-        """Whether nobody will draft in a step of these items, each of one row that draws. True
-        counts as such a step for those who rest from drafting."""
-        records = [
-            item.sequence.draft_record
-            for item in items
-            if not self._sessions.no_draft_reason(item.sequence)
-        ]
-        if not records:
-            return True
-        shape = self._shape(items, len(items))
-        if not self._planner.nobody_drafts(records, shape, self._room(len(items))):
-            return False
-        self._planner.who_rests(records, shape)
-        for record in records:
-            record.allowance()
-        return True
 
     def _shape(self, drawing: SequenceOf[Scheduled], num_rows: int) -> StepShape:
         mean_len = sum(item.start + item.num_rows for item in drawing) / len(drawing)

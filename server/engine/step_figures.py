@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 from server.engine.budget import CostTable, DraftBudget
-from server.engine.flights import Flight, Flights
+from server.engine.figures import StepTotals
 from server.engine.results import Results
 from server.engine.slices import SliceBook
+from server.engine.step_drafts import Step
 
 SAMPLED = 4
 """Of steady steps (steady.py), one in so many is learned from: hundreds a second are alike."""
@@ -24,14 +25,12 @@ _NAMES = (
 class StepFigures:
     """Notes every step that succeeded. cost: the budget's table, if there is one."""
 
-    def __init__(
-        self, cost: CostTable | None, budget: DraftBudget, slices: SliceBook, flights: Flights
-    ) -> None:
+    def __init__(self, cost: CostTable | None, budget: DraftBudget, slices: SliceBook) -> None:
         self._cost = cost
         self._budget = budget
         self._slices = slices
-        self._flights = flights
         self._last: tuple[float, ...] = ()
+        self.totals = StepTotals()
         self._num_steady = 0
 
     @property
@@ -39,29 +38,33 @@ class StepFigures:
         """Those of the last step, as EngineStats has them."""
         return dict(zip(_NAMES, self._last, strict=False))
 
-    def observe(self, flight: Flight, began: float, results: Results, *, is_steady: bool) -> None:
+    def observe(self, step: Step, began: float, results: Results, *, is_steady: bool) -> None:
         """A step that began at `began` (time.perf_counter) is over."""
         model_s = results.model_s
         step_s = time.perf_counter() - began
         host_s = max(0.0, step_s - model_s)
-        plan, batch, drafts = flight.plan, flight.batch, flight.drafts
+        plan, batch, drafts = step.plan, step.built.batch, step.drafts
         self._last = (
             step_s, model_s, drafts.seconds, host_s, batch.num_rows, plan.num_prefill_rows,
             batch.num_draft_rows, drafts.ceiling,
         )  # fmt: skip
+        totals, num_rows = self.totals, batch.num_rows
+        totals.rows[0] += plan.num_prefill_rows
+        totals.rows[1] += num_rows - plan.num_prefill_rows - batch.num_draft_rows
+        totals.rows[2] += batch.num_draft_rows
+        totals.ceiling = drafts.ceiling
+        totals.observe(step_s, model_s, drafts.seconds, host_s, num_rows)
         self._num_steady += is_steady
         if is_steady and self._num_steady % SAMPLED:
             self._budget.host.observe_mix(has_prompt=False)
             return
         if self._cost is not None:
             likely_s = self._cost.likely_s * batch.num_draws if batch.num_likely else 0.0
-            of_step = (batch.num_rows, flight.built.num_keys, model_s - likely_s)
+            of_step = (batch.num_rows, step.built.num_keys, model_s - likely_s)
             self._cost.observe(*of_step)
             if self._cost.watch is not None and len(plan.items) == 1 and not plan.num_prefill_rows:
                 self._cost.watch.observe(*of_step)
-        if not flight.is_ahead and not self._flights:  # drafts are priced by steps that wait
-            self._budget.observe_host(host_s)
-        beside_s = self._flights.beside_s if flight.is_ahead else host_s
-        self._budget.host.observe_step(plan, drafts.has_asked, beside_s)
+        self._budget.observe_host(host_s)
+        self._budget.host.observe_step(plan, drafts.has_asked, host_s)
         head_s, has_prompt = results.drawn.head_s, plan.num_prefill_rows > 0
         self._slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)

@@ -466,8 +466,7 @@ class TaskStore:
             try:
                 base = Corpus.load(reservoir.corpus, fingerprint=self._fingerprint_of(key[1]))
             except (OSError, ValueError) as error:
-                _log.warning("task %s: its corpus cannot be read: %s", key[0], error)
-                return
+                _log.warning("task %s learns beside no corpus: %s", key[0], error)
         if len(reservoir.outputs) == 0:
             return
         layer = build_layer(

@@ -10,17 +10,14 @@ that grammars force. So the `tokenizers` library only does here what comes befor
 vocabulary of these alone, and the merges (Sennrich, Haddow and Birch 2016) are one sorted table.
 Other kinds of tokenizers are read whole.
 
-File: magic b"TLRMERG1" | uint64 bytes of the JSON | JSON, padded with spaces to 8 bytes |
-int64 pairs [M], ascending: left id << 32 | right id | int64 merged [M]: rank << 32 | new id.
+The file is one of drafters.array_file, with the rest of the tokenizer.json as bytes.
+pairs: int64 [M], ascending: left id << 32 | right id. merged: int64 [M]: rank << 32 | new id.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
-import mmap
 import secrets
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.atomic_file import replacing
-from drafters.jit import compiled, keep_while_unchanged
+from drafters.array_file import Column, read_arrays, write_arrays
+from drafters.heap import pop, push
+from drafters.jit import compiled, entry
+from drafters.json_text import parsed
 from drafters.sorted_keys import find_row
 
 Int64 = npt.NDArray[np.int64]
@@ -38,10 +37,12 @@ Int64 = npt.NDArray[np.int64]
 ReadTokenizer = Callable[[str], Any]
 """Tokenizer.from_str of the `tokenizers` library, which this package does not import."""
 
-_MAGIC = b"TLRMERG1"
-_HEADER = struct.Struct("<8sQ")
-
-keep_while_unchanged(__name__.rpartition(".")[0], Path(__file__).parent)
+_KIND, _VERSION = "table of merges", 2
+_COLUMNS = {
+    "told": Column("uint8", (None,)),
+    "pairs": Column("int64", ("pairs",), low=0, ascends=True),
+    "merged": Column("int64", ("pairs",), low=0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,48 +164,35 @@ def save_tables(tables: CutterTables, path: Path) -> None:
     told = json.dumps(
         {"spec": tables.spec, "control": tables.control, "num_ids": tables.num_ids}
     ).encode()
-    told += b" " * (-len(told) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(_HEADER.pack(_MAGIC, len(told)) + told)
-        for table in (tables.pairs, tables.merged):
-            file.write(np.ascontiguousarray(table, "<i8").tobytes())
+    write_arrays(
+        path,
+        kind=_KIND,
+        version=_VERSION,
+        fingerprint="",
+        meta={},
+        arrays={
+            "told": np.frombuffer(told, np.uint8), "pairs": tables.pairs, "merged": tables.merged
+        },
+    )  # fmt: skip
 
 
 def check_tables(path: Path) -> None:
-    """Raises ValueError, OSError where open_tables would, without reading what is in it."""
-    _mapped(path)
-
-
-def _mapped(path: Path) -> tuple[mmap.mmap, int]:
-    """(the file, where its tables begin)."""
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(data) < _HEADER.size or data[:8] != _MAGIC:
-        raise ValueError(f"{path}: not a table of merges")
-    begin = _HEADER.size + _HEADER.unpack_from(data)[1]
-    if begin > len(data) or (len(data) - begin) % 16:
-        raise ValueError(f"{path}: the table of merges is cut short")
-    return data, begin
+    """Raises ValueError, OSError where open_tables would, without making anything of it."""
+    read_arrays(path, kind=_KIND, version=_VERSION, fingerprint="", columns=_COLUMNS)
 
 
 def open_tables(path: Path) -> CutterTables:
     """Map what `save_tables` wrote. Raises ValueError for another file, OSError."""
-    data, begin = _mapped(path)
-    told = json.loads(data[_HEADER.size : begin])
-    if hasattr(mmap, "MADV_DONTNEED"):
-        data.madvise(mmap.MADV_DONTNEED)  # it is not read again
-    num = (len(data) - begin) // 16
-    pairs = np.frombuffer(data, "<i8", num, begin)
-    merged = np.frombuffer(data, "<i8", num, begin + 8 * num)
-    return CutterTables(told["spec"], told["control"], told["num_ids"], pairs, merged)
-
-
-def compile_cutter() -> None:
-    """Have compiled what a TextCutter of mapped tables calls: it takes seconds, once."""
-    mapped = np.zeros(1, np.int64)
-    mapped.flags.writeable = False
-    _merge(np.zeros(2, np.int64), np.arange(2), mapped, mapped)
+    read = read_arrays(path, kind=_KIND, version=_VERSION, fingerprint="", columns=_COLUMNS)
+    told = parsed(read.arrays["told"].tobytes())
+    read.release_pages()
+    return CutterTables(
+        told["spec"],
+        told["control"],
+        told["num_ids"],
+        read.arrays["pairs"],
+        read.arrays["merged"],
+    )
 
 
 class TextCutter:
@@ -224,6 +212,7 @@ class TextCutter:
         return [int(i) for i in ids[:num]]
 
 
+@entry
 @compiled
 def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
     """Merge ids of the same word, the lowest rank first, of equal ones the leftmost; in place.
@@ -231,16 +220,23 @@ def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
     n, num_pairs = ids.shape[0], pairs.shape[0]
     after = np.arange(1, n + 1)
     before = np.arange(-1, n - 1)
-    waiting: list[Any] = [(np.int64(0), np.int64(0), np.int64(0))]  # (rank, place, pair's place)
-    waiting.clear()
     rows = np.full(n, -1, np.int64)  # of the pair that begins here now
+    # What waits: at first a pair a place, then two a merge. Keys: -(rank, place).
+    keys = np.empty(3 * n, np.int64)
+    places = np.arange(3 * n).astype(np.int32)
+    waiting = np.empty(3 * n, np.int64)  # the pair's row
+    size = 0
     for i in range(n - 1):
         if words[i] == words[i + 1]:
             rows[i] = find_row(pairs, 0, num_pairs, ids[i] << 32 | ids[i + 1])
             if rows[i] >= 0:
-                heapq.heappush(waiting, (merged[rows[i]] >> 32, np.int64(i), rows[i]))
-    while len(waiting) > 0:
-        _, first, row = heapq.heappop(waiting)
+                key = (merged[rows[i]] >> 32) << 32 | i
+                waiting[push(keys, places, size, -key)] = rows[i]
+                size += 1
+    while size > 0:
+        first = -keys[0] & 0xFFFFFFFF
+        row = waiting[pop(keys, places, size)]
+        size -= 1
         if rows[first] != row:
             continue
         gone = after[first]
@@ -256,7 +252,9 @@ def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
                 if words[left] == words[right]:
                     rows[left] = find_row(pairs, 0, num_pairs, ids[left] << 32 | ids[right])
                 if rows[left] >= 0:
-                    heapq.heappush(waiting, (merged[rows[left]] >> 32, left, rows[left]))
+                    key = (merged[rows[left]] >> 32) << 32 | left
+                    waiting[push(keys, places, size, -key)] = rows[left]
+                    size += 1
     num, place = 0, 0
     while place < n:
         ids[num] = ids[place]

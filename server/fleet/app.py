@@ -120,7 +120,7 @@ class DeskDeployment:
     async def state(self, model: str) -> FleetState:
         """For the ingresses."""
         standings = self._desk.standings(model)
-        return FleetState(self._desk.info(model), {s.name: s.stats for s in standings})
+        return FleetState(self._desk.info(model), {s.name: s.figures for s in standings})
 
     async def take(self, claim: Claim) -> Grant:
         """For the ingresses: of a key's budget."""
@@ -227,7 +227,7 @@ class EngineDeployment:
     async def _tell(self) -> None:
         while True:
             await asyncio.sleep(_TELL_S)
-            self._replica.costs.observe(self._replica.stats)
+            await self._replica.look()
             try:
                 await self._tell_once()
             except Exception as error:
@@ -242,7 +242,7 @@ class EngineDeployment:
                 self._replica_id,
                 ray.get_runtime_context().get_node_id(),
                 replica.info,
-                replica.stats,
+                replica.figures,
                 replica.costs.habits(),
             )
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.types import Delta, EngineStats
+from server.types import Delta
 
 _KEPT = 0.98  # of the old sums, at each new measurement
 _KEPT_OF_TASK = 0.95  # at each finished choice
@@ -73,15 +73,12 @@ class CostMeter:
         self._sums = [0.0] * 5  # weight, rows, seconds, rows squared, rows x seconds
         self.recent: tuple[float, float] | None = None
         """Rows and seconds of the last few steps."""
-        self._last: EngineStats | None = None
         self._tasks: dict[str, list[float]] = {}  # finished, tokens, steps
 
-    def observe(self, stats: EngineStats) -> None:
-        """An engine's snapshot; the same one again is not counted twice."""
-        if stats.num_rows < 1 or stats.step_s <= 0.0 or stats == self._last:
+    def observe(self, rows: float, step_s: float) -> None:
+        """What steps had and took, in the mean."""
+        if rows < 1.0 or step_s <= 0.0:
             return
-        self._last = stats
-        rows, step_s = float(stats.num_rows), stats.step_s
         new = (1.0, rows, step_s, rows * rows, rows * step_s)
         before = self.recent or (rows, step_s)
         self.recent = (_mean(before[0], rows), _mean(before[1], step_s))

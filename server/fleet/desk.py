@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from server.types import EngineStats, ModelInfo
+from server.types import FigureValue, ModelInfo
 
 LIVES_S = 1.5
 """A replica that has told something since then lives: it does so every second."""
@@ -20,14 +20,15 @@ GONE_AFTER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The state of a replica. name: of its engine, `model/rank`. replica_id: as Serve calls it."""
+    """The state of a replica. name: of its engine, `model/rank`. replica_id: as Serve calls it.
+    figures: in the order of the info's."""
 
     name: str
     model: str
     replica_id: str
     node: str
     info: ModelInfo
-    stats: EngineStats
+    figures: list[FigureValue]
     habits: Mapping[str, list[float]]
 
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from server import channel
@@ -23,7 +23,7 @@ from server.errors import EngineDiedError, NoEngineError, QueueTimeoutError
 from server.fleet.continuation import Continuation, TextChangedError
 from server.fleet.replica import LOST
 from server.fleet.routing import Job, prefix_chain
-from server.types import AdapterFigures, Delta, EngineStats, ModelInfo, Request
+from server.types import Delta, FigureValue, ModelInfo, Request
 
 log = logging.getLogger("tailor.fleet")
 
@@ -47,11 +47,11 @@ class ReplicaLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """What is known of a model's replicas: one's info (None before any is ready) and the stats of
-    each by its name."""
+    """What is known of a model's replicas: one's info (None before any is ready) and the figures of
+    each by its name, in the order of the info's."""
 
     info: ModelInfo | None
-    stats: dict[str, EngineStats]
+    figures: dict[str, list[FigureValue]]
 
 
 class Replicas(Protocol):
@@ -192,8 +192,6 @@ class FleetHandle:
                 if not announced and state.info is not None:
                     announced = True
                     self._tell(("ready", state.info))
-                elif announced:
-                    self._tell(("stats", total(list(state.stats.values()))))
             if announced:
                 self._tell(("beat", 0.0))
             await asyncio.sleep(_POLL_S if announced else 0.1)
@@ -270,51 +268,13 @@ class FleetHandle:
                     )
                 new = continuation.pass_on(told[1])
                 if new:
-                    self._tell(("deltas", new, None))
+                    self._tell(("deltas", new))
 
     def _fail(self, request: Request, text: str, code: str) -> None:
         delta = Delta(
             request.request_id, 0, (), finish_reason="error", error=text, error_code=code or None
         )
-        self._tell(("deltas", [delta], None))
-
-
-def total(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums over replicas; of seconds and verify_every, the largest. What each replica has from
-    others is told of each alone."""
-    if not stats:
-        return EngineStats()
-    values: dict[str, Any] = {}
-    for field in fields(EngineStats):
-        if field.name in ("learned", "shared", "adapters", "device"):
-            continue
-        numbers = [getattr(one, field.name) for one in stats]
-        longest = field.name.endswith("_s") or field.name in ("verify_every", "draft_budget")
-        values[field.name] = max(numbers) if longest else sum(numbers)
-    learned: dict[str, list[int]] = {}
-    for one in stats:
-        for task, tokens, outputs in one.learned:
-            sums = learned.setdefault(task, [0, 0])
-            sums[0] += tokens
-            sums[1] += outputs
-    values["learned"] = tuple((task, *sums) for task, sums in sorted(learned.items()))
-    values["adapters"] = _adapters(stats)
-    return EngineStats(**values)
-
-
-def _adapters(stats: Sequence[EngineStats]) -> tuple[AdapterFigures, ...]:
-    """The sums over replicas, by adapter."""
-    sums: dict[str, AdapterFigures] = {}
-    for figures in (figures for one in stats for figures in one.adapters):
-        known = sums.get(figures.name, AdapterFigures(figures.name))
-        sums[figures.name] = AdapterFigures(
-            figures.name,
-            known.num_requests + figures.num_requests,
-            known.num_loads + figures.num_loads,
-            known.num_evictions + figures.num_evictions,
-            known.num_bytes + figures.num_bytes,
-        )
-    return tuple(sums[name] for name in sorted(sums))
+        self._tell(("deltas", [delta]))
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

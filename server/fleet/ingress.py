@@ -24,6 +24,7 @@ from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
 from server.fleet.figures import FleetMetrics, WithoutEngines
 from server.fleet.parts import Front
+from server.metrics.engine_figures import total
 from server.tracing import TraceSink, open_tracer
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
@@ -160,12 +161,14 @@ class IngressApp:
 
     def _note(self, model: str, state: FleetState) -> None:
         """Tell each replica's figures in /metrics, and which are gone."""
-        before = self._known.get(model, set())
-        if state.info is not None:
-            for name in state.stats.keys() - before:
-                self._metrics.engine_ready(name, model, state.info)
-        for name, stats in state.stats.items():
-            self._metrics.engine_stats(name, model, stats)
-        for name in before - state.stats.keys():
+        before, info = self._known.get(model, set()), state.info
+        if info is not None:
+            for name in state.figures.keys() - before:
+                self._metrics.engine_ready(name, model, info)
+            for name, values in state.figures.items():
+                self._metrics.engine_told(name, values)
+            sums = total(info.figures, [values for values in state.figures.values() if values])
+            self._metrics.engine_told(f"{model}/fleet", sums)
+        for name in before - state.figures.keys():
             self._metrics.engine_down(name, model, restarted=False)
-        self._known[model] = set(state.stats)
+        self._known[model] = set(state.figures)

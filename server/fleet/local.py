@@ -249,7 +249,8 @@ def _ray() -> Any:
         from ray import serve
     except ImportError:
         raise ConfigError(
-            "a fleet needs Ray Serve, which is not installed: pip install 'tailor-server[ray]'"
+            "a fleet needs Ray Serve, which is not installed: "
+            "pip install 'ray[serve]>=2.60,<2.61' fsspec"
         ) from None
     del serve
     return ray

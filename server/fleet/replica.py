@@ -16,6 +16,7 @@ from typing import Any
 from server import channel
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
+from server.api.engines.submission import GRAMMAR_FIELD
 from server.api.engines.supervisor import RestartPolicy
 from server.errors import (
     DrainingError,
@@ -28,13 +29,14 @@ from server.errors import (
 from server.fleet.costs import CostMeter, habits_of
 from server.fleet.scaling import ReplicaWork
 from server.metrics.series import Metrics
-from server.types import AdapterOrder, Delta, EngineStats, ModelInfo, Request
+from server.types import AdapterOrder, Delta, FigureValue, ModelInfo, Request
 
 LOST = "lost"
 """("lost", replica_id, taken): the last message of a stream that broke off; the request may be run
 again elsewhere. taken: whether this replica's engine had begun to work for it."""
 
 _CONTROL_S = 8.0
+_LOOK_S = 1.0
 _ELSEWHERE = (EngineDiedError, NoEngineError, DrainingError)
 """Errors after which another replica may serve the request: this one's engine is gone, starts
 again, or is about to end."""
@@ -71,6 +73,9 @@ class EngineReplica:
         )
         self.costs = CostMeter()
         self._pause_s = 1.0 / max_messages_per_s
+        self.figures: list[FigureValue] = []
+        self._named: dict[str, float] = {}
+        self._counted: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._known: dict[str, int] = {}  # adapters that `know` told: in which life of the engine
 
     async def start(self) -> ModelInfo:
@@ -87,10 +92,25 @@ class EngineReplica:
             raise NoEngineError("The engine is not ready.")
         return info
 
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's last snapshot."""
-        return self.client.slots[0].stats
+    async def look(self) -> None:
+        """Have the engine tell its figures; one that is busy for longer keeps what it told."""
+        try:
+            answer = await self.control("figures", None, _LOOK_S)
+        except (TimeoutError, TailorError):
+            return
+        self.figures = answer["value"]
+        names = (figure.name for figure in self.info.figures)
+        named: dict[str, Any] = dict(zip(names, self.figures, strict=False))
+        self._named = {
+            name: value for name, value in named.items() if isinstance(value, int | float)
+        }
+        # Steps, rows and seconds since the engine's start.
+        (_, rows), (_, seconds) = named["step_rows"], named["step_time_seconds"]
+        now = (named["engine_steps"], rows, seconds)
+        steps, rows, seconds = (a - b for a, b in zip(now, self._counted, strict=True))
+        self._counted = now
+        if steps > 0:
+            self.costs.observe(rows / steps, seconds / steps)
 
     @property
     def serves(self) -> bool:
@@ -100,19 +120,21 @@ class EngineReplica:
     @property
     def work(self) -> ReplicaWork:
         """What the autoscaler needs to know of it."""
-        stats, info = self.stats, self.info
+        info, figures = self.info, self._named
+        waiting = int(figures.get("num_requests_waiting", 0))
+        waiting_rows = int(figures.get("num_tokens_waiting", 0))
         costs = self.costs.costs(info.max_num_seqs)
         habits = habits_of(self.costs.habits()).values()
         return ReplicaWork(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            waiting_rows=stats.num_waiting_tokens,
+            num_running=int(figures.get("num_requests_running", 0)),
+            num_waiting=waiting,
+            waiting_rows=waiting_rows,
             base_s=0.0 if costs is None else costs.base_s,
             row_s=0.0 if costs is None else costs.row_s,
             seats=info.max_num_seqs,
             max_rows=info.max_num_batched_tokens,
             steps=sum(habit.steps for habit in habits) / max(1, len(habits)),
-            prompt_tokens=stats.num_waiting_tokens / max(1, stats.num_waiting),
+            prompt_tokens=waiting_rows / max(1, waiting),
         )
 
     def check(self) -> None:
@@ -124,7 +146,7 @@ class EngineReplica:
             raise NoEngineError(f"{self.spec.name}: its engine is gone or hangs")
 
     async def stream(self, request: bytes, age_s: float) -> AsyncGenerator[bytes, None]:
-        """The messages of one Request: ("deltas", deltas, None), and LOST where it broke off.
+        """The messages of one Request: ("deltas", deltas), and LOST where it broke off.
 
         request: channel.encode(("submit", request)). age_s: seconds since it arrived at the
         ingress, whose clock is another one. Closing the stream aborts the Request.
@@ -143,7 +165,7 @@ class EngineReplica:
                 deltas = [delta for _, delta in arrived]
                 for delta in deltas:
                     self.costs.count(order.task, delta)
-                yield channel.encode(("deltas", deltas, None))
+                yield channel.encode(("deltas", deltas))
                 wait_s = sent_s + self._pause_s * self.client.num_open - time.monotonic()
                 if wait_s > 0.0:
                     await asyncio.sleep(wait_s)
@@ -184,11 +206,13 @@ class EngineReplica:
             return (LOST, self.replica_id, False)
         if isinstance(error, _ELSEWHERE) or type(error) is UnavailableError:
             return (LOST, self.replica_id, taken)
-        # Submission put the field in front; the ingress does so again, with the route's own name.
-        text = error.message
-        if error.param is not None:
-            text = text.removeprefix(f"{error.param}: ")
+        # Without the field: the ingress puts it in front, with the route's own name.
+        code = error.code
+        if error.at == GRAMMAR_FIELD:
+            code = {"invalid_value": "grammar_invalid", "limit_exceeded": "grammar_limit"}.get(
+                code or "", code
+            )
         delta = Delta(
-            request.request_id, 0, (), finish_reason="error", error=text, error_code=error.code
+            request.request_id, 0, (), finish_reason="error", error=error.text, error_code=code
         )
-        return ("deltas", [delta], None)
+        return ("deltas", [delta])

@@ -1,9 +1,9 @@
-"""Every Prometheus series of the server, and who counts what (families.py declares them).
+"""Every series that the API counts, declared where it is kept, and the registry of /metrics.
 
-All values are counted in the API process, from the Deltas that also make `usage` (server.api.usage
-calls in here), so counters equal the sums of the requests' usage. Names follow vLLM's suffixes
-under the prefix `tailor_`. Latency histograms start at 1 ms; propose and host times, which lie far
-below that, start at 10 us.
+Requests are counted in the API process, from the Deltas that also make `usage` (server.api.usage
+calls in here), so counters equal the sums of the requests' usage. What engines tell of themselves
+is in engine_figures.py. Names follow vLLM's suffixes under the prefix `tailor_`. Latency histograms
+start at 1 ms; propose and host times, which lie far below that, start at 10 us.
 
 One `Metrics` per app, with a registry of its own: two apps in one process never share a series.
 
@@ -27,32 +27,48 @@ Definitions that are easy to get wrong:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric as MetricFamily
 
-from server.metrics.families import (
-    AdapterFamilies,
-    EngineFamilies,
-    LearningFamilies,
-    Registry,
-    RequestFamilies,
-    SpeculationFamilies,
-    VocabularyFamilies,
-)
+from server.metrics.engine_figures import EngineFigures
 from server.metrics.vllm_names import VllmNames
 from server.types import (
-    AdapterFigures,
-    DeviceFigures,
-    EngineStats,
+    LATENCY_BUCKETS_S,
+    SHORT_BUCKETS_S,
+    FigureValue,
     ModelInfo,
     StepCounts,
     VocabularyCounts,
 )
 
-_TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+_REQUEST = ("task", "model")
+_DRAFTED = ("task", "drafter", "model")
+_MODE = ("task", "mode", "model")
+_ENGINE = ("engine", "model")
+
+
+def _series(kind: type[Any], name: str, text: str, labels: tuple[str, ...], *buckets: float) -> Any:
+    """A field that holds one series of the family that is declared so."""
+    options = {"buckets": buckets} if buckets else {}
+    return field(metadata={"family": (kind, f"tailor_{name}", text, labels, options)})
+
+
+def _drafted(name: str, text: str) -> Any:
+    return _series(Counter, name, text, _DRAFTED)
+
+
+def _seconds(name: str, text: str) -> Any:
+    return _series(Histogram, f"{name}_seconds", text, _REQUEST, *LATENCY_BUCKETS_S)
+
+
+def _tokens(name: str, text: str) -> Any:
+    return _series(Histogram, name, text, _REQUEST, *TOKEN_BUCKETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,112 +80,192 @@ class TaskSeries:
 
     labels: tuple[str, str, str]
     pairs: dict[tuple[str, str], tuple[Counter, Counter]]
-    prompt_tokens: Counter
-    generation_tokens: Counter
-    cached_tokens: Counter
-    decode_steps: Counter
-    drafts: Counter
-    draft_tokens: Counter
-    accepted_tokens: Counter
-    expected_tokens: Counter
-    wasted_rows: Counter
-    time_to_first_token: Histogram
-    inter_token: Histogram
-    per_output_token: Histogram
-    end_to_end: Histogram
-    prefill: Histogram
-    decode: Histogram
-    queue: Histogram
-    prompt_size: Histogram
-    generation_size: Histogram
+    prompt_tokens: Counter = _drafted("prompt_tokens", "Prompt tokens of answered requests")
+    generation_tokens: Counter = _drafted("generation_tokens", "Emitted tokens, after the cut")
+    cached_tokens: Counter = _drafted("prompt_tokens_cached", "Prompt tokens from the prefix cache")
+    decode_steps: Counter = _drafted(
+        "spec_decode_num_decode_steps", "Steps that emitted tokens, drafted or not"
+    )
+    drafts: Counter = _drafted("spec_decode_num_drafts", "Steps that carried draft nodes")
+    draft_tokens: Counter = _drafted("spec_decode_num_draft_tokens", "Verified draft rows")
+    accepted_tokens: Counter = _drafted(
+        "spec_decode_num_accepted_tokens", "Draft tokens kept after the cut"
+    )
+    wasted_rows: Counter = _drafted(
+        "spec_decode_num_wasted_rows", "Verified draft rows that were not kept"
+    )
+    expected_tokens: Counter = _drafted(
+        "spec_decode_expected_accepted_tokens",
+        "Draft tokens that the calibration expected to be kept",
+    )
+    time_to_first_token: Histogram = _seconds("time_to_first_token", "Arrival to first token")
+    inter_token: Histogram = _seconds("inter_token_latency", "Time between tokens")
+    per_output_token: Histogram = _seconds(
+        "request_time_per_output_token", "Mean time per token after the first"
+    )
+    end_to_end: Histogram = _seconds("e2e_request_latency", "Arrival to last token")
+    prefill: Histogram = _seconds("request_prefill_time", "First step to first token of a request")
+    decode: Histogram = _seconds("request_decode_time", "First token to last token of a choice")
+    queue: Histogram = _seconds("request_queue_time", "Arrival to first step")
+    prompt_size: Histogram = _tokens("request_prompt_tokens", "Prompt tokens per request")
+    generation_size: Histogram = _tokens("request_generation_tokens", "Emitted tokens per choice")
 
 
-@dataclass(slots=True)
+def _sliced(name: str, text: str) -> Any:
+    return _series(Counter, name, text, _MODE)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSeries:
+    """The series of LM-head slices of one (task, mode, model). Counters are called like the fields
+    of VocabularyCounts that they sum."""
+
+    num_slice_steps: Counter = _sliced(
+        "vocab_slice_steps", "Decode steps drawn from a slice of the LM head"
+    )
+    num_full_steps: Counter = _sliced(
+        "vocab_full_steps", "Decode steps of sliced requests drawn from the full head"
+    )
+    head_rows: Counter = _sliced("vocab_head_rows", "LM-head rows computed for sliced requests")
+    num_loaded: Counter = _sliced("vocab_row_loads", "LM-head rows copied for requests")
+    num_verifications: Counter = _sliced("vocab_verify_windows", "Verifications of a choice")
+    num_checked: Counter = _sliced("vocab_verified_tokens", "Tokens that were verified")
+    num_missed: Counter = _sliced("vocab_slice_misses", "Tokens the full head replaced")
+    num_dropped: Counter = _sliced("vocab_dropped_tokens", "Tokens taken back, never sent")
+    num_ids: Gauge = _series(Gauge, "vocab_slice_ids", "Ids of the last slice", _MODE)
+    verify_s: Histogram = _series(
+        Histogram,
+        "vocab_verify_time_seconds",
+        "Verifications that a choice waited for",
+        _MODE,
+        *SHORT_BUCKETS_S,
+    )
+
+
+_SLICE_COUNTERS = tuple(
+    one.name for one in fields(SliceSeries) if one.name not in ("num_ids", "verify_s")
+)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSeries:
-    """The series of one engine slot; `last` holds the cumulative counts seen so far."""
+    """What the API knows of one engine slot; a slot keeps its series over restarts."""
 
-    running: Gauge
-    waiting: Gauge
-    waiting_tokens: Gauge
-    kv_usage: Gauge
-    cached_blocks: Gauge
-    draft_budget: Gauge
-    slice_rows: Gauge
-    slice_bytes: Gauge
-    verify_every: Gauge
-    slice_hits: Counter
-    slice_loads: Counter
-    slice_evictions: Counter
-    up: Gauge
-    steps: Counter
-    prefill_rows: Counter
-    decode_rows: Counter
-    draft_rows: Counter
-    step: Histogram
-    model: Histogram
-    propose: Histogram
-    host: Histogram
-    rows: Histogram
-    preemptions: Counter
-    steps_ahead: Counter
-    void_rows: Counter
-    prefix_queries: Counter
-    prefix_hits: Counter
-    restarts: Counter
-    last: EngineStats
+    up: Gauge = _series(Gauge, "engine_up", "1 while the engine serves", _ENGINE)
+    heartbeat_age: Gauge = _series(
+        Gauge,
+        "engine_heartbeat_age_seconds",
+        "Seconds since the engine last made progress",
+        _ENGINE,
+    )
+    vocab_size: Gauge = _series(
+        Gauge, "model_vocab_size", "Ids of the model, padding included", _ENGINE
+    )
+    restarts: Counter = _series(Counter, "engine_restarts", "Restarts of dead engines", _ENGINE)
+
+
+_BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
+    "spec_decode_num_offered_per_pos": (
+        Counter, "Drafts with a node at this depth", (*_DRAFTED, "position"),
+    ),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        Counter, "Draft tokens kept, by depth (0 = the first)", (*_DRAFTED, "position"),
+    ),
+    "spec_decode_num_draft_tokens_by_source": (
+        Counter, "Verified draft rows, by source", (*_DRAFTED, "source"),
+    ),
+    "spec_decode_num_accepted_tokens_by_source": (
+        Counter, "Draft tokens kept, by source", (*_DRAFTED, "source"),
+    ),
+    "spec_decode_num_draft_tokens_by_survival": (
+        Counter, "Verified draft rows, by the tenth of their claimed chance",
+        (*_DRAFTED, "survival"),
+    ),
+    "spec_decode_num_accepted_tokens_by_survival": (
+        Counter, "Draft tokens kept, by the tenth of their claimed chance",
+        (*_DRAFTED, "survival"),
+    ),
+    "spec_decode_num_no_draft": (
+        Counter, "Steps without a draft, by reason", (*_DRAFTED, "reason"),
+    ),
+    "request_success": (Counter, "Finished choices", (*_REQUEST, "finished_reason")),
+    "request_outcomes": (
+        Counter, "Requests by outcome (ok, abort, error)", (*_REQUEST, "outcome"),
+    ),
+    "http_responses": (
+        Counter, "HTTP responses by route, status and error code", ("route", "status", "code"),
+    ),
+    "model_weights": (
+        Gauge, "1; how the weights are kept, what multiplies them", (*_ENGINE, "form", "kernel"),
+    ),
+    "kv_cache_bytes": (
+        Gauge, "Most that keys and values may take, and what they are kept as",
+        (*_ENGINE, "dtype"),
+    ),
+    "corpus_tokens": (Gauge, "Tokens of the task's corpus", ("task",)),
+}  # fmt: skip
+"""Families whose series are looked up by a label that comes with each count."""
+
+_PAIRS = {
+    "position": ("spec_decode_num_offered_per_pos", "spec_decode_num_accepted_tokens_per_pos"),
+    "source": (
+        "spec_decode_num_draft_tokens_by_source", "spec_decode_num_accepted_tokens_by_source",
+    ),
+    "survival": (
+        "spec_decode_num_draft_tokens_by_survival", "spec_decode_num_accepted_tokens_by_survival",
+    ),
+}  # fmt: skip
+_TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
+_T = TypeVar("_T")
 
 
 class Metrics:
     """All series and the registry that holds them.
 
-    vllm_aliases: /metrics has the same figures under vLLM's names too
-    (server.metrics.vllm_names).
+    vllm_aliases: /metrics has the same figures under all of vLLM's names too, not only under its
+    main ones (server.metrics.vllm_names).
     """
 
     def __init__(self, *, vllm_aliases: bool = False) -> None:
-        r = self.registry = Registry()
-        self._speculation = SpeculationFamilies(r)
-        self._vocabulary = VocabularyFamilies(r)
-        self._requests = RequestFamilies(r)
-        self._engine_families = EngineFamilies(r)
-        self._learning = LearningFamilies(r)
-        self._adapters = AdapterFamilies(r)
+        r = self.registry = CollectorRegistry(auto_describe=True)
+        self._families: dict[str, Any] = {
+            one.name: kind(name, text, labels, registry=r, **options)
+            for cls in (TaskSeries, SliceSeries, EngineSeries)
+            for one in fields(cls)
+            if one.metadata
+            for kind, name, text, labels, options in [one.metadata["family"]]
+        }
+        self._by_label: dict[str, Any] = {
+            name: kind(f"tailor_{name}", text, labels, registry=r)
+            for name, (kind, text, labels) in _BY_LABEL.items()
+        }
+        self._engine_figures = EngineFigures()
+        r.register(self._engine_figures)
         self._tasks: dict[tuple[str, str, str], TaskSeries] = {}
-        self._slices: dict[tuple[str, str, str], tuple[Counter, ...]] = {}
+        self._slices: dict[tuple[str, str, str], SliceSeries] = {}
         self._engines: dict[str, EngineSeries] = {}
-        self._aliases: CollectorRegistry | None = None
-        if vllm_aliases:
-            self._aliases = CollectorRegistry(auto_describe=False)
-            self._aliases.register(VllmNames(r))
+        self._aliases = CollectorRegistry(auto_describe=False)
+        self._aliases.register(VllmNames(self.families, all_names=vllm_aliases))
+
+    def _made(self, cls: type[_T], given: Mapping[str, str], **further: Any) -> _T:
+        """The series of one set of labels."""
+        series = {
+            one.name: self._families[one.name].labels(
+                *(given[name] for name in one.metadata["family"][3])
+            )
+            for one in fields(cls)  # type: ignore[arg-type]
+            if one.metadata
+        }
+        return cls(**further, **series)
 
     def task(self, task: str, drafter: str, model: str) -> TaskSeries:
         """The series of a task under a drafter and a model. Made on first use, at 0."""
-        both = (task, drafter, model)
-        series = self._tasks.get(both)
+        labels = (task, drafter, model)
+        series = self._tasks.get(labels)
         if series is None:
-            ours = (task, model)
-            series = self._tasks[both] = TaskSeries(
-                labels=both,
-                pairs={},
-                prompt_tokens=self._speculation.prompt.labels(*both),
-                generation_tokens=self._speculation.generation.labels(*both),
-                cached_tokens=self._speculation.cached.labels(*both),
-                decode_steps=self._speculation.steps.labels(*both),
-                drafts=self._speculation.drafts.labels(*both),
-                draft_tokens=self._speculation.drafted.labels(*both),
-                accepted_tokens=self._speculation.accepted.labels(*both),
-                expected_tokens=self._speculation.expected.labels(*both),
-                wasted_rows=self._speculation.wasted.labels(*both),
-                time_to_first_token=self._requests.ttft.labels(*ours),
-                inter_token=self._requests.inter_token.labels(*ours),
-                per_output_token=self._requests.per_output.labels(*ours),
-                end_to_end=self._requests.e2e.labels(*ours),
-                prefill=self._requests.prefill.labels(*ours),
-                decode=self._requests.decode.labels(*ours),
-                queue=self._requests.queue.labels(*ours),
-                prompt_size=self._requests.prompt_size.labels(*ours),
-                generation_size=self._requests.generation_size.labels(*ours),
-            )
+            named = dict(zip(_DRAFTED, labels, strict=True))
+            series = self._made(TaskSeries, named, labels=labels, pairs={})
+            self._tasks[labels] = series
         return series
 
     def count_step(self, series: TaskSeries, num_tokens: int, counts: StepCounts) -> None:
@@ -179,7 +275,8 @@ class Metrics:
         if counts.num_steps:
             series.decode_steps.inc(counts.num_steps)
         if counts.no_draft_reason:
-            self._speculation.no_draft.labels(*series.labels, counts.no_draft_reason).inc()
+            no_draft = self._by_label["spec_decode_num_no_draft"]
+            no_draft.labels(*series.labels, counts.no_draft_reason).inc()
         if not counts.num_drafts:
             return
         series.drafts.inc(counts.num_drafts)
@@ -196,61 +293,39 @@ class Metrics:
         for tenth, drafted, accepted in counts.by_survival:
             self._count_pair(series, "survival", _TENTHS[tenth], drafted, accepted)
 
-    def count_vocabulary(self, task: str, mode: str, model: str, counts: VocabularyCounts) -> None:
-        """Count the VocabularyCounts of one Delta. Series are made on first use, at 0."""
-        labels = (task, mode, model)
-        series = self._slices.get(labels)
-        if series is None:
-            series = self._slices[labels] = tuple(
-                counter.labels(*labels)
-                for counter in (
-                    self._vocabulary.slice_steps,
-                    self._vocabulary.full_steps,
-                    self._vocabulary.head_rows,
-                    self._vocabulary.row_loads,
-                    self._vocabulary.verifications,
-                    self._vocabulary.checked,
-                    self._vocabulary.missed,
-                    self._vocabulary.dropped,
-                )
-            )
-        numbers = (
-            counts.num_slice_steps,
-            counts.num_full_steps,
-            counts.head_rows,
-            counts.num_loaded,
-            counts.num_verifications,
-            counts.num_checked,
-            counts.num_missed,
-            counts.num_dropped,
-        )
-        for one, number in zip(series, numbers, strict=True):
-            if number:
-                one.inc(number)
-        self._vocabulary.slice_ids.labels(*labels).set(counts.num_ids)
-        if counts.num_verifications:
-            self._vocabulary.verify.labels(*labels).observe(counts.verify_s)
-
     def _count_pair(
         self, series: TaskSeries, kind: str, value: str, drafted: int, accepted: int
     ) -> None:
         pair = series.pairs.get((kind, value))
         if pair is None:
-            both = (*series.labels, value)
-            drafted_by, accepted_by = self._speculation.pairs[kind]
-            pair = drafted_by.labels(*both), accepted_by.labels(*both)
-            series.pairs[kind, value] = pair
+            offered, kept = (self._by_label[name] for name in _PAIRS[kind])
+            labels = (*series.labels, value)
+            pair = series.pairs[kind, value] = offered.labels(*labels), kept.labels(*labels)
         pair[0].inc(drafted)
         if accepted:
             pair[1].inc(accepted)
 
+    def count_vocabulary(self, task: str, mode: str, model: str, counts: VocabularyCounts) -> None:
+        """Count the VocabularyCounts of one Delta. Series are made on first use, at 0."""
+        labels = (task, mode, model)
+        series = self._slices.get(labels)
+        if series is None:
+            series = self._made(SliceSeries, dict(zip(_MODE, labels, strict=True)))
+            self._slices[labels] = series
+        for name in _SLICE_COUNTERS:
+            if number := getattr(counts, name):
+                getattr(series, name).inc(number)
+        series.num_ids.set(counts.num_ids)
+        if counts.num_verifications:
+            series.verify_s.observe(counts.verify_s)
+
     def count_choice(self, task: str, model: str, finish_reason: str) -> None:
         """A choice ended."""
-        self._requests.success.labels(task, model, finish_reason).inc()
+        self._by_label["request_success"].labels(task, model, finish_reason).inc()
 
     def count_outcome(self, task: str, model: str, outcome: str) -> None:
         """A Request ended: "ok", "abort" or "error"."""
-        self._requests.outcomes.labels(task, model, outcome).inc()
+        self._by_label["request_outcomes"].labels(task, model, outcome).inc()
 
     def expect(self, task: str, drafter: str, model: str) -> None:
         """Show the series of a task before its first request.
@@ -259,207 +334,69 @@ class Metrics:
         """
         self.task(task, drafter, model)
         for reason in ("stop", "length"):
-            self._requests.success.labels(task, model, reason)
+            self._by_label["request_success"].labels(task, model, reason)
         for outcome in ("ok", "abort", "error"):
-            self._requests.outcomes.labels(task, model, outcome)
+            self._by_label["request_outcomes"].labels(task, model, outcome)
 
     def count_response(self, route: str, status: int, code: str) -> None:
         """An HTTP response was sent. route: a known route or "other"; code: "" without error."""
-        self._requests.responses.labels(route, str(status), code).inc()
+        self._by_label["http_responses"].labels(route, str(status), code).inc()
 
-    def engine(self, engine: str, model: str) -> EngineSeries:
-        """The series of an engine slot; a slot keeps its series over restarts."""
+    # --- engines ---
+
+    def _engine(self, engine: str, model: str) -> EngineSeries:
         series = self._engines.get(engine)
         if series is None:
-            both = (engine, model)
-            series = self._engines[engine] = EngineSeries(
-                running=self._engine_families.running.labels(*both),
-                waiting=self._engine_families.waiting.labels(*both),
-                waiting_tokens=self._engine_families.waiting_tokens.labels(*both),
-                kv_usage=self._engine_families.kv_usage.labels(*both),
-                cached_blocks=self._engine_families.cached_blocks.labels(*both),
-                draft_budget=self._engine_families.draft_budget.labels(*both),
-                slice_rows=self._engine_families.slice_rows.labels(*both),
-                slice_bytes=self._engine_families.slice_bytes.labels(*both),
-                verify_every=self._engine_families.verify_every.labels(*both),
-                slice_hits=self._engine_families.slice_hits.labels(*both),
-                slice_loads=self._engine_families.slice_loads.labels(*both),
-                slice_evictions=self._engine_families.slice_evictions.labels(*both),
-                up=self._engine_families.up.labels(*both),
-                steps=self._engine_families.engine_steps.labels(*both),
-                prefill_rows=self._engine_families.engine_rows.labels(*both, "prefill"),
-                decode_rows=self._engine_families.engine_rows.labels(*both, "decode"),
-                draft_rows=self._engine_families.engine_rows.labels(*both, "draft"),
-                step=self._engine_families.step.labels(*both),
-                model=self._engine_families.model.labels(*both),
-                propose=self._engine_families.propose.labels(*both),
-                host=self._engine_families.host.labels(*both),
-                rows=self._engine_families.rows.labels(*both),
-                preemptions=self._engine_families.preemptions.labels(*both),
-                steps_ahead=self._engine_families.steps_ahead.labels(*both),
-                void_rows=self._engine_families.void_rows.labels(*both),
-                prefix_queries=self._engine_families.prefix_queries.labels(*both),
-                prefix_hits=self._engine_families.prefix_hits.labels(*both),
-                restarts=self._engine_families.restarts.labels(*both),
-                last=EngineStats(),
-            )
+            series = self._made(EngineSeries, {"engine": engine, "model": model})
+            self._engines[engine] = series
         return series
 
     def engine_ready(self, engine: str, model: str, info: ModelInfo) -> None:
-        """An engine began to serve; its cumulative counts start at 0."""
-        series = self.engine(engine, model)
-        series.last = EngineStats()
+        """An engine began to serve."""
+        series = self._engine(engine, model)
         series.up.set(1)
-        self._engine_families.vocab_size.labels(engine, model).set(info.vocab_size)
-        self._engine_families.weights.labels(engine, model, info.dtype, info.kernel).set(1)
-        self._adapters.begin(engine, model)
+        series.vocab_size.set(info.vocab_size)
+        weights, kv = self._by_label["model_weights"], self._by_label["kv_cache_bytes"]
+        weights.labels(engine, model, info.dtype, info.kernel).set(1)
         if info.kv_block_bytes:
             room = info.num_blocks * info.kv_block_bytes
-            self._engine_families.kv_bytes.labels(engine, model, info.kv_dtype).set(room)
+            kv.labels(engine, model, info.kv_dtype).set(room)
+        self._engine_figures.begin(engine, model, info.figures)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
         """An engine died or was stopped; it has no requests any more."""
-        series = self.engine(engine, model)
-        for gauge in (
-            series.up,
-            series.running,
-            series.waiting,
-            series.waiting_tokens,
-            series.kv_usage,
-            series.cached_blocks,
-            series.draft_budget,
-            series.slice_rows,
-            series.slice_bytes,
-            series.verify_every,
-        ):
-            gauge.set(0)
-        for figures in series.last.adapters:
-            self._adapters.num_bytes.labels(engine, model, figures.name).set(0)
-        if series.last.device is not None:
-            self._device_figures(engine, model, DeviceFigures(0, 0, 0, 0, 0.0), None)
+        series = self._engine(engine, model)
+        series.up.set(0)
+        self._engine_figures.end(engine)
         if restarted:
             series.restarts.inc()
 
     def engine_heartbeat(self, engine: str, model: str, age_s: float) -> None:
         """How long ago an engine made progress; 0 for one that does not serve."""
-        self._engine_families.heartbeat_age.labels(engine, model).set(age_s)
+        self._engine(engine, model).heartbeat_age.set(age_s)
 
-    def engine_stats(self, engine: str, model: str, stats: EngineStats) -> None:
-        """A snapshot of an engine.
-
-        Its step figures are those of the last step; an engine repeats them when it goes idle, so a
-        step is counted only when one of them changed (they are clock readings in nanoseconds).
-        num_preemptions, num_steps_ahead, num_void_rows, prefix_queries and prefix_hits count from
-        the engine's start.
-        """
-        s = self.engine(engine, model)
-        last = s.last
-        s.running.set(stats.num_running)
-        s.waiting.set(stats.num_waiting)
-        s.waiting_tokens.set(stats.num_waiting_tokens)
-        used = stats.num_total_blocks - stats.num_free_blocks
-        s.kv_usage.set(used / stats.num_total_blocks if stats.num_total_blocks else 0.0)
-        s.cached_blocks.set(stats.num_cached_blocks)
-        s.draft_budget.set(stats.draft_budget)
-        if stats.num_rows and (stats.step_s, stats.host_s) != (last.step_s, last.host_s):
-            s.steps.inc()
-            s.step.observe(stats.step_s)
-            s.model.observe(stats.model_s)
-            s.propose.observe(stats.propose_s)
-            s.host.observe(stats.host_s)
-            s.rows.observe(stats.num_rows)
-            s.prefill_rows.inc(stats.num_prefill_rows)
-            s.draft_rows.inc(stats.num_draft_rows)
-            s.decode_rows.inc(
-                max(0, stats.num_rows - stats.num_prefill_rows - stats.num_draft_rows)
-            )
-        s.slice_rows.set(stats.slice_rows)
-        s.slice_bytes.set(stats.slice_bytes)
-        s.verify_every.set(stats.verify_every)
-        if stats.slice_hits > last.slice_hits:
-            s.slice_hits.inc(stats.slice_hits - last.slice_hits)
-        if stats.slice_loads > last.slice_loads:
-            s.slice_loads.inc(stats.slice_loads - last.slice_loads)
-        if stats.slice_evictions > last.slice_evictions:
-            s.slice_evictions.inc(stats.slice_evictions - last.slice_evictions)
-        if stats.num_preemptions > last.num_preemptions:
-            s.preemptions.inc(stats.num_preemptions - last.num_preemptions)
-        if stats.num_steps_ahead > last.num_steps_ahead:
-            s.steps_ahead.inc(stats.num_steps_ahead - last.num_steps_ahead)
-        if stats.num_void_rows > last.num_void_rows:
-            s.void_rows.inc(stats.num_void_rows - last.num_void_rows)
-        if stats.prefix_queries > last.prefix_queries:
-            s.prefix_queries.inc(stats.prefix_queries - last.prefix_queries)
-        if stats.prefix_hits > last.prefix_hits:
-            s.prefix_hits.inc(stats.prefix_hits - last.prefix_hits)
-        if (stats.learned, stats.shared) != (last.learned, last.shared):
-            self._learned_figures(engine, model, stats, last)
-        if stats.adapters != last.adapters:
-            self._adapter_figures(engine, model, stats, last)
-        self._device_figures(engine, model, stats.device, last.device)
-        s.last = stats
-
-    def _device_figures(
-        self, engine: str, model: str, figures: DeviceFigures | None, last: DeviceFigures | None
-    ) -> None:
-        """Engines on a CPU tell none, and have no such series."""
-        if figures is None:
-            return
-        families = self._engine_families.device
-        for kind in ("reserved", "allocated", "free", "total"):
-            families.memory.labels(engine, model, kind).set(getattr(figures, kind))
-        if figures.utilisation is not None:
-            families.use.labels(engine, model).set(figures.utilisation)
-        before = (0, 0, 0) if last is None else last.steps
-        kinds = ("replayed", "captured", "none")
-        for kind, now, old in zip(kinds, figures.steps, before, strict=True):
-            families.graph_steps.labels(engine, model, kind).inc(max(0, now - old))
-
-    def _learned_figures(
-        self, engine: str, model: str, stats: EngineStats, last: EngineStats
-    ) -> None:
-        families = self._learning
-        before = {task: num for task, _, num in last.learned}
-        for task, num_tokens, num_outputs in stats.learned:
-            families.learned_held.labels(engine, model, task).set(num_tokens)
-            more = num_outputs - before.get(task, 0)
-            families.learned.labels(engine, model, task).inc(max(0, more))
-        for task in before.keys() - {task for task, _, _ in stats.learned}:
-            families.learned_held.labels(engine, model, task).set(0)
-        written = {figures.task: figures.num_written for figures in last.shared}
-        for now in stats.shared:
-            labels = (engine, model, now.task)
-            families.segments.labels(*labels).inc(
-                max(0, now.num_written - written.get(now.task, 0))
-            )
-            families.merged.labels(*labels).set(now.num_merged)
-            families.version.labels(*labels).set(now.version)
-            families.published.labels(*labels).set(now.published_s)
-
-    def _adapter_figures(
-        self, engine: str, model: str, stats: EngineStats, last: EngineStats
-    ) -> None:
-        families = self._adapters
-        before = {figures.name: figures for figures in last.adapters}
-        for now in stats.adapters:
-            then = before.get(now.name) or AdapterFigures(now.name)
-            labels = (engine, model, now.name)
-            families.requests.labels(*labels).inc(max(0, now.num_requests - then.num_requests))
-            families.loads.labels(*labels).inc(max(0, now.num_loads - then.num_loads))
-            families.evictions.labels(*labels).inc(max(0, now.num_evictions - then.num_evictions))
-            families.num_bytes.labels(*labels).set(now.num_bytes)
+    def engine_told(self, engine: str, values: Iterable[FigureValue]) -> None:
+        """What an engine that serves told of itself, in the order of its ModelInfo.figures."""
+        self._engine_figures.told(engine, values)
 
     def corpus_sizes(self, sizes: Mapping[str, int]) -> None:
         """Tokens of each served task's corpus, 0 for none."""
-        self._learning.corpus.clear()
+        corpora = self._by_label["corpus_tokens"]
+        corpora.clear()
         for task, num_tokens in sizes.items():
-            self._learning.corpus.labels(task).set(num_tokens)
+            corpora.labels(task).set(num_tokens)
+
+    # --- what is shown ---
 
     def exposition(self) -> bytes:
         """The text that /metrics returns (content type CONTENT_TYPE_LATEST)."""
-        text = generate_latest(self.registry)
-        return text if self._aliases is None else text + generate_latest(self._aliases)
+        return generate_latest(self.registry) + generate_latest(self._aliases)
 
-    def families(self, names: Iterable[str]) -> Iterable[MetricFamily]:
+    def families(self, names: Iterable[str]) -> Iterator[MetricFamily]:
         """Only the samples with these names (`tailor_engine_steps_total`), by family."""
-        return self.registry.restricted_registry(names).collect()
+        wanted = set(names)
+        yield from self.registry.restricted_registry(wanted).collect()
+        for family in self._engine_figures.collect():
+            family.samples = [one for one in family.samples if one.name in wanted]
+            if family.samples:
+                yield family

@@ -11,7 +11,6 @@ describes. Everything else that PEFT can put into an adapter is refused by its n
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from drafters.json_text import parsed
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import EnrichmentFileError
@@ -45,6 +45,12 @@ _LORA_PLAIN_KEYS = {
     "revision", "runtime_config", "target_modules", "task_type", "trainable_token_indices",
     "use_rslora",
 }  # fmt: skip
+_STORED = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}
+_MOST_VALUE = 1e6  # of a weight, or of what is added to one: no model's are near it
+_MOST_ID = 1 << 24
+_MODULE = r"\^?[A-Za-z0-9_]+(\\?\.[A-Za-z0-9_]+)*\$?"
+"""A pattern that is a module's name, or the end of one: what PEFT writes. Others are regular
+expressions of strangers, which may run for ever."""
 # These initialisations change the base weights, so the adapter alone does not define the model.
 _LORA_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -72,6 +78,7 @@ class LoraAdapter:
         self._check(config)
         self._config = config
         self._reader = open_safetensors(weights)
+        self._largest = largest_values(weights)
         self._pairs: dict[str, tuple[str, str]] = {}
         keys = set(self._reader.keys())
         self._rows = self._row_keys(keys)
@@ -91,6 +98,8 @@ class LoraAdapter:
             )
         if not self._pairs and not self._rows:
             raise ModelError(f"adapter {folder} changes nothing")
+        for key in sorted(keys):
+            self._check_values(key)
         if EMBEDDING in self._pairs or (tied and HEAD in self._pairs):
             raise UnsupportedModelError(
                 f"adapter {folder}: a LoRA on the embedding or on a tied head is not supported"
@@ -111,6 +120,8 @@ class LoraAdapter:
             indices = {"embed_tokens": indices}
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         names = {"embed_tokens": EMBEDDING, "lm_head": HEAD}
+        if not isinstance(indices, dict):
+            raise ModelError(f"adapter {self.folder}: trainable_token_indices is no list of ids")
         for layer, ids in indices.items():
             table = names.get(str(layer).rpartition(".")[2])
             if table is None:
@@ -118,11 +129,21 @@ class LoraAdapter:
                     f"adapter {self.folder}: trainable_token_indices of {layer!r}; only "
                     f"{' and '.join(names)} are supported"
                 )
+            if not isinstance(ids, list) or not all(
+                type(i) is int and 0 <= i < _MOST_ID for i in ids
+            ):
+                raise ModelError(
+                    f"adapter {self.folder}: trainable_token_indices holds what is no id"
+                )
+            if len(set(ids)) != len(ids):
+                raise ModelError(
+                    f"adapter {self.folder}: trainable_token_indices names an id twice"
+                )
             module = table.removesuffix(".weight")
             key = f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
             if key not in keys:
                 raise ModelError(f"adapter {self.folder} holds no {key}")
-            found[table] = (tuple(int(i) for i in ids), key)
+            found[table] = (tuple(ids), key)
         return found
 
     def _read_enrichment(self) -> Enrichment | None:
@@ -146,15 +167,30 @@ class LoraAdapter:
             raise UnsupportedModelError(f"adapter {self.folder} is not supported: {reason}")
 
         if config.get("peft_type") != "LORA":
-            refuse(f"peft_type is {config.get('peft_type')!r} and not 'LORA'")
+            refuse(f"peft_type is {str(config.get('peft_type'))[:40]!r} and not 'LORA'")
         if config.get("bias", "none") != "none":
-            refuse(f"it trains biases (bias: {config['bias']})")
+            refuse(f"it trains biases (bias: {str(config['bias'])[:40]})")
         init = config.get("init_lora_weights", True)
         if isinstance(init, str) and init.lower().startswith(_LORA_CHANGED_BASE):
-            refuse(f"init_lora_weights {init!r} changes the base weights")
+            refuse(f"init_lora_weights {init[:40]!r} changes the base weights")
         for key, value in sorted(config.items()):
             if value and key not in _LORA_PLAIN_KEYS and key != "bias":
-                refuse(f"{key} is set")
+                refuse(f"{key[:80]} is set")
+        for key, name, fits in (
+            ("r", "rank_pattern", _is_rank),
+            ("lora_alpha", "alpha_pattern", _is_alpha),
+        ):
+            patterns = config.get(name) or {}
+            if not isinstance(patterns, dict):
+                raise ModelError(f"adapter {self.folder}: {name} is no object")
+            if key not in config:
+                raise ModelError(f"adapter {self.folder}: adapter_config.json lacks {key}")
+            for value in (config[key], *patterns.values()):
+                if not fits(value):
+                    raise ModelError(f"adapter {self.folder}: {key} is {str(value)[:40]!r}")
+            for pattern in patterns:
+                if not re.fullmatch(_MODULE, pattern):
+                    refuse(f"{name} has {pattern[:80]!r}, and only names of modules are read")
 
     def names(self) -> set[str]:
         """Names of the weights it changes, as the base model's state dict has them."""
@@ -251,17 +287,35 @@ class LoraAdapter:
         return float(alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank)
 
     def _of_pattern(self, key: str, module: str, default: float) -> float:
-        """PEFT's rule: the first pattern that matches the end of the module's name."""
+        """PEFT's rule: the first pattern that is the module's name or its end."""
         patterns: Mapping[str, float] = self._config.get(key) or {}
         for pattern, value in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            name = pattern.removeprefix("^").removesuffix("$").replace("\\", "")
+            if module == name or (module.endswith(f".{name}") and not pattern.startswith("^")):
                 return value
         return default
+
+    def _check_values(self, key: str) -> None:
+        """Raise unless a tensor holds numbers that a weight may change by."""
+        stored = self._reader.get_slice(key).get_dtype()
+        if stored not in _STORED:
+            raise UnsupportedModelError(
+                f"adapter {self.folder}: {key} is stored as {stored}, and not as one of "
+                f"{', '.join(_STORED)}"
+            )
+        if not self._largest[key] <= _MOST_VALUE:
+            raise ModelError(
+                f"adapter {self.folder}: {key} holds {self._largest[key]:g}, which is no weight"
+            )
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless the adapter fits a weight of this shape, rank and all."""
         a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in self._pairs[name])
-        self.scale(name)
+        most = math.prod(self._largest[key] for key in self._pairs[name]) * a[0] if a else 0.0
+        if abs(self.scale(name)) * most > _MOST_VALUE:
+            raise ModelError(
+                f"adapter {self.folder}: {name} changes by numbers that are no weights"
+            )
         if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shape:
             raise ModelError(
                 f"adapter {self.folder}: {name} is {list(shape)} in the model, and {list(b)} x "
@@ -387,6 +441,35 @@ def adapter_spans(places: Int32, most_rows: int) -> list[tuple[int, int, int]]:
     return spans
 
 
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 1 << 14
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and -_MOST_VALUE <= value <= _MOST_VALUE
+
+
+def largest_values(path: Path) -> dict[str, float]:
+    """The largest magnitude in each tensor of a safetensors file that open_safetensors has taken:
+    not finite where one is not; 0 of empty ones, and of those that _STORED has not."""
+    data = np.memmap(path, np.uint8, "r")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    found: dict[str, float] = {}
+    for name, about in parsed(data[8:begin].tobytes()).items():
+        if name == "__metadata__":
+            continue
+        first, end = about["data_offsets"]
+        found[name] = 0.0
+        if about["dtype"] in _STORED and end > first:
+            # Without its sign, the bits of a float are ordered as it is, and NaN is above all.
+            bits = data[begin + first : begin + end].view(_STORED[about["dtype"]])
+            top = np.asarray([(bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)).max()])
+            if about["dtype"] == "BF16":
+                top = (top.astype(np.uint32) << 16).astype("<u4")
+            found[name] = float(top.view("<f2" if about["dtype"] == "F16" else "<f4")[0])
+    return found
+
+
 def open_safetensors(path: Path) -> Any:
     """The mapped file. Raises IntegrityError."""
     from safetensors import SafetensorError, safe_open
@@ -400,9 +483,9 @@ def open_safetensors(path: Path) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ModelError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {str(error)[:200]}") from None
+        raise ModelError(f"{path}: {str(error)[:200] or type(error).__name__}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")
     return value

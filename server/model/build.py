@@ -162,7 +162,6 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
     from server.model.cpu.integers.amx import kernel_name
     from server.model.cpu.integers.packed import FORM_OF
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
-    from server.model.cpu.warm_up import warm_up
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
     from server.model.loader import open_model
@@ -193,7 +192,7 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
         weights.num_bytes >> 20, kernel, kv_dtype,
     )  # fmt: skip
     info = _cpu_info(spec, folder, shape, (form, kernel, kv_dtype))
-    runner = CpuRunner(
+    return CpuRunner(
         shape,
         weights,
         folder.ropes(info.max_model_len),
@@ -203,8 +202,6 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
         max_model_len=info.max_model_len,
         num_threads=spec.threads,
     )
-    warm_up(runner)
-    return runner
 
 
 def _cpu_info(
@@ -241,7 +238,6 @@ def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> R
     import torch
 
     from server.model.cpu.generic.runner import GenericRunner, generic_model
-    from server.model.cpu.warm_up import warm_up
     from server.model.loader import build_module
     from server.model.shape import generic_shape
 
@@ -266,9 +262,7 @@ def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> R
         name, form, model.weights.num_bytes >> 20, kv_dtype,
     )  # fmt: skip
     info = _cpu_info(spec, folder, model.shape, (form, IMPLEMENTATION, kv_dtype))
-    runner = GenericRunner(model, info, num_threads=spec.threads)
-    warm_up(runner)
-    return runner
+    return GenericRunner(model, info, num_threads=spec.threads)
 
 
 def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:

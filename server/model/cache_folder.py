@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drafters.atomic_file import replacing
+from drafters.json_text import parsed
 from server.errors import CacheFolderError, IntegrityError
 
 MARKER = "tailor.json"
@@ -91,7 +92,7 @@ def remembered_sha256(path: Path) -> str:
     )
     store = cache_dir() / "sha256.json"
     try:
-        known = json.loads(store.read_text(encoding="utf-8"))
+        known = parsed(store.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
     if not isinstance(known, dict):
@@ -123,7 +124,7 @@ def check_kept(folder: Path) -> Path:
     A folder that was converted before hashes were kept is taken as it is. Raises IntegrityError.
     """
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        marker = parsed((folder / MARKER).read_text(encoding="utf-8"))
         listed = marker.get("files", {})
     except (OSError, ValueError, AttributeError):
         return folder

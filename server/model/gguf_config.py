@@ -21,6 +21,13 @@ PERMUTED = frozenset({"llama", "smollm3", "granite", "granitehybrid", "mistral3"
 transformers' order pairs halves."""
 
 
+_PARTIAL = frozenset({"phi3", "glm4", "qwen35", "phi2"})
+"""Architectures of which a part of a head may rotate."""
+
+_BY_LAYERS = frozenset({"granite", "granitehybrid", "lfm2"})
+"""Architectures whose file may tell the heads of each layer."""
+
+
 class _Metadata:
     """The keys of one file, without the architecture in front. Raises ModelError for a key that is
     missing, UnsupportedModelError by `refuse`."""
@@ -30,6 +37,9 @@ class _Metadata:
         self._tensors = index.tensors
         self._source = source
         self.kind = str(index.fields.get("general.architecture"))
+
+    def wrong(self, problem: str) -> ModelError:
+        return ModelError(f"{self._source} is no complete GGUF: {problem}")
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._fields.get(f"{self.kind}.{key}")
@@ -41,9 +51,20 @@ class _Metadata:
             raise ModelError(f"{self._source} lacks {self.kind}.{key}")
         return value
 
-    def token(self, name: str) -> int | None:
-        value: int | None = self._fields.get(f"tokenizer.ggml.{name}_token_id")
+    def layers(self, key: str) -> tuple[Any, ...] | None:
+        """One value for each layer, or None where the key is not there or is one for all."""
+        value, num = self.get(key), self.need("block_count")
+        if not isinstance(value, tuple):
+            return None
+        if len(value) != num:
+            raise self.wrong(f"{self.kind}.{key} has {len(value)} values for {num} layers")
         return value
+
+    def token(self, name: str) -> int | None:
+        """An id; None for none, and for one that is none (gguf_tokenizer.py refuses those that
+        matter)."""
+        value = self._fields.get(f"tokenizer.ggml.{name}_token_id")
+        return value if type(value) is int and 0 <= value < self.vocab_size else None
 
     def has(self, tensor: str) -> bool:
         """Whether a tensor is there; of a layer, whether any layer has it."""
@@ -54,27 +75,42 @@ class _Metadata:
         )
 
     def values(self, tensor: str) -> list[float] | None:
-        """A vector's numbers."""
+        """A vector's numbers, which are factors."""
         found = self._tensors.get(tensor)
-        return None if found is None else [float(x) for x in found.data]
+        if found is None:
+            return None
+        values = found.data
+        if (
+            values.ndim != 1
+            or values.dtype.kind != "f"
+            or not (0 < values.min() <= values.max() < 1e9)
+        ):
+            raise self.wrong(f"{tensor} holds no factors")
+        return [float(x) for x in values]
 
     @property
     def vocab_size(self) -> int:
-        if not self.has("token_embd.weight"):
+        table = self._tensors.get("token_embd.weight")
+        if table is None or len(table.shape) != 2:
             raise ModelError(f"{self._source} lacks token_embd.weight")
-        return self._tensors["token_embd.weight"].shape[0]
+        return table.shape[0]
 
     @property
     def head_dim(self) -> int:
-        return int(
-            self.get("attention.key_length")
-            or self.need("embedding_length") // self.need("attention.head_count")
+        width: int = self.get("attention.key_length") or (
+            self.need("embedding_length") // self.need("attention.head_count")
         )
+        if width < 1:
+            raise self.wrong(f"{self.kind}.attention.head_count is above embedding_length")
+        return width
 
     @property
     def rotated_share(self) -> float:
         """Of a head's dimensions."""
-        return float(self.get("rope.dimension_count", self.head_dim)) / self.head_dim
+        count: int = self.get("rope.dimension_count", self.head_dim)
+        if count > self.head_dim:
+            raise self.wrong(f"{self.kind}.rope.dimension_count is above a head's {self.head_dim}")
+        return count / self.head_dim
 
     def refuse(self, reason: str, key: str, nearest: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -124,7 +160,9 @@ def _rope(m: _Metadata) -> dict[str, Any]:
     elif kind == "linear" and factor not in (0.0, 1.0):
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear", "longrope"):
-        raise m.refuse(f"rope scaling {kind!r} is not computed", "rope.scaling.type", "its folder")
+        raise m.refuse(
+            f"rope scaling {kind[:40]!r} is not computed", "rope.scaling.type", "its folder"
+        )
     return rope
 
 
@@ -140,10 +178,15 @@ def _common(m: _Metadata) -> dict[str, Any]:
         raise m.refuse("it is an embedding model", "pooling_type", "a model that writes text")
     if not m.get("attention.causal", True):
         raise m.refuse("its attention is not causal", "attention.causal", "Qwen3, Llama 3.2")
-    if any(m.get("rope.dimension_sections", ())) and m.kind != "qwen35":
+    sections = m.get("rope.dimension_sections", ())
+    if any(sections if isinstance(sections, tuple) else (sections,)) and m.kind != "qwen35":
         raise m.refuse(
             "its rotary embedding is for pictures", "rope.dimension_sections", "its sister for text"
         )  # fmt: skip
+    if m.rotated_share != 1.0 and m.kind not in _PARTIAL:
+        raise m.refuse("it rotates a part of the head", "rope.dimension_count", "Llama 3.2, Qwen3")
+    if isinstance(m.get("attention.head_count_kv"), tuple) and m.kind not in _BY_LAYERS:
+        raise m.refuse("its layers differ in heads", "attention.head_count_kv", "Llama 3.2, Qwen3")
     heads = m.need("attention.head_count")
     eps = m.get("attention.layer_norm_epsilon")
     return {
@@ -169,20 +212,17 @@ def _common(m: _Metadata) -> dict[str, Any]:
 def _windows(m: _Metadata, period: int) -> list[str]:
     """layer_types: the file's own pattern, a period or a list, else every layer slides but each
     `period`-th."""
-    pattern = m.get("attention.sliding_window_pattern", period)
-    layers = range(m.need("block_count"))
-    slides = [
-        bool(pattern[i]) if isinstance(pattern, tuple) else (i + 1) % pattern != 0 for i in layers
-    ]
-    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+    own = m.layers("attention.sliding_window_pattern")
+    if own is None:
+        every = m.get("attention.sliding_window_pattern", period) or 1  # 0: no layer slides
+        own = tuple((i + 1) % every != 0 for i in range(m.need("block_count")))
+    return ["sliding_attention" if slides else "full_attention" for slides in own]
 
 
 # --- architectures --------------------------------------------------------------------------------
 
 
 def _llama(m: _Metadata) -> dict[str, Any]:
-    if m.rotated_share != 1.0:
-        raise m.refuse("it rotates a part of the head", "rope.dimension_count", "Llama 3.2, Qwen3")
     return {"model_type": "llama", "mlp_bias": m.has("blk.ffn_down.bias")}
 
 
@@ -256,14 +296,15 @@ def _phi3(m: _Metadata) -> dict[str, Any]:
 
 
 def _granite(m: _Metadata) -> dict[str, Any]:
-    kv_heads = m.get("attention.head_count_kv")
-    if isinstance(kv_heads, tuple):
-        if not all(kv_heads):
+    kv_heads: Any = m.get("attention.head_count_kv")
+    by_layer = m.layers("attention.head_count_kv")
+    if by_layer is not None:
+        if len(set(by_layer)) > 1 or not by_layer[0]:
             raise m.refuse(
                 "it has layers with a recurrent state", "attention.head_count_kv",
                 "Granite 4.0 dense (not -h-)",
             )  # fmt: skip
-        kv_heads = max(kv_heads)
+        kv_heads = by_layer[0]
     if not m.get("rope.scaling.finetuned", True):
         raise m.refuse("it rotates nothing", "rope.scaling.finetuned", "its folder")
     return {
@@ -319,9 +360,10 @@ def _glm4(m: _Metadata) -> dict[str, Any]:
 
 
 def _lfm2(m: _Metadata) -> dict[str, Any]:
-    kv_heads = m.need("attention.head_count_kv")
-    if not isinstance(kv_heads, tuple):
-        kv_heads = (kv_heads,) * m.need("block_count")
+    num = m.need("attention.head_count_kv")
+    kv_heads = m.layers("attention.head_count_kv") or (num,) * m.need("block_count")
+    if len(set(kv_heads) - {0}) != 1:
+        raise m.wrong(f"{m.kind}.attention.head_count_kv is {str(set(kv_heads))[:60]}")
     if m.get("attention.sliding_window", 0):
         raise m.refuse("it has a sliding window", "attention.sliding_window", "its folder")
     return {
@@ -358,12 +400,15 @@ ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
 
 def _qwen35(m: _Metadata) -> dict[str, Any]:
     layers = m.need("block_count") - m.get("nextn_predict_layers", 0)  # those draft
-    interval, own = m.get("full_attention_interval", 4), m.get("attention.recurrent_layers")
+    if layers < 1:
+        raise m.wrong("no layer is left beside those that draft")
+    interval, own = m.get("full_attention_interval", 4), m.layers("attention.recurrent_layers")
     recurrent = [own[i] if own else (i + 1) % interval != 0 for i in range(layers)]
     value_heads = m.need("ssm.time_step_rank")
     rope = {**_rope(m), "partial_rotary_factor": m.rotated_share}
-    if m.get("rope.dimension_sections"):
-        rope["mrope_section"] = list(m.get("rope.dimension_sections")[:3])
+    sections = m.get("rope.dimension_sections")
+    if isinstance(sections, tuple):
+        rope["mrope_section"] = list(sections[:3])
     return {
         "model_type": "qwen3_5_text",
         "num_hidden_layers": layers,

@@ -36,19 +36,20 @@ def describe(gguf: Path, out: Path, report: Report) -> tuple[Any, Mapping[str, t
     """
     import torch
     import transformers
-    from accelerate import init_empty_weights
 
     index = GgufIndex(gguf)
     values = config_values(index, gguf.name)
-    fields = gguf_fields(gguf)
+    index.check_layers()
+    fields = gguf_fields(index)
     kind = values.pop("model_type")
     try:
         config: Any = transformers.AutoConfig.for_model(kind, **values)
-        with init_empty_weights():
+        with torch.device("meta"):  # nothing is allocated: sizes are compared first
             model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # its own checks, and whatever its classes do with odd values
         raise UnsupportedModelError(
-            f"{gguf.name}: transformers refuses what the file says: {str(error)[:300]}"
+            f"{gguf.name}: transformers refuses what the file says: "
+            f"{type(error).__name__}: {str(error)[:300]}"
         ) from None
     config.architectures = [type(model).__name__]
     config.dtype = torch.float32

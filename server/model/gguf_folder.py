@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from drafters.json_text import parsed
 from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
@@ -30,7 +31,7 @@ def gguf_of(folder: Path) -> Path | None:
     Raises ModelError when the file is gone.
     """
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        marker = parsed((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     name = marker.get("gguf") if isinstance(marker, dict) else None
@@ -66,7 +67,7 @@ def cached_file_folder(name_or_path: str) -> Path | None:
     folder = _folder(name_or_path)
     if not (folder / MARKER).is_file():
         return None
-    own = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    own = parsed((folder / MARKER).read_text(encoding="utf-8"))
     if name_or_path not in BUILT_IN:  # the same bytes may lie elsewhere today
         here = str(Path(name_or_path).expanduser().resolve())
         if own.get("gguf") != here:

@@ -12,32 +12,59 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server.errors import IntegrityError, UnsupportedModelError
+import numpy as np
+
+from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.model.gguf_index import GgufIndex
 
 Fields = Mapping[str, Any]
 """Metadata by key without `tokenizer.ggml.`; `chat_template` too."""
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4  # of token_type
+_MOST_TOKEN = 2048  # bytes of a token
+_SPARE = ("padding_token_id", "unknown_token_id", "seperator_token_id", "mask_token_id")
 _SPACE = "\u2581"  # how SentencePiece writes a space
 
 
-def gguf_fields(gguf: Path) -> dict[str, Any]:
-    """The GGUF's metadata of the tokenizer and its architecture, as Python values."""
-    from gguf import GGUFReader
+def gguf_fields(index: GgufIndex) -> dict[str, Any]:
+    """The GGUF's metadata of the tokenizer and its architecture, as Python values, whose lists fit
+    together and whose ids are below the embedding table's rows.
 
-    fields = GGUFReader(gguf).fields
-    found = {
-        key.removeprefix(_PREFIX): field.contents()
-        for key, field in fields.items()
-        if key.startswith(_PREFIX)
-    }
+    Raises ModelError for what does not.
+    """
+    fields = index.fields
+    found = {k.removeprefix(_PREFIX): v for k, v in fields.items() if k.startswith(_PREFIX)}
     for key, name in (
         ("tokenizer.chat_template", "chat_template"),
         ("general.architecture", "architecture"),
     ):
         if key in fields:
-            found[name] = fields[key].contents()
+            found[name] = fields[key]
+
+    def wrong(problem: str) -> ModelError:
+        return ModelError(f"{index.name} is no complete GGUF: {problem}")
+
+    tokens = index.texts(f"{_PREFIX}tokens", _MOST_TOKEN)
+    if not tokens:
+        raise wrong(f"it lacks {_PREFIX}tokens")
+    table = index.tensors.get("token_embd.weight")
+    if table is not None and len(tokens) > table.shape[0]:
+        raise wrong(f"it has {len(tokens)} tokens and {table.shape[0]} rows of token_embd.weight")
+    found["tokens"] = tokens
+    found["merges"] = index.texts(f"{_PREFIX}merges", 2 * _MOST_TOKEN) or []
+    for name in ("scores", "token_type"):
+        values = index.numbers(f"{_PREFIX}{name}")
+        if values is None:
+            continue
+        if values.shape[0] != len(tokens) or not np.isfinite(values).all():
+            raise wrong(f"{_PREFIX}{name} does not fit its {len(tokens)} tokens")
+        found[name] = values.tolist()
+    for key in [key for key in found if key.endswith("_token_id")]:
+        if not isinstance(found[key], int) or not 0 <= found[key] < len(tokens):
+            if key not in _SPARE:
+                raise wrong(f"{_PREFIX}{key} is {str(found[key])[:40]}, of {len(tokens)} tokens")
+            del found[key]  # llama.cpp's loader leaves it out, too
     return found
 
 

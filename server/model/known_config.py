@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
 from drafters.atomic_file import EVERYBODY, replacing
+from drafters.json_text import parsed
 from server.model import families, refusals, shape, supported
 from server.model.cache_folder import cache_dir
 from server.model.families import WeightNames
@@ -30,6 +33,8 @@ from server.model.shape import ModelShape
 __all__ = ["KnownConfig", "find", "keep", "keep_ropes", "last_token_id"]
 
 Float32 = npt.NDArray[np.float32]
+
+_ROPES = "rope tables"
 
 _CONFIG_KEYS = (
     "eos_token_id", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
@@ -50,11 +55,16 @@ class KnownConfig:
     def ropes(self, num_positions: int) -> tuple[Float32, Float32] | None:
         """rope_tables of at least so many positions, when they are kept: mapped, because tables
         of a long context are larger than what is ever read of them."""
+        size = (len(self.shape.rope_layer_types), "positions", self.shape.rotary_dim // 2)
         try:
-            cos, sin = (_mapped(_file(self.key, f"{name}.npy")) for name in ("cos", "sin"))
-        except (OSError, ValueError, EOFError):
+            read = read_arrays(
+                _file(self.key, "ropes"), kind=_ROPES, version=1, fingerprint=self.key,
+                columns=dict.fromkeys(("cos", "sin"), Column("float32", size)),
+            )  # fmt: skip
+        except (OSError, ArrayFileError):
             return None
-        if cos.shape != sin.shape or cos.ndim != 3 or cos.shape[1] < num_positions:
+        cos, sin = read.arrays["cos"], read.arrays["sin"]
+        if cos.shape[1] < num_positions:
             return None
         # With `longrope`, tables of more positions than the usual are other ones.
         usual = self.shape.max_position_embeddings
@@ -67,7 +77,7 @@ def find(raw: Mapping[str, Any]) -> KnownConfig | None:
     """The KnownConfig of a config.json with these values, or None."""
     key = _key(raw)
     try:
-        plain = json.loads(_file(key, "json").read_text(encoding="utf-8"))
+        plain = _read(key)
         own = {name: _tuples(value) for name, value in plain["shape"].items()}
         names = WeightNames(**{k: _tuples(v) for k, v in plain["shape"]["names"].items()})
         return KnownConfig(
@@ -87,17 +97,17 @@ def keep(raw: Mapping[str, Any], config: Any, expected: Mapping[str, tuple[int, 
         "shape": dataclasses.asdict(shape.shape_of(config)),
         "expected": {name: list(size) for name, size in expected.items()},
     }
-    _write(_key(raw), "json", json.dumps(plain).encode())
+    _write(_key(raw), plain)
 
 
 def keep_ropes(raw: Mapping[str, Any], ropes: tuple[Float32, Float32]) -> None:
     """Keep tables that rope_tables made."""
-    from io import BytesIO
-
-    for name, table in zip(("cos", "sin"), ropes, strict=True):
-        out = BytesIO()
-        np.save(out, table)
-        _write(_key(raw), f"{name}.npy", out.getvalue())
+    key, (cos, sin) = _key(raw), ropes
+    with suppress(OSError):
+        write_arrays(
+            _file(key, "ropes"), kind=_ROPES, version=1, fingerprint=key, meta={},
+            arrays={"cos": cos, "sin": sin}, mode=EVERYBODY,
+        )  # fmt: skip
 
 
 def last_token_id(tokenizer_file: Path, fingerprint: str) -> int:
@@ -105,14 +115,14 @@ def last_token_id(tokenizer_file: Path, fingerprint: str) -> int:
     the tokenizer takes five times its file's size to read."""
     key = f"{fingerprint[:32]}-ids"
     try:
-        return int(json.loads(_file(key, "json").read_text(encoding="utf-8")))
+        return int(_read(key))
     except (OSError, ValueError, TypeError):
         pass
     from tokenizers import Tokenizer
 
     known = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
     last: int = max(known.values(), default=-1)
-    _write(key, "json", json.dumps(last).encode())
+    _write(key, last)
     return last
 
 
@@ -128,22 +138,23 @@ def _file(key: str, suffix: str) -> Path:
     return cache_dir() / "configs" / f"{key}.{suffix}"
 
 
-def _mapped(file: Path) -> Float32:
-    """An array of a file. Private pages: compiled code takes no array that is read-only."""
-    table: Float32 = np.asarray(np.load(file, mmap_mode="c"))
-    if table.dtype != np.float32:
-        raise ValueError(f"{file} holds {table.dtype}")
-    return table
+def _read(key: str) -> Any:
+    """What `_write` kept. A ModelShape says what compiled code indexes: it is checked, not trusted.
+
+    Raises OSError, ValueError.
+    """
+    digest, _, told = _file(key, "json").read_bytes().partition(b"\n")
+    if hashlib.sha256(told).hexdigest().encode() != digest:
+        raise ValueError(f"{key}.json is damaged")
+    return parsed(told)
 
 
-def _write(key: str, suffix: str, content: bytes) -> None:
-    file = _file(key, suffix)
-    try:
+def _write(key: str, plain: Any) -> None:
+    file, told = _file(key, "json"), json.dumps(plain).encode()
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, EVERYBODY) as out:
-            out.write(content)
-    except OSError:
-        pass
+            out.write(hashlib.sha256(told).hexdigest().encode() + b"\n" + told)
 
 
 def _tuples(value: Any) -> Any:

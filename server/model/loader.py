@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from server.errors import ModelError, UnsupportedModelError
+from server.errors import ModelError, TailorError, UnsupportedModelError
 from server.model import known_config
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
 from server.model.cache_folder import remembered_sha256
@@ -36,6 +36,7 @@ from server.model.generic import WRAPPERS, is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
 from server.model.known_config import KnownConfig
+from server.model.nf4 import STATE, owner_of
 from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
 from server.model.wheels import Report
@@ -44,6 +45,8 @@ from vocab_store.enrichment import Enrichment
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from server.model.nf4 import Nf4
 
 __all__ = [
     "ARCHITECTURES",
@@ -121,7 +124,8 @@ class WeightReader:
     """The tensors of a model folder by name, read when asked for. Opened by `open_model`.
 
     Names are those of transformers' state dict. With tied embeddings the head is the embedding.
-    Without close(), the files are unmapped with the object.
+    NF4 weights of bitsandbytes (nf4.py) are floats here. Without close(), the files are unmapped
+    with the object.
     """
 
     def __init__(
@@ -137,9 +141,13 @@ class WeightReader:
         self._adapter = adapter
         self._readers: list[Any] = []
         self._where: dict[str, tuple[int, str]] = {}
+        self._parts: dict[str, int] = {}  # of NF4 weights, by stored name
         for file in files:
             reader = open_safetensors(file)
             for stored in reader.keys():  # noqa: SIM118 (no mapping)
+                if owner_of(stored) is not None:
+                    self._parts[stored] = len(self._readers)
+                    continue
                 name = tensor_names.full(stored)
                 if name is None:
                     continue
@@ -160,7 +168,8 @@ class WeightReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it. Raises KeyError."""
         reader, stored = self._locate(name)
-        shape = tuple(reader.get_slice(stored).get_shape())
+        narrow = self.nf4(name)
+        shape = tuple(reader.get_slice(stored).get_shape()) if narrow is None else narrow.shape
         if self._adapter is not None and name in (EMBEDDING, HEAD):
             shape = (self._adapter.num_rows(shape[0]), *shape[1:])
         return shape
@@ -173,10 +182,31 @@ class WeightReader:
         RuntimeError after close().
         """
         reader, stored = self._locate(name)
-        tensor: torch.Tensor = reader.get_tensor(stored)
+        narrow, tensor = self.nf4(name), None
+        if narrow is None:
+            tensor = reader.get_tensor(stored)
+        else:
+            import torch
+
+            tensor = narrow.widened(0, narrow.shape[0], torch.float32)
         if self._adapter is not None and name in self._adapter.names():
             tensor = self._adapter.merged(name, tensor)
         return tensor if self._adapter is None else self._with_rows(self._adapter, name, tensor)
+
+    def nf4(self, name: str) -> Nf4 | None:
+        """A weight as it is stored, where that is NF4. Raises KeyError, and ModelError for one that
+        is not whole."""
+        index, stored = self._index(name)
+        if f"{stored}{STATE}" not in self._parts:
+            return None
+        from server.model.nf4 import read
+
+        def tensor_of(part: str) -> torch.Tensor:
+            where = index if part == stored else self._parts[part]
+            tensor: torch.Tensor = self._readers[where].get_tensor(part)
+            return tensor
+
+        return read(stored, tensor_of)
 
     def _with_rows(self, adapter: LoraAdapter, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The embedding or the head with the adapter's rows; other tensors as they are."""
@@ -187,12 +217,16 @@ class WeightReader:
         return tensor
 
     def _locate(self, name: str) -> tuple[Any, str]:
+        index, stored = self._index(name)
+        return self._readers[index], stored
+
+    def _index(self, name: str) -> tuple[int, str]:
+        """(which file, the tensor's name there)."""
         if not self._readers:
             raise RuntimeError("the weights are closed")
         if self._tied and name == self.tensor_names.head:
             name = self.tensor_names.embedding
-        index, stored = self._where[name]
-        return self._readers[index], stored
+        return self._where[name]
 
     def close(self) -> None:
         """Let go of the files. Tensors that were read stay valid. Idempotent."""
@@ -284,6 +318,17 @@ def open_model(
     Raises ModelError (missing files, wrong shapes), IntegrityError and UnsupportedModelError.
     """
     path = model_folder(str(name_or_path), wheel_dir=wheel_dir, report=report)
+    try:
+        return _open(path, adapter, remembers)
+    except TailorError:
+        raise
+    except Exception as error:  # what transformers' classes do with odd values in config.json
+        raise ModelError(
+            f"{path}/config.json: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolder:
     raw = _raw_config(path)
     known = known_config.find(raw) if remembers and adapter is None else None
     config: Any = _config(path) if known is None else known.config
@@ -325,6 +370,8 @@ def open_model(
             config.tie_word_embeddings = tied and not lora.separate_head
         expected = _expected(config) if known is None else known.expected
     _check_complete(path, expected, weights, lora)
+    if is_own and known is None:
+        shape_of(config)  # what is no size in it raises here, and not in a running engine
     if remembers and known is None and lora is None and is_own and not is_wrapped:
         known_config.keep(raw, config, expected)
     return ModelFolder(
@@ -353,15 +400,16 @@ def _config(path: Path) -> Any:
     """A folder's config as transformers reads it."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}/config.json: {str(error)[:300]}") from None
+    return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
 def _expected(config: Any) -> Mapping[str, tuple[int, ...]]:
     """Names and shapes of the weights that transformers' own class has."""
-    state = _meta_module(config).state_dict()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):  # nothing is allocated before sizes are compared
+        state = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
@@ -447,7 +495,7 @@ def build_module(
         if name in skip or (tied and name == names.head):
             continue
         owner_name, _, leaf = name.rpartition(".")
-        tensor = folder.floats.get(name).to(device=device, dtype=dtype)
+        tensor = _float_tensor(folder.weights, name).to(device=device, dtype=dtype)
         if tuple(tensor.shape) != tuple(parameter.shape):
             raise ModelError(f"{name} is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
         # A view of the mapped file would change with the file: copy it.
@@ -458,7 +506,8 @@ def build_module(
     for name in sorted(set(module.state_dict()) - {n for n, _ in module.named_parameters()}):
         owner_name, _, leaf = name.rpartition(".")
         if leaf in module.get_submodule(owner_name)._buffers:  # a constant that is saved
-            setattr(module.get_submodule(owner_name), leaf, folder.floats.get(name).to(dtype))
+            value = _float_tensor(folder.weights, name).to(dtype)
+            setattr(module.get_submodule(owner_name), leaf, value)
     if tied and names.head not in skip:
         head: Any = module.get_submodule(names.head.rpartition(".")[0])
         head.weight = module.get_parameter(names.embedding)
@@ -466,6 +515,15 @@ def build_module(
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, leaf, buffer.to(device))
     return module.eval()
+
+
+def _float_tensor(weights: WeightReader | GgufWeights, name: str) -> torch.Tensor:
+    """A tensor as torch has it; of a GGUF dequantised."""
+    if not isinstance(weights, GgufWeights):
+        return weights.get(name)
+    import torch
+
+    return torch.from_numpy(weights.floats(name))
 
 
 def finish_module(module: nn.Module, num_positions: int = 0) -> nn.Module:

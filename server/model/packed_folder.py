@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from drafters.json_text import parsed
 from server.errors import CacheFolderError
 from server.model.cache_folder import MARKER, cache_dir, check_kept, hashes_of, writing_to_cache
 from server.model.catalog import lock
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from server.model.cpu.records import Scratch
     from server.model.loader import ModelFolder
 
-__all__ = ["integer_weights", "kept_folders"]
+__all__ = ["integer_weights", "kept_folders", "measured_inputs"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,17 @@ def integer_weights(
     return made, _told(measured, form, shape)
 
 
+def measured_inputs(folder: ModelFolder, shape: ModelShape, *, threads: int | None) -> Measured:
+    """What `int8` measures of a model: as it is kept, else measured now.
+
+    Raises IntegrityError for a kept folder that is damaged.
+    """
+    place = _place(folder, "int8", shape.vocab_size)
+    if (place / MARKER).is_file():
+        return KeptWeights(check_kept(place)).measured
+    return _measured(folder, shape, threads)
+
+
 def _telling(what: str) -> Callable[[int, int], None]:
     """Tells the log (done, all) every few seconds."""
     told = time.monotonic()
@@ -103,7 +115,7 @@ def kept_folders(model: Path) -> list[tuple[str, Path]]:
     found = []
     for marker in sorted((cache_dir() / "models").glob(f"packed-*/{MARKER}")):
         try:
-            told = json.loads(marker.read_text(encoding="utf-8"))
+            told = parsed(marker.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if told.get("model") == str(model):

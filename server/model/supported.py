@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from server.errors import UnsupportedModelError
-from server.model import generic
+from server.errors import ModelError, UnsupportedModelError
+from server.model import generic, nf4
 from server.model.families import BY_ARCHITECTURE, Family
 from server.model.refusals import nearest_to, reason_for
 
@@ -49,6 +49,31 @@ _REFUSED_KEYS = {
     "rope_interleaved": "its rotary embedding is interleaved",
 }
 
+_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "max_position_embeddings": 1 << 28,
+    "sliding_window": 1 << 28,
+    "conv_L_cache": 64,
+}
+"""Whole numbers of a config.json that are at least 1, and the most that each may be. What is in a
+file is compared with them before anything of such a size is made."""
+_NUMBERS = {
+    "rms_norm_eps": 0.1,
+    "norm_eps": 0.1,
+    "layer_norm_eps": 0.1,
+    "rope_theta": 1e12,
+    "initializer_range": 1e6,
+    "attention_multiplier": 1e3,
+    "logits_scaling": 1e6,
+}
+"""Numbers above 0, and the most that each may be."""
+
 _OF_WRAPPERS = frozenset({"text_config", "vision_config", "audio_config"})
 """Keys that a multimodal checkpoint has; those of a known wrapper are opened for their text."""
 
@@ -69,7 +94,8 @@ def check_supported(config: Any) -> None:
 
 
 def _refusal(name: str, reasons: list[str], model_type: str) -> str:
-    return f"{name} is not supported: {'; '.join(reasons)}. {nearest_to(model_type, reasons)}"
+    told = "; ".join(reason[:300] for reason in reasons)
+    return f"{name[:80]} is not supported: {told}. {nearest_to(model_type, reasons)}"
 
 
 def _reasons(config: Any) -> Iterator[str]:
@@ -112,7 +138,7 @@ def _key_reasons(values: Mapping[str, Any]) -> list[str]:
     """What keys that are set say against a model, each reason once with its keys."""
     keys: dict[str, list[str]] = {}
     for key in _REFUSED_KEYS:
-        if values.get(key):
+        if values.get(key) and not (key == "quantization_config" and nf4.is_read(values[key])):
             keys.setdefault(_key_reason(key, values[key]), []).append(key)
     return [f"{reason} ({', '.join(named)})" for reason, named in keys.items()]
 
@@ -188,12 +214,28 @@ def _check_wrapper(name: str, raw: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError(_refusal(name, reasons, kind))
 
 
+def _check_size(key: str, value: Any) -> None:
+    if value is None or not (key in _SIZES or key in _NUMBERS):
+        return
+    if key in _SIZES:
+        fits = type(value) is int and 1 <= value <= _SIZES[key]
+        wanted = f"a whole number from 1 to {_SIZES[key]}"
+    else:
+        fits = type(value) in (int, float) and 0 < value <= _NUMBERS[key]
+        wanted = f"a number above 0 and at most {_NUMBERS[key]:g}"
+    if not fits:
+        raise ModelError(f"config.json: {key} is {str(value)[:60]}, which is not {wanted}")
+
+
 def check_raw(raw: Mapping[str, Any]) -> None:
     """Refuse a config.json whose architecture is not on the list.
 
     Such a file must not even reach transformers' config classes, which may not know its type.
-    Raises UnsupportedModelError.
+    Raises UnsupportedModelError, ModelError for sizes that cannot be.
     """
+    for values in (raw, raw.get("text_config")):
+        for key, value in values.items() if isinstance(values, Mapping) else ():
+            _check_size(key, value)
     architectures = raw.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else "a model"
     family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None

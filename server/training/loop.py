@@ -3,9 +3,9 @@
     result = train(tuned, train_examples, held_out, TrainOptions(), folder, report=print)
 
 The learning rate falls linearly with progress: the share of the steps or of the time limit,
-whichever is further, so that a run that the time limit ends has decayed to zero, too. All
-randomness comes from the seed and the step; a stopped run continues from its last checkpoint, with
-the same batches as without the stop.
+whichever is further, so that a run that the time limit ends has decayed to zero, too. What is kept
+is the step of the lowest loss on held-back examples. All randomness comes from the seed and the
+step; a stopped run continues from its last checkpoint, with the same batches as without the stop.
 """
 
 from __future__ import annotations
@@ -20,57 +20,60 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from drafters.atomic_file import EVERYBODY, replacing
 from server.errors import ConfigError
-from server.training.examples import Microbatch, TrainExample, collate, microbatches, segmented
-from server.training.lora import Tuned, hidden_states
+from server.training.examples import TrainExample, collate, microbatches, segmented
+from server.training.lora import Tuned
 
 _CHECKPOINT = "checkpoint.pt"
+_HELD_SHARE = 0.03  # of all examples that are trained on, validated on each time, ...
+_LEAST_HELD = 32
+_MOST_OF_TIME = 0.02  # ... in this share of the time limit
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """How to train. epochs: passes over the examples. batch_size: examples a step. max_tokens:
-    padded tokens of one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new
-    rows. warm_up: share of the run with a rising rate. spell_out: see examples.segmented.
-    time_limit_s: the run ends then, decayed; None is none. validate_every, save_every_s: steps,
-    seconds. bfloat16: matrix products in bfloat16 (autocast). seed: of everything random."""
+    ids of one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new rows.
+    warm_up: share of the run with a rising rate. spell_out: see examples.segmented. time_limit_s:
+    everything ends by then, decayed; None is none. validations: how often the held-back loss is
+    measured, the last time at the end. save_every_s: seconds. seed: of everything random."""
 
     epochs: float = 3.0
-    batch_size: int = 32
-    max_tokens: int = 2048
-    learning_rate: float = 2e-4
-    rows_learning_rate: float = 1e-3
+    batch_size: int = 16
+    max_tokens: int = 1024
+    learning_rate: float = 1e-3
+    rows_learning_rate: float = 3e-3
     warm_up: float = 0.03
     spell_out: float = 0.05
     weight_decay: float = 0.0
     time_limit_s: float | None = None
-    validate_every: int = 50
+    validations: int = 10
     save_every_s: float = 120.0
-    bfloat16: bool = False
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """step of num_steps, nats an output id of the last step, seconds so far;
-    validation: nats an answer on held-out examples, at the steps that measured it."""
+    """step of num_steps, nats an output id of the last step, seconds so far and those that are
+    left; validation: nats an answer on held-out examples, at the steps that measured it."""
 
     step: int
     num_steps: int
     loss: float
     elapsed_s: float
+    left_s: float
     validation: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """steps done, whether the time limit ended the run, seconds, and nats an answer on held-out
-    examples before and after."""
+    """steps done, the step that was kept, whether the time limit ended the run, seconds, and nats
+    an answer on held-out examples before and after."""
 
     num_steps: int
+    kept_step: int
     ended_by_clock: bool
     elapsed_s: float
     nats_before: float
@@ -78,54 +81,53 @@ class TrainResult:
 
 
 def evaluate_loss(
-    tuned: Tuned, examples: Sequence[TrainExample], options: TrainOptions, device: torch.device
-) -> float:
-    """Mean nats of an answer: -ln of the model's chance of the whole output, teacher-forced."""
-    if not examples:
-        return math.nan
-    short = [segmented(example, tuned.enrichment) for example in examples]
-    total = 0.0
-    tuned.model.eval()
+    tuned: Tuned,
+    examples: Sequence[TrainExample],
+    options: TrainOptions,
+    *,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> tuple[float, int]:
+    """(mean nats of an answer: -ln of the model's chance of the whole output, teacher-forced;
+    of how many examples). goes_on: asked between batches; the rest is left out where it says no.
+    """
+    total, num = 0.0, 0
+    tuned.module.eval()
     with torch.no_grad():
-        for group in microbatches(short, options.max_tokens, random.Random(0)):
-            batch = collate(group, device)
-            total += float(_loss_sum(tuned, batch, options.bfloat16))
-    tuned.model.train()
-    return total / len(examples)
+        for at in range(0, len(examples), 2 * options.batch_size):
+            if num and not goes_on():
+                break
+            some = [
+                segmented(example, tuned.enrichment)
+                for example in examples[at : at + 2 * options.batch_size]
+            ]
+            for batch in _batches(tuned, some, options, random.Random(0)):
+                total += float(tuned.loss(batch))
+            num += len(some)
+    tuned.module.train()
+    return (total / num if num else math.nan), num
 
 
-def _loss_sum(tuned: Tuned, batch: Microbatch, bfloat16: bool) -> torch.Tensor:
-    """Sum of -ln p over the batch's output ids; the softmax is in float32."""
-    with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=bfloat16):
-        states = hidden_states(tuned, batch.input_ids, batch.attention_mask)
-        logits = tuned.head(states.flatten(0, 1)[batch.rows])
-    return functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
+def _batches(
+    tuned: Tuned, examples: Sequence[TrainExample], options: TrainOptions, chooser: random.Random
+) -> Iterator[Any]:
+    for group in microbatches(examples, options.max_tokens, chooser, packed=tuned.is_packed):
+        yield collate(group, tuned.device, packed=tuned.is_packed)
 
 
 @dataclass(slots=True)
 class _State:
-    """The state of a run that a checkpoint holds beside tensors."""
+    """The state of a run that a checkpoint holds beside tensors. num_held: examples that are
+    validated on, -1: not decided. validated, best_nats, best_step: at the last validation, and the
+    best one."""
 
     step: int = 0
     elapsed_s: float = 0.0
     nats_before: float = math.nan
-
-
-def _steps(
-    examples: Sequence[TrainExample], options: TrainOptions, tuned: Tuned, first: int, num: int
-) -> Iterator[list[list[TrainExample]]]:
-    """The forward passes of step `first`, `first` + 1, ... `num` - 1; a function of the seed."""
-    per_epoch = math.ceil(len(examples) / options.batch_size)
-    for step in range(first, num):
-        epoch, at = divmod(step, per_epoch)
-        order = list(range(len(examples)))
-        random.Random(f"{options.seed} epoch {epoch}").shuffle(order)
-        chooser = random.Random(f"{options.seed} step {step}")
-        chosen = [
-            segmented(examples[i], tuned.enrichment, chooser=chooser, spell_out=options.spell_out)
-            for i in order[at * options.batch_size : (at + 1) * options.batch_size]
-        ]
-        yield list(microbatches(chosen, options.max_tokens, chooser))
+    num_held: int = -1
+    validation_s: float = 0.0
+    num_validated: int = 0
+    best_nats: float = math.inf
+    best_step: int = 0
 
 
 def train(
@@ -137,83 +139,178 @@ def train(
     *,
     report: Callable[[TrainProgress], None],
     clock: Callable[[], float] = time.monotonic,
+    began: float | None = None,
 ) -> TrainResult:
-    """Train `tuned` in place. folder: for the checkpoint, which is removed at the end.
+    """Train `tuned` in place. folder: for the checkpoint, which is removed at the end. began: when
+    the time limit begins, by the clock; None: now.
 
     Raises ConfigError for no examples, for a loss that is not finite, and for a checkpoint of
     another run.
     """
     if not examples:
         raise ConfigError("there are no examples to train on")
-    device = next(tuned.model.parameters()).device
-    num = max(1, math.ceil(options.epochs * math.ceil(len(examples) / options.batch_size)))
-    lora, rows = tuned.groups()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": lora, "lr": options.learning_rate, "base": options.learning_rate},
-            {"params": rows, "lr": options.rows_learning_rate, "base": options.rows_learning_rate},
-        ],
-        weight_decay=options.weight_decay,
-    )
-    keeper = _Checkpoint(folder, tuned, optimizer, _identity(examples, options, tuned))
-    state = keeper.load()
-    torch.manual_seed(options.seed)
-    if math.isnan(state.nats_before):
-        state.nats_before = evaluate_loss(tuned, held_out, options, device)
-    tuned.model.train()
-    began, saved = clock() - state.elapsed_s, clock()
-    by_clock = False
-    for groups in _steps(examples, options, tuned, state.step, num):
-        done = state.step / num
-        if options.time_limit_s is not None:
-            done = max(done, (clock() - began) / options.time_limit_s)
-            if done >= 1.0:
-                by_clock = state.step < num
-                break
-        _set_rate(optimizer, done, options.warm_up)
-        torch.manual_seed(options.seed * 1_000_003 + state.step)  # dropout
-        loss = _step(tuned, groups, optimizer, options, device)
-        state.step += 1
-        state.elapsed_s = clock() - began
+    run = _Run(tuned, examples, options, folder)
+    state = run.state
+    began = (clock() if began is None else began) - state.elapsed_s
+    limit = options.time_limit_s or math.inf
+    if state.num_held < 0:
+        asked = clock()
+        most = math.ceil(_HELD_SHARE * options.epochs * len(examples))
+        held_out = held_out[: max(_LEAST_HELD, most)]
+        state.nats_before, state.num_held = evaluate_loss(
+            tuned, held_out, options, goes_on=lambda: clock() - asked < _MOST_OF_TIME * limit
+        )
+        state.validation_s = clock() - asked
+    held_out = held_out[: state.num_held]
+    saved, longest, done = clock(), 0.0, state.step / run.num_steps
+    stepping = 0.0  # seconds in steps of this process, and the share of the run that they were
+    first_done = done
+    while state.step < run.num_steps:
+        at = clock()
+        # What ends the run comes out of the limit, too: a last step, a validation, the files.
+        left = began + limit - at - 1.1 * (longest + state.validation_s)
+        if left <= 0:
+            break
+        done = max(state.step / run.num_steps, (at - began) / (at - began + left))
+        loss = run.step(done)
+        took = clock() - at
+        longest, stepping = max(longest, took), stepping + took
         validation = None
-        if held_out and state.step % options.validate_every == 0 and state.step < num:
-            validation = evaluate_loss(tuned, held_out, options, device)
-        report(TrainProgress(state.step, num, loss, state.elapsed_s, validation))
+        due = math.floor(done * options.validations)
+        if held_out and due > state.num_validated and state.step < run.num_steps:
+            validation = run.validate(held_out)
+            state.num_validated = due
+        state.elapsed_s = clock() - began
+        each = stepping / max(done - first_done, 1.0 / run.num_steps)
+        left = min((1.0 - done) * each, limit - state.elapsed_s)
+        report(TrainProgress(
+            state.step, run.num_steps, loss, state.elapsed_s, max(0.0, left), validation
+        ))  # fmt: skip
         if clock() - saved > options.save_every_s:
-            keeper.save(state)
+            run.save()
             saved = clock()
-    after = evaluate_loss(tuned, held_out, options, device)
-    keeper.remove()
-    return TrainResult(state.step, by_clock, clock() - began, state.nats_before, after)
+    if held_out:
+        run.validate(held_out)
+        run.take_best()
+    after = state.best_nats if held_out else math.nan
+    run.remove()
+    return TrainResult(
+        state.step, state.best_step if held_out else state.step, state.step < run.num_steps,
+        clock() - began, state.nats_before, after,
+    )  # fmt: skip
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, done: float, warm_up: float) -> None:
-    factor = done / warm_up if done < warm_up else (1.0 - done) / (1.0 - warm_up)
-    for group in optimizer.param_groups:
-        group["lr"] = group["base"] * max(0.02, factor)
+class _Run:
+    """A run's optimizer, its state, and their checkpoint: one file, replaced as a whole."""
 
+    def __init__(
+        self, tuned: Tuned, examples: Sequence[TrainExample], options: TrainOptions, folder: Path
+    ) -> None:
+        self._tuned, self._examples, self._options = tuned, examples, options
+        self._per_epoch = math.ceil(len(examples) / options.batch_size)
+        self.num_steps = max(1, math.ceil(options.epochs * self._per_epoch))
+        lora, rows = tuned.groups()
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": params, "lr": rate, "base": rate}
+                for params, rate in (
+                    (lora, options.learning_rate), (rows, options.rows_learning_rate)
+                )
+                if params
+            ],
+            weight_decay=options.weight_decay,
+        )  # fmt: skip
+        self._file = folder / _CHECKPOINT
+        self._identity = json.dumps(_identity(examples, options, tuned), sort_keys=True)
+        self._best: dict[str, torch.Tensor] = {}
+        self.state = self._load()
 
-def _step(
-    tuned: Tuned,
-    groups: Sequence[Sequence[TrainExample]],
-    optimizer: torch.optim.Optimizer,
-    options: TrainOptions,
-    device: torch.device,
-) -> float:
-    """One update over all groups; returns mean nats an output id. Raises ConfigError for nan."""
-    batches = [collate(group, device) for group in groups]
-    num_targets = sum(int(batch.targets.numel()) for batch in batches)
-    total = 0.0
-    for batch in batches:
-        loss = _loss_sum(tuned, batch, options.bfloat16)
-        (loss / num_targets).backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    if not math.isfinite(total):
-        raise ConfigError("the loss is not finite; try a lower learning rate")
-    torch.nn.utils.clip_grad_norm_([p for g in tuned.groups() for p in g], 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total / num_targets
+    def step(self, done: float) -> float:
+        """One update; mean nats an output id. done: share of the run. Raises ConfigError for nan.
+
+        Its examples are a function of the seed and the step.
+        """
+        options, tuned, state = self._options, self._tuned, self.state
+        epoch, at = divmod(state.step, self._per_epoch)
+        order = list(range(len(self._examples)))
+        random.Random(f"{options.seed} epoch {epoch}").shuffle(order)
+        chooser = random.Random(f"{options.seed} step {state.step}")
+        chosen = [
+            segmented(
+                self._examples[i], tuned.enrichment, chooser=chooser, spell_out=options.spell_out
+            )
+            for i in order[at * options.batch_size : (at + 1) * options.batch_size]
+        ]
+        warm = options.warm_up
+        factor = done / warm if done < warm else (1.0 - done) / (1.0 - warm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["base"] * max(0.02, factor)
+        torch.manual_seed(options.seed * 1_000_003 + state.step)  # dropout
+        num_targets = total = 0.0
+        for batch in _batches(tuned, chosen, options, chooser):
+            loss = tuned.loss(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            num_targets += batch.targets.numel()
+        if not math.isfinite(total):
+            raise ConfigError("the loss is not finite; try a lower learning rate")
+        trained = [parameter for _, parameter in tuned.trained()]
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad /= num_targets
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        return total / num_targets
+
+    def validate(self, held_out: Sequence[TrainExample]) -> float:
+        """Nats an answer; what is trained is kept where they are the fewest so far."""
+        nats, _ = evaluate_loss(self._tuned, held_out, self._options)
+        if nats <= self.state.best_nats:
+            self.state.best_nats, self.state.best_step = nats, self.state.step
+            self._best = {name: p.detach().clone() for name, p in self._tuned.trained()}
+        return nats
+
+    def take_best(self) -> None:
+        """Go back to the step of the best validation."""
+        self._put(self._best)
+
+    def _put(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._tuned.trained():
+                parameter.copy_(tensors[name])
+
+    def _load(self) -> _State:
+        """The saved state, with the tensors restored; a new one where nothing was saved."""
+        if not self._file.is_file():
+            return _State()
+        saved = torch.load(self._file, weights_only=True)
+        if saved["identity"] != self._identity:
+            raise ConfigError(
+                f"{self._file} is of another run (other data or options); delete it to begin anew"
+            )
+        self._put(saved["trained"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._best = saved["best"]
+        return _State(**saved["state"])
+
+    def save(self) -> None:
+        """Save atomically. Raises OSError; the earlier checkpoint then stays."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        body = {
+            "identity": self._identity,
+            "state": asdict(self.state),
+            "trained": {name: p.detach() for name, p in self._tuned.trained()},
+            "best": self._best,
+            "optimizer": self._optimizer.state_dict(),
+        }
+        with replacing(self._file, EVERYBODY) as out:
+            torch.save(body, out)
+
+    def remove(self) -> None:
+        """Delete the checkpoint: the run has ended."""
+        self._file.unlink(missing_ok=True)
 
 
 def _identity(
@@ -224,54 +321,3 @@ def _identity(
     enrichment = "" if tuned.enrichment is None else tuned.enrichment.hash
     lengths = [len(example) for example in examples]
     return kept | {"examples": len(examples), "tokens": sum(lengths), "enrichment": enrichment}
-
-
-class _Checkpoint:
-    """A run's state on disk: adapter, optimizer and counters, replaced as a whole."""
-
-    def __init__(
-        self,
-        folder: Path,
-        tuned: Tuned,
-        optimizer: torch.optim.Optimizer,
-        identity: dict[str, Any],
-    ) -> None:
-        self._file = folder / _CHECKPOINT
-        self._tuned = tuned
-        self._optimizer = optimizer
-        self._identity = json.dumps(identity, sort_keys=True)
-
-    def _trained(self) -> dict[str, torch.Tensor]:
-        named = self._tuned.model.named_parameters()
-        return {name: p.detach() for name, p in named if p.requires_grad}
-
-    def load(self) -> _State:
-        """The saved state, with the tensors restored; a new one where nothing was saved."""
-        if not self._file.is_file():
-            return _State()
-        saved = torch.load(self._file, weights_only=True)
-        if saved["identity"] != self._identity:
-            raise ConfigError(
-                f"{self._file} is of another run (other data or options); delete it to begin anew"
-            )
-        with torch.no_grad():
-            for name, tensor in self._trained().items():
-                tensor.copy_(saved["trained"][name])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        return _State(**saved["state"])
-
-    def save(self, state: _State) -> None:
-        """Save atomically. Raises OSError; the earlier checkpoint then stays."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        body = {
-            "identity": self._identity,
-            "state": asdict(state),
-            "trained": self._trained(),
-            "optimizer": self._optimizer.state_dict(),
-        }
-        with replacing(self._file, EVERYBODY) as out:
-            torch.save(body, out)
-
-    def remove(self) -> None:
-        """Delete the checkpoint: the run has ended."""
-        self._file.unlink(missing_ok=True)

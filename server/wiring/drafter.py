@@ -5,8 +5,11 @@ The same function makes the drafters of an engine and those that `tailor tasks t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +17,52 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from drafters.base import Drafter, DraftSession
+    from drafters.corpus import Corpus
     from drafters.options import OptionFile
     from server.engine.task_store import TaskStore
     from server.types import SpeculationParams
     from vocab_store.enrichment import Enrichment
 
+log = logging.getLogger(__name__)
+
 WARM_UP = "warm-up"
 """The task of the requests that an engine answers itself before it is ready."""
+
+
+class CorpusFiles:
+    """Corpora by file, each checked and mapped once for all scopes that draft from it. A replaced
+    file is read again; sessions keep what they began with. Not for several threads."""
+
+    _MOST = 64  # those used longest ago are let go
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[tuple[int, ...], Corpus | None, str]] = OrderedDict()
+
+    def load(self, path: str, fingerprint: str, task: str) -> tuple[Corpus | None, str]:
+        """(the corpus, an id that names it by its content); (None, "") where it cannot be drafted
+        from, which is told once in the log. Raises FingerprintError for another tokenizer's."""
+        from drafters.array_file import ArrayFileError, FingerprintError
+        from drafters.corpus import Corpus
+
+        key = f"{fingerprint} {path}"
+        stamp: tuple[int, ...] = ()
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            stamp = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        known = self._known.get(key)
+        if known is None or known[0] != stamp:
+            try:
+                corpus = Corpus.load(path, fingerprint=fingerprint)
+                known = stamp, corpus, content_id(Path(path))
+            except FingerprintError:
+                raise
+            except (OSError, ArrayFileError) as error:
+                log.error("task %s drafts without its corpus: %s", task, error)
+                known = stamp, None, ""
+            self._known[key] = known
+            if len(self._known) > self._MOST:
+                self._known.popitem(last=False)
+        return known[1:]
 
 
 def make_task_drafter(
@@ -33,6 +75,7 @@ def make_task_drafter(
     model: str | None = None,
     memory: TaskStore | None = None,
     enrichment: Enrichment | None = None,
+    corpora: CorpusFiles | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
@@ -40,7 +83,7 @@ def make_task_drafter(
     fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
     another one are refused (None: not checked). enrichment: the model writes its outputs in these
-    ids, so prompts are read in them, too. Raises ValueError.
+    ids, so prompts are read in them, too. corpora: of the engine. Raises ValueError.
     """
     from drafters.catalog import Need, make_drafter, spec_of
 
@@ -57,13 +100,8 @@ def make_task_drafter(
             given[one.name] = value
     corpus_id = ""
     if speculation.corpus is not None and Need.CORPUS in spec.needs:
-        from drafters.corpus import Corpus
-
-        try:
-            given[Need.CORPUS.value] = Corpus.load(speculation.corpus, fingerprint=fingerprint)
-            corpus_id = content_id(Path(speculation.corpus))
-        except OSError as error:
-            raise ValueError(f"corpus of task {task}: {error.strerror}") from None
+        corpus, corpus_id = (corpora or CorpusFiles()).load(speculation.corpus, fingerprint, task)
+        given |= {} if corpus is None else {Need.CORPUS.value: corpus}
     if memory is not None and speculation.learn_tokens > 0 and Need.LEARNED in spec.needs:
         given[Need.LEARNED.value] = memory.learned(
             task,

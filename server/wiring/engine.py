@@ -17,7 +17,7 @@ from drafters import DRAFTER_NAMES
 from server.config import EngineConfig
 from server.errors import ModelError
 from server.types import adapter_of
-from server.wiring.drafter import WARM_UP, make_task_drafter
+from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
 from server.wiring.profiles import ProfileFiles
 
@@ -166,8 +166,6 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     vocabularies.shelf = engine.adapters
     _know_adapters(engine, order, table, grammars)
     _warm_up(engine, order.drafters, order.vocabularies)
-    if order.learns:
-        _warm_up_learning()
     _give_back()
     return engine
 
@@ -194,12 +192,7 @@ def _engine_settings(order: EngineOrder) -> EngineSettings:
     from server.engine.settings import EngineSettings
 
     kind = order.device.partition(":")[0]
-    ahead = order.engine.steps_ahead
-    return EngineSettings(
-        **asdict(order.sizes),
-        target_step_s=_TARGET_STEP_S[kind],
-        steps_ahead=int(kind == "cuda") if ahead == "auto" else ahead,
-    )
+    return EngineSettings(**asdict(order.sizes), target_step_s=_TARGET_STEP_S[kind])
 
 
 class _Vocabularies:
@@ -227,6 +220,7 @@ def _drafter_makers(
     info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
     """(task, speculation) -> Drafter, by the drafter's name."""
+    corpora = CorpusFiles()
 
     def make(name: str, task: str, speculation: SpeculationParams) -> Drafter:
         own = vocabularies.of(speculation.adapter)
@@ -239,6 +233,7 @@ def _drafter_makers(
             model=info.fingerprint,
             memory=memory,
             enrichment=own.enrichment,
+            corpora=corpora,
         )
 
     return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}
@@ -360,16 +355,14 @@ def _warm_up(
     drafters: Sequence[str],
     vocabularies: Sequence[tuple[VocabularyMode, str]] = (),
 ) -> None:
-    """Run a short request with each drafter and each profile, so that everything compiled or copied
-    on first use is ready before the engine is. The prefix cache is emptied after it. From numba's
-    cache all drafters take half a second; without it, once, a quarter of a minute."""
+    """Run a short request with each drafter and each profile: what is imported, loaded or copied on
+    first use is ready before the engine is. The prefix cache is emptied after it."""
     from drafters import make_drafter
     from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 
     for name in drafters:
-        warm_up = None if name == "off" else getattr(make_drafter(name), "warm_up", None)
-        if warm_up is not None:
-            warm_up()
+        if name != "off":
+            make_drafter(name)
     usual = [i for i in range(3, 64) if i not in engine.info.eos_token_ids][:3]
     runs = [(name, VocabularyParams()) for name in dict.fromkeys(("off", *drafters))]
     runs += [("off", VocabularyParams(mode, profile)) for mode, profile in vocabularies]
@@ -392,13 +385,3 @@ def _warm_up(
             if delta.finish_reason == "error":
                 raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
     engine.pool.drop_cache()
-
-
-def _warm_up_learning() -> None:
-    """Compile what builds layers of learned outputs: later it would delay a step."""
-    import numpy as np
-
-    from drafters.learned import build_layer
-
-    example = np.arange(12, dtype=np.int32) % 5
-    build_layer([(example, example), (example, example)], base=None, fingerprint="")

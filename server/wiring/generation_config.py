@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
+from drafters.json_text import parsed
 from server.config import SamplingDefaults
+from server.types import PARAMETERS
 
 log = logging.getLogger("tailor.server")
 
-_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_KINDS = {one.name: one.kind for one in PARAMETERS if one.in_models}
 """Keys that vLLM and SGLang take from the file, too."""
 
 
@@ -23,10 +24,8 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     if not file.is_file():
         return SamplingDefaults()
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        found = {key: raw[key] for key in _KEYS if raw.get(key) is not None}
-        for key in found:
-            found[key] = int(found[key]) if key == "top_k" else float(found[key])
+        raw = parsed(file.read_text(encoding="utf-8"))
+        found = {key: kind(raw[key]) for key, kind in _KINDS.items() if raw.get(key) is not None}
         defaults = SamplingDefaults(**found)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning("%s is not used: %s", file, str(error).splitlines()[0][:200])

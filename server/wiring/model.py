@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drafters.json_text import parsed
 from server.config import ModelConfig, SamplingDefaults
 from server.errors import ModelError
 from server.wiring.generation_config import sampling_defaults
@@ -40,7 +40,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
     try:
-        raw = json.loads(config_file.read_text(encoding="utf-8"))
+        raw = parsed(config_file.read_text(encoding="utf-8"))
         check_raw(raw)
         values = text_values(raw)
         vocab_size, limit = int(values["vocab_size"]), position_limit(values, max_model_len)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from drafters.json_text import parsed
 from server.config import ModelConfig
 from server.errors import ConfigError
 
@@ -54,7 +54,7 @@ def _no_model(model: ModelConfig, folder: Path) -> str:
             " *.safetensors and tokenizer.json"
         )
     try:
-        base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get(
+        base = parsed((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get(
             "base_model_name_or_path"
         )
     except (OSError, ValueError, AttributeError):

@@ -4,8 +4,8 @@
 corpus from an operator's examples; it takes the place of the file's own corpus until it is
 deleted, and survives restarts. A corpus of another tokenizer is refused in both.
 
-Uploads are examples and not corpus files: a corpus is memory-mapped and read by compiled code
-without bounds checks, so a forged one could crash an engine. Building runs in a process of its own.
+Uploads are examples and not corpus files, and are built in a process of its own. A corpus that is
+damaged is named and set aside at the start, and its task is served without; a reload is refused.
 
 Layout of a task's folder of uploads (its name is a digest; no task's name becomes a path):
 
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drafters.catalog import Need, that_use
+from drafters.json_text import parsed
 from server.config import TaskConfig
 from server.errors import ConfigError, StorageError
 
@@ -101,7 +102,7 @@ class TaskSet:
         adapters: ServedAdapters | None = None,
         enrichments: Mapping[str, Path] | None = None,
     ) -> None:
-        """Raises ConfigError when a task's corpus cannot be used."""
+        """Raises ConfigError when a task's corpus cannot be used, and is whole."""
         self._load = load
         self._models = dict(models)
         self.adapters: Any = adapters
@@ -112,7 +113,7 @@ class TaskSet:
         self._build = build
         self._lock = asyncio.Lock()
         self._files = dict(tasks)
-        self._tasks, self._sizes = self._checked(self._files)
+        self._tasks, self._sizes = self._checked(self._files, is_start=True)
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
@@ -222,7 +223,7 @@ class TaskSet:
         return self._tasks
 
     def _checked(
-        self, files: Mapping[str, TaskConfig]
+        self, files: Mapping[str, TaskConfig], *, is_start: bool = False
     ) -> tuple[dict[str, TaskConfig], dict[str, CorpusSize]]:
         """The tasks with their uploaded corpora, checked, and the sizes of all corpora."""
         tasks: dict[str, TaskConfig] = {}
@@ -230,20 +231,26 @@ class TaskSet:
         problems: list[str] = []
         for name, task in files.items():
             fingerprint = self._model_of(task)[1]
-            uploaded = self._current(name, fingerprint)
-            if uploaded is not None:
-                spec = task.speculation.model_copy(update={"corpus": str(uploaded)})
-                task = task.model_copy(update={"speculation": spec})
-            tasks[name] = task
             if problem := self._beyond_vocabulary(task):
                 problems.append(f"task {name}: {problem}")
-            corpus = task.speculation.corpus
-            if corpus is None:
-                continue
-            try:
-                sizes[name] = _size_of(Path(corpus), fingerprint, uploaded is not None)
-            except ConfigError as error:
-                problems.append(f"task {name}: speculation.corpus: {error.message}")
+            uploaded, own = self._current(name, fingerprint), task.speculation.corpus
+            corpus = own if uploaded is None else str(uploaded)
+            while corpus is not None:
+                is_own = corpus == own
+                try:
+                    sizes[name] = _size_of(Path(corpus), fingerprint, not is_own)
+                    break
+                except _DamagedError as error:
+                    if is_own and not is_start:
+                        problems.append(f"task {name}: speculation.corpus: {error.message}")
+                        break
+                    log.error("task %s is served without a corpus: %s", name, error.message)
+                    corpus = None if is_own else own
+                except ConfigError as error:
+                    problems.append(f"task {name}: speculation.corpus: {error.message}")
+                    break
+            spec = task.speculation.model_copy(update={"corpus": corpus})
+            tasks[name] = task.model_copy(update={"speculation": spec})
         if problems:
             raise ConfigError("\n".join(problems))
         return tasks, sizes
@@ -254,7 +261,7 @@ class TaskSet:
         if not ids:
             return ""
         try:
-            config = json.loads((self._model_of(task)[0] / "config.json").read_bytes())
+            config = parsed((self._model_of(task)[0] / "config.json").read_bytes())
             vocab_size = int(config["vocab_size"])
         except (OSError, ValueError, KeyError):
             return ""
@@ -272,7 +279,7 @@ class TaskSet:
         if folder is None:
             return {}
         try:
-            body = json.loads((folder / "current.json").read_text(encoding="utf-8"))
+            body = parsed((folder / "current.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
@@ -388,17 +395,18 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     from drafters.array_file import ArrayFileError
     from drafters.auto.held_out import build_calibrated
     from drafters.learned import LearnedOutputs
-    from server.datasets import open_tokenizer, tokenize_in_place
+    from server.datasets import ExampleReader, open_tokenizer
     from vocab_store.enrichment import Enrichment
 
     tokenizer, fingerprint, eos_token_id = open_tokenizer(Path(order.folder))
     fingerprint = order.fingerprint or fingerprint
-    config = json.loads((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
+    config = parsed((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
     vocab_size = int(config["vocab_size"])
     written: Callable[[Sequence[int]], list[int]] = list
     if order.enrichment is not None:
         enrichment = Enrichment.load(order.enrichment)
         vocab_size, written = enrichment.vocab_size, enrichment.segment
+    reader = ExampleReader(tokenizer, eos_token_id, vocab_size=vocab_size)
     # There is room for everything: an upload that is too large is refused, never reduced.
     held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30)
     if order.old is not None:
@@ -408,15 +416,9 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
             raise ConfigError(
                 f"what was uploaded before cannot be read ({error}); upload with mode replace"
             ) from None
-    for i, example in enumerate(json.loads(Path(order.source).read_text(encoding="utf-8"))):
-        if example.get("output_ids") is not None:
-            prompt, output = example.get("prompt_ids") or [], example["output_ids"]
-            if max((*prompt, *output), default=0) >= vocab_size:
-                raise ConfigError(f"examples[{i}]: a token id is not below {vocab_size}")
-        else:
-            prompt, output = tokenize_in_place(
-                tokenizer, example.get("prompt") or "", example["completion"], eos_token_id
-            )
+    for i, example in enumerate(parsed(Path(order.source).read_text(encoding="utf-8"))):
+        prompt, output = reader.of(example, f"examples[{i}]")
+        if example.get("output_ids") is None:
             output = written(output)
         held.add(prompt, output)
         if held.num_tokens > MAX_UPLOADED_TOKENS:
@@ -442,6 +444,10 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     }
 
 
+class _DamagedError(ConfigError):
+    """What lies there is no whole corpus."""
+
+
 def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     """Raises ConfigError unless the file is a corpus of this tokenizer."""
     from drafters.array_file import ArrayFileError, FingerprintError
@@ -455,7 +461,7 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
             "(tailor corpus build)"
         ) from None
     except ArrayFileError as error:
-        raise ConfigError(str(error)) from None
+        raise _DamagedError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     return CorpusSize(extent.num_documents, extent.num_tokens, extent.num_bytes, uploaded)

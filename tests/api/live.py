@@ -208,8 +208,14 @@ class LiveServer:
             body = {"model": "tiny", "prompt": "the", **body}
         return httpx.post(self.url + path, json=body, timeout=20)
 
+    def ask_figures(self) -> None:
+        """Have the engines tell the metrics how they are."""
+        asking = asyncio.run_coroutine_threadsafe(self.client.ask_figures(), self._loop)
+        asking.result(10)
+
     def sample(self, name: str, **labels: str) -> float:
         """Sum of a series over the labels that are not given."""
+        self.ask_figures()
         return sum(
             s.value
             for family in self.metrics.registry.collect()

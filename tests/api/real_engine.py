@@ -18,6 +18,7 @@ from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
+from server.machine_code import make_ready
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -73,7 +74,7 @@ def make_learning_engine(share: Any, folder: Path, *, step_s: float = 0.0) -> En
     """The same with the drafter `auto` and what its tasks learn. share: server.wiring.engine's."""
     from server.wiring.drafter import make_task_drafter
 
-    make_drafter("auto").warm_up()  # not while it works: then it would seem to hang
+    make_ready()  # not while it works: then it would seem to hang
     fingerprint = TABLE.fingerprint.hex()
     memory = TaskStore(
         folder,

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from server.api.adapters import AdapterRoutes
-from server.api.protocol import LoadAdapterBody
-from server.api.served_model import ServedModel
+from server.api.adapters import AdapterRoutes, LoadAdapterBody
+from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig
 from server.errors import InvalidRequestError, LoadingError, NoEngineError
 from server.types import AdapterOrder
@@ -86,10 +85,9 @@ class Admin:
 
 def routes(engines: Engines) -> tuple[AdapterRoutes, Admin]:
     admin = Admin()
-    intake = SimpleNamespace(models={}, tasks={}, adapters={})
-    context: Any = SimpleNamespace(intake=intake)
-    client: Any = engines
-    return AdapterRoutes(context, client, admin), admin
+    catalog = Catalog({}, {"tiny": served()}, {})
+    context: Any = SimpleNamespace(catalog=catalog, client=engines)
+    return AdapterRoutes(context, admin), admin
 
 
 def test_an_engine_that_started_again_meanwhile_is_told_again() -> None:

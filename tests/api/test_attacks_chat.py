@@ -391,7 +391,7 @@ def inject(server: LiveServer, text: str) -> None:
             return_token_ids=True,
         )
         assert answer.status_code == 200, answer.text
-        ids: list[int] = answer.json()["choices"][0]["prompt_token_ids"]
+        ids: list[int] = answer.json()["prompt_token_ids"]
         return ids
 
     ids, without = prompt_of(text), prompt_of(plain)

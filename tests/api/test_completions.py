@@ -61,12 +61,15 @@ def test_the_openai_client_gets_a_completion(server: LiveServer, engine: Scripte
     assert request.sampling.temperature == 0.0 and request.task == "completion"
 
 
-def test_a_response_has_openais_members_and_no_others(server: LiveServer) -> None:
+def test_a_response_has_openais_members_and_vllms_nulls(server: LiveServer) -> None:
     body = server.post(max_tokens=2).json()
     assert set(body) == {
         "id", "object", "created", "model", "system_fingerprint", "choices", "usage",
     }  # fmt: skip
-    assert set(body["choices"][0]) == {"text", "index", "logprobs", "finish_reason"}
+    of_vllm = {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+    [choice] = body["choices"]
+    assert set(choice) == {"text", "index", "logprobs", "finish_reason", *of_vllm}
+    assert {choice[name] for name in of_vllm} == {None}
     assert body["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
 
 

@@ -347,4 +347,4 @@ def test_vllm_names_tell_the_same_figures_and_only_on_request() -> None:
         assert len(names) == len(set(names))
     with LiveServer([ScriptedEngine(saying(IDS))]) as plain:
         plain.post(max_tokens=3)
-        assert "vllm:" not in httpx.get(plain.url + "/metrics").text
+        assert "vllm:request_queue" not in httpx.get(plain.url + "/metrics").text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from server.config import SpeculationConfig, TaskConfig
-from server.errors import FieldKey, LimitExceededError
+from server.errors import LimitExceededError
 from tests.api.chat_models import CONTEXT, TABLE, encode, served
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
@@ -63,15 +63,9 @@ def test_a_chats_limits_have_a_chats_names(server: LiveServer) -> None:
     assert "in the prompt" in told  # a word, not a field
 
 
-def test_a_field_is_named_by_each_route_alone() -> None:
-    limit, text = FieldKey("max_tokens"), FieldKey("prompt")
-    error = LimitExceededError(f"{text}[3]: above {limit} of the task prompt.", param=f"{text}[3]")
-    assert error.message == "prompt[3]: above max_tokens of the task prompt."
-    assert error.param == "prompt[3]"
-    named = error.named({"prompt": "input", "max_tokens": "max_output_tokens"})
-    assert type(named) is LimitExceededError
-    assert named.message == "input[3]: above max_output_tokens of the task prompt."
-    assert named.param == "input[3]"
-    assert error.named({}).message == error.message
-    plain = LimitExceededError("the task prompt", param="prompt", retry_after_s=2.0)
-    assert plain.named({"prompt": "input"}) is plain
+def test_an_error_of_one_field_becomes_that_of_another() -> None:
+    error = LimitExceededError("above 4; prompt: stays.", at="prompt[3]", retry_after_s=2.0)
+    assert (error.message, error.param) == ("prompt[3]: above 4; prompt: stays.", "prompt[3]")
+    moved = error.moved("input")
+    assert type(moved) is LimitExceededError and moved.retry_after_s == 2.0
+    assert (moved.message, moved.param) == ("input: above 4; prompt: stays.", "input")

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from server.api import other_routes
+from server.api.app import ELSEWHERE
 from server.config import (
     CorsConfig,
     KeyConfig,
@@ -167,7 +167,7 @@ def test_noop_fields_are_the_documented_ones(server: LiveServer) -> None:
         "user": "x", "metadata": {}, "store": True, "safety_identifier": "s",
         "prompt_cache_key": "k",
     }  # fmt: skip
-    from server.api.protocol import NO_OP_FIELDS
+    from server.api.bodies import NO_OP_FIELDS
 
     assert set(noops) == NO_OP_FIELDS
     assert server.post(**noops).status_code == 200
@@ -399,7 +399,7 @@ def test_a_route_of_another_server_is_told_where_to_go(
 
 def test_the_routes_that_are_advised_are_there(server: LiveServer) -> None:
     known = httpx.get(server.url + "/openapi.json").json()["paths"]
-    for path in other_routes.ELSEWHERE:
+    for path in ELSEWHERE:
         told = httpx.post(server.url + path, json={}).json()["error"]["message"]
         named = told.partition(" Ask ")[2].removesuffix(".").split(" and ")
         assert set(named) <= {*known, "/metrics"}, path

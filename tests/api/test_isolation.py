@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from server.api import structured
+from server.api import grammars
 from server.api.engines.slot import EngineSpec
 from server.config import (
     MetricsConfig,
@@ -217,7 +217,7 @@ def test_a_grammar_of_another_is_compiled_again(
     """What is compiled already comes at once: the time would tell who asks with the same schema."""
     checked: list[str] = []
     compiled: list[str] = []
-    check, work = structured.grammar_problem, GrammarCompiler._work
+    check, work = grammars.grammar_problem, GrammarCompiler._work
 
     def count_check(spec: Any) -> str:
         checked.append(spec.source)
@@ -227,7 +227,7 @@ def test_a_grammar_of_another_is_compiled_again(
         compiled.append(spec.source)
         return work(self, spec, tokenizer)
 
-    monkeypatch.setattr(structured, "grammar_problem", count_check)
+    monkeypatch.setattr(grammars, "grammar_problem", count_check)
     monkeypatch.setattr(GrammarCompiler, "_work", count_work)
     with _server(tmp_path) as server:
         checked.clear()

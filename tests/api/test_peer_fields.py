@@ -4,14 +4,17 @@ taken, others are refused with what to send instead; a request needs no `model`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import SecretStr
 
-from server.api import peer_fields
-from server.api.protocol import CompletionBody
+from server.api.bodies import GenerationBody
+from server.api.faces.chat import ChatBody
+from server.api.faces.completions import CompletionBody
+from server.api.faces.responses import ResponsesBody
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from tests.api.chat_models import CONTEXT, TABLE, encode, served
 from tests.api.live import LiveServer
@@ -25,6 +28,11 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
+THINK, NOT = {"enable_thinking": True}, {"enable_thinking": False}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+GBNF = 'root ::= "yes" | "no" [a-z]*'
+
+
 def engine_of(name: str) -> ScriptedEngine:
     return ScriptedEngine(
         saying(encode(" dog")), name=f"engine-{name}", model=name,
@@ -33,8 +41,12 @@ def engine_of(name: str) -> ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    engines = [engine_of(name) for name in ("hermes", "base")]
+def engines() -> list[ScriptedEngine]:
+    return [engine_of(name) for name in ("hermes", "base")]
+
+
+@pytest.fixture(scope="module")
+def server(engines: list[ScriptedEngine]) -> Iterator[LiveServer]:
     models = {name: served(name) for name in ("hermes", "base")}
     with LiveServer(engines, models=models) as live:
         yield live
@@ -48,18 +60,18 @@ def post(server: LiveServer, path: str, key: str | None = None, **body: Any) -> 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_settings_of_peers_that_change_nothing_are_taken(server: LiveServer, path: str) -> None:
-    answer = post(server, path, model="hermes", **peer_fields.APPLIES_ANYWAY)
+    anyway = {name: values[0] for name, (values, _) in GenerationBody.NEUTRAL.items()}
+    answer = post(server, path, model="hermes", **anyway)
     assert answer.status_code == 200, answer.text
     document = httpx.get(server.url + "/openapi.json").json()["paths"][path]["post"]
     schema = document["requestBody"]["content"]["application/json"]["schema"]
-    assert set(peer_fields.APPLIES_ANYWAY) <= set(schema["properties"])
+    assert set(anyway) <= set(schema["properties"])
     assert "model" not in schema["required"]
 
 
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("repeat_penalty", 1.1, "Send repetition_penalty."),
         ("mirostat", 2, "only 0 is taken"),
         ("mirostat", False, "only 0 is taken"),
         ("cache_prompt", False, "only true is taken"),
@@ -76,9 +88,8 @@ def test_settings_of_peers_that_change_something_are_refused(
 @pytest.mark.parametrize(
     ("path", "field", "says"),
     [
-        ("/v1/completions", "guided_json", "Send structured_outputs.json or response_format."),
-        ("/v1/chat/completions", "max_new_tokens", "Send max_tokens."),
-        ("/v1/completions", "n_predict", "Send max_tokens."),
+        ("/v1/completions", "temprature", "Did you mean temperature?"),
+        ("/v1/chat/completions", "repeat_penaltyy", "Did you mean repeat_penalty?"),
         ("/v1/completions", "sampling_params", "Send its members themselves."),
         ("/v1/completions", "text", "Send prompt."),
         ("/v1/chat/completions", "text", "Unknown field: 'text'."),
@@ -92,11 +103,67 @@ def test_a_field_of_a_peer_is_told_what_to_send(
     assert check(answer, 400, "unknown_parameter", field).endswith(says)
 
 
-def test_what_is_advised_is_a_field() -> None:
-    for theirs, ours in peer_fields.OURS.items():
-        told = peer_fields.advice(theirs, {*CompletionBody.model_fields, "chat_template_kwargs"})
-        assert told == f" Send {ours}."
-        assert theirs not in CompletionBody.model_fields
+@pytest.mark.parametrize("model", [CompletionBody, ChatBody, ResponsesBody])
+def test_what_a_name_stands_for_is_a_field(model: type[GenerationBody]) -> None:
+    for theirs, path in model.ALIASES.items():
+        assert theirs not in model.model_fields
+        assert path[0] in model.model_fields, theirs
+
+
+@pytest.mark.parametrize(
+    ("path", "theirs", "ours"),
+    [
+        ("/v1/completions", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ("/v1/completions", {"n_predict": 3, "max_tokens": None}, {"max_tokens": 3}),
+        ("/v1/chat/completions", {"max_new_tokens": 2}, {"max_completion_tokens": 2}),
+        ("/v1/responses", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ("/v1/completions", {"no_stop_trim": True}, {"include_stop_str_in_output": True}),
+        ("/v1/chat/completions", {"think": False}, {"chat_template_kwargs": NOT}),
+        ("/v1/chat/completions", {"think": True}, {"chat_template_kwargs": THINK}),
+        ("/v1/completions", {"think": False}, {}),
+        ("/v1/completions", {"regex": "[ab]+"}, {"structured_outputs": {"regex": "[ab]+"}}),
+        ("/v1/completions", {"json_schema": CITY}, {"structured_outputs": {"json": CITY}}),
+        ("/v1/completions", {"guided_json": CITY}, {"structured_outputs": {"json": CITY}}),
+        ("/v1/completions", {"grammar": GBNF}, {"structured_outputs": {"grammar": GBNF}}),
+        ("/v1/completions", {"ebnf": GBNF}, {"structured_outputs": {"grammar": GBNF}}),
+    ],
+    ids=str,
+)
+def test_what_others_call_otherwise_is_honoured(
+    server: LiveServer,
+    engines: list[ScriptedEngine],
+    path: str,
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
+) -> None:
+    requests = []
+    for body in (theirs, ours):
+        answer = post(server, path, seed=1, **body)
+        assert answer.status_code == 200, answer.text
+        requests.append(engines[0].submitted[-1])
+    one, other = (replace(r, request_id="", arrival_s=0.0) for r in requests)
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"repeat_penalty": 99}, "repeat_penalty", "invalid_value"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "invalid_value"),
+        ({"regex": "("}, "regex", "invalid_value"),
+        ({"regex": 3}, "regex", "invalid_value"),
+        ({"regex": "a", "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
+         "invalid_value"),
+        ({"grammar": "root ::= nothing"}, "grammar", "invalid_value"),
+        ({"guided_json": {"not": {}}}, "guided_json", "invalid_value"),
+        ({"n_predict": 10_000, "max_tokens": None}, "n_predict", "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_name_that_was_sent(
+    server: LiveServer, body: dict[str, Any], param: str, code: str
+) -> None:
+    told = check(post(server, "/v1/completions", **body), 400, code, param)
+    assert param in told and "repetition_penalty: " not in told
 
 
 @pytest.mark.parametrize("path", ROUTES)

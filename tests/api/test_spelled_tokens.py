@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from drafters import make_drafter
 from server.engine.grammar import GrammarState
 from server.engine.grammar_compiler import GrammarCompiler
+from server.machine_code import make_ready
 from server.model.catalog import cached_folder
 from server.types import GrammarSpec
 from tests.api.chat_models import TOKENIZER
@@ -46,9 +46,8 @@ DRAFTS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """No request waits for what numba compiles on first use."""
-    for name in ("suffix", "auto"):
-        make_drafter(name).warm_up()  # type: ignore[attr-defined]
+    """No request waits for what is compiled on first use."""
+    make_ready()
 
 
 def _complete(server: LiveServer, **body: Any) -> tuple[str, str]:

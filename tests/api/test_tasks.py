@@ -19,8 +19,8 @@ from pydantic import SecretStr
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
 from server.api.engines.slot import EngineSpec
-from server.api.protocol import CompletionBody, CorpusBody
-from server.api.tasks import _Report
+from server.api.faces.completions import CompletionBody
+from server.api.tasks import CorpusBody, _Report
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine
 from server.engine.host import start_thread
@@ -418,13 +418,47 @@ def test_a_corpus_of_another_tokenizer_is_told_and_left_aside(
     assert corpus_of(live) is None
 
 
+def test_a_damaged_corpus_is_named_with_its_task_set_aside_and_harms_nobody(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = place.tasks / "sql.corpus"
+    build_corpus([([1], [2, 3, 0])] * 30, fingerprint=FINGERPRINT).save(file)
+    whole = file.read_bytes()
+    damaged = bytearray(whole)
+    damaged[-100:] = bytes(100)
+    place.write("sql", "speculation: {drafter: auto, corpus: sql.corpus, max_draft_tokens: 8}\n")
+    with place.serve() as live:
+        text = complete(live, "sql")["choices"][0]["text"]
+        assert corpus_of(live) is not None
+        file.unlink()
+        file.write_bytes(damaged)
+        error = call(live, "POST", "/v1/tasks/reload", 400)["error"]["message"]
+        assert f"task sql: speculation.corpus: {file} is damaged" in error
+        # An engine meets it all the same, for a key that has not drafted before.
+        other = {"authorization": "Bearer the-other-key"}
+        assert complete(live, "sql", headers=other)["choices"][0]["text"] == text
+        assert complete(live, "learner")["choices"][0]["text"]
+        told = [r.message for r in caplog.records if "drafts without its corpus" in r.message]
+        assert (
+            len(told) == 1 and f"task sql drafts without its corpus: {file} is damaged" in told[0]
+        )
+    with place.serve() as live:  # one that starts with it
+        assert corpus_of(live) is None
+        assert f"task sql is served without a corpus: {file} is damaged" in caplog.text
+        assert complete(live, "sql")["choices"][0]["text"] == text
+        file.unlink()
+        file.write_bytes(whole)
+        call(live, "POST", "/v1/tasks/reload")
+        assert corpus_of(live) is not None
+
+
 def test_building_runs_in_a_process_and_says_what_is_wrong(place: Place) -> None:
     """The build as it is composed: a spawned process, whose error comes back whole."""
     task_set = place.task_set(build=None)
     source = place.model / "examples.json"
     source.write_text(json.dumps([{"prompt_ids": [], "output_ids": [9999]}]))
     order = BuildOrder(str(place.model), str(source), None, str(place.kept))
-    with pytest.raises(ConfigError, match=r"examples\[0\]: a token id is not below"):
+    with pytest.raises(ConfigError, match=r"examples\[0\]: output_ids: 9999 is not below"):
         task_set._run(order)
 
 

@@ -84,8 +84,8 @@ def test_completions_are_tokenized_behind_their_prompt() -> None:
     [
         ("{", "no JSON"),
         ("[]", "must be an object"),
-        ('{"prompt": "x"}', "completion: must be a string"),
-        ('{"prompt": 1, "completion": "x"}', "prompt: must be a string"),
+        ('{"prompt": "x"}', "completion: is missing (there are: prompt)"),
+        ('{"prompt": 1, "completion": "x"}', "prompt: is no text"),
         ('{"output_ids": [1, true]}', "output_ids: must be a list of token ids"),
         ("", "no examples"),
     ],

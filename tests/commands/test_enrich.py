@@ -54,6 +54,18 @@ def test_from_data_to_a_served_adapter(
     assert report["passes"]["base"]["0"] == pytest.approx(report["ids_per_answer"]["0"])
     assert report["passes"]["base"]["4"] < report["passes"]["base"]["0"]
     assert report["gains"]["1"]["drafting"] > 1.5
+    assert report["recommended"] in (1, 2, 3, 4)
+    best = report["ids_per_answer"][str(report["recommended"])]
+    assert best <= 1.02 * min(report["ids_per_answer"].values())
+    # The id that ends every answer is no choice of the tokenizer's: it is in no entropy.
+    assert report["entropies"]["0"]["num"] == 54 * (report["ids_per_answer"]["0"] - 1)
+    assert report["words"]["outputs"]["k80"] < 10
+
+    assert main(["tasks", "analyze", *shared, "--tokens", "4", "--details"]) == 0
+    told = capsys.readouterr().out
+    assert "are enough" in told and "table 1" in told and "H_2" in told
+    assert main(["tasks", "analyze", *shared, "--tokens", "4"]) == 0
+    assert "H_2" not in capsys.readouterr().out
 
     file = tmp_path / "t.enrichment.json"
     assert main(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(file)]) == 0

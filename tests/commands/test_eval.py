@@ -148,9 +148,9 @@ def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (
             "a.csv",
             "q,completion\nx,y\n",
-            r"a.csv:2: prompt: must be a string, not empty \(there are: q",
+            r"a.csv:2: prompt: is missing \(there are: q",
         ),
-        ("a.jsonl", '{"prompt": "x"}\n', "a.jsonl:1: completion: is missing; --field says"),
+        ("a.jsonl", '{"prompt": "x"}\n', "a.jsonl:1: completion: is missing .*--field says"),
         ("a.jsonl", '{"messages": 1}\n', "a.jsonl:1: messages: must be a list"),
         ("a.jsonl", "", "no rows"),
         ("a.parquet", "PAR1", "a.parquet: "),

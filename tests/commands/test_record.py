@@ -24,7 +24,7 @@ from server.commands.recorder import (
     read_prompts,
     record,
 )
-from server.datasets import read_examples
+from server.datasets import ExampleReader
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.errors import ConfigError
@@ -155,7 +155,7 @@ def test_a_recording_is_read_by_replay_and_by_corpora(tmp_path: Path) -> None:
     assert [list(r.prompt_ids) for r in recordings] == [
         TOKENIZER.encode(f"question {i}?").ids for i in range(9)
     ]
-    examples = list(read_examples(output, "completion", "prompt", TOKENIZER, 0))
+    examples = list(ExampleReader(TOKENIZER, 0).read([output]))
     assert [e[1] for e in examples] == [list(r.output_ids) for r in recordings]
     assert json.loads(output.read_text().splitlines()[3])["prompt"] == "question 3?"
     assert [p.name for p in output.parent.iterdir()] == ["own.jsonl"]
@@ -197,8 +197,8 @@ def test_a_recording_without_any_answer_is_an_error(tmp_path: Path) -> None:
     [
         ("{", "1: no JSON"),
         ("[]", "1: a line must be an object"),
-        ('{"completion": "x"}', "1: prompt: must be a string, not empty"),
-        ('{"prompt": ""}', "1: prompt: must be a string, not empty"),
+        ('{"completion": "x"}', "1: prompt: is missing"),
+        ('{"prompt": ""}', "1: prompt: is empty; it must be a string"),
         ('{"prompt_ids": [1, -1]}', "1: prompt_ids: must be a list of token ids"),
         ('{"prompt_ids": []}', "1: prompt_ids: is empty"),
         ("", "no prompts"),

@@ -109,7 +109,7 @@ def test_a_head_measured_above_its_bytes_is_not_believed(measured_s: float, most
     ("name", "text", "told"),
     [
         ("a.csv", "prompt,completion\n" + "x,y\n" * 9, "9 examples; tuning needs 10"),
-        ("a.csv", "q,completion\nx,y\n", "a.csv:2: prompt: must be a string, not empty"),
+        ("a.csv", "q,completion\nx,y\n", "a.csv:2: prompt: is missing"),
         ("a.jsonl", '{"prompt": "x"}\n' * 12, "a.jsonl:1: completion: must be a string"),
         ("a.jsonl", '{"messages": []}\n' * 12, "a.jsonl:1: messages: nothing is asked"),
     ],

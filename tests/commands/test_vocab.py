@@ -108,9 +108,9 @@ def test_errors_name_the_file(
     assert "nothing.jsonl: No such file" in says(*start, str(tmp_path / "nothing.jsonl"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n')
-    assert "bad.jsonl:1: completion: must be a string (there are: prompt)" in says(*start, str(bad))
-    told = says(*start, str(data), "--prompt-field", "question")
-    assert "train.jsonl:1: question: must be a string (there are: prompt, completion)" in told
+    assert "bad.jsonl:1: completion: is missing (there are: prompt)" in says(*start, str(bad))
+    told = says(*start, str(data), "--field", "answer")
+    assert "train.jsonl:1: answer: is missing (there are: prompt, completion)" in told
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
     assert "tolerance must lie in 0..1" in says(*start, str(data), "--tolerance", "2")
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-
 from server.api.middleware import OPEN_PATHS
+
 from server.config import load_server_config
 from server.config.cluster import load_cluster_config
 from server.metrics.series import Metrics

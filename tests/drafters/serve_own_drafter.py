@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drafters.catalog import catalog, make_drafter
-from server.api.protocol import SpeculationBody
+from server.api.bodies import SpeculationBody
 from server.config import load_task
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings

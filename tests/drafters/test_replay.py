@@ -133,25 +133,3 @@ def test_the_package_is_usable_alone() -> None:
         "bad = {'torch', 'server', 'transformers'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_where_no_cache_can_be_written_functions_still_compile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import numba
-
-    from drafters import jit
-
-    real = numba.njit
-
-    def without_a_place_for_caches(*args: object, **options: object) -> object:
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function 'add': no locator available for file 'x'")
-        return real(*args, **options)
-
-    monkeypatch.setattr(jit.numba, "njit", without_a_place_for_caches)
-
-    def add(a: int, b: int) -> int:
-        return a + b
-
-    assert jit.compiled(add)(2, 3) == 5

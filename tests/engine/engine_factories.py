@@ -35,18 +35,13 @@ def _raise(payload: Any) -> Any:
     raise ValueError("no such corpus")
 
 
-def build(step_s: float = 0.0, fail: str = "", device: str = "cpu", steps_ahead: int = 0) -> Engine:
+def build(step_s: float = 0.0, fail: str = "", device: str = "cpu") -> Engine:
     """An engine over FakeModel(16, seed=5) with a drafter "d" and controls echo, fail, odd."""
     from dataclasses import replace
 
     info = replace(fake_info(num_blocks=256, max_model_len=512), device=device)
-    runner = FakeRunner(
-        FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail],
-        max_in_flight=1 + steps_ahead,
-    )  # fmt: skip
-    settings = EngineSettings(
-        max_num_seqs=8, max_num_batched_tokens=64, max_failures=4, steps_ahead=steps_ahead
-    )
+    runner = FakeRunner(FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail])
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_failures=4)
     controls = {"echo": lambda payload: payload, "fail": _raise, "odd": lambda payload: object()}
     engine = Engine(runner, {"d": random_drafter(1, 16)}, settings)
     engine.controls.update(controls)

@@ -364,8 +364,7 @@ def fake_runner(work: Workload) -> FakeRunner:
         max_num_batched_tokens=work.settings.max_num_batched_tokens,
         eos_token_ids=EOS,
     )
-    ahead = work.settings.steps_ahead
-    return FakeRunner(work.model, info, max_in_flight=1 + ahead, follows_trees=ahead > 0)
+    return FakeRunner(work.model, info)
 
 
 def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engine, FakeRunner]:

@@ -116,6 +116,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="prompt_ids"):
         _there("submit", replace(REQUEST, prompt_ids=("x",)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="zip"):
-        _there("deltas", [])
+        _there("submit")
     with pytest.raises(ValueError, match="unsupported"):
         channel.encode(("submit", object()))

@@ -107,15 +107,6 @@ def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
 
 
 @settings(max_examples=examples(200), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_steps_ahead_wait_for_grammars(seed: int) -> None:
-    """Beside requests without one, whose steps go ahead when they are alone."""
-    work = _constrained_workload(Random(seed))
-    work.settings = replace(work.settings, steps_ahead=1)
-    _run(work)
-
-
-@settings(max_examples=examples(200), deadline=None, print_blob=True)
 @given(SEEDS, st.integers(1, 6))
 def test_unverified_tokens_roll_back(seed: int, every: int) -> None:
     rng = Random(seed)
@@ -554,7 +545,7 @@ def test_what_excludes_every_token_fails_alone_and_says_so(compiler: GrammarComp
     engine.submit(_request("fine", None, max_tokens=3))
     results = _finish(engine)
     assert results["r", 0].error_code == "constraint_unsatisfiable"
-    assert results["never", 0].error_code == "invalid_value"  # known once it is compiled
+    assert results["never", 0].error_code == "grammar_invalid"  # known once it is compiled
     assert results["r", 0].ids == start  # what came before was handed out
     assert results["fine", 0].finish_reason == "length"
 
@@ -609,7 +600,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler) ->
     engine = _engine(_SlowCompiler(gate, compiler, timeout_s=0.05))
     engine.submit(_request("r", COMPACT, choices=2))
     results = _finish(engine)
-    assert {r.error_code for r in results.values()} == {"limit_exceeded"} and len(results) == 2
+    assert {r.error_code for r in results.values()} == {"grammar_limit"} and len(results) == 2
     gate.set()
 
 
@@ -629,7 +620,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCo
     engine.submit(_request("bad", GrammarSpec("lark", 'start: "a" <|nothing|>')))
     engine.submit(_request("fine", None, max_tokens=2))
     results = _finish(engine)
-    assert results["bad", 0].error_code == "invalid_value"
+    assert results["bad", 0].error_code == "grammar_invalid"
     assert results["fine", 0].finish_reason == "length"
 
     def broken() -> Any:

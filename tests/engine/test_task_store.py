@@ -89,8 +89,10 @@ def _kept(folder: Path, **bounds: Any) -> list[tuple[list[int], list[int]]]:
 
 def _scope_of(path: Path) -> str:
     from drafters.array_file import read_arrays
+    from drafters.learned import COLUMNS
 
-    return str(read_arrays(path, kind="learned outputs", version=1, fingerprint="f")[0]["scope"])
+    read = read_arrays(path, kind="learned outputs", version=1, fingerprint="f", columns=COLUMNS)
+    return str(read.meta["scope"])
 
 
 def _rss_mib() -> float:

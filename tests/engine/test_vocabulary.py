@@ -519,7 +519,7 @@ def test_the_full_head_takes_over_and_the_text_stays() -> None:
 
     class TimedRunner(FakeRunner):
         def wait(self):  # type: ignore[no-untyped-def]
-            sliced = self._launched[0].draw_slice is not None
+            sliced = self._launched.draw_slice is not None
             drawn = super().wait()
             return replace(drawn, model_s=0.010, head_s=0.002 if sliced else 0.0021)
 

@@ -9,14 +9,12 @@ and a test that compares with `FakeModel.hashes` sees it. Never-written slots ho
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.ahead import resolve
 from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32, Likely
 from server.engine.reference_sampler import draw, token_logprob
 from server.types import ModelInfo
@@ -132,9 +130,7 @@ class FakeRunner:
 
     fail: called with each Batch before it runs; raises to simulate a broken device (an
     out-of-memory, say). load_fails: whether the device has no room for head rows, asked at each
-    load. row_s, step_s: simulated device seconds a row and a step. max_in_flight: steps launched
-    before one is waited for; they run in order, each at the latest possible moment. follows_trees:
-    whether a step may hang on the trees of the step before.
+    load. row_s, step_s: simulated device seconds a row and a step.
     """
 
     def __init__(
@@ -145,11 +141,7 @@ class FakeRunner:
         fail: Callable[[Batch], None] | None = None,
         row_s: float = 0.0,
         step_s: float = 0.0,
-        max_in_flight: int = 1,
-        follows_trees: bool = False,
     ) -> None:
-        self.max_in_flight = max_in_flight
-        self.follows_trees = follows_trees
         self.model = model
         self.info = info
         self.fail = fail
@@ -164,9 +156,7 @@ class FakeRunner:
         rng = np.random.default_rng(99)
         self._kv: UInt64 = rng.integers(0, 1 << 63, size, np.uint64)
         self._token_at = np.full(size, -1, np.int64)
-        self._launched: deque[Batch] = deque()
-        self._computed: deque[Drawn | Exception] = deque()
-        self._last_ids = np.zeros(0, np.int32)
+        self._launched: Batch | None = None
         self.head_row_bytes = 4
         self.num_verifies = 0
         self._tables: dict[int, list[int]] = {}
@@ -253,63 +243,20 @@ class FakeRunner:
 
     def launch(self, batch: Batch) -> None:
         """Take a step; it runs in wait()."""
-        in_flight = len(self._launched) + len(self._computed)
-        assert in_flight < self.max_in_flight, "too many steps are in flight already"
+        assert self._is_idle, "a step is in flight already"
         assert not self.closed
-        assert batch.ahead is None or (self.follows_trees and in_flight)
-        self._check_size(batch)
-        self._launched.append(batch)
-
-    def _check_size(self, batch: Batch) -> None:
         assert batch.num_rows <= self.info.max_num_batched_tokens
         assert len(set(batch.slots.tolist())) == batch.num_rows, "two rows write one slot"
+        self._launched = batch
 
     def wait(self) -> Drawn:
-        """Run the oldest step."""
-        if not self._computed:
-            assert self._launched, "no step is in flight"
-            self._run()
-        found = self._computed.popleft()
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    @property
-    def _is_idle(self) -> bool:
-        return not self._launched and not self._computed
-
-    def _run_all(self) -> None:
-        """What comes next is ordered behind all steps that were launched."""
-        while self._launched:
-            self._run()
-
-    def _run(self) -> None:
-        batch = self._launched.popleft()
-        try:
-            drawn = self._step(batch)
-            self._last_ids = drawn.token_ids
-            self._computed.append(drawn)
-        except Exception as error:
-            if isinstance(error, DrawError):
-                self._last_ids = error.drawn.token_ids
-            self._computed.append(error)
-
-    def _step(self, batch: Batch) -> Drawn:
+        """Run the step."""
+        batch, self._launched = self._launched, None
+        assert batch is not None, "no step is in flight"
         if self.fail is not None:
             self.fail(batch)
         self.num_steps += 1
-        if batch.ahead is not None:
-            resolved = resolve(batch, self._last_ids, self.info.block_size)
-            self._copy(resolved.src, resolved.dst)
-            batch = resolved.batch
-            self._check_size(batch)
         self.num_rows += batch.num_rows
-        taken = batch.token_from >= 0
-        if taken.any():
-            assert self.max_in_flight > 1 and (batch.token_ids[taken] == 0).all()
-            last_ids = np.maximum(self._last_ids, 0)  # a failed draw's row is nobody's
-            ids = np.where(taken, last_ids[batch.token_from], batch.token_ids)
-            batch = replace(batch, token_ids=ids)
         began = time.perf_counter()
         hashes, recents = self._forward(batch)
         drawn = self._draw(batch, hashes, recents)
@@ -319,12 +266,13 @@ class FakeRunner:
             time.sleep(left)
         return drawn
 
+    @property
+    def _is_idle(self) -> bool:
+        return self._launched is None
+
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Gather, then scatter."""
-        self._run_all()
-        self._copy(src, dst)
-
-    def _copy(self, src: Int32, dst: Int32) -> None:
+        assert self._is_idle
         assert len(set(dst.tolist())) == dst.shape[0], "two moves into one slot"
         self._kv[dst] = self._kv[src]
         self._token_at[dst] = self._token_at[src]

@@ -17,9 +17,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from server import channel
+from server.engine.figures import StepTotals, declared
 from server.types import (
     Delta,
-    EngineStats,
+    FigureValue,
     FinishReason,
     ModelInfo,
     Request,
@@ -152,8 +153,10 @@ class ScriptedEngine:
         self.fail_starts = 0
         self.calls: list[tuple[str, object]] = []
         self.info = ModelInfo(
-            model, vocab_size, max_model_len, (0,), 64, 16, "cpu", "float32", "fp-test", 8, 64
-        )
+            model, vocab_size, max_model_len, (0,), 64, 16, "cpu", "float32", "fp-test", 8, 64,
+            figures=declared(),
+        )  # fmt: skip
+        self.steps = StepTotals()
         self._handle: ScriptedHandle | None = None
 
     def factory(self) -> ScriptedHandle:
@@ -208,6 +211,9 @@ class ScriptedEngine:
         elif kind == "abort":
             self.aborted.append(message[1])
             self.running.pop(message[1], None)
+        elif kind == "control" and message[2] == "figures":
+            answer = {"ok": True, "value": self._figures()}
+            channel.send(connection, ("control", message[1], answer))
         elif kind == "control":
             self.calls.append((message[2], message[3]))
             channel.send(connection, ("control", message[1], {"done": message[2]}))
@@ -222,21 +228,28 @@ class ScriptedEngine:
             deltas += steps.pop(0)
             if not steps:
                 del self.running[request_id]
-        stats = EngineStats(
-            num_running=len(self.running),
-            num_free_blocks=64 - len(self.running),
-            num_total_blocks=64,
-            step_s=0.01 + self.num_steps * 1e-6,
-            model_s=0.008,
-            propose_s=0.0001,
-            host_s=0.002,
-            num_rows=max(1, len(deltas)),
-            num_preemptions=self.num_steps // 10,
-        )
-        channel.send(
-            connection,
-            ("deltas", deltas, stats),
-        )
+        self.steps.observe(0.01, 0.008, 0.0001, 0.002, max(1, len(deltas)))
+        self.steps.rows[1] += max(1, len(deltas))
+        channel.send(connection, ("deltas", deltas))
+
+    def _figures(self) -> list[FigureValue]:
+        """What it tells of itself; of most, nothing."""
+        own: dict[str, FigureValue] = {
+            "num_requests_running": len(self.running),
+            "num_requests_waiting": 0,
+            "num_tokens_waiting": 0,
+            "kv_cache_usage_perc": len(self.running) / 64,
+            "num_preemptions": self.num_steps // 10,
+            "engine_steps": self.steps.num_steps,
+            "engine_rows": ((("prefill",), 0), (("decode",), self.steps.rows[1]), (("draft",), 0)),
+        }
+        names = ("step_time_seconds", "step_model_time_seconds", "propose_time_seconds",
+                 "step_host_time_seconds", "step_rows")  # fmt: skip
+        own |= {name: self.steps.histogram(i) for i, name in enumerate(names)}
+        return [
+            own.get(one.name, () if one.labels else 0 if one.kind != "histogram" else None)
+            for one in declared()
+        ]
 
 
 class ScriptedHandle:

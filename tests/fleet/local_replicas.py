@@ -47,7 +47,9 @@ class LocalReplicas:
             self._starting = asyncio.create_task(self._start())
         await self._starting
         info = next((r.info for r in self.there.values()), None)
-        return FleetState(info, {name: r.stats for name, r in self.there.items()})
+        for replica in list(self.there.values()):
+            await replica.look()
+        return FleetState(info, {name: r.figures for name, r in self.there.items()})
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         while not self.there:

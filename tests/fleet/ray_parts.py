@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from drafters import make_drafter
 from server.api.engines.slot import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig
@@ -23,6 +22,7 @@ from server.fleet.learning.exchange import ExchangeNumbers
 from server.fleet.learning.sharing import Sharing
 from server.fleet.parts import Front
 from server.fleet.versions import version_of
+from server.machine_code import make_ready
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet
 from tests.api.live import PLAIN_TASK, TABLE, served
@@ -55,7 +55,7 @@ def learning_engine(*, step_s: float = 0.0, row_s: float = 0.0, learns: bool = T
         eos_token_ids=(0,),
     )
     memory = TaskStore(None, fingerprint="f", build_share=1e9) if learns else None
-    make_drafter("auto").warm_up()
+    make_ready()
     return Engine(
         FakeRunner(
             FakeModel(TABLE.vocab_size, context=DECIDING, boost=12.0),

@@ -194,7 +194,7 @@ def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
     elif command == "learned":
         _say(f"LEARNED {json.dumps(_learned(rest))}")
     elif command == "steps":
-        steps = [(s.stats.num_rows, s.stats.step_s) for s in _standings()]
+        steps = [_mean_step(standing) for standing in _standings()]
         _say(f"STEPS {json.dumps(steps)}")
     elif command == "status":
         _say(f"STATUS {fleet.status()}")
@@ -231,11 +231,25 @@ def _standings() -> list[Any]:
     return standings
 
 
+def _figure(standing: Any, name: str) -> Any:
+    names = [figure.name for figure in standing.info.figures]
+    return standing.figures[names.index(name)] if standing.figures else 0
+
+
+def _mean_step(standing: Any) -> tuple[float, float]:
+    """Rows and seconds of a step."""
+    steps = _figure(standing, "engine_steps")
+    if not steps:
+        return 0.0, 0.0
+    sums = [_figure(standing, name)[1] for name in ("step_rows", "step_time_seconds")]
+    return sums[0] / steps, sums[1] / steps
+
+
 def _kill_one(name: str) -> int:
     """The process of the engine replica with this name, or of the one with most requests."""
     from ray import serve
 
-    busiest = max(_standings(), key=lambda s: (s.name == name, s.stats.num_running))
+    busiest = max(_standings(), key=lambda s: (s.name == name, _figure(s, "num_requests_running")))
     engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
     pid: int = engines.pid.remote(replica=busiest.replica_id).result()
     os.kill(pid, signal.SIGKILL)

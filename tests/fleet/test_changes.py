@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from server.api.adapters import AdapterRoutes
+from server.api.adapters import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from server.api.engines.slot import EngineSpec
-from server.api.protocol import LoadAdapterBody, UnloadAdapterBody
-from server.api.served_model import ServedModel
+from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig, TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError
 from server.fleet.changes import ChangeLog, Changes, SharedTasks
@@ -132,10 +131,9 @@ class Ingress:
         self.shared = SharedTasks(self.admin, desk, name)
         self.told: list[set[str]] = []
         self.engines = Engines()
-        self.intake = SimpleNamespace(models={}, tasks={}, adapters={})
-        context: Any = SimpleNamespace(intake=self.intake)
-        client: Any = self.engines
-        self.routes = AdapterRoutes(context, client, self.admin.adapters, self.shared.adapter_turn)
+        self.catalog = Catalog({}, {"tiny": served("tiny", 64)}, {})
+        context: Any = SimpleNamespace(catalog=self.catalog, client=self.engines)
+        self.routes = AdapterRoutes(context, self.admin.adapters, self.shared.adapter_turn)
         self.running = asyncio.create_task(
             self.shared.run(lambda t: self.told.append(set(t)), self.routes.follow)
         )
@@ -227,7 +225,7 @@ def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_o
         async with _fleet() as (files, desk, ingresses):
             load = LoadAdapterBody(lora_name="new", lora_path="folder")
             await ingresses[1].routes.load(load)
-            assert all(set(i.intake.adapters) == {"new"} for i in ingresses)
+            assert all(set(i.catalog.adapters) == {"new"} for i in ingresses)
             assert all(set(i.admin.adapters.served) == {"new"} for i in ingresses)
             asked = [i.engines.num_calls > 0 for i in ingresses]
             assert asked == [False, True, False]  # the replicas are told once
@@ -239,9 +237,9 @@ def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_o
             late = Ingress("late", files, desk)
             await asyncio.sleep(0.01)  # it follows
             await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
-            assert set(late.intake.adapters) == {"new", "more"}
+            assert set(late.catalog.adapters) == {"new", "more"}
             await ingresses[2].routes.unload(UnloadAdapterBody(lora_name="new"))
-            assert all(set(i.intake.adapters) == {"more"} for i in (*ingresses, late))
+            assert all(set(i.catalog.adapters) == {"more"} for i in (*ingresses, late))
             assert [order.adapter_id for order in desk.log.orders("tiny")] == ["more@1"]
             late.running.cancel()
             await asyncio.gather(late.running, return_exceptions=True)
@@ -255,7 +253,7 @@ def test_without_the_desk_no_adapter_is_loaded() -> None:
             desk.log = None
             with pytest.raises(UnavailableError):
                 await ingresses[0].routes.load(LoadAdapterBody(lora_name="a", lora_path="folder"))
-            assert not ingresses[0].intake.adapters and not ingresses[0].engines.num_calls
+            assert not ingresses[0].catalog.adapters and not ingresses[0].engines.num_calls
 
     asyncio.run(run())
 

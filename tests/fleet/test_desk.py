@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from server.fleet.desk import GONE_AFTER_S, LIVES_S, Desk, Standing
-from server.fleet.far_engine import total
-from server.types import AdapterFigures, EngineStats, SharedFigures
+from server.metrics.engine_figures import total
+from server.types import Figure
 from tests.fakes.fake_runner import fake_info
 
 
@@ -14,7 +14,7 @@ def test_names_are_of_one_replica_each() -> None:
 
     def tell(number: int, replica_id: str) -> None:
         info = fake_info(vocab_size=64)
-        desk.tell(Standing(f"m/{number}", "m", replica_id, "n", info, EngineStats(), {}))
+        desk.tell(Standing(f"m/{number}", "m", replica_id, "n", info, [], {}))
 
     tell(0, "a")
     tell(2, "b")  # it was made during an update, beside 0 and 1
@@ -28,16 +28,17 @@ def test_names_are_of_one_replica_each() -> None:
 
 
 def test_the_figures_of_replicas_are_added_up() -> None:
-    one = EngineStats(
-        num_running=2, step_s=0.1, learned=(("t", 5, 1),), shared=(SharedFigures("t", 3),),
-        adapters=(AdapterFigures("a", 1, 2, 3, 4),),
-    )  # fmt: skip
-    two = EngineStats(
-        num_running=3, step_s=0.2, learned=(("t", 6, 1), ("u", 1, 1)),
-        adapters=(AdapterFigures("a", 1, 1, 1, 1), AdapterFigures("b", 9)),
-    )  # fmt: skip
-    both = total([one, two])
-    assert (both.num_running, both.step_s) == (5, 0.2)
-    assert both.learned == (("t", 11, 2), ("u", 1, 1)) and both.shared == ()
-    assert both.adapters == (AdapterFigures("a", 2, 3, 4, 5), AdapterFigures("b", 9))
-    assert total([]) == EngineStats()
+    figures = (
+        Figure("num_requests_running", "gauge", ""),
+        Figure("kv_cache_usage_perc", "gauge", ""),
+        Figure("draft_budget", "gauge", ""),
+        Figure("learned_outputs", "counter", "", ("task",)),
+        Figure("step_rows", "histogram", "", (), (1, 2)),
+        Figure("device_utilization_ratio", "gauge", ""),
+    )
+    one = [2, 0.5, 3, [[["t"], 5]], [[1, 0, 2], 9.0], None]
+    two = [3, 0.1, 8, [[["t"], 6], [["u"], 1]], [[0, 4, 0], 8.0], None]
+    assert total(figures, [one, two]) == [
+        5, 0.3, 8, ((("t",), 11), (("u",), 1)), ((1, 4, 2), 17.0), None,
+    ]  # fmt: skip
+    assert total(figures, []) == [None, None, None, (), ((0, 0, 0), 0.0), None]

@@ -48,7 +48,7 @@ class _Scripted:
             ids = tuple(self._tokens[at : at + self._size])
             ended = "length" if at == starts[-1] else None
             delta = Delta(order.request_id, 0, ids, finish_reason=ended)
-            yield channel.encode(("deltas", [delta], None))
+            yield channel.encode(("deltas", [delta]))
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         return []

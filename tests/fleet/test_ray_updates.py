@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from drafters import make_drafter
+from server.machine_code import make_ready
 from tests.fleet.fleet_process import FleetProcess
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
@@ -24,7 +24,7 @@ pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
     folder = tmp_path_factory.mktemp("learned")
     # Compiled once here: an engine that compiles while it drafts is taken for one that hangs.
-    make_drafter("auto").warm_up()
+    make_ready()
     options = ["--replicas", "2", "--ingresses", "2", "--step-s", "0.005"]
     with FleetProcess(*options, "--shared", str(Path(folder) / "shared")) as running:
         yield running

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.fleet.costs import CostMeter, StepCosts, TaskHabit, habits_of
 from server.fleet.pace import Pace
 from server.fleet.routing import CHUNK, Job, ReplicaView, TaskRouting, prefix_chain
-from server.types import Delta, EngineStats, StepCounts
+from server.types import Delta, StepCounts
 
 COSTS = StepCosts(0.02, 0.001, 16)
 
@@ -193,14 +193,14 @@ def test_costs_are_learned_from_steps() -> None:
     meter = CostMeter()
     assert meter.costs(8) is None
     for rows in (1, 4, 16, 32, 8, 2) * 5:
-        meter.observe(EngineStats(step_s=0.01 + 0.002 * rows, num_rows=rows))
+        meter.observe(rows, 0.01 + 0.002 * rows)
     costs = meter.costs(8)
     assert costs is not None and costs.seats == 8
     assert abs(costs.base_s - 0.01) < 1e-6 and abs(costs.row_s - 0.002) < 1e-7
     assert StepCosts.of(costs.told()) == costs and StepCosts.of("no") is None
     same = CostMeter()
     for _ in range(3):
-        same.observe(EngineStats(step_s=0.05, num_rows=4))
+        same.observe(4, 0.05)
     one = same.costs(8)
     assert one is not None and abs(one.step_s(4) - 0.05) < 1e-9
 
@@ -260,8 +260,8 @@ def test_never_more_than_half_of_the_replicas_are_slow(
 def test_the_last_steps_follow_a_replica_that_became_slow() -> None:
     meter = CostMeter()
     for i in range(100):
-        meter.observe(EngineStats(step_s=0.02 + 1e-6 * i, num_rows=4))
+        meter.observe(4, 0.02 + 1e-6 * i)
     assert meter.recent is not None and abs(meter.recent[1] - 0.02) < 1e-3
     for i in range(4):
-        meter.observe(EngineStats(step_s=0.4 + 1e-6 * i, num_rows=4))
+        meter.observe(4, 0.4 + 1e-6 * i)
     assert meter.recent[1] > 0.3 and meter.recent[0] == 4.0

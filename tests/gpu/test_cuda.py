@@ -26,7 +26,6 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
-from tests.model.gpu import test_following as following
 from tests.model.gpu import test_own_rows
 from tests.model.gpu.cut_problems import cut_problem
 from tests.model.gpu.test_attention import tree_steps
@@ -306,18 +305,6 @@ def test_exact_is_full_on_the_device(place: str) -> None:
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_steps_ahead_change_no_text_on_the_device(cuda_graphs: bool) -> None:
-    """The next step's rows take their ids from the graph, or from where the sampler left them."""
-    runner = make_slicing(families.build("gemma3"), "device", CUDA, cuda_graphs=cuda_graphs)
-    requests = [r for r in _requests(0) if not r.sampling.has_penalties]
-    want, _ = _serve(runner, requests)
-    got, engine = _serve(runner, requests, steps_ahead=1)
-    assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
-    assert engine.flights.num_ahead > 10
-    runner.close()
-
-
-@pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_launch_with_slices_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
     """Embeddings gathered in CPU memory, a streamed head, slices that are placed and kept, and rows
     that are loaded between steps; graphs draw what the plain path draws."""
@@ -404,23 +391,6 @@ def test_sampled_rows_in_a_graph_draw_what_the_plain_path_draws(family: str) -> 
             assert draws is not None and draws.graphs.num_captured == 1
         runner.close()
     assert found[1] == found[0]
-
-
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_steps_behind_trees_change_no_text_on_the_device(cuda_graphs: bool) -> None:
-    """Greedy and sampled, a stop and an abort: the device walks the trees and moves their KV."""
-    requests = following._requests(24)
-    runner = make("llama", CUDA, cuda_graphs=cuda_graphs)
-    want, _ = following._run(runner, requests)
-    stopping = following._stopping(requests, want)
-    ends, _ = following._run(runner, stopping)
-    on_host = following._watched(runner)
-    got, engine = following._run(runner, stopping, following._knowing(requests, want), abort_at=6)
-    aborted = requests[-1].request_id
-    assert 0 < len(got[aborted]) < len(ends[aborted])
-    assert got == ends | {aborted: ends[aborted][: len(got[aborted])]}
-    assert engine.flights.num_ahead_trees > 4 and not any(on_host)
-    runner.close()
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

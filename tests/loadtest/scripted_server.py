@@ -74,14 +74,20 @@ class ScriptedServer:
                     script.most_open = max(script.most_open, script.num_open)
                 try:
                     if script.status != 200:
+                        self.done()
                         self.reply({"error": {"message": "scripted refusal"}}, script.status)
                     elif body.get("stream"):
                         self.stream(body)
                     else:
                         self.whole(body)
-                finally:
-                    with script.lock:
-                        script.num_open -= 1
+                except BaseException:
+                    self.done()
+                    raise
+
+            def done(self) -> None:
+                """The answer is whole but for its last bytes: who has those may ask again."""
+                with script.lock:
+                    script.num_open -= 1
 
             def stream(self, body: dict[str, Any]) -> None:
                 tokens = script.answer(body)
@@ -121,6 +127,7 @@ class ScriptedServer:
                         "accepted_tokens": sent - num_steps,
                     }
                 self.event(last)
+                self.done()
                 self.wfile.write(b"data: [DONE]\n\n")
 
             def whole(self, body: dict[str, Any]) -> None:
@@ -129,6 +136,7 @@ class ScriptedServer:
                 on = (body.get("speculation") or {}).get("drafter", "off") != "off"
                 on = on or "prediction" in body
                 number = body.get("n", 1)
+                self.done()
                 self.reply(
                     {
                         "choices": [

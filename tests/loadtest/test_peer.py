@@ -27,7 +27,7 @@ from loadtest.peer import (
 
 def test_names_give_the_dialect_and_options_their_server() -> None:
     peers = parse_peers(
-        ["tailor=http://a", "tailor-suffix=@tailor", "hf-loop=x.sh", "mine=http://b"],
+        ["tailor=http://a", "tailor-suffix=@tailor", "transformers-4=x.sh", "mine=http://b"],
         models=["mine=big=model"],
         extras=['tailor-suffix={"speculation": {"drafter": "suffix"}}'],
         dialects=["mine=vllm"],

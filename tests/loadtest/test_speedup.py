@@ -1,72 +1,70 @@
-"""loadtest.speedup: pairs over a scripted server, figures from counts, a sitting that goes on."""
+"""loadtest.speedup: rounds over a scripted server, figures from counts, a sitting that goes on."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from rich.console import Console
-from rich.progress import Progress
 
 from loadtest import speedup
-from loadtest import speedup_figures as figures
-from loadtest.completion import Timing
-from loadtest.peer import CpuMeter, Peer
+from loadtest.peer import Peer
 from loadtest.prompts import Example
 from loadtest.task_sets import SETS, Places, examples_of, prepare, train_prompts
 from tests.loadtest.scripted_server import ScriptedServer
 
+OPTIONS = speedup.SpeedupOptions(
+    data=Path("x"), work=Path("x"), rounds=3, prompts=2, peer_rounds=1, tokens=12
+)
 EXAMPLES = [Example("alpha", f"alpha-{i}", f"alpha {i}", "") for i in range(8)]
 
 
-def measure(server: ScriptedServer, peers: list[Peer], pairs: int = 3) -> figures.Sitting:
+def measure(
+    server: ScriptedServer, peers: list[Peer], ways: str = "off,cold,warm",
+    taught: tuple[str, ...] = (), **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     tailor = Peer("tailor", "x.sh", "tailor", url=server.url)
-    variants = speedup.variants_of(tailor, SETS["squad"], warm=True)
+    variants = speedup.variants_of(tailor, SETS["squad"], ways.split(","))
 
-    async def run() -> figures.Sitting:
-        async with httpx.AsyncClient() as client:
-            with Progress(console=Console(quiet=True)) as progress:
-                return await speedup.measure_set(
-                    client, SETS["squad"], variants, peers, CpuMeter([]), EXAMPLES,
-                    speedup.Amounts(pairs, 2, 1, max_tokens=12), progress,
-                )  # fmt: skip
+    async def run() -> dict[str, Any]:
+        if taught:
+            await speedup.teach(variants[-1], taught, 12)
+        options = replace(OPTIONS, **more)
+        return await speedup.measure_set(variants, peers, EXAMPLES, options, Console(quiet=True))
 
-    return asyncio.run(run())
+    found = asyncio.run(run())["figures"]
+    return found if "clients" in more else found["1 clients"]
 
 
-def test_pairs_ask_the_same_prompts_once_and_find_the_ratio() -> None:
+def test_rounds_ask_the_same_prompts_once_and_find_the_ratio() -> None:
     with (
         ScriptedServer(pace_s=0.006, tokens_per_chunk=4) as server,
         ScriptedServer(pace_s=0.006, tokens_per_chunk=2, running_usage=True) as other,
     ):
         peer = Peer("llamacpp-mod", other.url, "llamacpp", "m", url=other.url)
-        sitting = measure(server, [peer])
-    found = figures.figures_of(sitting, ["off", "cold", "warm"], ["llamacpp-mod"])
-    assert found["num_requests"] == 6 and found["num_different"] == 0
-    own = found["variants"]["warm"]
-    assert (own["tokens"], own["steps"], own["drafted_tokens"]) == (72, 18, 54)
-    assert own["tokens_per_step"] == 4.0 and own["nodes_per_step"] == 3.0
-    assert own["rows_per_token"] == 1.0 and found["variants"]["off"]["rows_per_token"] == 1.0
-    ratios = found["ratios"]["cold"]
-    assert ratios["end_to_end"]["num_pairs"] == 3
-    assert 1.5 < ratios["end_to_end"]["median"] < 8.0  # 4, but for a busy machine
-    assert 1.5 < ratios["total"] < 8.0
-    beside = found["peers"]["llamacpp-mod"]
-    assert (beside["num_rounds"], beside["num_texts"], beside["same_text"]) == (1, 2, 2)
-    assert beside["ratio"]["warm"]["median"] > 1.1  # 2
-    # The first example warms up; no prompt of a pair comes back, and each variant has its task.
-    for task, off in (("squad-cold", True), ("squad-cold", False), ("squad-warm", False)):
+        rows = measure(server, [peer])
+    warm, off = rows["warm"], rows["off"]
+    assert (warm["num_requests"], warm["tokens_per_step"], warm["nodes_per_step"]) == (6, 4, 3)
+    assert off["tokens_per_step"] == 1.0 and off["ratios"] == {}
+    assert warm["same_text"]["num_same"] == warm["same_text"]["num_compared"] == 6
+    speed = rows["cold"]["ratios"]["tokens_per_s"]
+    assert speed["num_pairs"] == 3 and 1.5 < speed["median"] < 8.0  # 4, but for a busy machine
+    beside = rows["llamacpp-mod"]
+    assert beside["num_requests"] == 2 and beside["same_text"]["num_same"] == 2
+    assert beside["ratios"]["tokens_per_s"]["num_pairs"] == 1  # of the same, last round
+    # The first example warms up; no prompt of a round comes back, and each way has its task.
+    for task, drafter in (("squad-cold", "off"), ("squad-cold", None), ("squad-warm", None)):
         asked = [
             body["prompt"]
             for body in server.bodies
-            if body["model"] == task and ("speculation" in body) == off
+            if body["model"] == task and body.get("speculation", {}).get("drafter") == drafter
         ]
-        assert asked == [f"alpha {i}" for i in range(7)]
+        assert sorted(set(asked)) == [f"alpha {i}" for i in range(7)]
+        assert asked.count("alpha 0") == 2 and len(asked) == 8  # once before each kind of round
     assert len({body["cache_salt"] for body in server.bodies}) == len(server.bodies)
     assert [b["prompt"] for b in other.bodies] == ["alpha 0", "alpha 5", "alpha 6"]
 
@@ -82,37 +80,32 @@ def test_a_learner_has_answered_train_prompts_under_the_salt_that_it_is_measured
     assert train_prompts(tmp_path, SETS["squad"], 20) == [f"train {i}" for i in range(9)]
     assert train_prompts(tmp_path, SETS["spec_bench-rag"], 7) == []
     with ScriptedServer(tokens_per_chunk=4) as server:
-        tailor = Peer("tailor", "x.sh", "tailor", url=server.url)
-        variants = speedup.variants_of(tailor, SETS["squad"], warm=False, learned=True)
-        assert [variant.name for variant in variants] == ["off", "cold", "learned"]
-
-        async def run() -> figures.Sitting:
-            async with httpx.AsyncClient() as client:
-                told = argparse.Namespace(data=tmp_path, learned=7, tokens=12)
-                await speedup.teach(client, variants, told, SETS["squad"])
-                with Progress(console=Console(quiet=True)) as progress:
-                    return await speedup.measure_set(
-                        client, SETS["squad"], variants, [], CpuMeter([]), EXAMPLES,
-                        speedup.Amounts(2, 2, 0, max_tokens=12), progress,
-                    )  # fmt: skip
-
-        sitting = asyncio.run(run())
+        rows = measure(server, [], "off,cold,learned", taught=tuple(prompts), rounds=2)
         own = [body for body in server.bodies if body["model"] == "squad-learned"]
     assert sorted(body["prompt"] for body in own[:7]) == prompts
     assert len(own) == 7 + 1 + 4 and len({body["cache_salt"] for body in own}) == 1
-    names = [variant.name for variant in variants]
-    found = figures.figures_of(sitting, names, [])
-    assert found["ratios"]["learned"]["end_to_end"]["num_pairs"] == 2
-    # Told beside the others; nobody forecasts what was learned.
-    row = {
-        **found,
-        "set": "squad",
-        "peers": {},
-        "forecast": {"cold": {"speedup": 1.0, "tokens_per_step": 2.0}},
-    }
-    _, rows = figures.table_cells({"squad": row})
-    assert [cells[1] for cells in rows] == ["cold", "learned"] and rows[1][8:10] == ["-", "-"]
-    assert figures.summary_of({"squad": row})["learned"]["below_forecast"] == []
+    assert rows["learned"]["ratios"]["tokens_per_s"]["num_pairs"] == 2
+
+
+def test_several_clients_share_a_round() -> None:
+    with ScriptedServer(pace_s=0.002) as server:
+        levels = measure(server, [], "off,cold", rounds=2, prompts=1, clients="1,3")
+    assert [rows["cold"]["num_requests"] for rows in levels.values()] == [2, 6]
+    assert 2 <= server.most_open <= 3
+
+
+def test_each_way_asks_for_its_part_of_the_vocabulary() -> None:
+    with ScriptedServer() as server:
+        measure(server, [], "off,slice,exact,exact-warm", rounds=1)
+    asked = {
+        (body["model"], body.get("speculation", {}).get("drafter"),
+         body.get("vocabulary", {}).get("mode"))
+        for body in server.bodies
+    }  # fmt: skip
+    assert asked == {
+        ("squad-cold", "off", None), ("squad-cold", "off", "slice"),
+        ("squad-cold", "off", "exact"), ("squad-warm", None, "exact"),
+    }  # fmt: skip
 
 
 def test_an_answer_that_ends_at_once_is_one_token() -> None:
@@ -120,85 +113,62 @@ def test_an_answer_that_ends_at_once_is_one_token() -> None:
         ScriptedServer(tokens_per_chunk=4) as server,
         ScriptedServer(answer=lambda body: []) as other,
     ):
-        peer = Peer("openvino", other.url, "transformers", "m", url=other.url)
-        sitting = measure(server, [peer], pairs=1)
-    beside = figures.figures_of(sitting, ["off", "cold", "warm"], ["openvino"])["peers"]["openvino"]
-    assert beside["tokens_per_s"] > 0 and beside["same_text"] == 0
-    assert [a.timing.num_tokens for a in sitting.answers["openvino"][0]] == [1, 1]
+        peer = Peer("transformers", other.url, "transformers", "m", url=other.url)
+        rows = measure(server, [peer], rounds=1)
+    beside = rows["transformers"]
+    assert beside["tokens_per_s"] > 0 and beside["num_tokens"] == [1]
+    assert beside["same_text"]["num_same"] == 0
 
 
-def sitting_of(ids: list[int]) -> figures.Sitting:
-    sitting = figures.Sitting()
-    for name, own in (("off", [1, 2, 3]), ("cold", ids)):
-        timing = Timing(
-            start_s=0.0, end_s=1.0, chunk_s=[0.5, 1.0], chunk_tokens=[1, 2], token_ids=own,
-            num_tokens=3, num_prompt_tokens=4, prompt_token_ids=[1, 2, 3, 1],
-        )  # fmt: skip
-        sitting.book(name, 0, figures.Answer(timing, 0.3))
-    return sitting
+def line(name: str, low: float, median: float, same: int = 30) -> dict[str, Any]:
+    bound = {"median": median, "low": low, "high": 2.0, "num_pairs": 10}
+    texts = {"num_compared": 30, "num_same": same}
+    row = {
+        "tokens_per_s": 50.0, "tokens_per_step": 2.0, "nodes_per_step": 2.0, "same_text": texts,
+        "ratios": {"tokens_per_s": bound, "ttft_s": bound, "cpu_s_per_1000": None},
+    }  # fmt: skip
+    off = row | {"ratios": {}, "same_text": None}
+    figures = {"1 clients": {"off": off, "cold": row, "slice": row}}
+    return {"set": name, "ways": ["off", "cold", "slice"], "figures": figures}
 
 
-def test_a_different_text_is_counted() -> None:
-    same = figures.figures_of(sitting_of([1, 2, 3]), ["off", "cold"], [])
-    other = figures.figures_of(sitting_of([1, 2, 4]), ["off", "cold"], [])
-    assert (same["num_different"], other["num_different"]) == (0, 1)
-    assert same["variants"]["off"]["cpu_s_per_token"] == pytest.approx(0.1)
-
-
-def test_the_forecast_replays_the_recorded_text_with_the_servers_costs() -> None:
-    sitting = figures.Sitting()
-    for i in range(6):
-        prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13 + i]
-        timing = Timing(
-            start_s=0.0, end_s=1.0, chunk_s=[0.5], chunk_tokens=[8], num_tokens=8,
-            token_ids=prompt[:8], prompt_token_ids=prompt,
-        )  # fmt: skip
-        for name in ("off", "cold"):
-            sitting.book(name, i, figures.Answer(timing, 0.1))
-    cheap = {"rows": [1, 64], "seconds": [0.01, 0.011], "key_s": 0.0}
-    dear = {"rows": [1, 64], "seconds": [0.01, 0.64], "key_s": 0.0}
-    found = figures.forecasts_of(sitting, ["off", "cold"], cheap, None, 8)["cold"]
-    assert found["tokens_per_step"] > 1.5 and found["speedup"] > 1.3
-    none = figures.forecasts_of(sitting, ["off", "cold"], dear, None, 8)["cold"]
-    assert none["nodes_per_step"] < found["nodes_per_step"]
-    assert none["speedup"] < found["speedup"]
-
-
-def line(name: str, low: float, total: float, forecast: float) -> dict[str, Any]:
-    bound = {"median": total, "low": low, "high": 2.0, "num_pairs": 10}
-    row = {"tokens_per_step": 2.0, "rows_per_token": 1.5, "nodes_per_step": 2.0}
-    return {
-        "set": name,
-        "num_different": 0,
-        "foreign_cores": 0.0,
-        "variants": {"cold": row},
-        "ratios": {"cold": {"end_to_end": bound, "decode": bound, "total": total, "cpu": 1.2}},
-        "forecast": {"cold": {"speedup": forecast, "tokens_per_step": 2.1}},
-        "peers": {},
-    }
-
-
-def test_a_finished_sitting_is_only_told_and_names_what_misses_a_rule(
+def test_a_finished_sitting_is_only_printed_and_names_what_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("squad", "gsm8k", "bfcl"):
+    for name in ("squad", "gsm8k", "my-own"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "test.jsonl").write_text('{"id": 1, "prompt": "a"}\n' * 3)
     out = tmp_path / "out.jsonl"
-    lines = [line("squad", 1.1, 1.5, 1.6), line("gsm8k", 0.93, 1.0, 1.2), line("bfcl", 1, 2.0, 2)]
-    out.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    status = speedup.main(
-        ["--data", str(tmp_path), "--work", str(tmp_path / "w"), "--out", str(out),
-         "--sets", "squad,gsm8k,bfcl", "--max-load", "0"]
-    )  # fmt: skip
-    printed = capsys.readouterr().out
-    result = json.loads(printed.strip().splitlines()[-1])
-    assert status == 0
-    assert result["cold"]["median_speedup"] == 1.5
-    assert result["cold"]["slower_than_off"] == ["gsm8k"]
-    assert result["cold"]["below_forecast"] == ["gsm8k"]
-    assert "| squad | cold | 1.50 (1.10-2.00) |" in printed
+
+    def run(lines: list[dict[str, Any]]) -> tuple[int, dict[str, Any], str]:
+        out.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        status = speedup.main(
+            ["--data", str(tmp_path), "--work", str(tmp_path / "w"), "--out", str(out),
+             "--sets", "squad,gsm8k,my-own", "--max-load", "0"]
+        )  # fmt: skip
+        printed = capsys.readouterr().out
+        return status, json.loads(printed.strip().splitlines()[-1]), printed
+
+    lines = [line("squad", 1.1, 1.5), line("gsm8k", 0.93, 1.0), line("my-own", 1, 2.0)]
+    status, result, printed = run(lines)
+    cold = result["levels"]["1 clients"]["cold"]
+    assert status == 0 and result["different_texts"] == 0
+    assert cold["median"] == 1.5 and cold["slower_than_off"] == ["gsm8k"]
+    assert "| squad | 1 | cold | 50.0 | 1.50 (1.10-2.00) |" in printed
     assert not (tmp_path / "w").exists()
+    status, result, _ = run([*lines[:2], line("my-own", 1, 2.0, same=29)])
+    assert status == 1 and result["different_texts"] == 1  # that of a slice may differ
+
+
+@pytest.mark.parametrize(
+    "words", [["--ways", "cold"], ["--ways", "off,fast"], ["--sets", "none"], ["--rounds", "0"]]
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "squad").mkdir()
+    (tmp_path / "squad" / "test.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    sets = [] if "--sets" in words else ["--sets", "squad"]
+    given = ["--data", str(tmp_path), "--work", str(tmp_path / "w"), *sets, *words]
+    assert speedup.main(given) == 2
 
 
 def test_a_category_is_a_set_of_its_own_and_has_no_warm_task(tmp_path: Path) -> None:
@@ -218,7 +188,7 @@ def test_a_category_is_a_set_of_its_own_and_has_no_warm_task(tmp_path: Path) -> 
     work = tmp_path / "work"
     corpora = prepare(
         [rag], Places(tmp_path, tmp_path, work), model="none", num_train=4,
-        max_tokens=8, max_nodes=16, tell=print,
+        max_tokens=8, max_nodes=16, profiles=False, report=print,
     )  # fmt: skip
     assert corpora == {}
     assert sorted(p.name for p in (work / "tasks/base").iterdir()) == [

@@ -1,24 +1,12 @@
-"""Runners of a parallel run share the cores with other workers' runners; code for other CPUs."""
+"""Runners of a parallel run share the cores with other workers' runners."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from server.model.cpu import team
-
-
-@pytest.fixture(scope="session")
-def other_cpu_s_code(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """NUMBA_CACHE_DIR for processes that compile for another CPU than this one: that is nearly all
-    they do. What they leave is kept from run to run, as long as the sources are the same."""
-    cache = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
-    folder: Path = cache.mkdir("numba-other-cpu") if cache else tmp_path_factory.mktemp("numba")
-    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

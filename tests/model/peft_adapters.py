@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from server.training.lora import LoraOptions, prepare, save
+from server.commands.export import give_rows
 from vocab_store.enrichment import Enrichment
 
 
@@ -33,13 +33,30 @@ def lora(model: Any, folder: Path, seed: int = 1, **settings: Any) -> Any:
     return wrapped
 
 
-def enriched(model: Any, folder: Path, seed: int = 1, num: int = 5, tokenizer: str = "t") -> Any:
-    """The same, with tokens of its own for the pairs (3, 4), (4, 5), ..."""
+def with_tokens(
+    model: Any, folder: Path, enrichment: Enrichment, seed: int = 1, scale: float = 0.1
+) -> Any:
+    """PEFT's model over `model` with the tokens of an enrichment: a random LoRA and random rows of
+    embedding and head, which are saved into `folder`."""
+    import peft
+
+    give_rows(model, enrichment)
     torch.manual_seed(seed)
+    ids = list(enrichment.ids)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear",
+        trainable_token_indices={"embed_tokens": ids, "lm_head": ids},
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(model, config)
+    shaken(wrapped, seed, scale)
+    wrapped.save_pretrained(folder, save_embedding_layers=False)
+    enrichment.save(folder / "enrichment.json")
+    return wrapped
+
+
+def enriched(model: Any, folder: Path, seed: int = 1, num: int = 5, tokenizer: str = "t") -> Any:
+    """The same, with tokens for the pairs (3, 4), (4, 5), ..."""
     base = model.config.vocab_size
     parts = tuple((3 + i, 4 + i) for i in range(num))
     enrichment = Enrichment(tokenizer, base, tuple(range(base, base + num)), parts)
-    tuned = prepare(model, enrichment, LoraOptions(rank=4, dropout=0.0), tokenizer=tokenizer)
-    shaken(tuned.model, seed)
-    save(tuned, folder)
-    return tuned.model
+    return with_tokens(model, folder, enrichment, seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD
 from server.model.loader import build_module, open_model
-from server.training.lora import LoraOptions, prepare, save
+from tests.model.peft_adapters import shaken, with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
 
@@ -29,25 +28,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def shaken(model: Any) -> Any:
-    """Every trained parameter of a PEFT model moved at random."""
-    torch.manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", family)
     num = model.config.vocab_size
     enrichment = Enrichment("tok", num, (num, num + 1, num + 2), ((3, 4), (5, 6, 7), (8, 9)))
-    tuned = prepare(model, enrichment, LoraOptions(rank=4), tokenizer="tok")
-    shaken(tuned.model)
-    save(tuned, tmp_path / "adapter")
+    tuned = with_tokens(model, tmp_path / "adapter", enrichment, 4)
 
     base = open_model(tmp_path / "model")
     opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
@@ -58,7 +45,7 @@ def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> 
     for table in (EMBEDDING, HEAD):
         assert opened.weights.shape(table) == (num + 3, base.weights.shape(table)[1])
         assert torch.equal(opened.weights.get(table)[:num], base.weights.get(table))
-    merged = tuned.model.merge_and_unload()
+    merged = tuned.merge_and_unload()
     module = build_module(opened, torch.float32, torch.device("cpu"))
     ids = torch.tensor([[3, num, 11, num + 2, num + 1]])
     with torch.inference_mode():
@@ -71,8 +58,7 @@ def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "llama")
     num = model.config.vocab_size
-    tuned = prepare(model, Enrichment("t", num, (num,), ((1, 2),)), LoraOptions(), tokenizer="t")
-    save(tuned, tmp_path / "adapter")
+    with_tokens(model, tmp_path / "adapter", Enrichment("t", num, (num,), ((1, 2),)))
     before = open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint
     Enrichment("t", num, (num,), ((1, 3),)).save(tmp_path / "adapter" / "enrichment.json")
     assert open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint != before
@@ -86,7 +72,7 @@ def test_rows_of_base_ids_are_put_in_as_peft_does(family: str, tmp_path: Path) -
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[3, 17]
     )
-    wrapped = shaken(peft.get_peft_model(model, config))
+    wrapped = shaken(peft.get_peft_model(model, config), 4)
     wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
     module = build_module(opened, torch.float32, torch.device("cpu"))
@@ -100,7 +86,7 @@ def test_ids_without_a_text_or_without_a_row_are_refused(tmp_path: Path) -> None
     model = save_tiny(tmp_path / "model", "llama")
     num = model.config.vocab_size
     enrichment = Enrichment("t", num, (num, num + 1), ((1, 2), (3, 4)))
-    save(prepare(model, enrichment, LoraOptions(), tokenizer="t"), tmp_path / "adapter")
+    with_tokens(model, tmp_path / "adapter", enrichment)
     file = tmp_path / "adapter" / "enrichment.json"
 
     def refused(error: type[Exception], reason: str) -> None:

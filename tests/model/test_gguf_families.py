@@ -177,6 +177,32 @@ def test_a_file_that_is_not_computed_is_refused_by_its_key(
         config_values(GgufIndex(tmp_path / "m.gguf"), "m.gguf")
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"context_length": 0}, "context_length is 0, which is not a whole number of 1 or more"),
+        ({"embedding_length": 1 << 31}, "embedding_length is 2147483648"),
+        ({"attention.head_count": 0}, "attention.head_count is 0"),
+        ({"attention.head_count": 65}, "attention.head_count is above embedding_length"),
+        ({"feed_forward_length": "96"}, "feed_forward_length is '96', which is not a whole number"),
+        ({"block_count": 1025}, "block_count is 1025, which is .* at most 1024"),
+        ({"rope.freq_base": -1.0}, "rope.freq_base is -1.0, which is not a number of 1 or more"),
+        ({"attention.layer_norm_rms_epsilon": 0.0}, "rms_epsilon is 0.0"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "rms_epsilon is nan"),
+        ({"attention.causal": 1}, "attention.causal is 1, which is not a flag"),
+        ({"attention.head_count_kv": [2, 2]}, "its layers differ in heads"),
+        ({"rope.dimension_count": 32}, "rope.dimension_count is above a head's 16"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told_in_one_line(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    _metadata(tmp_path / "m.gguf", "llama", **changes)
+    with pytest.raises(ModelError, match=told) as refusal:
+        config_values(GgufIndex(tmp_path / "m.gguf"), "m.gguf")
+    assert "\n" not in str(refusal.value)
+
+
 def test_metadata_that_is_missing_and_tensors_that_are_too_many_are_named(tmp_path: Path) -> None:
     _metadata(tmp_path / "m.gguf", "llama", block_count=None)
     with pytest.raises(ModelError, match=r"m.gguf lacks llama.block_count"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,31 @@ def test_what_is_not_plain_lora_is_refused(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (lambda t: t * float("nan"), "holds nan, which is no weight"),
+        (lambda t: t + 1e38, "holds 1e[+]38, which is no weight"),
+        (lambda t: t * 0 + 9e5, "changes by numbers that are no weights"),
+        (lambda t: t.to(torch.int8), "is stored as I8"),
+        (lambda t: t.to(torch.float8_e4m3fn), "is stored as F8_E4M3"),
+    ],
+)
+def test_numbers_that_are_no_weights_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], reason: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", "llama")
+    _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    changed = {name: change(tensor) for name, tensor in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=reason):
+        open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
         ({"peft_type": "IA3"}, "peft_type"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"lora_bias": True}, "lora_bias"),
@@ -126,6 +152,14 @@ def test_what_is_not_plain_lora_is_refused(
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
         ({"some_future_switch": {"on": 1}}, "some_future_switch"),
         ({"r": 5}, "has rank 4, config says 5"),
+        # as a regular expression it runs for ever
+        ({"rank_pattern": {"([a-z_.0-9]+)+!": 8}}, "only names of modules are read"),
+        ({"rank_pattern": {"q_proj": "4"}}, "r is '4'"),
+        ({"r": None}, "r is 'None'"),
+        ({"lora_alpha": 1e308}, "lora_alpha is '1e[+]308'"),
+        ({"trainable_token_indices": [-1_000_000_000]}, "holds what is no id"),
+        ({"trainable_token_indices": [5, 5]}, "names an id twice"),
+        ({"trainable_token_indices": [1.5]}, "holds what is no id"),
     ],
 )
 def test_adapter_config_is_believed_only_where_known(

@@ -15,6 +15,7 @@ from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
+from server.machine_code import make_ready
 from server.types import DeviceFigures
 from tests.api.live import TABLE, LiveServer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -85,7 +86,7 @@ def suffix_task(name: str, **fields: Any) -> TaskConfig:
 
 def monitored(*, step_s: float = 0.0, **options: Any) -> LiveServer:
     """A LiveServer with one such engine. The drafter is compiled before it starts."""
-    SuffixDrafter().warm_up()
+    make_ready()
     start = partial(start_thread, partial(make_engine, step_s), name="tiny/0", device="cpu")
     spec = EngineSpec("tiny/0", "tiny", "cpu", start)
     return LiveServer([spec], max_model_len=CONTEXT, **options)

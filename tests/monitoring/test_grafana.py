@@ -11,12 +11,17 @@ import re
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from server.engine.figures import declared
 from server.metrics.series import Metrics
+
+FIGURES = [SimpleNamespace(name=f"tailor_{figure.name}", type=figure.kind) for figure in declared()]
+"""The families of what engines tell."""
 
 GRAFANA = Path(__file__).parents[2] / "configs" / "grafana"
 
@@ -102,7 +107,7 @@ def test_panels_say_what_they_show_and_read_series_that_exist(
     assert len(panel["description"]) >= 4 and panel["title"]
     known = {
         sample
-        for family in Metrics().registry.collect()
+        for family in (*Metrics().registry.collect(), *FIGURES)
         for sample in _sample_names(family.name, family.type)
     }
     for target in panel["targets"]:
@@ -120,6 +125,10 @@ def test_every_expression_follows_the_variables_that_its_series_know(
     labels = {
         sample: set(collector._labelnames)  # type: ignore[attr-defined]
         for sample, collector in Metrics().registry._names_to_collectors.items()
+    } | {
+        sample: {"engine", "model", *figure.labels}
+        for family, figure in zip(FIGURES, declared(), strict=True)
+        for sample in _sample_names(family.name, family.type)
     }
     for target in panel["targets"]:
         for series, matchers in re.findall(r"\b(tailor_\w+)(\{[^}]*\})?", target["expr"]):

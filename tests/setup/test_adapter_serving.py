@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import shutil
@@ -22,16 +21,12 @@ from pydantic import SecretStr
 from drafters import DRAFTER_NAMES
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs
-from server.api.decision_body import DecisionBody
-from server.api.decisions import DecisionIntake
 from server.api.engines.client import EngineSpec
-from server.api.intake import Intake
 from server.commands.cli import main
 from server.config import (
     AdapterConfig,
     EngineConfig,
     KeyConfig,
-    LimitsConfig,
     ModelConfig,
     ServerConfig,
     SpeculationConfig,
@@ -44,6 +39,7 @@ from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from server.wiring.task_set import BuildOrder, build_upload
 from tests.api.live import LiveServer, wait_until
+from tests.api.orders import decisions, orders
 from tests.model.peft_adapters import enriched, lora
 from tests.model.tiny_models import save_tiny, tiny_model
 
@@ -252,12 +248,9 @@ def test_decisions_are_those_of_each_adapter(served: Served) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         found = dict(zip(("m", *served.peft), pool.map(decide, ("m", *served.peft)), strict=True))
-    intake = Intake(tasks={}, models=dict(served.server.models), drafters=(), limits=LimitsConfig())
-    body = DecisionBody(model="m", input="ab cd", questions=questions)
-    order = asyncio.run(DecisionIntake(intake, 1 << 20).order(body, "d"))
-    intake.close()
+    requests = decisions(orders(models=list(served.server.models.values())), "ab cd", questions)
     for name, model in served.peft.items():
-        for request, answer in zip(order.requests, found[name], strict=True):
+        for request, answer in zip(requests, found[name], strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([request.prompt_ids])).logits[0, -1].double()
             want = torch.softmax(logits[list(request.label_ids)], dim=0).tolist()

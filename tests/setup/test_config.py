@@ -44,7 +44,7 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
         ("sampling:\n  temprature: 1\n", "mine.yaml:2: sampling.temprature: unknown key; did you"),
         ("\nnothing: 1\n", "mine.yaml:2: nothing: unknown key"),
         ("sampling:\n\n  temperature: true\n", "mine.yaml:3: sampling.temperature: "),
-        ("sampling: {top_p: 0}\n", "mine.yaml:1: sampling.top_p: input should be greater than 0"),
+        ("sampling: {top_p: 2}\n", "mine.yaml:1: sampling.top_p: input should be less than or"),
         ('sampling:\n  max_tokens: "8"\n', "mine.yaml:2: sampling.max_tokens: "),
         ("sampling:\n  temperature: .nan\n", "mine.yaml:2: sampling.temperature: "),
         ("sampling:\n  temperature: 1e308\n", "mine.yaml:2: sampling.temperature: "),
@@ -245,6 +245,8 @@ def test_paths_count_from_the_file_and_names_do_not(tmp_path: Path) -> None:
         ("models:\n  - {name: a, path: x, devices: [tpu]}\n", ":2: models[0].devices: 'tpu' is no"),
         ("models: []\n", ":1: models: "),
         ("engine:\n  block_size: 24\n", ":2: engine.block_size: must be a power of two"),
+        ("engine:\n  steps_ahead: 1\n", ":2: engine.steps_ahead: steps launched ahead left"),
+        ("engine:\n  steps_ahead: true\n", ":2: engine.steps_ahead: steps launched ahead left"),
         ("engine:\n  kv_cache_memory: 2XB\n", ":2: engine.kv_cache_memory: must be a fraction"),
         (
             "engine: {max_num_seqs: 600, max_num_batched_tokens: 512}\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -116,9 +117,16 @@ def test_damaged_files_are_made_anew_and_weights_are_checked_all_the_same(tmp_pa
     opened = open_model(folder, remembers=True)
     assert opened.known is None
     assert opened.ropes(64)[0].shape[1] == 64
+    (ropes,) = (tmp_path / "cache" / "configs").glob("*.ropes")
+    ropes.write_bytes(ropes.read_bytes()[:-4] + b"\0\0\xc0\x7f")
+    again = open_model(folder, remembers=True)
+    assert again.known is not None and again.known.ropes(64) is None
     (kept,) = (tmp_path / "cache" / "configs").glob("*.json")
-    plain = json.loads(kept.read_text())
+    plain = json.loads(kept.read_bytes().partition(b"\n")[2])
     plain["expected"]["model.norm.weight"] = [33]
-    kept.write_text(json.dumps(plain))
+    told = json.dumps(plain).encode()
+    kept.write_bytes(kept.read_bytes().partition(b"\n")[0] + b"\n" + told)
+    assert open_model(folder, remembers=True).known is None  # its checksum is another one
+    kept.write_bytes(hashlib.sha256(told).hexdigest().encode() + b"\n" + told)
     with pytest.raises(ModelError, match="the config says"):
         open_model(folder, remembers=True)

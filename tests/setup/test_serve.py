@@ -44,14 +44,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Running:
     """A `tailor serve` process and its output."""
 
-    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self, words: list[str], env: dict[str, str], *, tailor: list[str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:  # fmt: skip
+        command = tailor or [sys.executable, "-m", "server.commands.cli"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.commands.cli", "serve", "--port", "0", *words],
+            [*command, "serve", "--port", "0", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, **env},
         )
         self.lines: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +15,10 @@ from hypothesis import strategies as st
 
 from vocab_store.enrich import EnrichSettings, enrich
 from vocab_store.enrichment import Enrichment
-from vocab_store.entropy import measure, ngrams
 from vocab_store.errors import EnrichmentFileError
 
 V = 6
-TEXTS = st.lists(st.lists(st.integers(0, V - 1), max_size=9).map(tuple), min_size=1, max_size=12)
+TEXTS = st.lists(st.lists(st.integers(0, V - 1), max_size=14).map(tuple), min_size=1, max_size=12)
 
 
 def piece(token_id: int) -> bytes:
@@ -50,12 +48,10 @@ def naive(
                     gram = tuple(text[at : at + n])
                     if not barriers & set(gram):
                         counts[gram] += 1
-        left = [g for g in counts if g not in used]
+        left = [g for g in counts if g not in used and counts[g] >= settings.min_count]
         if not left:
             break
         gram = min(left, key=lambda g: (-counts[g] * (len(g) - 1), -len(g), g))
-        if counts[gram] < settings.min_count:
-            break
         used.add(gram)
         symbols = [s for text in texts for s in text]
         last = string(gram[-1])
@@ -77,9 +73,10 @@ def naive(
 
 @given(
     outputs=TEXTS,
-    budget=st.integers(1, 6),
-    n_max=st.integers(2, 4),
+    budget=st.integers(1, 30),
+    n_max=st.integers(2, 5),
     alpha=st.sampled_from([0.05, 0.3, 2.0]),
+    min_count=st.integers(1, 4),
     barriers=st.sampled_from([frozenset[int](), frozenset({0})]),
 )
 def test_the_tokens_are_those_of_the_plain_algorithm(
@@ -87,9 +84,10 @@ def test_the_tokens_are_those_of_the_plain_algorithm(
     budget: int,
     n_max: int,
     alpha: float,
+    min_count: int,
     barriers: frozenset[int],
 ) -> None:
-    settings = EnrichSettings(budget, n_max, alpha)
+    settings = EnrichSettings(budget, n_max, alpha, min_count)
     expected = naive(outputs, settings, barriers)
     if not expected:
         with pytest.raises(ValueError, match="no n-gram"):
@@ -104,6 +102,21 @@ def test_the_tokens_are_those_of_the_plain_algorithm(
     assert list(found.parts) == expected
     assert found.ids == tuple(range(V, V + len(expected)))
     assert not any(barriers & set(parts) for parts in found.parts)
+    # Fewer asked: the first of them. So more are never fewer, and the found are told right.
+    fewer = naive(outputs, replace(settings, budget=max(1, budget // 2)), barriers)
+    assert expected[: len(fewer)] == fewer
+    assert found.made["outputs"] == len(outputs)
+    assert found.made["base_ids_per_output"] == sum(map(len, outputs)) / len(outputs)
+    assert found.made["ids_per_output"] <= found.made["base_ids_per_output"]
+
+
+def test_an_ngram_that_is_rare_is_passed_over_and_does_not_end_the_search() -> None:
+    outputs = [(1, 2)] * 5 + [(20, 21)] * 3 + [(30, 31, 32)] * 2 + [tuple(range(40, 50))]
+    for n_max in (2, 4, 10):
+        settings = EnrichSettings(1000, n_max, 2.0)
+        found = enrich(outputs, piece, tokenizer="t", base_vocab_size=99, settings=settings)
+        assert set(found.parts) >= {(1, 2), (20, 21), (30, 31, 32)}
+        assert not any(set(parts) & set(range(40, 50)) for parts in found.parts)
 
 
 @given(
@@ -193,20 +206,6 @@ def test_the_hash_is_of_the_tokens_and_their_tokenizer_alone() -> None:
         Enrichment("abc", 5, (5,), ((1, 0),)),
     ]
     assert len({one.hash, *(other.hash for other in others)}) == 4
-
-
-def test_entropies_of_known_distributions() -> None:
-    uniform = measure(ngrams([[0, 1, 2, 3]] * 5, 1), vocab_size=16)
-    assert uniform.h1 == pytest.approx(math.log(4))
-    assert uniform.h2 == pytest.approx(math.log(4))
-    assert uniform.normalised_h1 == pytest.approx(0.5)
-    assert (uniform.num, uniform.num_distinct, uniform.k80) == (20, 4, 4)
-    skewed = measure(Counter({("a",): 8, ("b",): 1, ("c",): 1}))
-    assert skewed.h2 == pytest.approx(-math.log(0.64 + 0.01 + 0.01))
-    assert skewed.k80 == 1
-    assert skewed.h2 < skewed.h1
-    assert measure(Counter()).k80 == 0
-    assert ngrams([[1, 2, 3], [1, 2]], 2) == Counter({(1, 2): 2, (2, 3): 1})
 
 
 def test_prompts_keep_their_base_ids_unless_the_enrichment_says_otherwise(tmp_path: Path) -> None:

@@ -226,6 +226,10 @@ class EngineClient:
         NoEngineError."""
         return await self._supervisor.control(engine, name, payload, timeout_s)
 
+    async def ask_figures(self, timeout_s: float = 1.0) -> None:
+        """Have the engines tell the metrics how they are; see Supervisor."""
+        await self._supervisor.ask_figures(timeout_s)
+
     def _of(self, model: str) -> list[EngineSlot]:
         return self._supervisor.of(model)
 

@@ -29,7 +29,7 @@ from server import channel
 from server.api.engines.pulse import Pulse
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle, LoopHandle, PipedHandle
-from server.types import Delta, EngineStats, ModelInfo, Request
+from server.types import Delta, ModelInfo, Request
 
 EngineFactory = Callable[[], EngineHandle]
 """Starts an engine and returns its handle. Called in a thread; may block."""
@@ -52,11 +52,7 @@ class SlotListener(Protocol):
 
     def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None: ...
 
-    def on_deltas(
-        self, slot: EngineSlot, generation: int, deltas: list[Delta], stats: EngineStats | None
-    ) -> None: ...
-
-    def on_stats(self, slot: EngineSlot, generation: int, stats: EngineStats) -> None: ...
+    def on_deltas(self, slot: EngineSlot, generation: int, deltas: list[Delta]) -> None: ...
 
     def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None: ...
 
@@ -102,13 +98,13 @@ class EngineSlot:
         self.pulse = pulse
         self.state: SlotState = "loading"
         self.info: ModelInfo | None = None
-        self.stats = EngineStats()
         self.handle: EngineHandle | None = None
         self.generation = 0
         self.was_ready = False
         self.deaths_s: list[float] = []
         self.num_restarts = 0
         self.retry_at_s = 0.0
+        self.told_s = 0.0  # when it told its figures, in this life or an earlier one
         self.open: dict[str, tuple[Submission, int, int]] = {}
         self.load = 0
         self._listener = listener
@@ -126,6 +122,11 @@ class EngineSlot:
     def serves(self) -> bool:
         """Whether requests should go to it: it is ready, and makes progress."""
         return self.state == "ready" and not self.pulse.is_late
+
+    @property
+    def is_on_loop(self) -> bool:
+        """Whether it is a fleet, whose engines' figures somebody else knows."""
+        return isinstance(self.handle, LoopHandle)
 
     # What it holds.
 
@@ -190,11 +191,9 @@ class EngineSlot:
         """On the loop: what the engine sent, to the listener."""
         kind, listener = message[0], self._listener
         if kind == "deltas":
-            listener.on_deltas(self, generation, message[1], message[2])
+            listener.on_deltas(self, generation, message[1])
         elif kind == "beat":
             listener.on_beat(self, generation, message[1])
-        elif kind == "stats":
-            listener.on_stats(self, generation, message[1])
         elif kind == "ready":
             listener.on_ready(self, generation, message[1])
         elif kind == "control":

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from server import channel
-from server.api.fields import GRAMMAR
 from server.api.usage import RequestAccount
 from server.errors import (
+    ClientGoneError,
     ConstraintUnsatisfiableError,
     DeadlineExceededError,
-    InvalidRequestError,
     TailorError,
     UnavailableError,
     error_for_engine_code,
 )
 from server.metrics.series import Metrics
 from server.types import Delta, Request
+
+GRAMMAR_FIELD = "structured_outputs"
+"""The field at fault of an error about a grammar, where no route has named another."""
 
 
 class Holder(Protocol):
@@ -37,11 +39,10 @@ class Submission:
             ...
 
     Ends after the last choice of the last Request. Raises the error of the first choice that fails
-    (the others are aborted then). `abort` may be called at any time, any number of times; the
-    iteration then raises `error`, or ends if none was given.
+    (the others are aborted then). `abort` may be called at any time, any number of times; while
+    something is open, the iteration then raises the error: ClientGoneError where none was given.
 
-    names: the route's names of fields, by their keys, for errors of the engine; written by the
-    route.
+    grammar_field: what brought the grammar, for errors of the engine; written by the route.
     """
 
     def __init__(self, requests: Sequence[Request], metrics: Metrics) -> None:
@@ -54,7 +55,8 @@ class Submission:
         self._waiter: asyncio.Future[None] | None = None
         self._error: TailorError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.names: Mapping[str, str] = {}
+        self._waits_for_all = False
+        self.grammar_field = ""
 
     @classmethod
     def answered(cls, requests: Sequence[Request], metrics: Metrics) -> Submission:
@@ -88,8 +90,21 @@ class Submission:
         arrived, self._arrived = self._arrived, []
         return arrived
 
+    async def rest(self) -> dict[tuple[int, int], list[Delta]]:
+        """All Deltas that are still to come, by (index of the Request, choice), once the last
+        choice has ended. Raises as the iteration does."""
+        self._waits_for_all = True
+        deltas: dict[tuple[int, int], list[Delta]] = {}
+        async for arrived in self:
+            for i, delta in arrived:
+                deltas.setdefault((i, delta.choice_id), []).append(delta)
+        return deltas
+
     def abort(self, error: TailorError | None = None) -> None:
-        """Free what the engines hold for this. Idempotent. Deltas that arrived are dropped."""
+        """Free what the engines hold for this. Idempotent. Deltas that arrived are dropped.
+
+        error: for the client; None where that has left.
+        """
         if not self._open:
             return
         for request_id, (i, _) in self._open.items():
@@ -98,7 +113,7 @@ class Submission:
             holder.send(("abort", request_id))
             self.accounts[i].close("abort" if error is None else "error")
         self._open.clear()
-        self._error = error
+        self._error = error or ClientGoneError("The client left before its answer was complete.")
         self._arrived.clear()
         self.wake()
 
@@ -116,6 +131,8 @@ class Submission:
         if not self._open and self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._waits_for_all and self._open:
+            return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -143,7 +160,7 @@ class Submission:
             error = (
                 UnavailableError("The request was aborted by the engine.", retry_after_s=1.0)
                 if delta.finish_reason == "abort"
-                else _engine_error(delta, account.request).named(self.names)
+                else _engine_error(delta, account.request, self.grammar_field)
             )
             self.abort(error)
             self._error = error
@@ -170,23 +187,21 @@ class Submission:
         self.wake()
 
 
-def _engine_error(delta: Delta, request: Request) -> TailorError:
+def _engine_error(delta: Delta, request: Request, grammar_field: str) -> TailorError:
     """The error of a Delta, with the field at fault where there is one."""
     message = delta.error or "The engine could not finish this request."
     error = error_for_engine_code(delta.error_code, message)
-    param: str | None = None
+    sampling, at = request.sampling, ""
     if isinstance(error, ConstraintUnsatisfiableError):
-        sampling = request.sampling
-        if sampling.allowed_token_ids is not None:
-            param = "allowed_token_ids"
-        elif request.grammar is not None:
-            param = str(GRAMMAR)
-        elif sampling.logit_bias:
-            param = "logit_bias"
-        else:
-            param = "min_tokens" if sampling.min_tokens else None
-    elif isinstance(error, InvalidRequestError) and message.startswith("the grammar"):
-        param = str(GRAMMAR)
-    if param is None:
-        return error
-    return type(error)(f"{param}: {message}", param=param, retry_after_s=error.retry_after_s)
+        for name, is_given in (
+            ("allowed_token_ids", sampling.allowed_token_ids is not None),
+            (grammar_field or GRAMMAR_FIELD, request.grammar is not None),
+            ("logit_bias", bool(sampling.logit_bias)),
+            ("min_tokens", bool(sampling.min_tokens)),
+        ):
+            if is_given:
+                at = name
+                break
+    elif (delta.error_code or "").startswith("grammar_"):
+        at = grammar_field or GRAMMAR_FIELD
+    return error.moved(at) if at else error

@@ -19,9 +19,12 @@ from server.api.engines.submission import Submission
 from server.channel import EngineHandle
 from server.errors import DrainingError, EngineDiedError, NoEngineError, TailorError
 from server.metrics.series import Metrics
-from server.types import Delta, EngineStats, ModelInfo
+from server.types import Delta, ModelInfo
 
 log = logging.getLogger("tailor.client")
+
+_FRESH_S = 0.01
+"""What engines told so shortly ago is not asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Supervisor:
         self._calls: dict[int, tuple[EngineSlot, asyncio.Future[Any]]] = {}
         self._next_call = 0
         self._idle = asyncio.Event()
+        self._asking: asyncio.Future[None] | None = None
 
     def of(self, model: str) -> list[EngineSlot]:
         """The slots of one model."""
@@ -232,6 +236,31 @@ class Supervisor:
         finally:
             self._calls.pop(call_id, None)
 
+    async def ask_figures(self, timeout_s: float) -> None:
+        """Have the engines tell the metrics how they are; those that are busy for longer keep what
+        they told last. Whoever asks at the same time is answered with one question, and so is
+        whoever asks again at once: a flood of scrapes takes no steps' time."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask_figures(timeout_s))
+        await asyncio.shield(self._asking)
+
+    async def _ask_figures(self, timeout_s: float) -> None:
+        now_s = time.monotonic()
+        slots = [
+            slot
+            for slot in self.slots
+            if slot.state == "ready" and not slot.is_on_loop and now_s > slot.told_s + _FRESH_S
+        ]
+        names = [slot.spec.name for slot in slots]
+        answers = await asyncio.gather(
+            *(self.control(name, "figures", None, timeout_s) for name in names),
+            return_exceptions=True,
+        )
+        for slot, name, answer in zip(slots, names, answers, strict=True):
+            if isinstance(answer, dict) and answer.get("ok") and slot.state == "ready":
+                self._metrics.engine_told(name, answer["value"])
+                slot.told_s = time.monotonic()
+
     # --- what the slots tell (on the loop) ---
 
     def on_idle(self) -> None:
@@ -250,9 +279,7 @@ class Supervisor:
             slot.spec.name, info.name, info.device, info.num_blocks, info.block_size,
         )  # fmt: skip
 
-    def on_deltas(
-        self, slot: EngineSlot, generation: int, deltas: list[Delta], stats: EngineStats | None
-    ) -> None:
+    def on_deltas(self, slot: EngineSlot, generation: int, deltas: list[Delta]) -> None:
         """One step of an engine."""
         if generation != slot.generation:
             return
@@ -269,16 +296,6 @@ class Supervisor:
             touched[id(submission)] = submission
         for submission in touched.values():
             submission.wake()
-        if stats is not None:
-            slot.stats = stats
-            self._metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
-
-    def on_stats(self, slot: EngineSlot, generation: int, stats: EngineStats) -> None:
-        """A snapshot without Deltas."""
-        if generation == slot.generation:
-            slot.pulse.heard()
-            slot.stats = stats
-            self._metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
 
     def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None:
         """An engine's heartbeat: its loop went on so many seconds ago."""
@@ -317,7 +334,6 @@ class Supervisor:
     def _died(self, slot: EngineSlot, final: bool = False) -> None:
         """Restart the slot, or give it up."""
         slot.handle = None
-        slot.stats = EngineStats()
         now_s = time.monotonic()
         policy = self._restart
         slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]

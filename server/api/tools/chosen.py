@@ -1,4 +1,8 @@
-"""Which tools a chat may or must call: its tools, tool_choice and parallel_tool_calls together."""
+"""Which tools a chat may or must call, how they are told to the model, and how a call is forced.
+
+A forced call (tool_choice "required" or a function) is opened by the server in the model family's
+form, and a grammar makes the rest match the tools' JSON schemas.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from server.api.chat_protocol import MAX_TOOLS, MAX_TOOLS_CHARS, ChatBody
-from server.api.closing import close_described
+from server.api.grammars import SchemaRules
+from server.api.schemas import close_described
+from server.api.tools.calls import ARGUMENTS_KEY, ToolFormat
 from server.api.tools.strict import StrictArguments
-from server.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    UnsupportedFieldError,
-    echoed,
-)
+from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. at: where it lies in the body."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+    at: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,122 +51,235 @@ class ChosenTools:
     num_chars: int
 
 
-def chosen_tools(body: ChatBody, *, close: bool = True) -> ChosenTools:
-    """The ChosenTools of a body. close: whether objects of parameters without additionalProperties
-    have no further members.
+NO_TOOLS = ChosenTools(None, {}, {}, must_call=False, parallel=False, num_chars=0)
 
-    Raises InvalidRequestError and UnsupportedFieldError, naming the field. With tool_choice "none"
-    the prompt leaves the tools out, so that the model calls none.
+
+def chosen_tools(
+    tools: Sequence[Tool], choice: Any, rules: SchemaRules, *, parallel: bool, nests: bool = True
+) -> ChosenTools:
+    """The ChosenTools of a body's tools and tool_choice.
+
+    nests: whether a choice has its function and its allowed tools in an object of their own, as in
+    chats. Raises InvalidRequestError and its kin, naming the field. With tool_choice "none" the
+    prompt leaves the tools out, so that the model calls none.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     shown = []
-    strict: dict[str, str] = {}
     num_chars = 0
-    for i, tool in enumerate(body.tools or ()):
-        at = f"tools[{i}]"
-        if tool.type != "function" or tool.custom is not None:
-            raise UnsupportedFieldError(
-                f"{at}.type: only function tools are available.", param=f"{at}.type"
-            )
-        function = tool.function
-        if function is None:
-            raise InvalidRequestError(
-                f"The field {at}.function is required.", param=f"{at}.function"
-            )
-        if function.name in schemas:
-            raise InvalidRequestError(
-                f"{at}.function.name: {function.name} is there twice.", param=f"{at}.function.name"
-            )
-        if function.strict:
-            strict[function.name] = f"{at}.function.parameters"
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        num_chars += len(json.dumps(parameters)) + len(function.description or "")
+    for tool in tools:
+        if tool.name in schemas:
+            raise InvalidRequestError(f"{tool.name} is there twice.", at=f"{tool.at}.name")
+        parameters = tool.parameters or {"type": "object", "properties": {}}
+        num_chars += len(json.dumps(parameters)) + len(tool.description or "")
         if num_chars > MAX_TOOLS_CHARS:
             raise LimitExceededError(
-                f"tools: at most {MAX_TOOLS_CHARS} characters altogether.", param="tools"
+                f"at most {MAX_TOOLS_CHARS} characters altogether.", at="tools"
             )
         if parameters.get("type", "object") != "object":
-            raise InvalidRequestError(
-                f"{at}.function.parameters: the type must be object.",
-                param=f"{at}.function.parameters",
-            )
+            raise InvalidRequestError("the type must be object.", at=f"{tool.at}.parameters")
         whole = {**parameters, "type": "object"}
-        schemas[function.name] = (
-            close_described(whole) if close or not function.parameters else whole
-        )
-        entry: dict[str, Any] = {"name": function.name}
-        if function.description is not None:
-            entry["description"] = function.description
+        closes = rules.closes or not tool.parameters
+        schemas[tool.name] = close_described(whole) if closes else whole
+        entry: dict[str, Any] = {"name": tool.name}
+        if tool.description is not None:
+            entry["description"] = tool.description
         entry["parameters"] = parameters
         shown.append({"type": "function", "function": entry})
-    mode, allowed = _choice(body.tool_choice, schemas)
+    mode, allowed = _choice(choice, list(schemas), nests)
     if mode == "none" or not schemas:
-        return ChosenTools(None, {}, {}, False, False, 0)
-    checks: dict[str, StrictArguments] = {}
-    if mode == "auto":
-        checks = {
-            name: StrictArguments(schemas[name], strict[name]) for name in allowed if name in strict
-        }
+        return NO_TOOLS
     return ChosenTools(
         shown=tuple(shown),
         callable={name: schemas[name] for name in allowed},
-        strict=checks,
+        strict={
+            tool.name: StrictArguments(schemas[tool.name], f"{tool.at}.parameters")
+            for tool in tools
+            if mode == "auto" and tool.strict and tool.name in allowed
+        },
         must_call=mode == "required",
-        parallel=body.parallel_tool_calls is not False,
+        parallel=parallel,
         num_chars=num_chars,
     )
 
 
-def _choice(
-    choice: Any, schemas: Mapping[str, Any]
-) -> tuple[Literal["none", "auto", "required"], list[str]]:
+_Mode = Literal["none", "auto", "required"]
+
+
+def _choice(choice: Any, names: list[str], nests: bool) -> tuple[_Mode, list[str]]:
     """(mode, names that may be called) of a tool_choice."""
-    names = list(schemas)
+    at = "tool_choice"
     if choice is None or choice == "auto":
         return "auto", names
     if choice == "none":
         return "none", []
     if choice == "required":
         if not names:
-            raise InvalidRequestError(
-                "tool_choice: required is allowed only with tools.", param="tool_choice"
-            )
+            raise InvalidRequestError("required is allowed only with tools.", at=at)
         return "required", names
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "custom":
-        raise UnsupportedFieldError(
-            "tool_choice: only function tools are available.", param="tool_choice"
-        )
-    if kind == "function" and set(choice) == {"type", "function"}:
-        return "required", [_named(choice, "tool_choice", names)]
-    if kind == "allowed_tools" and set(choice) == {"type", "allowed_tools"}:
-        inner = choice["allowed_tools"]
+        raise UnsupportedFieldError("only function tools are available.", at=at)
+    if kind == "function":
+        return "required", [_named(choice, names, at, nests)]
+    if kind == "allowed_tools":
+        inner = _inner(choice, "allowed_tools", nests)
+        at += ".allowed_tools" if nests else ""
+        tools = inner.get("tools")
         if (
-            isinstance(inner, dict)
-            and set(inner) == {"mode", "tools"}
+            inner.keys() == {"mode", "tools"}
             and inner["mode"] in ("auto", "required")
-            and isinstance(inner["tools"], list)
-            and 0 < len(inner["tools"]) <= MAX_TOOLS
+            and isinstance(tools, list)
+            and 0 < len(tools) <= MAX_TOOLS
         ):
-            at = "tool_choice.allowed_tools.tools"
-            picked = [_named(tool, f"{at}[{i}]", names) for i, tool in enumerate(inner["tools"])]
+            picked = [
+                _named(tool, names, f"{at}.tools[{i}]", nests) for i, tool in enumerate(tools)
+            ]
             return inner["mode"], list(dict.fromkeys(picked))
-        raise InvalidRequestError(
-            "tool_choice.allowed_tools: must have a mode (auto or required) and tools.",
-            param="tool_choice.allowed_tools",
-        )
+        raise InvalidRequestError("must have a mode (auto or required) and tools.", at=at)
+    form = '"function": {"name": ...}' if nests else '"name": ...'
     raise InvalidRequestError(
-        'tool_choice: must be "none", "auto", "required", a function ({"type": "function", '
-        f'"function": {{"name": ...}}}}) or allowed_tools; got {echoed(choice)}.',
-        param="tool_choice",
+        f'must be "none", "auto", "required", a function ({{"type": "function", {form}}}) or '
+        f"allowed_tools; got {echoed(choice)}.",
+        at=at,
     )
 
 
-def _named(tool: Any, at: str, names: Sequence[str]) -> str:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or set(function or {}) != {"name"} or tool["type"] != "function":
-        raise InvalidRequestError(f"{at}: must name a function.", param=at)
+def _inner(value: Mapping[str, Any], key: str, nests: bool) -> Mapping[str, Any]:
+    """What stands beside the type: the members, or the one object that has them."""
+    beside = {name: item for name, item in value.items() if name != "type"}
+    if not nests:
+        return beside
+    inner = beside.get(key) if len(beside) == 1 else None
+    return inner if isinstance(inner, dict) else {}
+
+
+def _named(tool: Any, names: Sequence[str], at: str, nests: bool) -> str:
+    is_function = isinstance(tool, dict) and tool.get("type") == "function"
+    function = _inner(tool, "function", nests) if is_function else {}
+    name = function.get("name")
+    if not isinstance(name, str) or len(function) != 1:
+        raise InvalidRequestError("must name a function.", at=at)
     if name not in names:
-        raise InvalidRequestError(f"{at}: {echoed(name)} is none of the tools.", param=at)
+        raise InvalidRequestError(f"{echoed(name)} is none of the tools.", at=at)
     return name
+
+
+# --- telling --------------------------------------------------------------------------------------
+
+_HOW_TO_CALL = """\
+You can call functions. Their signatures, one a line:
+{signatures}
+To call one, answer with its name and its arguments as JSON, like this:
+<tool_call>
+{{"name": "<function>", "arguments": {{...}}}}
+</tool_call>
+The result comes back inside <tool_response></tool_response>."""
+
+
+def tell_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The messages with tools, calls and results as text, for a template that knows none of them.
+
+    The tools stand at the end of the system's message, which is made if there is none; results are
+    the user's, those that follow each other in one message.
+    """
+    told: list[dict[str, Any]] = []
+    in_results = False
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            block = f"<tool_response>\n{content}\n</tool_response>"
+            if in_results:
+                told[-1]["content"] += f"\n{block}"
+            else:
+                told.append({"role": "user", "content": block})
+            in_results = True
+            continue
+        in_results = False
+        blocks = [content] if content else []
+        for call in message.get("tool_calls", ()):
+            written = json.dumps(call["function"], ensure_ascii=False)
+            blocks.append(f"<tool_call>\n{written}\n</tool_call>")
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        told.append({**others, "content": "\n".join(blocks)})
+    if tools:
+        signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        how = _HOW_TO_CALL.format(signatures=signatures)
+        if told and told[0]["role"] == "system":
+            told[0]["content"] += f"\n\n{how}"
+        else:
+            told.insert(0, {"role": "system", "content": how})
+    return told
+
+
+# --- forcing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """A call that the output must make.
+
+    opening: what the server puts at the end of the prompt. schema: JSON schema of what the model
+    writes. name: the function, where the opening names it. begun: whether the opening holds the
+    family's marker.
+    """
+
+    opening: str
+    schema: Mapping[str, Any]
+    name: str | None
+    begun: bool
+
+
+def force_call(
+    style: ToolFormat, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
+) -> ForcedCall:
+    """How a call of one of `tools` (parameters' JSON schemas by name) is forced.
+
+    One tool: the server writes its name and the model the arguments. Several: the model writes name
+    and arguments; more than one call only in Mistral's lists, and if parallel.
+    """
+    key = ARGUMENTS_KEY[style]
+    if len(tools) == 1:
+        [(name, schema)] = tools.items()
+        head = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS] [", "llama3": ""}[style]
+        opening = f'{head}{{"name": {json.dumps(name)}, "{key}":'
+        return ForcedCall(opening, schema, name, begun=True)
+    definitions: dict[str, Any] = {}
+    calls = []
+    for i, (name, schema) in enumerate(tools.items()):
+        # Parameters may refer to their own definitions: each keeps them, one level further in.
+        definitions[f"tool{i}"] = _moved(schema, f"#/$defs/tool{i}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": name},
+                    key: {"$ref": f"#/$defs/tool{i}"},
+                },
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    one: dict[str, Any] = {"anyOf": calls}
+    if style == "mistral":
+        many: dict[str, Any] = {"type": "array", "items": one, "minItems": 1}
+        if not parallel:
+            many["maxItems"] = 1
+        return ForcedCall("[TOOL_CALLS]", {**many, "$defs": definitions}, None, begun=True)
+    opening = "<tool_call>\n" if style == "hermes" else ""
+    return ForcedCall(opening, {**one, "$defs": definitions}, None, begun=style == "hermes")
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose local references point below `root`."""
+    if isinstance(schema, Mapping):
+        return {
+            key: root + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, root)
+            for key, value in schema.items()
+        }
+    if isinstance(schema, (list, tuple)):
+        return [_moved(item, root) for item in schema]
+    return schema

@@ -94,8 +94,7 @@ class StrictArguments:
 
     def _refusal(self, what: str) -> UnsupportedFieldError:
         return UnsupportedFieldError(
-            f"{self._at}: strict cannot be honoured with tool_choice auto: {what} is not checked.",
-            param=self._at,
+            f"strict cannot be honoured with tool_choice auto: {what} is not checked.", at=self._at
         )
 
 

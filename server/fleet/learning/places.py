@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from drafters.json_text import parsed
 from server.engine.calibrations import digest
 from server.engine.exchange import Key
 from server.fleet.learning.storage import Storage
@@ -61,7 +62,7 @@ class Manifest:
     def decode(data: bytes) -> Manifest:
         """Raises TornError."""
         try:
-            body = json.loads(data)
+            body = parsed(data)
             marks = {str(k): (int(n), int(at)) for k, (n, at) in body.pop("marks").items()}
             manifest = Manifest(**body, marks=marks)
             numbers = (manifest.version, manifest.published_ns, manifest.num_merged)
@@ -72,7 +73,7 @@ class Manifest:
             if not re.fullmatch(r"(layer-[0-9a-f]{16}\.bin)?", manifest.layer):
                 raise ValueError("its layer has no name")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise TornError(f"the manifest is damaged: {error}") from None
+            raise TornError(f"the manifest is damaged: {str(error)[:100]}") from None
         return manifest
 
 

@@ -1,12 +1,12 @@
 """Adapters in memory beside one base model on a CPU: packed, held at places, and put into steps.
 
 `pack_adapter` reads a PEFT folder (any thread). AdapterBank holds packed adapters at the places
-that the engine gives them, notes which rows of a step have one (lora.StepAdapters), and puts an
+that the engine gives them, notes which rows of a step have one (StepAdapters), and puts an
 adapter's own rows of the embedding and of the head in, for its requests alone. The engine's
-AdapterShelf decides which adapters are in memory; lora.py computes the sums.
+AdapterShelf decides which adapters are in memory; kernels/lora.py computes the sums.
 
-An adapter's matrices stay as its file has them (lora.FORMS), whatever kind the base's weights are;
-its own rows are float32.
+An adapter's matrices stay as its file has them (records.ADAPTER_FORMS), whatever kind the base's
+weights are; its own rows are float32.
 """
 
 from __future__ import annotations
@@ -30,12 +30,22 @@ from server.model.adapter import (
     token_rows,
 )
 from server.model.cpu.head import FullLogits
-from server.model.cpu.kernels import PANEL, pack_panels
-from server.model.cpu.linear import FloatLinear, float_linear, product
-from server.model.cpu.lora import FORMS, KINDS, ROWS, StepAdapters, in_blocks
-from server.model.cpu.records import Float32, Int64, Layers, Work
+from server.model.cpu.kernels import product
+from server.model.cpu.linear import float_linear, pack_panels
+from server.model.cpu.records import (
+    ADAPTER_FORMS,
+    ADAPTER_ROWS,
+    INTEGERS,
+    KINDS,
+    Float32,
+    Int64,
+    Layers,
+    Linear,
+    StepAdapters,
+    Work,
+)
+from server.model.cpu.sizes import ADAPTER_WIDE, LANES, PANEL
 from server.model.cpu.tensors import ModelTensors
-from server.model.cpu.vector_ir import LANES
 from server.model.shape import ModelShape
 
 _MAX_PARTS = 3
@@ -61,7 +71,7 @@ class OwnHead:
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapter:
-    """One adapter, packed. inputs, parts: a place of lora.StepAdapters. arrays: what their
+    """One adapter, packed. inputs, parts: a place of StepAdapters. arrays: what their
     addresses point into. embedding, head: its own rows, or None. vocab_size: ids that a request
     with it may have. num_bytes: memory of all of it."""
 
@@ -149,7 +159,7 @@ class _Packer:
         self.inputs = np.zeros((shape.num_layers, len(KINDS), 5), np.int64)
         self.parts = np.zeros((shape.num_layers, len(KINDS), _MAX_PARTS, 5), np.int64)
         self.arrays: list[npt.NDArray[Any]] = []
-        self._form = FORMS.index(lora.form)
+        self._form = ADAPTER_FORMS.index(lora.form)
         self._lora = lora
         self._known = lora.names()
         tensors = ModelTensors(shape, _Outputs(lora, linear_sizes(shape)))
@@ -195,7 +205,7 @@ class _Packer:
 
     def _narrow(self, matrix: Float32) -> npt.NDArray[Any]:
         """The matrix in the file's own form; nothing is rounded, as its numbers came from there."""
-        match FORMS[self._form]:
+        match ADAPTER_FORMS[self._form]:
             case "bfloat16":
                 return np.ascontiguousarray((matrix.view(np.uint32) >> 16).astype(np.uint16))
             case "float16":
@@ -207,13 +217,23 @@ class _Packer:
         return array.ctypes.data
 
 
+def in_blocks(matrix: Float32) -> Float32:
+    """[rank, outputs in whole vectors] as a step reads it, flat: block after block of ADAPTER_WIDE
+    vectors of outputs (the last one of what is left), each [rank, outputs]. Rows of the whole
+    matrix lie too close for a processor to fetch several of them ahead."""
+    tile = ADAPTER_WIDE * LANES
+    blocks = [matrix[:, at : at + tile].reshape(-1) for at in range(0, matrix.shape[1], tile)]
+    return np.concatenate(blocks)
+
+
 def _whole(num: int) -> int:
     return -(-num // LANES) * LANES
 
 
 def gate_up_layout(layers: Layers, shape: ModelShape) -> tuple[int, int]:
-    """(alternate, up) of lora.StepAdapters for a kind of weights."""
-    if isinstance(layers.gate_up, FloatLinear):
+    """(alternate, up) of StepAdapters for a kind of weights."""
+    gate_up: Linear | None = layers.gate_up  # none of a body that is not ours
+    if gate_up is not None and gate_up.kind != INTEGERS:
         return PANEL, PANEL
     return 0, shape.intermediate_size
 
@@ -288,7 +308,7 @@ class AdapterBank:
         """Which of a step's rows have which adapter: StepAdapters.spans."""
         if batch.seq_adapters is None:
             return _NO_SPANS
-        spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ROWS)
+        spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ADAPTER_ROWS)
         return np.array(spans, np.int64).reshape(-1, 3)
 
     def brings_embeddings(self, batch: Batch) -> bool:
@@ -333,7 +353,7 @@ class AdapterBank:
             states = np.ascontiguousarray(full.states[mine])
             cap = self._shape.logit_cap
             record = float_linear(own.panels)
-            product(states, mine.shape[0], record, self._head_logits, self._work, cap)
+            product(states, mine.shape[0], record, self._head_logits, cap, self._work)
             found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
             full.logits[np.ix_(mine, own.ids)] = found
 

@@ -1,7 +1,8 @@
 """Draws: one id per draw of a Batch, with logprobs where they are asked for.
 
-It reads a Batch's constraints, penalties and paths, and gives the sampler (sampler.py) what one
-draw needs. The caller gives the logits: of the full head (head.py) or of a slice (slices.py).
+It reads a Batch's constraints, penalties and paths, and gives the sampler (kernels/sampling.py)
+what one draw needs. The caller gives the logits: of the full head (head.py) or of a slice
+(slices.py).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from server.engine.batch import (
     places_of,
 )
 from server.engine.reference_sampler import noise_key
-from server.model.cpu import sampler
+from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits
-from server.model.cpu.records import Constraints, Counts, DrawSettings, Float32
+from server.model.cpu.records import FAILED, Constraints, Counts, DrawSettings, Float32
+from server.model.cpu.sizes import LANES
 from server.model.cpu.slices import gather, padded
-from server.model.cpu.vector_ir import LANES
 from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
@@ -136,7 +137,7 @@ class Draws:
         """Why draws that a step took itself have no answer. states[d]: the hidden state of draw
         d."""
         for d, token in enumerate(result.token_ids.tolist()):
-            if token == sampler.FAILED:
+            if token == FAILED:
                 result.failed.append((d, _reason(states[d])))
 
     def draw_full(
@@ -157,7 +158,7 @@ class Draws:
         plain = [p.takes_argmax(batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)]
         if all(plain):
             ids = np.empty(len(rows), np.int32)
-            sampler.greedy(np.array(rows, np.int64), full.logits, full.states, ids)
+            kernels.greedy(np.array(rows, np.int64), full.logits, full.states, ids)
             result.token_ids[list(draws)] = ids
         else:
             for d, row, is_plain in zip(draws, rows, plain, strict=True):
@@ -166,13 +167,13 @@ class Draws:
                     batch, d, full.logits[row], size, _ALL_IDS, full.states[row], is_plain
                 )
         if result.likely is not None:
-            sampler.likeliest(
+            kernels.likeliest(
                 np.array(draws, np.int64), np.array(rows, np.int64), full.logits, full.states,
                 result.likely.ids, result.likely.chances,
             )  # fmt: skip
         for d, row, own in zip(draws, rows, params, strict=True):
             token = int(result.token_ids[d])
-            if token == sampler.FAILED:
+            if token == FAILED:
                 result.failed.append((d, _reason(full.states[row])))
             elif own.sampling.num_logprobs is not None and not (keeps and batch.is_kept(d)):
                 size = self._size(batch, int(batch.draw_rows[d]))
@@ -220,18 +221,18 @@ class Draws:
         own = batch.params[batch.draw_params[d]]
         plain = own.takes_argmax(batch.draw_mask[d])
         column = self._draw_one(batch, d, logits, num, slice_.ids, state, plain)
-        if column == sampler.FAILED:
-            if sampler.is_finite_row(state):
+        if column == FAILED:
+            if kernels.is_finite_row(state):
                 return False
             if result.likely is not None:
-                result.likely.ids[d], result.likely.chances[d] = sampler.FAILED, 0.0
+                result.likely.ids[d], result.likely.chances[d] = FAILED, 0.0
             result.token_ids[d] = column
             result.failed.append((d, _reason(state)))
             return True
         result.token_ids[d] = slice_.ids[column]
         if result.likely is not None:
             ids = result.likely.ids[d]
-            sampler.likeliest(
+            kernels.likeliest(
                 np.array([d]), _FIRST, logits[None], state[None], result.likely.ids,
                 result.likely.chances,
             )  # fmt: skip
@@ -259,7 +260,7 @@ class Draws:
                 at, found = places_of(ids, columns)
                 columns[found], columns[~found] = at, -1
             values = np.empty(columns.shape[0], np.float32)
-            sampler.logprobs_at(logits, columns, values)
+            kernels.logprobs_at(logits, columns, values)
             top = likeliest_first(asked.logprob_token_ids, values.tolist())
         elif ids.shape[0]:
             top = tuple((int(ids[i]), lp) for i, lp in top)
@@ -276,15 +277,15 @@ class Draws:
         plain: bool,
     ) -> int:
         """The column drawn from `num` logits; ids: empty, or the ids of the columns (a slice)."""
-        if not sampler.is_finite_row(hidden):
-            return sampler.FAILED
+        if not kernels.is_finite_row(hidden):
+            return FAILED
         if plain:
-            return int(sampler.argmax(logits))
+            return int(kernels.argmax(logits))
         params = batch.params[batch.draw_params[d]]
         mask_id = int(batch.draw_mask[d])
         mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
         if not ids.shape[0] and params.takes_argmax(-1):  # but for its grammar
-            return int(sampler.masked_argmax(logits, mask, num))
+            return int(kernels.masked_argmax(logits, mask, num))
         s = params.sampling
         path = batch.path_tokens(d)
         counts = _counts(params, path) if s.has_penalties else _NO_COUNTS
@@ -296,7 +297,7 @@ class Draws:
         words = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
         key = (np.uint32(words[0]), np.uint32(words[1]))
         settings = draw_settings(s)
-        return int(sampler.draw(logits, self._wide[:num], settings, constraints, counts, key, ids))
+        return int(kernels.draw(logits, self._wide[:num], settings, constraints, counts, key, ids))
 
     def _logprob(
         self, logits: Float32, num: int, column: int, num_top: int
@@ -306,7 +307,7 @@ class Draws:
         if num_top > self._top_ids.shape[0]:
             self._top_ids = np.zeros(num_top, np.int64)
             self._top_logprobs = np.zeros(num_top, np.float32)
-        value, rank = sampler.logprob(
+        value, rank = kernels.logprob(
             logits, num, column, num_top, self._top_ids, self._top_logprobs
         )
         top = zip(
@@ -317,7 +318,7 @@ class Draws:
 
 def _reason(hidden: Float32) -> str:
     """Why no id could be drawn from a hidden state."""
-    if sampler.is_finite_row(hidden):
+    if kernels.is_finite_row(hidden):
         return NO_TOKEN_LEFT
     return "the model produced values that are not finite"
 

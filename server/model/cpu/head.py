@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.linear import product
-from server.model.cpu.records import Float32, Work
-from server.model.cpu.sampler import FAILED, greedy, likeliest
+from server.model.cpu.kernels import greedy, likeliest, product
+from server.model.cpu.records import FAILED, NO_LIKELY, Float32, Head, Wanted, Work
+from server.model.cpu.sizes import LANES
 from server.model.cpu.slices import PackedHead
-from server.model.cpu.step import NO_LIKELY, Head, Wanted
-from server.model.cpu.vector_ir import LANES
 
 _NO_IDS = np.zeros(0, np.int32)
 
@@ -72,13 +70,13 @@ class FullHead:
         return self.found(rows)
 
     def fill(self, wanted: Wanted, states: Float32) -> int:
-        """What a step gives (KeptStep.compute), from the states of its rows."""
+        """What a step gives (kernels/step.py), from the states of its rows."""
         num = wanted.rows.shape[0]
         self.record(num)
         wanted.clock[0] = time.perf_counter_ns()
         if num:
             self._states[:num] = states[wanted.rows]
-            product(self._states, num, self._weights, self._logits, self._work, self._cap)
+            product(self._states, num, self._weights, self._logits, self._cap, self._work)
             self._logits[:num, self._vocab_size :] = -np.inf
         if wanted.greedy.shape[0]:
             lines = np.arange(num)

@@ -1,13 +1,12 @@
-"""Records: what the forward pass and the draws on a CPU are given, as NamedTuples.
+"""Records: what the compiled functions of the CPU runner are given, as NamedTuples.
 
-numba takes NamedTuples as arguments and caches the functions that take them, because these classes
-are importable. CpuRunner builds all but Rows once. A weight kind's record is beside its product
-(linear.py). Arrays are C-contiguous. L: layers, R: rows of a step, H: hidden_size.
+CpuRunner builds most of them once. Arrays are C-contiguous; x2 stands for two axes, and so on, as
+the compiled functions take them (drafters/jit.py). L: layers, R: rows of a step, H: hidden_size.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +15,77 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Int8 = npt.NDArray[np.int8]
+UInt8 = npt.NDArray[np.uint8]
 UInt32 = npt.NDArray[np.uint32]
-Numbers = npt.NDArray[Any]
+Bool = npt.NDArray[np.bool_]
+
+Float32x2 = Annotated[Float32, 2]
+Float32x3 = Annotated[Float32, 3]
+Float32x4 = Annotated[Float32, 4]
+Float32x5 = Annotated[Float32, 5]
+Int8x2 = Annotated[Int8, 2]
+Int32x2 = Annotated[Int32, 2]
+Int32x3 = Annotated[Int32, 3]
+Int64x2 = Annotated[Int64, 2]
+Int64x3 = Annotated[Int64, 3]
+Int64x4 = Annotated[Int64, 4]
+Int64x5 = Annotated[Int64, 5]
+UInt8x2 = Annotated[UInt8, 2]
+UInt8x4 = Annotated[UInt8, 4]
+UInt8x5 = Annotated[UInt8, 5]
+
+# --- weights --------------------------------------------------------------------------------------
+
+FLOAT32, BFLOAT16, INTEGERS = range(3)
+"""Kinds of weights."""
+
+NO_TILES = 1 << 62
+"""More rows than any product has."""
+
+JOB_ITEMS = 11
+"""int64 numbers that tell an integer kernel what to do: x, bytes between its rows, figures, bytes
+between their rows, rows, panel, count, out, bytes between its rows, next panel, rows from which on
+tiles multiply. x int8 [rows, padded inputs], figures as kernels/integer_rows.py writes them, out
+float32; x, figures, panel, out, next panel: addresses; count: blocks of 32 inputs of the form
+`int8`, else super-blocks. The next panel, as long as this one, is fetched from memory while the
+first rows are multiplied; 0: none."""
+
+
+class Activations(NamedTuple):
+    """Rows as integers: q int8 [rows, padded inputs]; figures int32 [rows, blocks, 4] and the same
+    memory as float32 in scales."""
+
+    q: Int8x2
+    figures: Int32x3
+    scales: Float32x3
+
+
+class Linear(NamedTuple):
+    """Matrices of one kind of product, one a layer, in panels that the caller keeps alive.
+
+    kind: FLOAT32, BFLOAT16 (bits in uint16) or INTEGERS. parts: int64 [layers, parts, 6], outputs
+    in one form each: address of the panels; of integers the form's kernel, bytes of a panel and
+    the kernel's count; first output, outputs. inputs: K. outputs: N; of floats in whole panels.
+    Of integers: per_row: bool [layers], whether inputs have one scale a row (`int8`) and not one a
+    block. rows: the buffer of quantised inputs, for the most rows that a product may have. factors:
+    float32 [layers, inputs], what inputs of a layer that is per_row are spread with; [layers, 0]
+    when none is. tile_rows: rows from which on AMX tiles multiply (integers/amx.py).
+    """
+
+    kind: int
+    parts: Int64x3
+    inputs: int
+    outputs: int
+    per_row: Bool
+    rows: Activations
+    factors: Float32x2
+    tile_rows: int
+
+
+NO_ROWS = Activations(
+    np.zeros((0, 0), np.int8), np.zeros((0, 0, 4), np.int32), np.zeros((0, 0, 4), np.float32)
+)
 
 # --- the forward pass -----------------------------------------------------------------------------
 
@@ -33,7 +101,7 @@ class Rows(NamedTuple):
     path_start: Int32
     path_len: Int32
     path_slots: Int32
-    tables: Int32
+    tables: Int32x2
 
 
 class Ends(NamedTuple):
@@ -45,7 +113,7 @@ class Ends(NamedTuple):
     """
 
     picks: bool
-    table: Int32
+    table: Int32x2
 
 
 class Shape(NamedTuple):
@@ -72,29 +140,28 @@ class Shape(NamedTuple):
 class Layers(NamedTuple):
     """The weights of all layers.
 
-    qkv, out, gate_up, down: one record of any weight kind each (linear.py); outputs of qkv: q
-    heads, k heads, v heads; gate and up panels alternate. conv_in (outputs: B, C, x), conv_out and
-    taps (float32 [convolutions, taps, H], the oldest first): of layers with a short convolution
-    instead of attention. kv_ids, conv_ids: int64 [L], a layer's place in the cache's keys or
-    inputs, -1 = it has none. norms: float32 [L, 4, H], rows NORM_* of forward.py. q_norms,
-    k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs] (all at once) or [L, 0].
-    qkv_bias, out_bias: float32 [L, outputs], or [L, 0]. final_norm: float32 [H].
+    Outputs of qkv: q heads, k heads, v heads; gate and up panels of floats alternate. conv_in
+    (outputs: B, C, x), conv_out and taps (float32 [convolutions, taps, H], the oldest first): of
+    layers with a short convolution instead of attention. kv_ids, conv_ids: int64 [L], a layer's
+    place in the cache's keys or inputs, -1 = it has none. norms: float32 [L, 4, H], rows NORM_* of
+    forward.py. q_norms, k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs] (all at
+    once) or [L, 0]. qkv_bias, out_bias: float32 [L, outputs], or [L, 0]. final_norm: float32 [H].
     """
 
-    qkv: Any
-    out: Any
-    gate_up: Any
-    down: Any
-    conv_in: Any
-    conv_out: Any
-    taps: Float32
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    conv_in: Linear
+    conv_out: Linear
+    taps: Float32x3
     kv_ids: Int64
     conv_ids: Int64
-    norms: Float32
-    q_norms: Float32
-    k_norms: Float32
-    qkv_bias: Float32
-    out_bias: Float32
+    norms: Float32x3
+    q_norms: Float32x2
+    k_norms: Float32x2
+    qkv_bias: Float32x2
+    out_bias: Float32x2
     final_norm: Float32
 
 
@@ -106,8 +173,8 @@ class Positions(NamedTuple):
     or [0].
     """
 
-    cos: Float32
-    sin: Float32
+    cos: Float32x3
+    sin: Float32x3
     rope_ids: Int64
     windows: Int64
     query_scales: Float32
@@ -117,12 +184,12 @@ _OF_ALL = ("taps", "final_norm", "cos", "sin", "query_scales")
 
 
 def one_layer(record: Any, layer: int) -> Any:
-    """Layers, Positions or a weight kind's record, of one layer alone."""
+    """Layers, Positions or a Linear, of one layer alone."""
     own = {}
     for name, value in record._asdict().items():
         if isinstance(value, np.ndarray) and name not in _OF_ALL:
             own[name] = value[layer : layer + 1]
-        elif isinstance(record, Layers) and name not in _OF_ALL:
+        elif isinstance(value, Linear):
             own[name] = one_layer(value, layer)
     return record._replace(**own)
 
@@ -130,18 +197,20 @@ def one_layer(record: Any, layer: int) -> Any:
 class Cache(NamedTuple):
     """What is kept of each position, in blocks of 16 slots.
 
-    keys [attention layers, kv_heads, blocks, head_dim, 16], values [attention layers, kv_heads,
-    blocks, 16, head_dim rounded up to 16]: of a type of attention_kernels.KV_TYPES. key_scales,
+    kind: the place of the numbers' type in sizes.KV_TYPES. keys [attention layers, kv_heads,
+    blocks, head_dim, 16], values [attention layers, kv_heads, blocks, 16, head_dim rounded up to
+    16]: such numbers as bytes, so that the last axis is as many times longer. key_scales,
     value_scales: float32 [attention layers, kv_heads, blocks, 1, 16], what int8 is multiplied by;
     else [..., 0]. inputs: float32 [convolutions, blocks, 16, H], what a short convolution reads of
     a position.
     """
 
-    keys: Numbers
-    values: Numbers
-    key_scales: Float32
-    value_scales: Float32
-    inputs: Float32
+    kind: int
+    keys: UInt8x5
+    values: UInt8x5
+    key_scales: Float32x5
+    value_scales: Float32x5
+    inputs: Float32x4
 
 
 class Scratch(NamedTuple):
@@ -153,18 +222,18 @@ class Scratch(NamedTuple):
     head.
     """
 
-    x: Float32
-    normed: Float32
-    qkv: Float32
-    attended: Float32
-    projected: Float32
-    conv_projected: Float32
-    convolved: Float32
-    inner: Float32
-    hidden: Float32
-    queries: Float32
-    scores: Float32
-    acc: Float32
+    x: Float32x2
+    normed: Float32x2
+    qkv: Float32x2
+    attended: Float32x2
+    projected: Float32x2
+    conv_projected: Float32x2
+    convolved: Float32x2
+    inner: Float32x2
+    hidden: Float32x2
+    queries: Float32x3
+    scores: Float32x3
+    acc: Float32x3
 
 
 class Work(NamedTuple):
@@ -176,25 +245,26 @@ class Work(NamedTuple):
     """
 
     sync: Int64
-    pairs: Float32
+    pairs: Float32x2
     threads: int
     thread: int
 
 
 class AttentionLayer(NamedTuple):
-    """One layer's view of Layers, Positions and Cache; forward.py makes it."""
+    """One layer's view of Layers, Positions and Cache."""
 
     bias: Float32
     q_norm: Float32
     k_norm: Float32
-    cos: Float32
-    sin: Float32
+    cos: Float32x2
+    sin: Float32x2
     query_scales: Float32
     window: int
-    keys: Numbers
-    values: Numbers
-    key_scales: Float32
-    value_scales: Float32
+    kind: int
+    keys: UInt8x4
+    values: UInt8x4
+    key_scales: Float32x4
+    value_scales: Float32x4
 
 
 class AttentionAddresses(NamedTuple):
@@ -229,7 +299,7 @@ class Tile(NamedTuple):
 
     Their keys are the positions from `start` to each row's own prefix_len (the shortest and the
     longest of which are here) through the block table at address `table`, and each row's path.
-    keys, values: attention_kernels.Plane. at: AttentionAddresses. The rest are int64.
+    keys, values: Plane (kernels/attention.py). at: AttentionAddresses. The rest are int64.
     """
 
     at: Any
@@ -259,6 +329,119 @@ class Residual(NamedTuple):
     has_following: bool
     following: Float32
     eps: np.float32
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
+"""The products of a layer, by the names of Layers."""
+QKV, OUT, GATE_UP, DOWN, CONV_IN, CONV_OUT = range(len(KINDS))
+
+ADAPTER_FORMS = ("float32", "bfloat16", "float16")
+"""What an adapter's matrices are kept in; a form's place is its number."""
+
+ADAPTER_ROWS = 4
+"""Most rows of one span: one thread's item."""
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step's rows. P: places, L: layers.
+
+    spans: int64 [n, 3]: first row, rows (1 .. ADAPTER_ROWS), place; empty without adapters. inputs:
+    int64 [P, L, kinds, 5]: address of A ([K, columns]), address of its scales (float32 [columns]),
+    columns (whole vectors; 0: the product has no adapter), K, number of the form of A and B. parts:
+    int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B (as `adapters.in_blocks`
+    gives it), first output, outputs (0: no part). alternate, up: gate and up outputs lie in runs of
+    `alternate`, one of each in turn, or one after the other where it is 0; the first of up is `up`.
+    inner: outputs of each. wide: float32 [rows, outputs of gate and up], a buffer; [0, 0] while no
+    adapter is in memory.
+    """
+
+    spans: Int64x2
+    inputs: Int64x4
+    parts: Int64x5
+    alternate: int
+    up: int
+    inner: int
+    wide: Float32x2
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+READY, FLOATS, BFLOATS, HALVES, BLOCKS = -1, 0, 1, 2, 3
+"""Where embeddings come from: they are in Scratch.x, or a table of such numbers; BLOCKS: of a
+GGUF's blocks of 32."""
+
+
+class Table(NamedTuple):
+    """An embedding table in memory that the caller keeps alive.
+
+    address: of its first row. row_bytes: from row to row. num_rows: an id past them has row 0.
+    kind: one of the above. scale: factor on the embeddings. bits, has_minima: of BLOCKS.
+    """
+
+    address: int
+    row_bytes: int
+    num_rows: int
+    kind: int
+    scale: np.float32
+    bits: int = 0
+    has_minima: bool = False
+
+
+NO_TABLE = Table(0, 0, 0, READY, np.float32(1.0))
+
+
+class Tokens(NamedTuple):
+    """The rows' ids. taken int32 [R]: -1, or the index in `drawn`, the ids of the step before, of
+    the id that a row takes instead; negative ones there are unused, and taken as 0."""
+
+    ids: Int32
+    taken: Int32
+    drawn: Int32
+
+
+class Head(NamedTuple):
+    """The LM head. states float32 [room, H], logits float32 [room, outputs in whole panels]: of the
+    rows that have logits, in their order. Past vocab_size logits are -inf. cap: soft-capping, 0 =
+    none."""
+
+    weights: Linear
+    states: Float32x2
+    logits: Float32x2
+    vocab_size: int
+    cap: float
+
+
+class Wanted(NamedTuple):
+    """What a step gives. rows int32 [n]: those with logits. greedy int32 [n]: filled with their
+    argmax, FAILED for one that is not finite; [0]: nothing is drawn. likely_ids int32, chances
+    float32 [n, K]: filled as a Likely (engine/batch.py); [0, 0]: none are wanted. clock int64 [2]:
+    filled with nanoseconds of time.perf_counter_ns at the head's beginning and end."""
+
+    rows: Int32
+    greedy: Int32
+    likely_ids: Int32x2
+    chances: Float32x2
+    clock: Int64
+
+
+NO_LIKELY = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+"""Wanted.likely_ids and chances where none are wanted."""
+
+
+class DeltaLayer(NamedTuple):
+    """One gated delta net. taps: float32 [taps, 2 key_heads dk + heads dv], the oldest first: of q,
+    k, v. rate, shift: float32 [heads], exp(A_log) and dt_bias. key_heads, dk, dv: sizes. inputs:
+    float32 [blocks, 16, channels + 2 heads]: of each slot the convolution's inputs, b and a."""
+
+    taps: Float32x2
+    rate: Float32
+    shift: Float32
+    key_heads: int
+    dk: int
+    dv: int
+    inputs: Float32x3
 
 
 # --- draws ----------------------------------------------------------------------------------------
@@ -298,3 +481,7 @@ class Counts(NamedTuple):
     ids: Int64
     out: Int64
     prompt: Int64
+
+
+FAILED = -1
+"""The id of a draw that could not be made: NaN in the row, or no id left to draw."""

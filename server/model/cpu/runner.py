@@ -3,48 +3,50 @@
 It owns the packed weights (weights.py), the paged KV cache and the step buffers. It takes a Batch
 and gives one id per draw, for the models of shape.py.
 
-`launch` runs the whole step on a worker thread of its own (numba releases the interpreter lock),
-so the engine's host work overlaps with it as on a GPU. Bits do not depend on the thread count.
+`launch` runs the whole step on a worker thread of its own (compiled code runs without the
+interpreter's lock), so the engine's host work overlaps with it as on a GPU. Bits do not depend on
+the thread count.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from server.engine.ahead import resolve
 from server.engine.batch import Batch, DrawError, Drawn, Int32
-from server.model.cpu import forward as cpu_forward
+from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
-from server.model.cpu.attention import tile_rows
-from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits
-from server.model.cpu.held_step import HeldStep, StepInput
-from server.model.cpu.kernels import PANEL
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import (
+    FAILED,
+    NO_LIKELY,
+    READY,
     Cache,
     Ends,
     Float32,
-    Layers,
     Positions,
     Rows,
     Scratch,
     Shape,
+    Tokens,
+    Wanted,
     one_layer,
 )
-from server.model.cpu.sampler import FAILED
+from server.model.cpu.sizes import KV_BYTES, KV_TYPES, LANES, PANEL, tile_rows
 from server.model.cpu.slices import SlicedHead
-from server.model.cpu.step import NO_LIKELY, READY, KeptStep, Tokens, Wanted
 from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
-from server.model.cpu.vector_ir import LANES
 from server.model.cpu.weights import RunnerWeights
 from server.model.cpu.worker import Pending, Worker
 from server.model.shape import ModelShape, query_scales
@@ -83,10 +85,12 @@ def kv_bytes_per_block(shape: ModelShape, kv_dtype: str = "float32") -> int:
 def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
     convolutions = sum(shape.convolutions)
     planes = (shape.num_layers - convolutions, shape.num_kv_heads, num_blocks)
-    kind, scales = KV_TYPES[kv_dtype], (1, BLOCK_SIZE if kv_dtype == "int8" else 0)
+    kind = list(KV_TYPES).index(kv_dtype)
+    size, scales = KV_BYTES[kind], (1, BLOCK_SIZE if kv_dtype == "int8" else 0)
     return Cache(
-        np.zeros((*planes, shape.head_dim, BLOCK_SIZE), kind),
-        np.zeros((*planes, BLOCK_SIZE, _value_width(shape)), kind),
+        kind,
+        np.zeros((*planes, shape.head_dim, BLOCK_SIZE * size), np.uint8),
+        np.zeros((*planes, BLOCK_SIZE, _value_width(shape) * size), np.uint8),
         np.zeros((*planes, *scales), np.float32),
         np.zeros((*planes, *scales), np.float32),
         np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.kept_width), np.float32),
@@ -156,6 +160,22 @@ def _record_shape(shape: ModelShape) -> Shape:
     )
 
 
+@dataclass(slots=True)
+class _Held:
+    """A plain step whose Batch may be launched again, with other numbers in its arrays. answers:
+    what it fills. bound: what `call`, the whole step, was made of.
+
+    Reading some twenty arrays from Python's objects takes 25 us where the step before has pushed
+    them out of the caches, so what such a step is given is written down once.
+    """
+
+    batch: Batch
+    wanted: Wanted
+    answers: Answers
+    bound: Any = None
+    call: Any = None
+
+
 class CpuRunner:
     """Runner on a CPU. Steps are computed one after the other, on a worker thread of its own.
 
@@ -194,7 +214,7 @@ class CpuRunner:
         scales = query_scales(shape, max_model_len)
         self._positions = Positions(cos, sin, rope_ids, windows, scales)
         self._cache = _cache(shape, num_blocks, info.kv_dtype)
-        self._pages = KvPages([array for array in self._cache if array.size])
+        self._pages = KvPages([array for array in self._cache[1:] if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._memory = (self._positions, self._cache, self._scratch)
         self._record_shape = _record_shape(shape)
@@ -213,14 +233,11 @@ class CpuRunner:
         self._table = weights.table._replace(scale=scale)
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
         self.head_row_bytes = weights.packed_head.row_bytes
-        self._kept_step: KeptStep | None = None
-        self._held: HeldStep | None = None  # the last step, if its Batch may come again
+        self._kept_arguments: tuple[Any, ...] = (None,) * 6
+        self._step_bound: Any = None
+        self._held: _Held | None = None  # the last step, if its Batch may come again
         self._worker = Worker("cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
-        # Slices and `verify` use the head beside a step: a first start compiles that here, too, and
-        # not in the first request that needs it.
-        first = np.zeros(1, np.int32)
-        self._worker.submit(self._head.logits_of, first, self._scratch.hidden).result()
         self._in_flight: deque[Pending[Drawn]] = deque()
         self.body_s = 0.0
         self.head_s = 0.0
@@ -244,11 +261,11 @@ class CpuRunner:
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
-        cpu_forward.move_slots(src, dst, self._cache)
+        kernels.move_slots(src, dst, self._cache)
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy KV of blocks src[i] to dst[i]. No step may be in flight."""
-        cpu_forward.copy_blocks(src, dst, self._cache)
+        kernels.copy_blocks(src, dst, self._cache)
 
     @property
     def weight_bytes(self) -> int:
@@ -314,14 +331,13 @@ class CpuRunner:
     def _run_layer(self, batch: Batch, layer: int) -> None:
         memory = (one_layer(self._positions, layer), self._cache, self._scratch)
         layers, adapters = one_layer(self._weights.layers, layer), self._adapters
-        kept = (
-            self._table, layers, memory, self._record_shape, adapters.record, self._head.record(0),
-        )  # fmt: skip
         nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
         tokens = Tokens(batch.token_ids, batch.token_from, _NOTHING)
         spans = adapters.spans(batch)
-        every = batch_rows(batch), _EVERY_ROW
-        KeptStep(kept).compute(False, tokens, every, spans, nothing, self._work)
+        kernels.step(
+            self._table, layers, memory, self._record_shape, adapters.record, self._head.record(0),
+            False, tokens, batch_rows(batch), _EVERY_ROW, spans, nothing, self._work,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
@@ -330,8 +346,8 @@ class CpuRunner:
 
     def _step(self, batch: Batch) -> Drawn:
         held, self._held = self._held, None
-        if held is not None and held.batch is batch:
-            return self._step_again(held)
+        if held is not None and held.batch is not batch:
+            held = None
         started = time.perf_counter()
         self._kernel_threads.wake()
         if batch.ahead is not None:
@@ -339,8 +355,10 @@ class CpuRunner:
             if resolved.src.shape[0]:
                 self.move_slots(resolved.src, resolved.dst)
             batch = resolved.batch
-        plain = takes_argmax(batch)
-        if plain:
+        plain = held is not None or takes_argmax(batch)
+        if held is not None:
+            wanted, answers = held.wanted, held.answers
+        elif plain:
             answers = Answers(batch.num_draws, batch.num_likely)
             likely = answers.likely
             wanted = Wanted(
@@ -350,13 +368,13 @@ class CpuRunner:
         else:
             rows = np.unique(np.concatenate((full_rows(batch), batch.score_rows)))
             wanted = Wanted(rows, _NOTHING, *NO_LIKELY, self._clock)
-        num_failed = self._compute(batch, self._weights.layers, wanted)
-        after_body = time.perf_counter()
-        head_s = 1e-9 * float(self._clock[1] - self._clock[0])
         try:
+            self._compute(batch, wanted, held)
+            after_body = time.perf_counter()
+            head_s = 1e-9 * float(self._clock[1] - self._clock[0])
             if not plain:
                 answers = self._draw(batch, wanted.rows)
-            elif num_failed:
+            elif FAILED in answers.token_ids.tolist():
                 self._draws.tell_failed(self._head.found().states, answers)
             drawn = answers.drawn(time.perf_counter() - started, head_s)
         except DrawError as error:
@@ -370,29 +388,7 @@ class CpuRunner:
         self.draw_s = time.perf_counter() - after_body
         every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
         if plain and every and not batch.num_likely and self._table.kind != READY:
-            self._held = HeldStep(batch, wanted, answers)
-        return drawn
-
-    def _step_again(self, held: HeldStep) -> Drawn:
-        """A plain step of the Batch of the last one, whose rows were moved on."""
-        started = time.perf_counter()
-        self._kernel_threads.wake()
-        answers = held.answers
-        try:
-            kept = self._kept_of(self._weights.layers, answers.token_ids.shape[0])
-            if not held.is_ready(kept):
-                held.prepare(kept, self._given(held.batch, held.wanted, embeds=True))
-            held.compute()
-            after_body = time.perf_counter()
-            if FAILED in answers.token_ids.tolist():
-                self._draws.tell_failed(self._head.found().states, answers)
-            self.head_s = 1e-9 * float(self._clock[1] - self._clock[0])
-            self.body_s = after_body - started - self.head_s
-            drawn = answers.drawn(after_body - started, self.head_s)
-        finally:
-            self._kernel_threads.rest()
-        self._held = held
-        self.draw_s = time.perf_counter() - after_body
+            self._held = held or _Held(batch, wanted, answers)
         return drawn
 
     def _draw(self, batch: Batch, rows: Int32) -> Answers:
@@ -418,31 +414,39 @@ class CpuRunner:
         # A draw without an answer has id 0 here: its row is nobody's.
         return np.where(taken, np.maximum(self._last_ids[batch.token_from], 0), batch.token_ids)
 
-    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> int:
-        """Run these layers on the embedding of the rows, and the head on what is wanted; how many
-        draws failed."""
-        embeds = self._table.kind != READY and not self._adapters.brings_embeddings(batch)
-        if not embeds:
+    def _compute(self, batch: Batch, wanted: Wanted, held: _Held | None) -> None:
+        """The layers on the rows, and the head on what is wanted."""
+        if held is None and (self._table.kind == READY or self._adapters.brings_embeddings(batch)):
             self._embed(batch)
-        kept = self._kept_of(layers, wanted.rows.shape[0])
-        return kept.compute(*self._given(batch, wanted, embeds=embeds))
+            self._bound(wanted)(*self._given(batch, wanted, embeds=False))
+            return
+        bound = self._bound(wanted)
+        if held is None:
+            bound(*self._given(batch, wanted, embeds=True))
+            return
+        if held.bound is not bound:
+            held.bound = bound
+            held.call = bound.bound(*self._given(batch, wanted, embeds=True))
+        held.call()
 
-    def _kept_of(self, layers: Layers, num_wanted: int) -> KeptStep:
-        """What steps of these layers keep, with logits for so many rows; another one where any of
-        it has changed."""
+    def _bound(self, wanted: Wanted) -> Any:
+        """kernels.step with what stays the same from step to step; another one where any of it has
+        changed."""
         kept = (
-            self._table, layers, self._memory, self._record_shape, self._adapters.record,
-            self._head.record(num_wanted),
+            self._table, self._weights.layers, self._memory, self._record_shape,
+            self._adapters.record, self._head.record(wanted.rows.shape[0]),
         )  # fmt: skip
-        if self._kept_step is None or not self._kept_step.is_of(kept):
-            self._kept_step = KeptStep(kept)
-        return self._kept_step
+        if not all(map(operator.is_, self._kept_arguments, kept)):
+            self._step_bound = kernels.step.bound(*kept)
+            self._kept_arguments = kept
+        return self._step_bound
 
-    def _given(self, batch: Batch, wanted: Wanted, *, embeds: bool) -> StepInput:
+    def _given(self, batch: Batch, wanted: Wanted, *, embeds: bool) -> tuple[Any, ...]:
+        """The arguments of kernels.step that a step has of its own."""
         tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
-        spans = self._adapters.spans(batch)
         rows = batch_rows(batch)
-        return embeds, tokens, (rows, _ends(batch, rows)), spans, wanted, self._work
+        spans = self._adapters.spans(batch)
+        return embeds, tokens, rows, _ends(batch, rows), spans, wanted, self._work
 
     def _embed(self, batch: Batch) -> None:
         """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""

@@ -6,11 +6,9 @@ id order. What not: which rows a slice has and who holds them (the engine's Slic
 (draws.py).
 
 A row's logit is the same to the last bit here and in the full head: the values are the same and
-every product sums over k in order (kernels.py), wherever the row lies and whatever lies beside
-it. Pad columns are never gathered, so a pad cannot win.
+every product sums over k in order (kernels/vectors.py), wherever the row lies and whatever lies
+beside it. Pad columns are never gathered, so a pad cannot win.
 """
-# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
-# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -19,45 +17,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from server.engine.batch import Batch, HeadSlice, Int32
-from server.model.cpu.kernels import PANEL
-from server.model.cpu.linear import FloatLinear, float_linear, product
-from server.model.cpu.records import Int64, Work
-from server.model.cpu.vector_ir import LANES
+from server.model.cpu.kernels import copy_bytes, gather_logits, product
+from server.model.cpu.linear import float_linear
+from server.model.cpu.records import Int64, Linear, Work
+from server.model.cpu.sizes import LANES, PANEL
 
 Float32 = npt.NDArray[np.float32]
 _EMPTY_ROW = np.empty(0, np.float32)
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _copy_rows(head: Any, token_ids: Any, out: Any, places: Any) -> None:
-    """Column places[i] of `out` = column token_ids[i] of `head`, both in panels."""
-    size = head.shape[2]
-    for i in range(token_ids.shape[0]):
-        source = head[token_ids[i] // size]
-        target = out[places[i] // size]
-        a = token_ids[i] % size
-        b = places[i] % size
-        for k in range(head.shape[1]):
-            target[k, b] = source[k, a]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _gather(static: Any, pool: Any, columns: Any, num_static: int, out: Any) -> None:
-    """out[i] = the logit of column i of a slice; -inf past the last, up to a whole vector."""
-    num = columns.shape[0]
-    for i in range(num):
-        column = columns[i]
-        if column < num_static:
-            out[i] = static[column]
-        else:
-            out[i] = pool[column - num_static]
-    for i in range(num, out.shape[0]):
-        out[i] = -np.inf
 
 
 class PackedHead(Protocol):
@@ -78,8 +48,8 @@ class PackedHead(Protocol):
     def copy_rows(self, token_ids: Int64, out: Any, places: Int64) -> None:
         """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
 
-    def record(self, panels: Any, num_panels: int) -> Any:
-        """The first num_panels of some panels as a product's weights (linear.py)."""
+    def record(self, panels: Any, num_panels: int) -> Linear:
+        """The first num_panels of some panels as a product's weights."""
 
 
 class FloatHead:
@@ -102,11 +72,18 @@ class FloatHead:
 
     def copy_rows(self, token_ids: Int64, out: Panels, places: Int64) -> None:
         """Row token_ids[i] of the head to row places[i] of `out`."""
-        _copy_rows(self.panels, token_ids, out, places)
+        lane = self.panels.itemsize
+        starts = np.arange(self.width, dtype=np.int64) * (PANEL * lane)
+        runs = np.stack([starts, starts * 0 + lane, starts * 0 + PANEL], axis=1)
+        copy_bytes(_bytes(self.panels), token_ids, _bytes(out), places, runs)
 
-    def record(self, panels: Panels, num_panels: int) -> FloatLinear:
+    def record(self, panels: Panels, num_panels: int) -> Linear:
         """The first num_panels panels as a product's weights."""
-        return float_linear(panels)._replace(num_panels=num_panels)
+        return float_linear(panels)._replace(outputs=num_panels * PANEL)
+
+
+def _bytes(panels: Panels) -> npt.NDArray[np.uint8]:
+    return panels.reshape(panels.shape[0], -1).view(np.uint8)
 
 
 def padded(num: int) -> int:
@@ -218,7 +195,7 @@ class SlicedHead:
             out = np.zeros((max(num, 2 * out.shape[0]), panels.shape[0] * self._panel), np.float32)
         if num and num_panels:
             weights = self._head.record(panels, num_panels)
-            product(states, num, weights, out, self._work, self._cap)
+            product(states, num, weights, out, self._cap, self._work)
         return out
 
 
@@ -228,4 +205,4 @@ def gather(static: Float32, pool: Float32, slice_: HeadSlice, out: Float32) -> N
     static, pool: one row each of static_logits and pool_logits.
     """
     size = padded(slice_.ids.shape[0])
-    _gather(static, pool, slice_.columns, slice_.num_static, out[:size])
+    gather_logits(static, pool, slice_.columns, slice_.num_static, out[:size])

@@ -1,6 +1,6 @@
 """PackedWeights: a model's weights in the kernels' layout.
 
-It reads named tensors one at a time and packs them into panels (kernels.py), in one arena. dtype is
+It reads named tensors one at a time and packs them into panels (linear.py), in one arena. dtype is
 float32, or bfloat16 for the *stored* weights: activations, sums and logits are float32 either way.
 """
 
@@ -11,13 +11,29 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.kernels import PANEL, pack_panels
-from server.model.cpu.linear import FloatLinear
-from server.model.cpu.records import Float32, Int64, Layers
+from server.model.cpu.integers.forms import Form
+from server.model.cpu.kernels import embed_rows
+from server.model.cpu.linear import float_linears, pack_panels
+from server.model.cpu.records import (
+    BFLOATS,
+    BLOCKS,
+    FLOATS,
+    HALVES,
+    NO_TABLE,
+    READY,
+    Float32,
+    Int64,
+    Layers,
+    Table,
+    Tokens,
+    UInt8,
+)
+from server.model.cpu.sizes import PANEL
 from server.model.cpu.slices import FloatHead, PackedHead
-from server.model.cpu.step import Table, float_table
 from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
 from server.model.shape import ModelShape
+
+_NO_IDS = np.zeros(0, np.int32)
 
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
@@ -62,6 +78,34 @@ class _Arena:
         first = self._at
         self._at += num_panels * width * PANEL
         return self._array[first : self._at].reshape(num_panels, width, PANEL)
+
+
+def float_table(tensor: Any) -> Table:
+    """The table that a torch tensor [num_rows, H] is; NO_TABLE for one that no kernel reads."""
+    kind = {"torch.float32": FLOATS, "torch.bfloat16": BFLOATS, "torch.float16": HALVES}
+    known = kind.get(str(tensor.dtype))
+    if known is None or tensor.stride(1) != 1:
+        return NO_TABLE
+    row_bytes = tensor.stride(0) * tensor.element_size()
+    return Table(tensor.data_ptr(), row_bytes, int(tensor.shape[0]), known, np.float32(1.0))
+
+
+def block_table(form: Form, rows: UInt8) -> Table:
+    """The table that rows of a GGUF are, uint8 [num_rows, bytes of a row]; NO_TABLE for a form that
+    no kernel reads."""
+    if form.two_level or form.per_output or rows.strides[1] != 1:
+        return NO_TABLE
+    address, scale = rows.ctypes.data, np.float32(1.0)
+    return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.bits, form.has_min)
+
+
+def embedded(table: Table, token_ids: Int64, width: int) -> Float32:
+    """float32 [n, width]: rows of a table that kernels read."""
+    num = token_ids.shape[0]
+    tokens = Tokens(token_ids.astype(np.int32), np.full(num, -1, np.int32), _NO_IDS)
+    rows = np.empty((num, width), np.float32)
+    embed_rows(0, num, tokens, table, rows, 1)
+    return rows
 
 
 class RunnerWeights(Protocol):
@@ -117,17 +161,16 @@ class PackedWeights:
         head_panels = _num_panels(s.vocab_size)
         self._arena = _Arena((items + head_panels * s.hidden_size) * PANEL, self.bf16)
         self._addresses = {kind: np.zeros(s.num_layers, np.int64) for kind in self._sizes}
+        for layer in range(s.num_layers):
+            self._pack_layer(layer)
         matrices: dict[str, Any] = {
-            kind: FloatLinear(self._addresses[kind], size.num_panels, self.bf16)
+            kind: float_linears(self._addresses[kind], size.num_panels, size.width, self.bf16)
             for kind, size in self._sizes.items()
         }
         self.layers = Layers(**matrices, **self._tensors.vectors()._asdict())
-        for layer in range(s.num_layers):
-            self._pack_layer(layer)
         self.head = self._arena.take(head_panels, s.hidden_size)
         self._pack_head(self._tensors.head().tensor)
         self.embedding = self._tensors.embedding().tensor
-        self._rows = numbers_of(self.embedding)
         self.num_embeddings = int(self.embedding.shape[0])
         self.table = float_table(self.embedding)
         self.head_bytes = self.head.nbytes
@@ -143,7 +186,9 @@ class PackedWeights:
 
         Without torch: its threads would go on spinning beside the team's for milliseconds.
         """
-        return widened(self._rows[token_ids])
+        if self.table.kind == READY:
+            return widened(numbers_of(self.embedding)[token_ids])
+        return embedded(self.table, token_ids, self._shape.hidden_size)
 
     def _of(self, layer: int) -> dict[str, _Size]:
         """The matrices that a layer has."""

@@ -13,7 +13,7 @@ from server.api.tools.strict import StrictArguments
 from server.errors import UnsupportedFieldError
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec
-from tests.api.tools.test_reader import CASES, read
+from tests.api.tools.test_calls import CASES, read
 
 
 class Item(BaseModel):

@@ -22,8 +22,8 @@ from drafters.auto.cells import (
     factor_cell,
     length_bucket,
 )
-from drafters.auto.text_index import START
 from drafters.auto.trust import Trust
+from drafters.corpus_file import START
 
 Counts = dict[tuple[int, int], tuple[float, Counter[int]]]
 """(source, bucket) -> how often the context occurred, and what followed it."""

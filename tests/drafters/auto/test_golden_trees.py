@@ -60,8 +60,9 @@ def test_trees_are_those_of_plain_counting(
     tree = session.propose(budget, max_depth)
     tree.validate()
     expected = grow(prompt, output, documents, _TRUST, (budget, max_depth, 0.003), (0,))
-    # Nodes that are equally likely may stand for each other, and one at the bound may be missed.
-    assert abs(len(tree) - len(expected)) <= (len(tree) != budget)
+    # Nodes that are equally likely may stand for each other, and those at the bound may be missed.
+    at_bound = sum(chance < 1.05 * 0.003 for chance in expected.values())
+    assert abs(len(tree) - len(expected)) <= (len(tree) != budget) * max(1, at_bound)
     num = min(len(tree), len(expected))
     ours, theirs = np.sort(tree.survival)[::-1][:num], np.sort(list(expected.values()))[::-1][:num]
     assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-3)

@@ -52,7 +52,9 @@ def from_logits(tree: DraftTree) -> dict[int, float]:
 
 def held(table: LikelyTable, *newest: int) -> dict[int, float]:
     """id -> share of the rows behind a context, newest token first."""
-    slot = find_context(table.keys, context_key(np.asarray(newest, np.int32), len(newest)))
+    with np.errstate(over="ignore"):  # a hash, as Python runs it
+        key = context_key(np.asarray(newest, np.int32), len(newest))
+        slot = find_context(table.keys, key)
     if slot < 0:
         return {}
     total = float(table.sums[slot, NUM_LIKELY])

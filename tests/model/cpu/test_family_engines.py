@@ -145,16 +145,3 @@ def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(runner: CpuRun
     num_accepted = sum(count.num_accepted for count in counts)
     assert 10 < num_accepted < sum(count.num_drafted for count in counts)
     assert stats.num_preemptions > 0 and stats.prefix_hits > 0
-
-
-def test_steps_ahead_change_no_bit(runner: CpuRunner) -> None:
-    requests = _requests(13)
-    plain = [r for r in requests if not r.sampling.has_penalties and r.grammar is None]
-    want, _ = _run(runner, plain, TOGETHER, 64, {})
-    ahead = replace(TOGETHER, steps_ahead=1)
-    got, _ = _run(runner, plain, ahead, 64, {})
-    _same(got, want)
-    drafted, liar = _drafted(plain, want)
-    got, stats = _run(runner, drafted, replace(ahead, max_num_seqs=2), 32, liar)
-    _same(got, want)
-    assert stats.num_steps_ahead > 3

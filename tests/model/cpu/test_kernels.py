@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.model.cpu import linear
-from server.model.cpu.kernels import PANEL, pack_panels
+from drafters.target import TARGETS, runs_here
+from server.model.cpu import kernels, linear
+from server.model.cpu.linear import pack_panels
+from server.model.cpu.sizes import PANEL
 
 SHAPES = [(576, 960), (576, 576), (1536, 576), (48, 128), (100, 70), (64, 33), (640, 2048)]
 
@@ -26,7 +28,8 @@ def _packed(weight: np.ndarray) -> np.ndarray:
 
 def _product(x: np.ndarray, panels: np.ndarray, bf16: bool, threads: int) -> np.ndarray:
     out = np.full((x.shape[0], panels.shape[0] * PANEL), np.nan, np.float32)
-    linear.product(x, x.shape[0], linear.float_linear(panels), out, linear.new_work(threads))
+    weights = linear.float_linear(panels)
+    kernels.product(x, x.shape[0], weights, out, 0.0, linear.new_work(threads))
     return out
 
 
@@ -74,15 +77,11 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_256_bit_registers_give_the_same_bits(other_cpu_s_code: Path) -> None:
+def test_256_bit_registers_give_the_same_bits() -> None:
     """The layout for CPUs without AVX-512, compiled for one, in a process of its own."""
-    env = {
-        **os.environ,
-        "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+sse4.2,+bmi,+bmi2,+f16c",
-        "NUMBA_CACHE_DIR": str(other_cpu_s_code),
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
+    if not runs_here(TARGETS["avx2"]):
+        pytest.skip("this CPU has no AVX2")
+    env = {**os.environ, "TAILOR_CPU": "avx2", "PYTHONPATH": str(Path(__file__).parents[3])}
     code = "from tests.model.cpu.test_kernels import _digest; print(_digest())"
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawParams
-from server.model.cpu import sampler as cpu_sampler
+from server.model.cpu import kernels as cpu_sampler
 from server.model.cpu.draws import draw_settings
-from server.model.cpu.records import Constraints, Counts
+from server.model.cpu.records import FAILED, Constraints, Counts
 from server.types import SamplingParams
 
 VOCAB = 117
@@ -107,7 +107,7 @@ def test_draws_equal_the_reference(
     try:
         want = sampling.draw(logits, params, position, path, mask)
     except ValueError:
-        want = cpu_sampler.FAILED
+        want = FAILED
     assert _fast(logits, params, position, path, mask) == want
 
 
@@ -172,7 +172,7 @@ def test_a_row_with_nan_fails_alone() -> None:
     logits = np.zeros((2, PADDED), np.float32)
     out = np.zeros(2, np.int32)
     cpu_sampler.greedy(np.array([0, 1]), logits, hidden, out)
-    assert out.tolist() == [0, cpu_sampler.FAILED]
+    assert out.tolist() == [0, FAILED]
 
 
 @settings(max_examples=300, deadline=None)
@@ -197,7 +197,7 @@ def test_a_masked_argmax_is_the_reference(
     try:
         want = sampling.draw(logits, params, 5, [], mask)
     except ValueError:
-        want = cpu_sampler.FAILED
+        want = FAILED
     padded = np.full(PADDED, -np.inf, np.float32)
     padded[:VOCAB] = logits
     assert cpu_sampler.masked_argmax(padded, mask, VOCAB) == want

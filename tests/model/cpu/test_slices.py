@@ -13,10 +13,10 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError, HeadSlice
 from server.model.cpu.draws import takes_argmax
-from server.model.cpu.kernels import PANEL, pack_panels
-from server.model.cpu.linear import new_work
+from server.model.cpu.kernels import argmax
+from server.model.cpu.linear import new_work, pack_panels
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
-from server.model.cpu.sampler import argmax
+from server.model.cpu.sizes import PANEL
 from server.model.cpu.slices import FloatHead, SlicedHead, gather, padded
 from server.types import SamplingParams
 from tests.model import families

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from server.engine.batch import Batch, DrawError
-from server.model.cpu.held_step import HeldStep
+from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.weights import dequantised, from_ggml
-from server.model.cpu.step import NO_TABLE, Tokens, _embed_share, block_table, float_table
+from server.model.cpu.kernels import embed_rows
+from server.model.cpu.records import NO_TABLE, Tokens
+from server.model.cpu.runner import CpuRunner
+from server.model.cpu.weights import block_table, float_table
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
@@ -28,7 +31,7 @@ def test_rows_are_those_of_the_table(dtype: torch.dtype, scale: float) -> None:
     x = np.full((8, 64), np.nan, np.float32)
     record = float_table(table)._replace(scale=np.float32(scale))
     for thread in range(2):
-        _embed_share(thread, ids.shape[0], Tokens(ids, taken, drawn), record, x, 2)
+        embed_rows(thread, ids.shape[0], Tokens(ids, taken, drawn), record, x, 2)
     rows = table[torch.tensor([7, 39, 12, 7, 0, 11, 0])].float().numpy() * np.float32(scale)
     assert x[:7].tobytes() == rows.tobytes()
     assert np.isnan(x[7]).all()
@@ -46,13 +49,13 @@ def test_rows_of_a_gguf_are_the_numbers_that_its_blocks_stand_for(form: str, sca
     ids = np.array([7, 39, 0, 7], np.int32)
     minus = np.full(4, -1, np.int32)
     x = np.full((4, 96), np.nan, np.float32)
-    record = block_table(form, raw)._replace(scale=np.float32(scale))
-    _embed_share(0, 4, Tokens(ids, minus, minus[:0]), record, x, 1)
+    record = block_table(BY_NAME[form], raw)._replace(scale=np.float32(scale))
+    embed_rows(0, 4, Tokens(ids, minus, minus[:0]), record, x, 1)
     assert x.tobytes() == (dequantised(from_ggml(form, raw[ids])) * np.float32(scale)).tobytes()
 
 
 def test_other_tables_are_read_elsewhere() -> None:
-    assert block_table("q6_k", np.zeros((4, 210), np.uint8)) == NO_TABLE
+    assert block_table(BY_NAME["q6_k"], np.zeros((4, 210), np.uint8)) == NO_TABLE
     assert float_table(torch.zeros(4, 8, dtype=torch.float64)) == NO_TABLE
     assert float_table(torch.zeros(8, 4).T) == NO_TABLE
 
@@ -80,14 +83,14 @@ def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
 ) -> None:
     """Between two of its steps others come, with more rows; and where one of its draws fails, the
     others stand, and so do the next ones."""
-    num_again, compute = 0, HeldStep.compute
+    num_again, compute = 0, CpuRunner._compute
 
-    def counted(held: HeldStep) -> None:
+    def counted(runner: CpuRunner, batch: Batch, wanted: Any, held: Any) -> None:
         nonlocal num_again
-        num_again += 1
-        compute(held)
+        num_again += held is not None
+        compute(runner, batch, wanted, held)
 
-    monkeypatch.setattr(HeldStep, "compute", counted)
+    monkeypatch.setattr(CpuRunner, "_compute", counted)
     found: list[list[tuple[list[int], bytes]]] = []
     for comes_again in (False, True):
         runner: Any = cpu_runner(families.build("llama"), num_blocks=64, dtype=weights)
@@ -106,7 +109,7 @@ def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
             runner.launch(batch)
             ids = runner.wait().token_ids.tolist()
             steps.append((ids, runner._scratch.hidden[:3].tobytes()))
-        runner._cache.values[:, :, tables[1].blocks[0]] = np.nan
+        runner._cache.values.view(np.float32)[:, :, tables[1].blocks[0]] = np.nan
         _move_on(batch, tables, ids, 40)
         runner.launch(batch)
         with pytest.raises(DrawError) as failure:

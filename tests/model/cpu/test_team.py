@@ -9,46 +9,14 @@ import time
 
 import numpy as np
 import pytest
-from numba import njit
 
-from server.model.cpu.jobs import make_job
+from drafters.jit import entry_of
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Work
-from server.model.cpu.team import (
-    _CORES,
-    _EACH,
-    _SPINS,
-    barrier,
-    barrier_reading,
-    begin_items,
-    run,
-    take,
-    take_near,
-    take_run,
-)
+from server.model.cpu.team import EACH, SPINS, THREADS
 
-
-@njit(nogil=True)
-def _share(thread, rounds, items, sums, fails, work):
-    """Each round takes all items, then checks that all were taken before anyone went on."""
-    for k in range(rounds):
-        item = take(work)
-        while item < items.shape[1]:
-            items[k, item] += thread + 1
-            item = take(work)
-        barrier(work)
-        for item in range(items.shape[1]):
-            sums[thread] += items[k, item] > 0
-    if fails:
-        raise ValueError("as told")
-
-
-_job = make_job(_share)
-
-
-@njit(nogil=True)
-def _go(rounds, items, sums, fails, work):
-    run(_job((rounds, items, sums, fails, work)), work)
+_go = entry_of("tests.model.cpu.team_shares", "all_items")
+_go_near = entry_of("tests.model.cpu.team_shares", "near_items")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
@@ -60,37 +28,6 @@ def test_every_item_is_taken_once_and_no_thread_passes_a_barrier_early(threads: 
         _go(200, items, sums, False, work)
         assert ((items >= 1) & (items <= threads)).all()
         assert (sums == items.size).all()
-
-
-@njit(nogil=True)
-def _near_share(thread, rounds, items, order, runs, work):
-    """Each round takes all items by take_near or take_run; the last thread is late to its own."""
-    work = Work(work.sync, work.pairs, work.threads, thread)
-    for k in range(rounds):
-        begin_items(work)
-        barrier_reading(work, items.ctypes.data, items.ctypes.data + 8 * items.size)
-        if thread == work.threads - 1 and thread > 0:
-            while items[k].sum() < order:  # somebody else's work
-                take(work)
-        if runs:
-            item, end = take_run(work, items.shape[1])
-            while item < end:
-                items[k, item:end] += 1
-                item, end = take_run(work, items.shape[1])
-        else:
-            item = take_near(work, items.shape[1])
-            while item >= 0:
-                items[k, item] += 1
-                item = take_near(work, items.shape[1])
-        barrier(work)
-
-
-_near_job = make_job(_near_share)
-
-
-@njit(nogil=True)
-def _go_near(rounds, items, order, runs, work):
-    run(_near_job((rounds, items, order, runs, work)), work)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
@@ -109,7 +46,7 @@ def test_near_items_are_taken_once_also_those_of_a_thread_that_is_late(
 def test_a_share_that_raises_is_told_and_the_team_goes_on() -> None:
     work = new_work(2)
     items, sums = np.zeros((1, 3), np.int64), np.zeros(2, np.int64)
-    with pytest.raises(RuntimeError, match="failed"):
+    with pytest.raises(ValueError, match="as told"):
         _go(1, items, sums, True, work)
     _go(1, items, sums, False, work)
     assert (sums == 6).all()
@@ -144,14 +81,14 @@ def test_a_thread_leaves_the_core_of_an_earlier_one_and_may_use_the_same_cores_a
     work = new_work(2)
     member = next(t for t in reversed(threading.enumerate()) if t.name == "cpu-team-1")
     assert member.native_id is not None
-    work.sync[_SPINS // 8] = 1000  # as where each thread can have a core
+    work.sync[SPINS // 8] = 1000  # as where each thread can have a core
     try:
         os.sched_setaffinity(0, {core})
         for _ in range(20):
             os.sched_setaffinity(member.native_id, {core})
             os.sched_setaffinity(member.native_id, own)
             _go(1, np.zeros((1, 3), np.int64), np.zeros(2, np.int64), False, work)
-            first, second = work.sync[_CORES // 8 :: _EACH // 8][:2].tolist()
+            first, second = work.sync[THREADS // 8 :: EACH // 8][:2].tolist()
             assert first == core != second
             assert os.sched_getaffinity(member.native_id) == own
     finally:

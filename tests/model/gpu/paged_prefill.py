@@ -22,7 +22,7 @@ class PagedPrefill:
         assert kv_layout == "NHD" and backend in ("auto", "fa2", "fa3")
         self.num_plans = 0
 
-    def plan(  # noqa: PLR0913  (flashinfer's own)
+    def plan(  # flashinfer's own parameters
         self,
         qo_indptr: torch.Tensor,
         paged_kv_indptr: torch.Tensor,

@@ -47,13 +47,12 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_narrow.py"),
     Path(__file__).with_name("test_prefill.py"),
     Path(__file__).with_name("test_ahead_rows.py"),
-    Path(__file__).with_name("test_following.py"),
     Path(__file__).with_name("test_delta.py"),
     Path(__file__).with_name("test_draw_kernels.py"),
     Path(__file__).with_name("test_warm_up.py"),
 )
 OWN_ROW_CASES, DRAW_CASES, PREFILL_CASES, STREAM_CASES = 4, 3, 1, 7
-DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 16, 3, 8, 6, 2
+DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 16, 3, 8, 3, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from drafters.tree import DraftTree
-from server.engine.ahead_policy import AheadPolicy
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.gpu.runner import TorchRunner
@@ -75,11 +74,10 @@ def _repeat(tokens: list[int], _budget: int, max_depth: int) -> DraftTree:
 
 
 def _serve(runner: TorchRunner) -> Engine:
-    """Greedy and sampled requests of each kind, with drafts that are right or wrong, ahead."""
+    """Greedy and sampled requests of each kind, with drafts that are right or wrong."""
     drafter = FakeDrafter(_repeat)
-    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=16, steps_ahead=1)
+    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=16)
     engine = Engine(runner, {"fake": drafter}, settings)
-    engine.flights.policy = AheadPolicy(is_always=True)
     collector = Collector()
     samplings = [
         SamplingParams(temperature=0.0),
@@ -117,8 +115,7 @@ def test_triton_nothing_is_compiled_or_captured_after_warming_up(
     drawing = use_graphs(runner, graphs) if with_graphs else FirstCalls(0)
     assert runner.warm_up() > 4
     before, captured = set(programs), (graphs.num_captured, drawing.num_captured)
-    engine = _serve(runner)
-    assert engine.flights.num_ahead_trees > 0
+    _serve(runner)
     assert not programs - before
     assert (graphs.num_captured, drawing.num_captured) == captured
     assert bool(drawing.keys[captured[1] :]) == with_graphs, "sampled rows were replayed"

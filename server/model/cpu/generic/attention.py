@@ -1,10 +1,9 @@
 """Our attention on a CPU as a function of transformers' attention interface.
 
 transformers' modules call it in every layer with rotated queries, keys and values. K and V go to
-the slots of the step's rows, then each row attends as in attention.py, so that trees, shared blocks
-and chunks give each row the same bits as a row alone.
+the slots of the step's rows, then each row attends as in kernels/attention.py, so that trees,
+shared blocks and chunks give each row the same bits as a row alone.
 """
-# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -13,15 +12,20 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from server.model.cpu.attention import attend, place
-from server.model.cpu.generic.delta import DeltaLayer, delta_rule
 from server.model.cpu.generic.states import StateStore
-from server.model.cpu.jobs import make_job
-from server.model.cpu.records import AttentionLayer, Cache, Float32, Rows, Scratch, Shape, Work
-from server.model.cpu.team import run
+from server.model.cpu.kernels import attend_layer, delta_rule
+from server.model.cpu.records import (
+    AttentionLayer,
+    Cache,
+    DeltaLayer,
+    Float32,
+    Rows,
+    Scratch,
+    Shape,
+    Work,
+)
 
 __all__ = ["NAME", "Call", "PagedStep", "Step", "StepHolder", "register"]
 
@@ -30,8 +34,6 @@ NAME = "tailor_cpu"
 _HARMLESS = {"dropout", "is_causal", "output_attentions", "position_ids", "use_cache",
              "cache_position", "position_embeddings", "target_dtype"}  # fmt: skip
 """Further keywords that modules hand on and that change no score."""
-
-_serial = njit(nogil=True, cache=True, error_model="numpy")
 
 _NO_VECTOR = np.zeros(0, np.float32)
 
@@ -48,7 +50,7 @@ class Call:
 
 
 class DeltaSizes(NamedTuple):
-    """The numbers of a gated delta net: delta.DeltaLayer has their meaning."""
+    """The numbers of a gated delta net: records.DeltaLayer has their meaning."""
 
     taps: Float32
     rate: Float32
@@ -128,26 +130,6 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
 
-@_serial
-def _attention_share(
-    thread: Any, rows: Any, qkv: Any, layer: Any, shape: Any, scratch: Any, out: Any, work: Any
-) -> None:
-    work = Work(work.sync, work.pairs, work.threads, thread)
-    place(rows, qkv, layer, shape, work)
-    attend(rows, qkv, layer, shape, scratch, out, work)
-
-
-_attention_job = make_job(_attention_share)
-
-
-@_serial
-def _attention(
-    rows: Any, qkv: Any, layer: Any, shape: Any, scratch: Any, out: Any, work: Any
-) -> None:
-    """A layer's attention as one job of the team."""
-    run(_attention_job((rows, qkv, layer, shape, scratch, out, work)), work)
-
-
 class Memory(NamedTuple):
     """What a step reads and writes. kv_ids: of each layer, its place in the cache's keys, -1 for
     recurrent ones. states: of those, None where there are none."""
@@ -194,11 +176,11 @@ class PagedStep:
         which = self._kv_ids[call.layer]
         layer = AttentionLayer(
             _NO_VECTOR, _NO_VECTOR, _NO_VECTOR, self._still, self._still, _NO_VECTOR, call.window,
-            self._cache.keys[which], self._cache.values[which], self._cache.key_scales[which],
-            self._cache.value_scales[which],
+            self._cache.kind, self._cache.keys[which], self._cache.values[which],
+            self._cache.key_scales[which], self._cache.value_scales[which],
         )  # fmt: skip
         shape = self._shape._replace(scale=np.float32(call.scaling), cap=np.float32(call.cap))
-        _attention(
+        attend_layer(
             self._rows, self._scratch.qkv, layer, shape, self._scratch, self._scratch.attended,
             self._work,
         )  # fmt: skip
@@ -212,9 +194,10 @@ class PagedStep:
             depth = self._plan.deepest + 1
             self._stacks = np.zeros((self._work.threads, depth, dk, dv), np.float32)
         out = torch.empty((self._rows.num, heads * dv))
-        which = DeltaLayer(*sizes, self._cache.inputs[layer])
+        plan = (self._plan.seqs, self._plan.order, self._plan.depths)
         delta_rule(
-            (self._rows, self._plan, which), mixed.contiguous().numpy(),
-            self._states.states[:, layer], self._stacks, out.numpy(), self._work,
+            self._rows, plan, DeltaLayer(*sizes, self._cache.inputs[layer]),
+            mixed.contiguous().numpy(), self._states.states, layer, self._stacks, out.numpy(),
+            self._work,
         )  # fmt: skip
         return out

@@ -1,8 +1,8 @@
 """What takes the place of transformers' modules whose bits depend on the number of rows.
 
 torch's matrix products split sums by the number of rows, and its sines and cosines are other ones
-in the last elements of an array. So products are ours (kernels.py), and rotary tables are computed
-once, for all positions, and read.
+in the last elements of an array. So products are ours (kernels/vectors.py), and rotary tables are
+computed once, for all positions, and read.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from server.model.cpu.generic.attention import DeltaSizes, StepHolder
-from server.model.cpu.kernels import PANEL, pack_panels
-from server.model.cpu.linear import float_linear, product
+from server.model.cpu.kernels import product
+from server.model.cpu.linear import float_linear, pack_panels
 from server.model.cpu.records import Work
+from server.model.cpu.sizes import LANES, PANEL
 from server.model.cpu.tensors import as_stored
-from server.model.cpu.vector_ir import LANES
 from server.model.delta_net import DeltaNet
 
 __all__ = ["HeldDeltaNet", "RowLinear", "packed", "replace_modules"]
 
 
 def packed(weight: torch.Tensor, bf16: bool) -> Any:
-    """[outputs, inputs] in panels (kernels.py)."""
+    """[outputs, inputs] in panels (linear.py)."""
     stored = as_stored(weight.detach().contiguous(), bf16)
     num_panels = -(-stored.shape[0] // PANEL)
     arena = np.zeros(num_panels * stored.shape[1] * PANEL + 64, stored.dtype)
@@ -57,7 +57,7 @@ class RowLinear(nn.Module):
         """[..., inputs] to [..., outputs], float32."""
         rows = x.reshape(-1, self.in_features).contiguous()
         out = torch.empty((rows.shape[0], self.panels.shape[0] * PANEL), dtype=torch.float32)
-        product(rows.numpy(), rows.shape[0], self._record, out.numpy(), self._work)
+        product(rows.numpy(), rows.shape[0], self._record, out.numpy(), 0.0, self._work)
         result = out[:, : self.out_features]
         if self.bias is not None:
             result = result + self.bias

@@ -25,10 +25,9 @@ from server.model.cpu.generic.modules import HeldDeltaNet, RowLinear, packed, re
 from server.model.cpu.generic.soundness import called, check_rows, forward
 from server.model.cpu.generic.states import StateStore
 from server.model.cpu.linear import new_work
-from server.model.cpu.records import Float32, Int64, Layers, Rows
+from server.model.cpu.records import NO_TABLE, Float32, Int64, Layers, Rows, Wanted
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows, default_threads
 from server.model.cpu.slices import FloatHead
-from server.model.cpu.step import NO_TABLE, Wanted
 from server.model.delta_net import replace_delta_nets
 from server.model.inspection import (
     NUM_PROBED,
@@ -250,8 +249,8 @@ class GenericRunner(CpuRunner):
         states[:, : hidden.shape[1]] = hidden.numpy()
         return states
 
-    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> int:
+    def _compute(self, batch: Batch, wanted: Wanted, held: Any) -> None:
         """Run the module on the rows, and the head on what is wanted."""
         ids = self._ids(batch).astype(np.int64)
         self._scratch.hidden[: batch.num_rows] = self._states(ids, batch_rows(batch))
-        return self._head.fill(wanted, self._scratch.hidden)
+        self._head.fill(wanted, self._scratch.hidden)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from server.model.cpu.records import Float32
-from server.model.cpu.vector_ir import LANES
+from server.model.cpu.sizes import LANES
 from server.model.states import StatePlaces, StatePlan
 
-__all__ = ["StatePlan", "StateStore"]  # kept machine code names StatePlan here
+__all__ = ["StatePlan", "StateStore"]
 
 
 class StateStore(StatePlaces):

@@ -1,7 +1,7 @@
 """Whether this machine runs the kernels for AMX tiles: asked once a process, and tried out first.
 
 What: the system's leave to use tiles, a trial in a process of its own, and from how many rows on
-tiles multiply. What not: the kernels (tile_kernels.py).
+tiles multiply. What not: the kernels (kernels/integers/tiles.py).
 
 There are virtual machines that name AMX among their features and then end a program that uses it.
 So a child process multiplies first: some row counts, one form of each kind of sum, by tiles and by
@@ -26,16 +26,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form
-from server.model.cpu.integers.instructions import KERNEL, TILES
-from server.model.cpu.integers.kernels import JOB_ITEMS, kernel_address
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, kernel_address
+from server.model.cpu.records import JOB_ITEMS, NO_TILES
+from server.model.cpu.sizes import INTEGER_KERNEL as KERNEL
+from server.model.cpu.sizes import TILES
 
 __all__ = ["NO_TILES", "kernel_name", "least_rows", "tile_rows", "tried_out"]
 
 _log = logging.getLogger(__name__)
-
-NO_TILES = 1 << 62
-"""More rows than any product has."""
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _TRIAL_S = 20.0

@@ -1,7 +1,7 @@
 """Form: how the numbers of a weight matrix are stored, and where each byte lies in a panel.
 
-This module has the table of forms and the sizes that follow from them. weights.py and quantise.py
-make such weights, kernels.py multiplies by them.
+This module has the table of forms and the sizes that follow from them. weights.py makes such
+weights, kernels/integers multiplies by them.
 
 A panel holds PANEL outputs. Its bytes, in order, all multiples of 64:
   `int8`: 32 float32 scales, one an output; then for each group of 4 inputs 32 x 4 bytes, the
@@ -24,6 +24,8 @@ The numbers are those of ggml's types of the same name (gguf.quants dequantises 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from drafters.library import raw_address
 
 PANEL = 32
 """Outputs of a panel."""
@@ -122,3 +124,18 @@ def padded_inputs(form: Form, num_inputs: int) -> int:
 def panels_of(num_outputs: int) -> int:
     """Panels for that many outputs."""
     return -(-num_outputs // PANEL)
+
+
+def kernel_name(form: Form) -> str:
+    """The symbol of a form's kernel."""
+    return f"tailor_rows_{form.name}"
+
+
+def kernel_address(form: Form) -> int:
+    """Address of the form's kernel for this CPU (records.JOB_ITEMS)."""
+    return raw_address("server.model.cpu.kernels.integers.panels", kernel_name(form))
+
+
+def count_of(form: Form, num_inputs: int) -> int:
+    """What a kernel's loop runs over: blocks, or super-blocks."""
+    return padded_inputs(form, num_inputs) // (BLOCK * form.blocks_per_super)

@@ -1,54 +1,30 @@
 """IntegerHead: an LM head in quantised panels, from which rows can be copied for slices."""
-# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
-# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from server.model.cpu.arena import aligned
 from server.model.cpu.integers.amx import tile_rows
-from server.model.cpu.integers.forms import PANEL, Form
-from server.model.cpu.integers.kernels import kernel_address
-from server.model.cpu.integers.linear import IntegerLinear
-from server.model.cpu.integers.product import Part, count_of
-from server.model.cpu.integers.quantise import Activations
-from server.model.cpu.records import Float32, Int64
+from server.model.cpu.integers.forms import PANEL, Form, count_of, kernel_address
+from server.model.cpu.integers.weights import Part
+from server.model.cpu.kernels import copy_bytes
+from server.model.cpu.records import INTEGERS, Activations, Float32, Int64, Linear
 
 UInt8 = npt.NDArray[np.uint8]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _copy_rows(source: Any, token_ids: Any, out: Any, places: Any, runs: Any) -> None:
-    """Lane places[i] of `out` = lane token_ids[i] of `source`, both [panels, bytes of a panel].
-
-    runs: int64 [n, 2]: where each run of PANEL lanes begins in a panel, and the bytes of a lane.
-    """
-    for i in range(token_ids.shape[0]):
-        from_panel = source[token_ids[i] // PANEL]
-        to_panel = out[places[i] // PANEL]
-        a = token_ids[i] % PANEL
-        b = places[i] % PANEL
-        for run in range(runs.shape[0]):
-            start, size = runs[run]
-            for j in range(size):
-                to_panel[start + b * size + j] = from_panel[start + a * size + j]
-
-
 def _runs(form: Form, num_inputs: int) -> Int64:
-    """Every run of PANEL lanes in a panel: [(first byte, bytes of a lane)]; see forms.py."""
+    """Every run of PANEL lanes in a panel: [(first byte, bytes of a lane, lanes)]; see forms.py."""
     small = 1 if form.two_level else 2
-    runs: list[tuple[int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     at = 0
 
     def add(num_bytes: int, lane: int) -> None:
         nonlocal at
         for _ in range(num_bytes // (PANEL * lane)):
-            runs.append((at, lane))
+            runs.append((at, lane, PANEL))
             at += PANEL * lane
 
     blocks = num_inputs // 32
@@ -91,9 +67,9 @@ class IntegerHead:
 
     def copy_rows(self, token_ids: Int64, out: UInt8, places: Int64) -> None:
         """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
-        _copy_rows(self.panels, token_ids, out, places, self._runs)
+        copy_bytes(self.panels, token_ids, out, places, self._runs)
 
-    def record(self, panels: UInt8, num_panels: int) -> IntegerLinear:
+    def record(self, panels: UInt8, num_panels: int) -> Linear:
         """The first num_panels panels as a product's weights."""
         form = self._form
         line = (
@@ -101,7 +77,7 @@ class IntegerHead:
             count_of(form, self._num_inputs), 0, num_panels * PANEL,
         )  # fmt: skip
         parts = np.array([[line]], np.int64)
-        return IntegerLinear(
-            parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]), self._rows,
-            self._factors, tile_rows(),
+        return Linear(
+            INTEGERS, parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]),
+            self._rows, self._factors, tile_rows(),
         )  # fmt: skip

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drafters.json_text import parsed
 from server.model.cpu.integers.forms import BY_NAME, panels_of
-from server.model.cpu.integers.product import Part
+from server.model.cpu.integers.weights import Part
 from server.model.cpu.records import Float32
 
 __all__ = ["KeptWeights", "Measured", "layers_in_blocks", "told", "write_panels"]
@@ -45,7 +46,7 @@ class KeptWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        layout = json.loads((folder / _LAYOUT).read_text(encoding="utf-8"))
+        layout = parsed((folder / _LAYOUT).read_text(encoding="utf-8"))
         self._matrices: dict[str, list[list[int | str]]] = layout["matrices"]
         self._bytes = np.memmap(folder / _PANELS, np.uint8, "r")
         with np.load(folder / _FACTORS) as found:
@@ -76,7 +77,7 @@ class KeptWeights:
 def layers_in_blocks(folder: Path) -> dict[str, list[int]]:
     """kind -> layers that `int8` keeps in blocks, of a folder; {} where it does not say."""
     try:
-        layout = json.loads((folder / _LAYOUT).read_text(encoding="utf-8"))
+        layout = parsed((folder / _LAYOUT).read_text(encoding="utf-8"))
         return dict(layout["in_blocks"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -2,39 +2,116 @@
 
 What: matrices as a GGUF has them, or rounded to a form, in panels; the same attributes as
 weights.PackedWeights, which keeps floats. Norms and biases stay float32. What not: files (the
-Weights that it is given), products (linear.py).
+Weights that it is given), products (kernels/integer_linear.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from server.model.cpu.arena import Arena
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs, panels_of
+from server.model.cpu.integers.amx import tile_rows
+from server.model.cpu.integers.forms import (
+    BLOCK,
+    BY_NAME,
+    PANEL,
+    Form,
+    count_of,
+    kernel_address,
+    padded_inputs,
+    panels_of,
+)
 from server.model.cpu.integers.head import IntegerHead
 from server.model.cpu.integers.kept import KeptWeights, Measured
-from server.model.cpu.integers.linear import IntegerLinear, integer_linear
-from server.model.cpu.integers.product import IntegerMatrix, Part, matrix_of, pack
-from server.model.cpu.integers.quantise import Activations, activations
 from server.model.cpu.integers.spread import spread_weights
-from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
-from server.model.cpu.records import Float32, Int64, Layers
-from server.model.cpu.step import Table, block_table, float_table
+from server.model.cpu.integers.weights import (
+    Part,
+    Stored,
+    dequantised,
+    from_ggml,
+    pack,
+    pack_rows,
+    quantised,
+)
+from server.model.cpu.records import (
+    INTEGERS,
+    READY,
+    Activations,
+    Float32,
+    Int64,
+    Layers,
+    Linear,
+    Table,
+)
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
+from server.model.cpu.weights import block_table, embedded, float_table
 from server.model.shape import ModelShape
 
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
 """What `weights` may be called -> the form that floats are rounded to, but for layers that are in
 blocks for outliers (outliers.py measures which) and the LM head."""
 
-_HEAD_FORM = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
+HEAD_FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
 # Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
 _KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
-_NOTHING = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
 _CHUNK = 128 * PANEL  # rows of the head that are taken apart at a time: it is larger then
+
+
+class IntegerMatrix(NamedTuple):
+    """A matrix of weights whose outputs are cut into parts, each in a form of its own.
+
+    parts: int64 [parts, 6]: address of the panels, of the form's kernel, bytes of a panel, count
+    (the kernel's argument), first output, outputs. inputs: K. outputs: N. per_row: whether
+    activations have one scale a row (`int8`) and not one a block.
+    """
+
+    parts: npt.NDArray[np.int64]
+    inputs: int
+    outputs: int
+    per_row: bool
+
+
+def matrix_of(parts: Sequence[Part]) -> IntegerMatrix:
+    """The matrix of these outputs, one part after the other; it points into their panels.
+
+    The parts have the same inputs. Raises ValueError when per-output forms stand beside others.
+    """
+    per_row = {part.form.per_output for part in parts}
+    if len(per_row) != 1:
+        raise ValueError("int8 with one scale an output does not mix with forms in blocks")
+    rows, first = [], 0
+    inputs = parts[0].inputs
+    for part in parts:
+        if part.inputs != inputs:
+            raise ValueError(f"parts have {inputs} and {part.inputs} inputs")
+        kernel, count = kernel_address(part.form), count_of(part.form, inputs)
+        size = part.form.panel_bytes(inputs)
+        rows.append((part.panels.ctypes.data, kernel, size, count, first, part.outputs))
+        first += part.outputs
+    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop())
+
+
+def integer_linear(
+    matrices: Sequence[IntegerMatrix], rows: Activations, factors: Float32
+) -> Linear:
+    """The record of matrices of the same sizes, one a layer."""
+    first = matrices[0]
+    parts = np.stack([m.parts for m in matrices])
+    per_row = np.array([m.per_row for m in matrices])
+    if per_row.any() and factors.shape != (len(matrices), first.inputs):
+        raise ValueError(f"factors are {factors.shape}, not {(len(matrices), first.inputs)}")
+    return Linear(INTEGERS, parts, first.inputs, first.outputs, per_row, rows, factors, tile_rows())
+
+
+def activations(num_rows: int, num_inputs: int) -> Activations:
+    """Empty buffers for num_rows rows of num_inputs values."""
+    padded = -(-num_inputs // BLOCK) * BLOCK
+    figures = np.zeros((num_rows, padded // BLOCK, 4), np.int32)
+    return Activations(np.zeros((num_rows, padded), np.int8), figures, figures.view(np.float32))
 
 
 class FileWeights(Weights, Protocol):
@@ -73,10 +150,11 @@ class IntegerWeights:
         self._kept = kept
         self._measured = measured or (Measured() if kept is None else kept.measured)
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
-        self._head_form = None if form == "file" else BY_NAME[_HEAD_FORM[form]]
+        self._head_form = None if form == "file" else BY_NAME[HEAD_FORM_OF[form]]
         if "head" in self._measured.in_blocks:
             self._head_form = BY_NAME["q8_0"]
         self._max_rows = max_rows
+        self._hidden_size = shape.hidden_size
         self._arena = Arena()
         self.parts: dict[str, list[Part]] = {}  # the addresses of records are theirs
         self._buffers: dict[int, Activations] = {}
@@ -117,13 +195,15 @@ class IntegerWeights:
         if self._form is not None:
             return float_table(self._embedding.tensor)
         source: Any = self._source
-        return block_table(source.form(self._embedding.name), self._table)
+        return block_table(BY_NAME[source.form(self._embedding.name)], self._table)
 
     def embed(self, token_ids: Int64) -> Float32:
         """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
 
         Without torch: its threads would go on spinning beside the team's for milliseconds.
         """
+        if self.table.kind != READY:
+            return embedded(self.table, token_ids, self._hidden_size)
         rows = self._table[token_ids]
         if self._form is None:
             source: Any = self._source
@@ -156,10 +236,11 @@ class IntegerWeights:
             found[kind] = [pack(self._stored(name, part, form), self._arena) for part in parts]
         return found
 
-    def _record(self, kind: str, matrices: Sequence[IntegerMatrix | None]) -> IntegerLinear:
+    def _record(self, kind: str, matrices: Sequence[IntegerMatrix | None]) -> Linear:
         """One matrix a layer; None where a layer has none of the kind."""
         known = [matrix for matrix in matrices if matrix is not None]
-        absent = known[0]._replace(parts=np.zeros_like(known[0].parts)) if known else _NOTHING
+        nothing = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
+        absent = known[0]._replace(parts=np.zeros_like(known[0].parts)) if known else nothing
         found = [absent if matrix is None else matrix for matrix in matrices]
         num = absent.inputs if any(matrix.per_row for matrix in found) else 0
         factors = [self._factors(f"{layer}.{kind}", num) for layer in range(len(found))]

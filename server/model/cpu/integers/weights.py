@@ -2,18 +2,19 @@
 
 What: blocks of a GGUF's types taken apart (the numbers stay what they are), round-to-nearest
 quantisation of float rows, and `pack_rows`, which lays either out as forms.py says. What not:
-reading files (loader, gguf_file) and multiplying (kernels.py).
+reading files (loader, gguf_file) and multiplying (kernels/integers).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs
+from server.model.cpu.arena import Arena
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs, panels_of
 
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -262,3 +263,21 @@ def _high_words(form: Form, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
             moved = (above & np.uint32(0x03030303)) << np.uint32(2 * (step % 4))
             out[:, :, step // 4] |= moved
     return out
+
+
+class Part(NamedTuple):
+    """Outputs of a matrix that are in one form: panels uint8 [panels, form.panel_bytes(inputs)]."""
+
+    form: Form
+    inputs: int
+    outputs: int
+    panels: npt.NDArray[np.uint8]
+
+
+def pack(stored: Stored, arena: Arena) -> Part:
+    """Rows in panels, in memory of the arena."""
+    num, k = stored.numbers.shape
+    size = stored.form.panel_bytes(k)
+    panels = arena.take(panels_of(num) * size).reshape(-1, size)
+    pack_rows(stored, panels)
+    return Part(stored.form, k, num, panels)

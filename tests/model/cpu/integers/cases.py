@@ -9,11 +9,10 @@ import numpy.typing as npt
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BY_NAME, FORMS
-from server.model.cpu.integers.linear import integer_linear
-from server.model.cpu.integers.product import matrix_of, pack
-from server.model.cpu.integers.quantise import activations
-from server.model.cpu.integers.weights import Stored, from_ggml, quantised
-from server.model.cpu.linear import new_work, product
+from server.model.cpu.integers.packed import activations, integer_linear, matrix_of
+from server.model.cpu.integers.weights import Stored, from_ggml, pack, quantised
+from server.model.cpu.kernels import product
+from server.model.cpu.linear import new_work
 
 GGML = tuple(form.name for form in FORMS if not form.per_output)
 # Bytes of a block, its inputs, and where its float16 numbers lie.
@@ -63,6 +62,6 @@ def multiplied(
     if factors is None:
         factors = np.ones(matrix.inputs, np.float32)
     weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs), factors[None])
-    product(x, x.shape[0], weights, out, new_work(threads))
+    product(x, x.shape[0], weights, out, 0.0, new_work(threads))
     del packed
     return out

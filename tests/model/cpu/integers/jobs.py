@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from server.model.cpu.arena import Arena
-from server.model.cpu.integers.product import count_of, pack
+from server.model.cpu.integers.forms import count_of
+from server.model.cpu.integers.weights import pack
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, stored
 
@@ -24,7 +25,7 @@ class Job:
 
 
 def _figures(rows: reference.Inputs) -> npt.NDArray[np.int32]:
-    """quantise.py's figures: int32 [rows, blocks or 1, 4]."""
+    """integer_rows.py's figures: int32 [rows, blocks or 1, 4]."""
     num, per_row = rows.scales.shape
     q = rows.q.reshape(num, per_row, -1).astype(np.int32)
     figures = np.zeros((num, per_row, 4), np.int32)

@@ -14,15 +14,12 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from drafters.target import TARGETS
 from server.model.cpu.integers.forms import FORMS
 from tests.model.cpu.integers.jobs import job
 
-# Kernel -> (CPU that is compiled for, features of it that are told to LLVM, its instruction).
-KERNELS = {
-    "plain": ("neoverse-n1", "+neon", "mla"),
-    "neon-dotprod": ("neoverse-n1", "+neon,+dotprod", "sdot"),
-    "neon-i8mm": ("neoverse-n2", "+neon,+dotprod,+i8mm", "usdot"),
-}
+# Target -> its instruction.
+KERNELS = {"neon-dotprod": "sdot", "neon-i8mm": "usdot"}
 _NAMES = [f"tailor_integers_{form.name}" for form in FORMS]
 
 # Reads what jobs.py makes, and writes the products of all rows with all panels.
@@ -60,19 +57,19 @@ def compile_for_arm(kernel: str, folder: str) -> None:
     """In a process of its own: writes what LLVM makes of every form's kernel, kernels.s and .o."""
     from llvmlite import ir
 
-    from server.model.cpu.integers import vector_kernels
-    from server.model.cpu.integers.instructions import KERNEL
+    from server.model.cpu.kernels.integers import vectors
+    from server.model.cpu.sizes import INTEGER_KERNEL
 
-    assert kernel == KERNEL, f"{KERNEL} was chosen"
+    assert kernel == INTEGER_KERNEL, f"{INTEGER_KERNEL} was chosen"
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     triple = "aarch64-unknown-linux-gnu"
     module = ir.Module("kernels")
     module.triple = triple
     for form in FORMS:
-        vector_kernels.define_rows(module, form).linkage = "external"
-    cpu, features, _ = KERNELS[kernel]
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu, features, opt=2)
+        vectors.define_rows(module, form).linkage = "external"
+    target = TARGETS[kernel]
+    machine = llvm.Target.from_triple(triple).create_target_machine(target.cpu, target.told, opt=2)
     parsed = llvm.parse_assembly(str(module))
     Path(folder, "kernels.s").write_text(machine.emit_assembly(parsed))
     Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
@@ -82,8 +79,7 @@ def compile_for_arm(kernel: str, folder: str) -> None:
 def compiled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(kernel, folder of kernels.s and kernels.o)."""
     folder = tmp_path_factory.mktemp(request.param)
-    env = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parents[4])}
-    env["NUMBA_CPU_FEATURES"] = KERNELS[request.param][1]
+    env = {**os.environ, "TAILOR_CPU": request.param, "PYTHONPATH": str(Path(__file__).parents[4])}
     code = (
         "from tests.model.cpu.integers.test_aarch64 import compile_for_arm; "
         f"compile_for_arm({request.param!r}, {str(folder)!r})"
@@ -97,7 +93,7 @@ def test_kernels_compile_to_their_instruction_and_call_nothing(compiled: tuple[s
     kernel, folder = compiled
     lines = (folder / "kernels.s").read_text().splitlines()
     words = [line.split() for line in lines if line.startswith("\t")]
-    assert any(word[0] == KERNELS[kernel][2] and ".4s" in word[1] for word in words)
+    assert any(word[0] == KERNELS[kernel] and ".4s" in word[1] for word in words)
     assert any(word[0] == "fmla" for word in words)
     called = {word[1] for word in words if word[0] == "bl"}
     assert all(name.startswith("tailor_integers_") for name in called), called

@@ -15,21 +15,17 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers import amx
-from server.model.cpu.integers.forms import BY_NAME, FORMS
-from server.model.cpu.integers.kernels import _made, kernel_address
-from server.model.cpu.integers.tile_kernels import TILES, define_tiled_rows
+from server.model.cpu.integers.forms import FORMS
+from server.model.cpu.kernels.integers.tiles import define_tiled_rows
+from server.model.cpu.sizes import TILES
 from tests.model.cpu.integers import bochs, reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 from tests.model.cpu.integers.jobs import Job, job
-from tests.model.cpu.integers.test_kernels import PATHS
 
-_FEATURES = f"{PATHS['avx512-vnni'][1]},+amx-tile,+amx-int8"
 _ROOT = Path(__file__).parents[4]
-_ENV = {
-    **os.environ, "NUMBA_CPU_NAME": PATHS["avx512-vnni"][0], "NUMBA_CPU_FEATURES": _FEATURES,
-    "PYTHONPATH": str(_ROOT),
-}  # fmt: skip
+_ENV = {**os.environ, "TAILOR_CPU": "amx", "PYTHONPATH": str(_ROOT)}
 _JOBS = 0x1000000
 _SECTIONS = (
     "SECTIONS { . = ORIGIN; .all : { *(.start) *(.text*) *(.rodata*) *(.data*) *(.bss*) } "
@@ -50,7 +46,7 @@ def compile_tiles(folder: str) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple(triple).create_target_machine(
-        "sapphirerapids", _FEATURES, opt=2, reloc="static", codemodel="small"
+        "sapphirerapids", TARGETS["amx"].told, opt=2, reloc="static", codemodel="small"
     )
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
@@ -58,11 +54,11 @@ def compile_tiles(folder: str) -> None:
     Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
 
 
-def _child(code: str, **env: str) -> str:
+def _child(code: str) -> str:
     """What code prints in a process that compiles for a CPU with tiles."""
     command = [sys.executable, "-c", f"from tests.model.cpu.integers import test_amx; {code}"]
     done = subprocess.run(
-        command, env=_ENV | env, capture_output=True, text=True, timeout=600, check=False
+        command, env=_ENV, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
@@ -170,11 +166,10 @@ def falls_back() -> None:
     assert len(told) == 1 and told[0].startswith("AMX tiles are not used, avx512-vnni multiplies")
 
 
-def test_a_cpu_that_only_claims_to_have_tiles_multiplies_by_vectors(other_cpu_s_code: Path) -> None:
-    host = llvm.get_host_cpu_features()
-    if not host.get("avx512vnni", False) or host.get("amx-tile", False):
+def test_a_cpu_that_only_claims_to_have_tiles_multiplies_by_vectors() -> None:
+    if not runs_here(TARGETS["avx512-vnni"]) or runs_here(TARGETS["amx"]):
         pytest.skip("this CPU has no AVX-512 VNNI, or has tiles")
-    _child("test_amx.falls_back()", NUMBA_CACHE_DIR=str(other_cpu_s_code))
+    _child("test_amx.falls_back()")
 
 
 @pytest.mark.parametrize(
@@ -184,24 +179,3 @@ def test_a_cpu_that_only_claims_to_have_tiles_multiplies_by_vectors(other_cpu_s_
 )  # fmt: skip
 def test_tiles_multiply_where_they_stay_the_faster(faster: tuple[bool, ...], place: int) -> None:
     assert amx.least_rows([(1.0, 2.0) if tiles else (2.0, 1.0) for tiles in faster]) == place
-
-
-def compiled_before() -> bool:
-    """In a process of its own: whether the kernel of `q4_0` came from the cache."""
-    kernel_address(BY_NAME["q4_0"])
-    return bool(_made[BY_NAME["q4_0"].number].cache_hits)
-
-
-def test_code_made_for_one_cpu_is_not_run_on_another(tmp_path: Path) -> None:
-    if "x86" not in llvm.get_process_triple():
-        pytest.skip("this CPU is no x86")
-    found = []
-    for path in ("avx2", "avx-vnni", "avx2"):
-        cpu, features, _ = PATHS[path]
-        found.append(
-            _child(
-                "print(test_amx.compiled_before())", NUMBA_CACHE_DIR=str(tmp_path),
-                NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features,
-            )
-        )  # fmt: skip
-    assert found == ["False", "False", "True"]

@@ -7,30 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers.forms import FORMS, PANEL
-from server.model.cpu.integers.instructions import KERNEL, choose
-from server.model.cpu.integers.product import ROW_SPAN
 from server.model.cpu.integers.spread import spread, spread_weights
 from server.model.cpu.linear import new_work
+from server.model.cpu.sizes import INTEGER_KERNEL, ROW_SPAN, integer_kernel
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 
 NAMES = [form.name for form in FORMS]
-_AVX2 = "+avx,+avx2,+fma,+sse4.2,+sse4.1,+ssse3,+bmi,+bmi2,+f16c,+popcnt"
-_AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"
-# Kernel -> (CPU that is compiled for, its features, those of the host that it takes).
-PATHS = {
-    "plain": ("x86-64", "+sse2", ()),
-    "avx2": ("haswell", _AVX2, ("avx2",)),
-    "avx-vnni": ("haswell", f"{_AVX2},+avxvnni", ("avxvnni",)),
-    "avx512": ("skylake-avx512", _AVX512, ("avx512bw",)),
-    "avx512-vnni": ("cascadelake", f"{_AVX512},+avx512vnni", ("avx512vnni",)),
-}
+PATHS = ("x86-64", "avx2", "avx-vnni", "avx512", "avx512-vnni")
+"""Targets of this architecture."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,19 +78,20 @@ def test_tiny_and_huge_activations() -> None:
 
 
 def test_the_widest_kernel_that_a_cpu_has_is_chosen() -> None:
-    assert choose({"avx2", "avx512f", "avx512bw", "avx512vnni", "avxvnni"}) == "avx512-vnni"
-    assert choose({"avx2", "avx512f", "avx512bw", "avxvnni"}) == "avx-vnni"
-    assert choose({"avx2", "avx512f", "avx512bw"}) == "avx512"
-    assert choose({"avx2", "avxvnni"}) == "avx-vnni"
-    assert choose({"avx2"}) == "avx2"
-    assert choose({"neon", "dotprod", "i8mm"}) == "neon-i8mm"
-    assert choose({"neon", "dotprod"}) == "neon-dotprod"
-    assert choose({"neon"}) == "plain"
+    both = frozenset({"avx2", "avx512f", "avx512bw", "avx512vnni", "avxvnni"})
+    assert integer_kernel(both) == "avx512-vnni"
+    assert integer_kernel(frozenset({"avx2", "avx512f", "avx512bw", "avxvnni"})) == "avx-vnni"
+    assert integer_kernel(frozenset({"avx2", "avx512f", "avx512bw"})) == "avx512"
+    assert integer_kernel(frozenset({"avx2", "avxvnni"})) == "avx-vnni"
+    assert integer_kernel(frozenset({"avx2"})) == "avx2"
+    assert integer_kernel(frozenset({"neon", "dotprod", "i8mm"})) == "neon-i8mm"
+    assert integer_kernel(frozenset({"neon", "dotprod"})) == "neon-dotprod"
+    assert integer_kernel(frozenset({"neon"})) == "plain"
 
 
 def check_all(kernel: str) -> None:
     """In a process of its own: the kernel of that name, every form, against the reference."""
-    assert kernel == KERNEL, f"{KERNEL} was chosen"
+    assert integer_kernel(TARGETS[kernel].features) == INTEGER_KERNEL
     room = new_work(1).pairs.shape[1]  # a span of rows, gate and up: floats' panels differ by CPU
     assert room >= 2 * PANEL * ROW_SPAN, (room, PANEL, ROW_SPAN)
     for seed, name in enumerate(NAMES):
@@ -146,25 +138,16 @@ def test_spread_inputs_and_weights_have_the_product_of_both() -> None:
 
 def test_a_row_that_no_thread_has_room_for_is_refused() -> None:
     width = new_work(1).pairs.shape[1]
-    with pytest.raises(RuntimeError, match="failed"):
+    with pytest.raises(ValueError, match="no room"):
         multiplied(inputs(1, width), [stored("int8", 32, width)])
     assert new_work(1, inputs=width).pairs.shape[1] >= width + 32
 
 
-@pytest.mark.parametrize("kernel", sorted(PATHS))
-def test_every_instruction_set_gives_the_same_bits(kernel: str, other_cpu_s_code: Path) -> None:
-    cpu, features, needed = PATHS[kernel]
-    host = llvm.get_host_cpu_features()
-    lacking = [name for name in needed if not host.get(name, False)]
-    if lacking or "x86" not in llvm.get_process_triple():
-        pytest.skip(f"this CPU has no {', '.join(lacking) or 'x86'}")
-    env = {
-        **os.environ,
-        "NUMBA_CPU_NAME": cpu,
-        "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(other_cpu_s_code),
-        "PYTHONPATH": str(Path(__file__).parents[4]),
-    }
+@pytest.mark.parametrize("kernel", PATHS)
+def test_every_instruction_set_gives_the_same_bits(kernel: str) -> None:
+    if not runs_here(TARGETS[kernel]):
+        pytest.skip(f"this CPU is no {kernel}")
+    env = {**os.environ, "TAILOR_CPU": kernel, "PYTHONPATH": str(Path(__file__).parents[4])}
     code = (
         "from tests.model.cpu.integers.test_kernels import check_all; "
         f"check_all({kernel!r}); print('same')"

@@ -12,14 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from server.model.cpu.integers.instructions import KERNEL
+from drafters.target import TARGETS, runs_here
+from server.model.cpu.sizes import INTEGER_KERNEL as KERNEL
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
-from tests.model.cpu.integers.test_kernels import PATHS
 from tests.model.cpu_models import cpu_runner
 
 _PROMPT, _NEW = 90, 12  # more rows at once than half a span: each thread fills its buffer
@@ -50,18 +49,10 @@ def greedy() -> str:
 
 
 @pytest.mark.slow
-def test_avx2_gives_the_text_of_the_widest_kernel(other_cpu_s_code: Path) -> None:
-    cpu, features, needed = PATHS["avx2"]
-    host = llvm.get_host_cpu_features()
-    if not all(host.get(name, False) for name in (*needed, "fma", "f16c")):
+def test_avx2_gives_the_text_of_the_widest_kernel() -> None:
+    if not runs_here(TARGETS["avx2"]):
         pytest.skip("this CPU has no AVX2")
-    env = {
-        **os.environ,
-        "NUMBA_CPU_NAME": cpu,
-        "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(other_cpu_s_code),
-        "PYTHONPATH": str(Path(__file__).parents[4]),
-    }
+    env = {**os.environ, "TAILOR_CPU": "avx2", "PYTHONPATH": str(Path(__file__).parents[4])}
     code = (
         "from tests.model.cpu.integers.test_same_text import KERNEL, greedy; "
         "assert KERNEL == 'avx2'; print(greedy())"

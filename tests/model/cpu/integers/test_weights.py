@@ -8,8 +8,8 @@ from gguf import GGMLQuantizationType, quants
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BY_NAME, CHANNEL, FORMS
-from server.model.cpu.integers.product import matrix_of, pack
-from server.model.cpu.integers.weights import dequantised, from_ggml, quantised
+from server.model.cpu.integers.packed import matrix_of
+from server.model.cpu.integers.weights import dequantised, from_ggml, pack, quantised
 from tests.model.cpu.integers.cases import GGML, ggml_rows, stored
 
 

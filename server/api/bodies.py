@@ -1,0 +1,552 @@
+"""What the bodies of all routes have in common, and the fields that the generating routes share.
+
+One rule holds for every object that a client sends: types are strict, a member that is null counts
+as absent, and any other member is honoured, or refused by its name, or holds the value that applies
+anyway (NEUTRAL). Members that change nothing at all are NO_OP_FIELDS. What other servers' clients
+call by another name is taken under that name, too (ALIASES), and errors have the name that was
+sent.
+
+`validate` is the only place where a body is checked against its class, once. Bounds that depend on
+the model, the task or the server's configuration are checked in server.api.order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from server.config.declared import request_parameters, request_sections
+from server.errors import InvalidRequestError, UnknownFieldError, UnsupportedFieldError, echoed
+from server.types import INT31, PARAMETERS
+
+Neutral = tuple[tuple[Any, ...], str]
+"""Values that apply anyway, and why no other one is taken ("" where there is nothing to say)."""
+Path = tuple[str, ...]
+
+NO_OP_FIELDS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 256
+_SHOWN_NAMES = 3
+
+
+class BodyPart(BaseModel):
+    """Base of every object that a client sends."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        frozen=True,
+        protected_namespaces=(),
+    )
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = {}
+    ALIASES: ClassVar[Mapping[str, Path]] = {}
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    """What to send instead of a field that other servers have."""
+
+    _spelled: dict[Path, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
+    def called(self, *path: str) -> str:
+        """What the client calls the field at this path: its name, or an alias."""
+        for i in range(len(path), 0, -1):
+            if path[:i] in self._spelled:
+                return ".".join((self._spelled[path[:i]], *path[i:]))
+        return ".".join(path)
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether a value is null or empty, or holds nothing but such values."""
+    if isinstance(value, dict):
+        return all(says_nothing(item) for item in value.values())
+    return value is None or value == "" or value == []
+
+
+# --- what a generating route takes ----------------------------------------------------------------
+
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_SCHEMA = {
+    "anyOf": [
+        _STOP_TEXT,
+        {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS},
+        {"type": "null"},
+    ]
+}
+_SCHEMA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
+
+TokenId = Annotated[int, Field(ge=0, le=INT31)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class StreamOptions(BodyPart):
+    """stream_options, of OpenAI and vLLM."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = Field(
+        False, description="only false is honoured: chunks are never padded"
+    )
+
+
+@request_sections(BodyPart)
+class SpeculationBody(BodyPart):
+    """How this request drafts, within the task's limits. It changes speed, never the text."""
+
+    drafter: str | None = Field(None, min_length=1, max_length=64)
+    max_draft_tokens: int | None = Field(None, ge=0, le=256)
+    corpus: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="a task whose corpus to draft from, or off for none",
+    )
+
+
+class VocabularyBody(BodyPart):
+    """What part of the LM head this request computes, within the task's allowed modes."""
+
+    mode: Literal["full", "slice", "exact"] | None = None
+    verify_every: int | None = Field(
+        None, ge=1, le=1024, description="tokens that exact verifies at once"
+    )
+
+
+class ContextMarksBody(BodyPart):
+    """Where the prompt's context lies: after the first `after`, before the next `before`."""
+
+    after: str | None = Field(None, min_length=1, max_length=1000)
+    before: str | None = Field(None, min_length=1, max_length=1000)
+
+
+class PredictionBody(BodyPart):
+    """OpenAI's predicted output: text that the answer will probably repeat. It changes speed only.
+
+    content: the text, or a list of text parts that are joined as they are.
+    """
+
+    type: Literal["content"]
+    content: Annotated[Any, WithJsonSchema(_TEXT_SCHEMA)]
+
+
+class StructuredOutputsBody(BodyPart):
+    """vLLM's structured_outputs: exactly one of json, regex, choice, grammar and json_object."""
+
+    json_value: Annotated[Any, WithJsonSchema(_SCHEMA_SCHEMA)] = Field(
+        None, alias="json", description="a JSON schema, as an object or as its text"
+    )
+    regex: str | None = Field(None, min_length=1, max_length=1 << 18)
+    choice: list[str] | None = Field(None, min_length=1, max_length=4096)
+    grammar: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1 << 18,
+        description="Lark, as llguidance reads it, or GBNF, llama.cpp's",
+    )
+    json_object: bool | None = None
+    whitespace_pattern: str | None = Field(
+        None,
+        max_length=1000,
+        description='regular expression of the white space between two JSON tokens; "" is none',
+    )
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = Field(
+        None,
+        description="whether objects that do not say allow no other members; default: only objects "
+        "that describe their members",
+    )
+
+
+class JsonSchemaBody(BodyPart):
+    """response_format.json_schema. Name and `strict` change nothing: a schema always holds."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = Field(None, max_length=1 << 16)
+    schema_value: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormatBody(BodyPart):
+    """OpenAI's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+    schema_value: dict[str, Any] | None = Field(
+        None,
+        alias="schema",
+        description="of json_object or json_schema, as llama.cpp and Together take it",
+    )
+
+
+_NEUTRAL: Mapping[str, Neutral] = {
+    # vLLM
+    "use_beam_search": ((False,), "nothing is searched, choices are drawn"),
+    "length_penalty": ((1.0,), "it belongs to beam search"),
+    "early_stopping": ((False,), "it belongs to beam search"),
+    "spaces_between_special_tokens": ((True,), "text is made of the tokens' own bytes"),
+    "detokenize": ((True,), "answers have text"),
+    "include_reasoning": ((True,), ""),
+    "logits_processors": (([],), ""),
+    "vllm_xargs": (({},), ""),
+    "mm_processor_kwargs": (({},), "this model reads text only"),
+    # llama.cpp: samplers that are off, and what changes no text
+    "cache_prompt": ((True,), ""),
+    "dry_multiplier": ((0,), ""),
+    "dynatemp_range": ((0,), ""),
+    "id_slot": ((-1,), ""),
+    "min_keep": ((0,), ""),
+    "mirostat": ((0,), ""),
+    "n_probs": ((0,), ""),
+    "post_sampling_probs": ((False,), ""),
+    "return_progress": ((False,), ""),
+    "tfs_z": ((1,), ""),
+    "timings_per_token": ((False,), ""),
+    "top_n_sigma": ((-1,), ""),
+    "typical_p": ((1,), ""),
+    "verbose": ((False,), ""),
+    "xtc_probability": ((0,), ""),
+}
+_GRAMMAR: Path = ("structured_outputs", "grammar")
+_ALIASES: Mapping[str, Path] = {
+    # llama.cpp
+    "grammar": _GRAMMAR,
+    "json_schema": ("structured_outputs", "json"),
+    "return_tokens": ("return_token_ids",),
+    # SGLang
+    "ebnf": _GRAMMAR,
+    "regex": ("structured_outputs", "regex"),
+    # older vLLM
+    "guided_choice": ("structured_outputs", "choice"),
+    "guided_grammar": _GRAMMAR,
+    "guided_json": ("structured_outputs", "json"),
+    "guided_regex": ("structured_outputs", "regex"),
+    "guided_whitespace_pattern": ("structured_outputs", "whitespace_pattern"),
+}
+_ELSEWHERE = {
+    "n_probs": "Send logprobs.",
+    "request_id": "Send the header x-request-id.",
+    "sampling_params": "Send its members themselves.",
+}
+
+
+def aliases(names: Mapping[str, str], further: Mapping[str, Path] = {}) -> Mapping[str, Path]:
+    """ALIASES of a generating route. names: what it calls parameters (server.types.PARAMETERS) by
+    another name than their own."""
+    own: dict[str, Path] = {}
+    for one in PARAMETERS:
+        path = (names.get(one.name, one.name),)
+        own |= dict.fromkeys(one.aliases, path)
+        if path != (one.name,):
+            own[one.name] = path
+    return {**_ALIASES, **own, **further}
+
+
+def _in_schema(schema: dict[str, Any], model: type[BodyPart]) -> None:
+    """Tell a body's JSON schema of neutral fields and aliases, and that `model` may be absent."""
+    if "model" in schema.get("required", ()):
+        schema["required"].remove("model")
+    for name, (values, reason) in model.NEUTRAL.items():
+        told = f"changes nothing: {reason}" if reason else "changes nothing"
+        schema["properties"][name] = {"enum": list(values), "description": told}
+    for name, path in model.ALIASES.items():
+        if path[0] not in model.NEUTRAL:
+            schema["properties"][name] = {"description": f"another name of {'.'.join(path)}"}
+
+
+@request_parameters(without={"max_tokens"})
+class GenerationBody(BodyPart):
+    """What the generating routes share. None is "not given": the task's or the server's default.
+
+    The parameters of server.types.PARAMETERS are fields of it, too; what bounds the output's length
+    has another name in each route.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_in_schema)
+    NEUTRAL = _NEUTRAL
+    ALIASES = aliases({})
+    ELSEWHERE: ClassVar[Mapping[str, str]] = _ELSEWHERE
+
+    model: ModelName | None = Field(None, description="default the server's first")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=1024)
+    stop: Annotated[Any, WithJsonSchema(_STOP_SCHEMA)] = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024
+    )
+    prediction: PredictionBody | None = None
+    response_format: ResponseFormatBody | None = None
+
+    # vLLM's.
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=1 << 18)
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-INT31, le=INT31)
+    cache_salt: str | None = Field(None, max_length=256)
+    structured_outputs: StructuredOutputsBody | None = None
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="of every prompt token; not with stream"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='tokens of logprobs as "token_id:123"'
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=256, description="words of one token each, which are never written"
+    )
+    logprob_token_ids: list[TokenId] | None = Field(
+        None, max_length=128, description="told by logprobs in place of the likeliest"
+    )
+
+    # Ours.
+    additional_properties: bool | None = Field(
+        None,
+        description="whether objects of a JSON schema that do not say may have members that it "
+        "does not describe; default the task's, else false",
+    )
+    lenient_schemas: bool | None = Field(
+        None,
+        description="whether keywords of JSON schemas that cannot be held are left out; default "
+        "the task's, else false: they are refused by name",
+    )
+    speculation: SpeculationBody | None = None
+    vocabulary: VocabularyBody | None = None
+    include_speculation: bool | None = None
+    include_token_sources: bool | None = None
+    include_rejected_drafts: bool | None = None
+    context: ContextMarksBody | None = None
+
+    # No-ops.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    if TYPE_CHECKING:  # the parameters are declared in server.types
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+_B = TypeVar("_B", bound=BodyPart)
+
+
+def validate(model: type[_B], body: dict[str, Any], at: str = "") -> _B:
+    """`body` as a `model`. Raises InvalidRequestError and its kin, naming the field.
+
+    at: where the object lies in the body ("questions[3]"), for the error's param.
+    """
+    spelled: dict[Path, str] = {}
+    if not body.keys() <= model.model_fields.keys() or not body.keys().isdisjoint(model.NEUTRAL):
+        body = _translated(model, body, spelled, at)
+    try:
+        made = model.model_validate(body)
+    except ValidationError as error:
+        # The first one is enough, and a list of 10^5 wrong items must not become a page of errors.
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _invalid(first, body, at, spelled) from None
+    if spelled:
+        made._spelled = spelled
+    return made
+
+
+def _translated(
+    model: type[BodyPart], body: dict[str, Any], spelled: dict[Path, str], at: str
+) -> dict[str, Any]:
+    """The body in the model's own names, without neutral fields. spelled: gets the aliases."""
+    ours: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in model.NEUTRAL:
+            _check_neutral(model, name, value, at)
+        elif name in model.model_fields:
+            ours[name] = value
+        elif name not in model.ALIASES:
+            unknown.append(name)
+    if unknown:
+        raise _unknown(model, unknown, at)
+    for name, path in model.ALIASES.items():
+        value = body.get(name)
+        if value is None or name in model.model_fields:
+            continue
+        if path[0] in model.NEUTRAL:
+            _check_neutral(model, path[0], value, at, name)
+            continue
+        inside = ours
+        for part in path[:-1]:
+            inside = ours[part] = dict(ours.get(part) or {})
+        before = inside.setdefault(path[-1], value)
+        if before is not value and (before != value or type(before) is not type(value)):
+            other = spelled.get(path, ".".join(path))
+            raise InvalidRequestError(
+                f"this and {other} are two names of one field; give one.", at=_joined(at, name)
+            )
+        spelled.setdefault(path, name)
+    return ours
+
+
+def _check_neutral(
+    model: type[BodyPart], field: str, value: Any, at: str, name: str | None = None
+) -> None:
+    values, reason = model.NEUTRAL[field]
+    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
+        return
+    told = reason or "this server has no such setting"
+    if values:
+        told += f"; only {' and '.join(map(json.dumps, values))} is taken, got {echoed(value)}"
+    hint = model.ELSEWHERE.get(name or field, "")
+    raise UnsupportedFieldError(f"{told}.{hint and ' '}{hint}", at=_joined(at, name or field))
+
+
+def _unknown(model: type[BodyPart], names: list[str], at: str) -> UnknownFieldError:
+    shown = ", ".join(echoed(name, 40) for name in names[:_SHOWN_NAMES])
+    if len(names) > _SHOWN_NAMES:
+        shown += f" and {len(names) - _SHOWN_NAMES} more"
+    hint = model.ELSEWHERE.get(names[0], "")
+    if not hint:
+        known = [*model.model_fields, *model.ALIASES]
+        near = difflib.get_close_matches(names[0][:64], known, n=1, cutoff=0.75)
+        hint = f"Did you mean {near[0]}?" if near else ""
+    return UnknownFieldError(
+        f"Unknown field{'s' if len(names) > 1 else ''}: {shown}.{hint and ' '}{hint}",
+        param=_joined(at, echoed(names[0], 64).strip("'")),
+    )
+
+
+def _joined(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name
+
+
+_PLAIN = {
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "too_short": "must have a length of at least {min_length}",
+    "too_long": "may have at most {max_length} items",
+}
+"""Texts of pydantic's that name its own classes, in words."""
+
+
+def _invalid(
+    problem: ErrorDetails, body: Mapping[str, Any], at: str, spelled: Mapping[Path, str]
+) -> InvalidRequestError:
+    path = problem["loc"]
+    value: Any = body
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    for i in range(len(path), 0, -1):
+        if path[:i] in spelled:
+            path = (spelled[tuple(map(str, path[:i]))], *path[i:])
+            break
+    param = at
+    for part in path:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        else:
+            known = part.isascii() and part.isidentifier() and len(part) <= 40
+            param = _joined(param, part if known else echoed(part, 40))
+    kind = problem["type"]
+    message = problem["msg"]
+    if kind in _PLAIN:
+        message = _PLAIN[kind].format(**problem.get("ctx", {}))
+    if kind == "extra_forbidden":
+        return UnknownFieldError(f"Unknown field: {param}.", param=param)
+    if kind == "missing":
+        return required(param)
+    return InvalidRequestError(
+        f"{message[:1].lower()}{message[1:]}; got {echoed(value)}.", at=param
+    )
+
+
+def required(at: str) -> InvalidRequestError:
+    """The error of a field that is missing."""
+    return InvalidRequestError(f"The field {at} is required.", param=at)
+
+
+TEXT_PARTS: Mapping[str, str] = {"text": "text", "refusal": "refusal"}
+
+
+def joined_texts(
+    content: Any,
+    at: str,
+    separator: str,
+    *,
+    parts: Mapping[str, str] = TEXT_PARTS,
+    ignored: frozenset[str] = frozenset({"cache_control"}),
+) -> str:
+    """The text of a string or of a list of text parts.
+
+    at: path of the content in the body. parts: types of text parts, and the member with the text.
+    ignored: further members that may hold anything; others may be null or empty. Raises
+    InvalidRequestError, and UnsupportedFieldError for parts that are no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"must be a string or a list of text parts; got {echoed(content)}.", at=at
+        )
+    texts = []
+    for i, part in enumerate(content):
+        where = f"{at}[{i}]"
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise InvalidRequestError(
+                f"a part is an object with a type; got {echoed(part)}.", at=where
+            )
+        kind = part["type"]
+        key = parts.get(kind)
+        if key is None:
+            raise UnsupportedFieldError(
+                f"this model reads text only; a part of type {echoed(kind, 40)} cannot be used, "
+                "and nothing is fetched.",
+                at=where,
+            )
+        if not isinstance(part.get(key), str):
+            raise InvalidRequestError(
+                f"must be a string; got {echoed(part.get(key))}.", at=f"{where}.{key}"
+            )
+        refuse_members(part, {"type", key, *ignored}, where)
+        texts.append(part[key])
+    return separator.join(texts)
+
+
+def refuse_members(item: Mapping[str, Any], known: set[str], at: str) -> None:
+    """Raise UnknownFieldError for a member that is none of `known` and says something."""
+    for name, value in item.items():
+        if name not in known and not says_nothing(value):
+            path = f"{at}.{echoed(name, 40).strip(chr(39))}"
+            raise UnknownFieldError(f"Unknown field: {path}.", param=path)

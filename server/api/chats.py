@@ -1,0 +1,341 @@
+"""From a conversation to a prompt: the model's template turns messages and tools into ids, and what
+the answer must be is known.
+
+Every route that chats makes a Chat of its body, in the words of no route; places in the body travel
+with what lies there (`at`), so that errors name the route's own fields. Without any max_tokens an
+answer may fill the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.bodies import GenerationBody
+from server.api.body import parse_object
+from server.api.chat_template import ChatTemplate, RenderedChat
+from server.api.grammars import OutputFormat, Wanted, grammar_of_schema
+from server.api.order import Generation, Names, Orders, Target, rules_of
+from server.api.served_model import ChatModel
+from server.api.tools.calls import ToolReader
+from server.api.tools.chosen import (
+    ChosenTools,
+    ForcedCall,
+    Tool,
+    chosen_tools,
+    force_call,
+    tell_tools,
+)
+from server.errors import (
+    InvalidBodyError,
+    InvalidRequestError,
+    RequestError,
+    UnsupportedFieldError,
+    echoed,
+)
+from server.types import INT31, scope_of
+
+MAX_MESSAGES = 4096
+TEMPLATE_KWARGS: Mapping[str, type] = {
+    "date_string": str,
+    "enable_thinking": bool,
+    "preserve_thinking": bool,
+    "reasoning_effort": str,
+    "thinking": bool,
+    "tools_in_user_message": bool,
+}
+"""What chat_template_kwargs may set, where the model's template reads it."""
+
+THINKING = frozenset({"enable_thinking", "preserve_thinking", "thinking"})
+EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that an assistant has made. arguments: JSON text. at: of its function."""
+
+    call_id: str
+    name: str
+    arguments: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation. at: where it lies in the body."""
+
+    role: str
+    content: str
+    at: str
+    name: str | None = None
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A conversation that a model shall go on with.
+
+    body: the fields that all routes share. names: the route's: prompt, max_tokens, logprobs and
+    reasoning_effort. tool_choice: as of chosen_tools, nests too. form: of the answer. variables:
+    chat_template_kwargs.
+    """
+
+    body: GenerationBody
+    names: Names
+    turns: Sequence[Turn]
+    max_tokens: int | None
+    logprobs: int | None = None
+    tools: Sequence[Tool] = ()
+    tool_choice: Any = None
+    nests: bool = True
+    parallel: bool = True
+    form: OutputFormat | None = None
+    effort: str | None = None
+    variables: Mapping[str, Any] | None = None
+    continues: bool = False
+    adds_prompt: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as the model gets it. text: of `ids`, with control tokens. grammar: what the answer
+    must match to be the forced call, and the field it comes from."""
+
+    model: ChatModel
+    tools: ChosenTools
+    forced: ForcedCall | None
+    grammar: Wanted | None
+    text: str
+    ids: list[int]
+
+
+class Chats:
+    """Turns Chats into prompts and Generations."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    async def generation(self, chat: Chat, target: Target) -> Generation:
+        """The Generation of a Chat. Raises the client's errors (4xx)."""
+        prompt = await self.prompt(chat, target)
+        tools, forced, style = prompt.tools, prompt.forced, prompt.model.style
+        can_call = bool(tools.callable)
+
+        def new_reader() -> ToolReader:
+            assert style is not None
+            return ToolReader(
+                style,
+                frozenset(tools.callable),
+                strict=tools.strict,
+                max_calls=None if tools.parallel else 1,
+                begun=forced is not None and forced.begun,
+                forced=None if forced is None else forced.name,
+            )
+
+        return Generation(
+            body=chat.body,
+            names=chat.names,
+            prompts=[prompt.ids],
+            max_tokens=chat.max_tokens,
+            default_max_tokens=INT31,
+            logprobs=chat.logprobs,
+            form=chat.form,
+            grammar=prompt.grammar,
+            new_reader=new_reader if can_call else None,
+            forces_call=forced is not None,
+            table=prompt.model.table if can_call else None,
+            token_names=prompt.model.names,
+        )
+
+    async def prompt(self, chat: Chat, target: Target) -> ChatPrompt:
+        """The ids of a Chat's messages and tools. Raises the client's errors (4xx)."""
+        model, orders, names = target.model.chat_model, self._orders, chat.names
+        if model is None:
+            raise UnsupportedFieldError(
+                f"{echoed(target.model.name)} has no chat template: it continues text, it does not "
+                "chat. Use /v1/completions.",
+                at="model",
+            )
+        if chat.continues and chat.adds_prompt:
+            raise InvalidRequestError(
+                "this and add_generation_prompt contradict each other.", at="continue_final_message"
+            )
+        rules = rules_of(chat.body, target.task)
+        tools = chosen_tools(
+            chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
+        )
+        if tools.shown is not None and model.style is None:
+            raise UnsupportedFieldError(
+                "this model's chat template writes calls in a way that is not read here.",
+                at="tools",
+            )
+        forced, grammar = await self._forced(chat, tools, model, target)
+        messages = self._messages(chat, model.template, tools)
+        num_chars = sum(len(message["content"]) for message in messages)
+        # Templates may repeat messages; they hardly ever leave one out.
+        orders.check_size(num_chars, target, chat.max_tokens, names)
+        opening = "" if forced is None else forced.opening
+        try:
+            rendered = await self._render(chat, messages, tools, model, opening)
+            orders.check_size(rendered.num_bytes, target, chat.max_tokens, names)
+            ids = await orders.work(
+                lambda: target.model.prompt_ids(model.template.encode(rendered)),
+                rendered.num_bytes,
+            )
+        except RequestError as error:
+            raise (error.moved(names["prompt"]) if error.at == "messages" else error) from None
+        if not ids:
+            raise InvalidRequestError("they have no tokens.", at=names["prompt"])
+        return ChatPrompt(model, tools, forced, grammar, rendered.text, ids)
+
+    async def _forced(
+        self, chat: Chat, tools: ChosenTools, model: ChatModel, target: Target
+    ) -> tuple[ForcedCall | None, Wanted | None]:
+        """How a call is forced, and its checked grammar."""
+        body = chat.body
+        if tools.callable:
+            formatted = "" if chat.form is None or chat.form.kind == "text" else chat.form.field
+            at = body.called("structured_outputs") if body.structured_outputs else formatted
+            if at:
+                raise UnsupportedFieldError(
+                    "cannot be combined with tools that may be called: it says what the whole "
+                    "answer must match.",
+                    at=at,
+                )
+        if not tools.must_call:
+            return None, None
+        if chat.continues:
+            raise InvalidRequestError(
+                "cannot be combined with a tool_choice that forces a call.",
+                at="continue_final_message",
+            )
+        assert model.style is not None
+        forced = force_call(model.style, tools.callable, parallel=tools.parallel)
+        rules = rules_of(body, target.task).as_they_are()
+        grammar = grammar_of_schema(forced.schema, "tools", rules)
+        scope = scope_of(target.tenant, body.cache_salt or "")
+        await self._orders.grammars.check(grammar, "tools", scope)
+        return forced, (grammar, "tools")
+
+    def _messages(
+        self, chat: Chat, template: ChatTemplate, tools: ChosenTools
+    ) -> list[dict[str, Any]]:
+        """The messages as templates read them: content a string, arguments of calls as objects. A
+        developer is the system for a template that does not know the role."""
+        source = template.source if tools.shown is None else template.tool_source
+        messages = []
+        for turn in chat.turns:
+            is_system = turn.role == "developer" and "developer" not in source
+            shown: dict[str, Any] = {
+                "role": "system" if is_system else turn.role,
+                "content": turn.content,
+            }
+            if turn.name is not None:
+                shown["name"] = turn.name
+            if turn.reasoning is not None:
+                if "reasoning_content" not in source:
+                    raise UnsupportedFieldError(
+                        "this model's chat template does not read it.",
+                        at=f"{turn.at}.reasoning_content",
+                    )
+                shown["reasoning_content"] = turn.reasoning
+            if turn.calls:
+                shown["tool_calls"] = [_shown_call(call) for call in turn.calls]
+            if turn.call_id is not None:
+                shown["tool_call_id"] = turn.call_id
+            messages.append(shown)
+        return messages
+
+    async def _render(
+        self,
+        chat: Chat,
+        messages: list[dict[str, Any]],
+        tools: ChosenTools,
+        model: ChatModel,
+        opening: str,
+    ) -> RenderedChat:
+        template = model.template
+        with_tools = tools.shown is not None and not model.tells_tools
+        variables = _variables(chat, template, with_tools)
+        last = chat.turns[-1]
+        if chat.continues and (last.role != "assistant" or last.calls):
+            raise InvalidRequestError(
+                "the last message must be an assistant's text.", at="continue_final_message"
+            )
+        shown = tools.shown
+        if model.tells_tools:
+            messages, shown = tell_tools(messages, shown), None
+        adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
+        num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
+        num_chars += sum(len(call.arguments) for turn in chat.turns for call in turn.calls)
+        return await self._orders.work(
+            lambda: template.render(
+                messages,
+                tools=shown,
+                add_generation_prompt=adds,
+                continue_final_message=chat.continues,
+                variables=variables,
+                opening=opening,
+            ),
+            num_chars,
+        )
+
+
+def _shown_call(call: Call) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if call.arguments.strip():  # some clients send "" for a call without arguments
+        try:
+            arguments = parse_object(call.arguments.encode())
+        except InvalidBodyError:
+            raise InvalidRequestError(
+                "must be the text of a JSON object.", at=f"{call.at}.arguments"
+            ) from None
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _variables(chat: Chat, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
+    """The template's variables that the client sets. Raises UnsupportedFieldError for one that the
+    template does not read."""
+    variables: dict[str, Any] = {}
+    for name, value in (chat.variables or {}).items():
+        uses = template.uses(name, with_tools=with_tools)
+        if value is None or (value is False and name in THINKING and not uses):
+            continue  # without that variable in the template, the model does not think anyway
+        at = chat.body.called("chat_template_kwargs", echoed(name, 40).strip(chr(39)))
+        kind = TEMPLATE_KWARGS.get(name)
+        if kind is None or not uses:
+            known = [n for n in TEMPLATE_KWARGS if template.uses(n, with_tools=with_tools)]
+            raise UnsupportedFieldError(
+                f"this model's chat template takes {', '.join(known) or 'no arguments'}.", at=at
+            )
+        if not isinstance(value, kind) or (isinstance(value, str) and len(value) > 256):
+            told = "true or false" if kind is bool else "a string of at most 256 characters"
+            raise InvalidRequestError(f"must be {told}; got {echoed(value)}.", at=at)
+        variables[name] = value
+    if chat.effort is not None:
+        variables |= _effort(chat, chat.effort, template, with_tools)
+    return variables
+
+
+def _effort(chat: Chat, effort: str, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
+    """The template's variables for reasoning_effort.
+
+    A template that reads it gets it. One that can only switch thinking gets it off for none and
+    minimal, and on for more. A model whose template has no thinking never thinks: efforts that ask
+    for little change nothing, the others are refused.
+    """
+    if template.uses("reasoning_effort", with_tools=with_tools):
+        return {"reasoning_effort": effort}
+    if template.uses("enable_thinking", with_tools=with_tools) and effort in EFFORTS:
+        return {"enable_thinking": effort not in ("none", "minimal")}
+    if effort in ("none", "minimal", "low"):
+        return {}
+    raise UnsupportedFieldError(
+        f"this model's chat template does not think; {echoed(effort, 40)} is not available, only "
+        "none, minimal and low.",
+        at=chat.names["reasoning_effort"],
+    )

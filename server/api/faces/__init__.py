@@ -1,0 +1,1 @@
+"""The routes that generate: names in, shapes out. Each is a Face in a module of its own."""

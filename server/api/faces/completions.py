@@ -1,0 +1,307 @@
+"""POST /v1/completions: prompts in, text out, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import field
+from pydantic import Field, WithJsonSchema
+
+from server.api.answer import (
+    LOWEST_LOGPROB,
+    Choice,
+    ChunkFrame,
+    Piece,
+    add_extras,
+    choices_of,
+    joined,
+    shown_prompt_logprobs,
+    speculation_of,
+    stream_events,
+)
+from server.api.bodies import GenerationBody, Neutral
+from server.api.engines.submission import Submission
+from server.api.faces.face import TextFace
+from server.api.grammars import format_of
+from server.api.order import Generation, Names, Order, PromptText, Target, prompts_of
+from server.api.shapes import (
+    Chunk,
+    Count,
+    ErrorAnswer,
+    Extras,
+    FinishReason,
+    GenerationAnswer,
+    PromptLogprobs,
+    Shape,
+)
+from server.api.text import CharCounter
+from server.api.usage import usage_report
+from server.errors import UnsupportedFieldError
+from server.types import INT31, Delta, TokenLogprob
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default."""
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _IDS,
+        {"type": "array", "minItems": 1, "items": _IDS},
+    ]
+}
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = {
+        **GenerationBody.NEUTRAL,
+        "enable_thinking": ((False,), "there is no chat template"),
+        "think": ((False,), "there is no chat template"),
+    }
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.ELSEWHERE,
+        "content": "Send prompt.",
+        "text": "Send prompt.",
+    }
+
+    # Checked by hand: a union of four shapes would report four errors for every item.
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int | None = Field(None, ge=0, le=INT31, description="default the task's, else 16")
+    best_of: int | None = Field(None, ge=1, le=1024)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, le=INT31, description="keep so many tokens at the prompt's end; usage tells it"
+    )
+
+
+class Logprobs(Shape, kw_only=True):
+    """One entry of each list per token; null where a token has none (a prompt's first)."""
+
+    text_offset: list[Count] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+
+
+class CompletionChoice(Extras, kw_only=True):
+    """With vLLM's members, which are null where they were not asked for."""
+
+    text: str
+    index: Count
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    token_ids: tuple[Count, ...] | None = None
+    prompt_token_ids: tuple[Count, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionAnswer(GenerationAnswer, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class CompletionChunkChoice(Extras, kw_only=True):
+    text: str
+    index: Count
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChunkChoice]
+
+
+class Completions(TextFace[CompletionBody]):
+    """The route."""
+
+    path = "/v1/completions"
+    summary = "A text completion"
+    body = CompletionBody
+    answer = CompletionAnswer
+    chunks = (CompletionChunk, ErrorAnswer)
+    id_prefix = "cmpl-"
+
+    async def generation(self, body: CompletionBody, target: Target) -> Generation:
+        if body.suffix:
+            raise UnsupportedFieldError(
+                "this model has no infill; only prompts are continued.", at="suffix"
+            )
+        return Generation(
+            body=body,
+            names=Names(body),
+            prompts=prompts_of(body.prompt),
+            max_tokens=body.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=body.logprobs,
+            form=format_of(body.response_format),
+            best_of=body.best_of,
+            echo=bool(body.echo),
+            adds_special_tokens=body.add_special_tokens is not False,
+            truncate_to=body.truncate_prompt_tokens,
+        )
+
+    async def whole(self, order: Order, submission: Submission) -> CompletionAnswer:
+        deltas = await submission.rest()
+        shown = []
+        for i, of_prompt in enumerate(choices_of(order)):
+            ended = []
+            for choice in of_prompt:
+                delta = joined(deltas[i, choice.index - of_prompt[0].index])
+                ended.append((choice, delta, choice.take(delta)))
+            if len(ended) > order.num_choices:
+                ended.sort(key=lambda one: (-_mean_logprob(one[1]), one[0].index))
+            prompt_logprobs = next(
+                (d.prompt_logprobs for _, d, _ in ended if d.prompt_logprobs), ()
+            )
+            for k, (choice, _, piece) in enumerate(ended[: order.num_choices]):
+                writer = _ChoiceWriter(order, choice)
+                text, logprobs = writer.write(piece, prompt_logprobs)
+                answer = CompletionChoice(
+                    text=text,
+                    index=i * order.num_choices + k,
+                    logprobs=logprobs,
+                    finish_reason="stop",
+                )
+                answer.finish_reason = choice.end(answer)
+                if order.body.return_token_ids:
+                    answer.prompt_token_ids = choice.request.prompt_ids
+                add_extras(order, answer, piece)
+                if order.body.prompt_logprobs is not None:
+                    answer.prompt_logprobs = shown_prompt_logprobs(
+                        prompt_logprobs, order.body.prompt_logprobs, order.token_names
+                    )
+                shown.append(answer)
+        return CompletionAnswer(
+            id=order.request_id,
+            created=order.created,
+            model=order.target.label,
+            system_fingerprint=order.target.model.fingerprint or None,
+            choices=shown,
+            usage=usage_report(submission.accounts, num_truncated=order.num_truncated),
+            speculation=speculation_of(order, submission),
+        )
+
+    def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
+        """Chunks of a choice come in order; its last one has the finish_reason. With include_usage
+        every chunk has `usage` (null unless continuous_usage_stats), and one more without choices
+        has the sums. The `speculation` object is in the last chunk."""
+        writer = _ChunkWriter(order, submission)
+        return stream_events(submission, writer.write, writer.frame)
+
+
+def _mean_logprob(delta: Delta) -> float:
+    """The figure that best_of ranks by."""
+    if not delta.token_ids:
+        return float("-inf")
+    return sum(entry.logprob for entry in delta.logprobs) / len(delta.token_ids)
+
+
+class _ChoiceWriter:
+    """Text and logprobs of one choice, with the prompt before them where it is repeated."""
+
+    def __init__(self, order: Order, choice: Choice) -> None:
+        self._wanted = order.generation.logprobs
+        self._prompt = order.prompts[choice.prompt_id]
+        self._prompt_ids = choice.request.prompt_ids
+        self._echo: PromptText | None = self._prompt if order.generation.echo else None
+        self._table = order.table
+        self._names = order.token_names
+        self._skip_special = choice.request.sampling.skip_special_tokens
+        self._counter = CharCounter(len(self._prompt.text))
+
+    def write(
+        self, piece: Piece, prompt_logprobs: Sequence[TokenLogprob | None]
+    ) -> tuple[str, Logprobs | None]:
+        """Those of one Piece. prompt_logprobs: of an echoed prompt."""
+        text = "".join([event for event in piece.events if isinstance(event, str)])
+        logprobs = None if self._wanted is None else Logprobs()
+        if self._echo is not None:
+            text = self._echo.text + text
+            if logprobs is not None:
+                self._add_prompt(logprobs, self._echo, prompt_logprobs)
+            self._echo = None
+        if logprobs is not None:
+            for entry in piece.logprobs:
+                data = self._table.join((entry.token_id,), skip_special=self._skip_special)
+                self._add(logprobs, self._counter.push(data), entry)
+        return text, logprobs
+
+    def _add_prompt(
+        self, logprobs: Logprobs, prompt: PromptText, entries: Sequence[TokenLogprob | None]
+    ) -> None:
+        counter = CharCounter()
+        for i, piece in enumerate(prompt.pieces):
+            offset = counter.push(piece)
+            entry = entries[i] if i < len(entries) else None
+            if entry is not None:
+                self._add(logprobs, offset, replace(entry, top=entry.top[: self._wanted]))
+            else:
+                logprobs.text_offset.append(offset)
+                logprobs.tokens.append(self._names[self._prompt_ids[i]])
+                logprobs.token_logprobs.append(None)
+                logprobs.top_logprobs.append(None)
+
+    def _add(self, logprobs: Logprobs, offset: int, entry: TokenLogprob) -> None:
+        name, logprob = self._names[entry.token_id], max(entry.logprob, LOWEST_LOGPROB)
+        top: dict[str, float] = {}
+        for token_id, value in entry.top:
+            top.setdefault(self._names[token_id], max(value, LOWEST_LOGPROB))
+        top.setdefault(name, logprob)
+        logprobs.text_offset.append(offset)
+        logprobs.tokens.append(name)
+        logprobs.token_logprobs.append(logprob)
+        logprobs.top_logprobs.append(top)
+
+
+class _ChunkWriter:
+    """Writes the chunks of a response as events."""
+
+    def __init__(self, order: Order, submission: Submission) -> None:
+        self._order = order
+        self._choices = [
+            [(choice, _ChoiceWriter(order, choice)) for choice in of_prompt]
+            for of_prompt in choices_of(order)
+        ]
+        self._num_open = sum(map(len, self._choices))
+        self._seen: set[int] = set()
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
+        self.frame = ChunkFrame(order, submission, CompletionChunk)
+
+    def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
+        """The events of the Deltas that arrived together."""
+        for i, delta in arrived:
+            if delta.prompt_logprobs:
+                self._prompt_logprobs.setdefault(i, delta.prompt_logprobs)
+        return b"".join([self._chunk(i, delta) for i, delta in arrived])
+
+    def _chunk(self, i: int, delta: Delta) -> bytes:
+        """The chunk of one Delta, b"" while its text may still be part of a stop string."""
+        order = self._order
+        choice, writer = self._choices[i][delta.choice_id]
+        piece = choice.take(delta)
+        text, logprobs = writer.write(piece, self._prompt_logprobs.get(i, ()))
+        self.frame.num_sent += len(delta.token_ids)
+        ended = delta.finish_reason is not None
+        has_ids = order.body.return_token_ids and bool(piece.token_ids)
+        has_logprobs = logprobs is not None and bool(logprobs.tokens)
+        if not (text or ended or has_logprobs or has_ids or piece.sources or piece.rejected):
+            return b""
+        shown = CompletionChunkChoice(text=text, index=choice.index, logprobs=logprobs)
+        if ended:
+            self._num_open -= 1
+            shown.finish_reason = choice.end(shown)
+        add_extras(order, shown, piece)
+        if order.body.return_token_ids and choice.index not in self._seen:
+            self._seen.add(choice.index)
+            shown.prompt_token_ids = choice.request.prompt_ids
+        return self.frame.chunk(shown, is_last=not self._num_open)

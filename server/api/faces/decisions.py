@@ -1,0 +1,872 @@
+"""POST /v1/decisions: typed questions about an input, answered from the first token's logits.
+
+The body is OpenAI's Decisions API, as openai-python 3.52 types it. Pictures are refused by name,
+and so is anything unknown. `prompt_cache_key`, `prompt_cache_options`, `prompt_cache_breakpoint`
+and `safety_identifier` change nothing here: the prefix cache works by itself. Ids, statuses and
+phases of the input's items are not shown to the model; call ids only have to match.
+
+Every question becomes one prompt and one Request that asks the engine for the logprobs of its
+labels as the next token, and for no text. The answer is the softmax over the labels. The input
+comes first in every prompt, so that the prefix cache holds it: the first question is computed
+alone, the others follow in batches and read it.
+
+    The package came late and the box was crushed.
+
+    How does the customer feel?
+    Options:
+    - happy
+    - angry: wants their money back
+    Answer with one option.
+    Answer:
+
+The last line is the start of the assistant's answer where the model has a chat template; the rest
+is then what the user says. The labels are what may come next. They are the options themselves where
+the first tokens of all of them differ; else the options are lettered ("A. happy") and the letters
+are the labels.
+
+`confidence` is 1 when one option has all the probability and 0 when all have the same:
+(n p - 1) / (n - 1) for the highest p of n. A score is the expected level, counted from 0. The
+answer is never a refusal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import secrets
+import string
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+from pydantic import Field, WithJsonSchema
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.bodies import BodyPart, ModelName, validate
+from server.api.engines.submission import Submission
+from server.api.faces.face import Face
+from server.api.openapi import schema_of
+from server.api.order import Orders, Target, tighter
+from server.api.route_context import RouteContext
+from server.api.served_model import ServedModel
+from server.api.shapes import (
+    Chance,
+    Count,
+    InputDetails,
+    OutputDetails,
+    Shape,
+    TokenUsage,
+)
+from server.api.usage import RequestAccount
+from server.errors import (
+    ClientGoneError,
+    ContextLengthExceededError,
+    EngineError,
+    InvalidRequestError,
+    LimitExceededError,
+    UnsupportedFieldError,
+    echoed,
+)
+from server.types import Request, SamplingParams
+
+MAX_QUESTIONS = 400
+MAX_CHOICES = 255
+MAX_LEVELS = 10
+MAX_ITEMS = 4096
+MAX_LABEL_CHARS = 4096
+MAX_JSON_DEPTH = 32
+MAX_JSON_VALUES = 10_000
+MAX_JSON_BYTES = 256 * 1024
+
+MAX_WAVE_QUESTIONS = 64
+MAX_WAVE_LABELS = 512
+"""Questions and labels that are in the engine at once: a label costs a row of logits there."""
+
+# --- what is asked, in the words of no route ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a choice, or a level of a score."""
+
+    value: str | bool
+    description: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Its text in a prompt."""
+        text = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return text if text == text.strip() and "\n" not in text else json.dumps(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question. A predicate has no options, a score's are from the lowest to the highest. at:
+    where it lies in the body."""
+
+    kind: Literal["predicate", "choice", "score"]
+    instructions: str
+    options: tuple[Option, ...]
+    at: str
+    name: str | None = None
+
+    def text(self, labels: Labels) -> str:
+        """The question with its options, as it stands below the input; the tail comes after it."""
+        lines = [self.instructions]
+        answer = "the letter of one {}" if labels.lettered else "one {}"
+        if self.kind == "predicate":
+            lines = [f"Statement: {self.instructions}", "Is this statement true?"]
+            lines += labels.shown if labels.lettered else ()
+            answer = answer.format("option") if labels.lettered else "Yes or No"
+        else:
+            is_choice = self.kind == "choice"
+            answer = answer.format("option" if is_choice else "level")
+            lines.append("Options:" if is_choice else "Levels, from the lowest to the highest:")
+            for shown, option in zip(labels.shown, self.options, strict=True):
+                bullet = "" if labels.lettered else "- "
+                told = f": {option.description}" if option.description else ""
+                lines.append(f"{bullet}{shown}{told}")
+        return "\n".join([*lines, f"Answer with {answer}."])
+
+
+def json_text(data: Any, at: str) -> str:
+    """JSON as a model reads it. Raises LimitExceededError for a value too deep or too large."""
+    depth, num_values = _extent(data)
+    if depth > MAX_JSON_DEPTH or num_values > MAX_JSON_VALUES:
+        raise LimitExceededError(
+            f"at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.", at=at
+        )
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if len(text.encode()) > MAX_JSON_BYTES:
+        raise LimitExceededError(f"at most {MAX_JSON_BYTES} bytes as compact JSON.", at=at)
+    return text
+
+
+def _extent(value: Any) -> tuple[int, int]:
+    """(container levels, values) of a JSON value; how deep a body may be is bounded before."""
+    if not isinstance(value, (dict, list)):
+        return 0, 1
+    inner = [_extent(item) for item in (value.values() if isinstance(value, dict) else value)]
+    return 1 + max((d for d, _ in inner), default=0), 1 + sum(n for _, n in inner)
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+_TAILS = (("\nAnswer:", " "), ("\nAnswer: ", ""))
+"""How a prompt may end, and what then stands before a label; the first pair whose labels all
+differ is used."""
+
+_LABEL_CHARS = 64
+"""The first token of a label lies in its first so many characters."""
+
+EncodeFunction = Callable[[Sequence[str]], list[list[int]]]
+"""Ids of texts, without special ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """How the options of a question are told apart.
+
+    tail: the end of the prompt. shown: the options as the prompt lists them. token_ids: the id that
+    answers each. lettered: the answers are letters.
+    """
+
+    tail: str
+    lettered: bool
+    shown: tuple[str, ...]
+    token_ids: tuple[int, ...]
+
+
+class Labeller:
+    """Labels for one tokenizer. Finds its letters once, on first need."""
+
+    def __init__(self, encode: EncodeFunction) -> None:
+        self._encode = encode
+        self._tails = [(tail, gap, encode([tail])[0]) for tail, gap in _TAILS]
+        self._letters: list[tuple[str, list[tuple[str, int]]]] | None = None
+
+    def labels(self, options: Sequence[str], at: str) -> Labels:
+        """Labels of these options. Raises UnsupportedFieldError for more than the tokenizer has."""
+        for tail, gap, before in self._tails:
+            found = self._encode([tail + gap + option[:_LABEL_CHARS] for option in options])
+            ids = [
+                after[len(before)]
+                for after in found
+                if len(after) > len(before) and after[: len(before)] == before
+            ]
+            if len(set(ids)) == len(options):
+                return Labels(tail, False, tuple(options), tuple(ids))
+        if self._letters is None:
+            self._letters = [
+                (tail, list(self._find_letters(tail, gap, before)))
+                for tail, gap, before in self._tails
+            ]
+        for tail, letters in self._letters:
+            if len(letters) >= len(options):
+                named = list(zip(letters, options, strict=False))
+                return Labels(
+                    tail,
+                    True,
+                    tuple(f"{letter}. {option}" for (letter, _), option in named),
+                    tuple(token_id for (_, token_id), _ in named),
+                )
+        most = max(len(letters) for _, letters in self._letters)
+        raise UnsupportedFieldError(
+            f"this model's tokenizer tells {most} options apart, not {len(options)}.", at=at
+        )
+
+    def _find_letters(self, tail: str, gap: str, before: list[int]) -> Iterator[tuple[str, int]]:
+        """A to Z, AA, AB, ...: those of one token each, all different."""
+        capitals = string.ascii_uppercase
+        names = [*capitals, *map("".join, itertools.product(capitals, repeat=2))]
+        seen: set[int] = set()
+        for name, after in zip(names, self._encode([tail + gap + n for n in names]), strict=True):
+            if len(after) == len(before) + 1 and after[:-1] == before and after[-1] not in seen:
+                seen.add(after[-1])
+                yield name, after[-1]
+                if len(seen) == MAX_CHOICES:
+                    return
+
+
+# --- the order and its run ------------------------------------------------------------------------
+
+
+class Decider:
+    """Turns questions into Requests, one each. Keeps each model's Labeller."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._labellers: dict[str, Labeller] = {}
+
+    async def requests(
+        self, text: str, text_at: str, questions: Sequence[Question], target: Target, prefix: str
+    ) -> list[Request]:
+        """The Requests of questions about a text; each has its label ids.
+
+        text_at: what the route calls the text. prefix: of the ids. Raises 4xx errors.
+        """
+        arrival_s = time.monotonic()
+        task, model, limits = target.task, target.model, self._orders.limits
+        room = target.room
+        if task.limits.max_prompt_tokens is not None:
+            room = min(room, task.limits.max_prompt_tokens)
+
+        def check(num_shared: int) -> None:
+            if num_shared > room:
+                raise ContextLengthExceededError(
+                    f"the context holds {room} tokens, but the input has {num_shared} or more. "
+                    "Nothing is truncated.",
+                    at=text_at,
+                )
+            check_total(num_shared * len(questions))
+
+        def check_total(num_tokens: int) -> None:
+            if num_tokens > limits.max_request_tokens:
+                raise LimitExceededError(
+                    f"The questions take {num_tokens} tokens with their input, or more; the limit "
+                    f"is {limits.max_request_tokens}.",
+                    param="questions",
+                )
+
+        def encode() -> list[tuple[list[int], tuple[int, ...]]]:
+            check(len(_encode(model, [text])[0]))
+            labeller = self._labeller(model)
+            prompts = []
+            for question in questions:
+                options = [option.shown for option in question.options] or ["Yes", "No"]
+                labels = labeller.labels(options, question.at)
+                whole = f"{text}\n\n{question.text(labels)}"
+                prompts.append((_prompt_ids(model, whole, labels.tail, text_at), labels.token_ids))
+            return prompts
+
+        # The texts of all questions together must be bounded before they are made.
+        check(len(text.encode()) // model.longest_token)
+        num_chars = len(text) * len(questions) + sum(
+            len(question.instructions) + sum(len(option.shown) for option in question.options)
+            for question in questions
+        )
+        prompts = await self._orders.work(encode, num_chars)
+        for question, (ids, _) in zip(questions, prompts, strict=True):
+            if len(ids) > room:
+                raise ContextLengthExceededError(
+                    f"the context holds {room} tokens, but input and question have {len(ids)}. "
+                    "Nothing is truncated.",
+                    at=question.at,
+                    param=text_at,
+                )
+        check_total(sum(len(ids) for ids, _ in prompts))
+        timeout_s = tighter(limits.queue_timeout_s, task.limits.queue_timeout_s)
+        return [
+            Request(
+                request_id=f"{prefix}-{i}",
+                task=task.name,
+                model=model.name,
+                adapter=model.adapter_id,
+                prompt_ids=tuple(ids),
+                sampling=SamplingParams(temperature=0.0, max_tokens=0),
+                tenant=target.tenant,
+                arrival_s=arrival_s,
+                queue_timeout_s=timeout_s or 0.0,
+                label_ids=label_ids,
+            )
+            for i, (ids, label_ids) in enumerate(prompts)
+        ]
+
+    def _labeller(self, model: ServedModel) -> Labeller:
+        labeller = self._labellers.get(model.name)
+        if labeller is None:
+            labeller = Labeller(lambda texts: _encode(model, texts))
+            self._labellers[model.name] = labeller
+        return labeller
+
+
+def _encode(model: ServedModel, texts: Sequence[str]) -> list[list[int]]:
+    # encode_batch is not used: its threads would take the cores that the engine computes on.
+    return [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def _prompt_ids(model: ServedModel, text: str, tail: str, text_at: str) -> list[int]:
+    """A question as the model was trained to be asked: by its chat template, if it has one, with
+    the tail as the start of the answer; else as plain text."""
+    if model.chat is None:
+        ids: list[int] = model.tokenizer.encode(text + tail, add_special_tokens=True).ids
+        return model.prompt_ids(ids)
+    try:
+        chat = model.chat.render([{"role": "user", "content": text}], opening=tail.lstrip("\n"))
+        return model.prompt_ids(model.chat.encode(chat))
+    except InvalidRequestError as error:
+        raise error.moved(text_at) from None
+
+
+class DecisionRun:
+    """The Requests of one body in the engines: the first question, then the others in batches.
+
+    submit: hands some of them to the engines. `abort` may be called at any time; `probabilities`
+    then ends with ClientGoneError. accounts: of the Requests so far.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        submit: Callable[[Sequence[Request]], Awaitable[Submission]],
+    ) -> None:
+        self._requests = requests
+        self._submit = submit
+        self._submission: Submission | None = None
+        self._aborted = False
+        self.accounts: list[RequestAccount] = []
+
+    def abort(self) -> None:
+        """Free what the engines hold for this. Idempotent."""
+        self._aborted = True
+        if self._submission is not None:
+            self._submission.abort()
+
+    async def probabilities(self) -> list[list[float]]:
+        """Of each question's labels. Raises the TailorError that ended it early."""
+        chances: list[list[float]] = []
+        for wave in _waves(self._requests):
+            if self._aborted:
+                raise ClientGoneError("The client left before all questions were asked.")
+            self._submission = await self._submit(wave)
+            self.accounts += self._submission.accounts
+            if self._aborted:
+                self._submission.abort()
+            deltas = await self._submission.rest()
+            chances += [probabilities_of(deltas[i, 0][-1].label_logprobs) for i in range(len(wave))]
+        return chances
+
+
+def _waves(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """The first Request alone, then as many at once as the limits of a wave allow."""
+    wave: list[Request] = []
+    num_labels = 0
+    for i, request in enumerate(requests):
+        num = len(request.label_ids)
+        if wave and (
+            i == 1 or len(wave) == MAX_WAVE_QUESTIONS or num_labels + num > MAX_WAVE_LABELS
+        ):
+            yield wave
+            wave, num_labels = [], 0
+        wave.append(request)
+        num_labels += num
+    if wave:
+        yield wave
+
+
+def probabilities_of(logprobs: Sequence[float]) -> list[float]:
+    """The softmax over the labels alone, in double precision. Raises EngineError for NaN."""
+    highest = max(logprobs, default=math.nan)
+    if not math.isfinite(highest):
+        raise EngineError("The model produced no probabilities for this question.")
+    weights = [math.exp(value - highest) for value in logprobs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def best_of(chances: Sequence[float]) -> tuple[int, float]:
+    """The likeliest option and its confidence."""
+    num = len(chances)
+    best = max(range(num), key=lambda i: (chances[i], -i))
+    return best, min(1.0, max(0.0, (num * chances[best] - 1) / (num - 1)))
+
+
+def score_of(chances: Sequence[float]) -> float:
+    """The expected level, counted from 0."""
+    return math.fsum(i * chance for i, chance in enumerate(chances))
+
+
+# --- the body -------------------------------------------------------------------------------------
+
+Name = Annotated[str, Field(max_length=512)]
+Description = Annotated[str, Field(max_length=65_536)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+_DATA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
+
+
+class CacheBreakpoint(BodyPart):
+    """A mark of the prompt cache; changes nothing here."""
+
+    mode: Literal["explicit"]
+
+
+class InputText(BodyPart):
+    """A text."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class InputJson(BodyPart):
+    """A JSON object, or a list of them, shown as compact JSON."""
+
+    type: Literal["input_json"]
+    data: Annotated[Any, WithJsonSchema(_DATA_SCHEMA)]
+
+
+class OutputText(BodyPart):
+    """A text that an assistant wrote."""
+
+    type: Literal["output_text"]
+    text: str
+
+
+class Refusal(BodyPart):
+    """A refusal that an assistant wrote."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Kinds = Mapping[str, type[BodyPart]]
+_INPUT: _Kinds = {"input_text": InputText, "input_json": InputJson}
+_TEXT: _Kinds = {"input_text": InputText}
+_OUTPUT: _Kinds = {"output_text": OutputText, "refusal": Refusal}
+
+
+def _any_of(kinds: _Kinds) -> dict[str, Any]:
+    return {"anyOf": [schema_of(kind) for kind in dict.fromkeys(kinds.values())]}
+
+
+def _content_schema(kinds: _Kinds) -> Any:
+    return WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": _any_of(kinds)}]}
+    )
+
+
+# Parts are looked at one by one (text_of): a union would report an error for every member.
+InputContent = Annotated[Any, _content_schema(_INPUT)]
+TextContent = Annotated[Any, _content_schema(_TEXT)]
+OutputContent = Annotated[Any, _content_schema(_OUTPUT)]
+
+
+class UserMessage(BodyPart):
+    """A user's message."""
+
+    role: Literal["user"]
+    content: InputContent
+    type: Literal["message"] = "message"
+
+
+class InstructionMessage(BodyPart):
+    """A message of a developer or the system."""
+
+    role: Literal["developer", "system"]
+    content: TextContent
+    type: Literal["message"] = "message"
+
+
+class AssistantMessage(BodyPart):
+    """An assistant's message."""
+
+    role: Literal["assistant"]
+    content: OutputContent
+    phase: Literal["commentary", "final_answer"] | None = None
+    type: Literal["message"] = "message"
+
+
+class FunctionCall(BodyPart):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    namespace: str | None = None
+    status: Status | None = None
+
+
+class CustomToolCall(BodyPart):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    id: str | None = None
+    namespace: str | None = None
+    status: Status | None = None
+
+
+class CallOutput(BodyPart):
+    """The result of a call; call_id names a call before it."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: TextContent
+    id: str | None = None
+    status: Status | None = None
+
+
+_ROLES: _Kinds = {
+    "user": UserMessage,
+    "developer": InstructionMessage,
+    "system": InstructionMessage,
+    "assistant": AssistantMessage,
+}
+_PARTS_OF_ROLE = {"user": _INPUT, "assistant": _OUTPUT}
+_CALLS: _Kinds = {
+    "function_call": FunctionCall,
+    "custom_tool_call": CustomToolCall,
+    "function_call_output": CallOutput,
+    "custom_tool_call_output": CallOutput,
+}
+
+
+class PredicateQuestion(BodyPart):
+    """How likely is it that a statement about the input is true?"""
+
+    type: Literal["predicate"]
+    instructions: InputContent
+    name: Name | None = None
+
+
+_VALUE_SCHEMA = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}
+
+
+class ChoiceOption(BodyPart):
+    """One option of a choice."""
+
+    value: Annotated[Any, WithJsonSchema(_VALUE_SCHEMA)]
+    description: Description | None = None
+
+
+class ChoiceQuestion(BodyPart):
+    """Which of the options fits the input?"""
+
+    type: Literal["choice"]
+    instructions: InputContent
+    choices: list[ChoiceOption] = Field(min_length=2, max_length=MAX_CHOICES)
+    name: Name | None = None
+
+
+class ScoreLevel(BodyPart):
+    """One level of a score."""
+
+    label: str = Field(min_length=1, max_length=MAX_LABEL_CHARS)
+    description: Description | None = None
+
+
+class ScoreQuestion(BodyPart):
+    """Which of the ordered levels, lowest first, fits the input?"""
+
+    type: Literal["score"]
+    instructions: InputContent
+    levels: list[ScoreLevel] = Field(min_length=2, max_length=MAX_LEVELS)
+    name: Name | None = None
+
+
+_QUESTIONS: _Kinds = {
+    "predicate": PredicateQuestion,
+    "choice": ChoiceQuestion,
+    "score": ScoreQuestion,
+}
+_INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": _any_of({**_ROLES, **_CALLS})},
+    ]
+}
+_QUESTIONS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_QUESTIONS,
+    "items": _any_of(_QUESTIONS),
+}
+
+
+class CacheOptions(BodyPart):
+    """Options of the prompt cache; change nothing here."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+class DecisionBody(BodyPart):
+    """POST /v1/decisions."""
+
+    model: ModelName
+    input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
+    questions: Annotated[Any, WithJsonSchema(_QUESTIONS_SCHEMA)]
+    prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+    safety_identifier: str | None = None
+
+
+def one_of(kinds: _Kinds, key: str, value: Any, at: str) -> Any:
+    """`value` as the model that its member `key` names."""
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"must be an object; got {echoed(value)}.", at=at)
+    kind = value.get(key)
+    if not isinstance(kind, str) or kind not in kinds:
+        if kind in ("input_image", "input_audio", "input_file"):
+            raise UnsupportedFieldError(
+                f"{kind} is not supported; only text and JSON are read.", at=at
+            )
+        raise InvalidRequestError(
+            f"must be one of {', '.join(kinds)}; got {echoed(kind)}.", at=f"{at}.{key}"
+        )
+    return validate(kinds[kind], value, at)
+
+
+def questions_of(questions: Any) -> list[Question]:
+    """The questions of a body. Raises InvalidRequestError and its kin."""
+    if not isinstance(questions, list) or not questions:
+        raise InvalidRequestError(
+            f"must be a list of questions; got {echoed(questions)}.", at="questions"
+        )
+    if len(questions) > MAX_QUESTIONS:
+        raise LimitExceededError(f"at most {MAX_QUESTIONS}; got {len(questions)}.", at="questions")
+    return [_question(value, f"questions[{i}]") for i, value in enumerate(questions)]
+
+
+def _question(value: Any, at: str) -> Question:
+    given = one_of(_QUESTIONS, "type", value, at)
+    options: list[Option] = []
+    if isinstance(given, ChoiceQuestion):
+        options = [
+            Option(_value(option.value, f"{at}.choices[{k}].value"), option.description)
+            for k, option in enumerate(given.choices)
+        ]
+        if len({(type(option.value), option.value) for option in options}) < len(options):
+            raise InvalidRequestError("every value must be there once.", at=f"{at}.choices")
+    elif isinstance(given, ScoreQuestion):
+        options = [Option(level.label, level.description) for level in given.levels]
+    told = _text_of(given.instructions, _INPUT, f"{at}.instructions")
+    return Question(given.type, told, tuple(options), at, given.name)
+
+
+def _value(value: Any, at: str) -> str | bool:
+    if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= MAX_LABEL_CHARS):
+        return value
+    raise InvalidRequestError(
+        f"must be a boolean or a text of 1 to {MAX_LABEL_CHARS} characters; got {echoed(value)}.",
+        at=at,
+    )
+
+
+def input_text(given: Any) -> str:
+    """The input as one text. A single user message is its content; several messages each begin with
+    their role.
+
+    Raises InvalidRequestError and its kin.
+    """
+    if isinstance(given, str) and given:
+        return given
+    if not isinstance(given, list) or not given:
+        raise InvalidRequestError(
+            f"must be a text or a list of items, not empty; got {echoed(given)}.", at="input"
+        )
+    if len(given) > MAX_ITEMS:
+        raise LimitExceededError(f"at most {MAX_ITEMS} items; got {len(given)}.", at="input")
+    told: list[str] = []
+    calls: set[str] = set()
+    for i, value in enumerate(given):
+        at = f"input[{i}]"
+        kind = value.get("type") if isinstance(value, dict) else None
+        is_call = isinstance(kind, str) and kind in _CALLS
+        item = one_of(_CALLS if is_call else _ROLES, "type" if is_call else "role", value, at)
+        if isinstance(item, CallOutput):
+            if item.call_id not in calls:
+                raise InvalidRequestError("no call before it has this id.", at=f"{at}.call_id")
+            told.append(f"Result: {_text_of(item.output, _TEXT, f'{at}.output')}")
+        elif isinstance(item, (FunctionCall, CustomToolCall)):
+            calls.add(item.call_id)
+            what = item.arguments if isinstance(item, FunctionCall) else item.input
+            space = f"{item.namespace}." if item.namespace else ""
+            told.append(f"Call: {space}{item.name}({what})")
+        else:
+            parts = _PARTS_OF_ROLE.get(item.role, _TEXT)
+            text = _text_of(item.content, parts, f"{at}.content")
+            told.append(
+                text if item.role == "user" and not given[1:] else f"{item.role.title()}: {text}"
+            )
+    text = "\n\n".join(told)
+    if not text.strip():
+        raise InvalidRequestError("there is no text in it.", at="input")
+    return text
+
+
+def _text_of(content: Any, kinds: _Kinds, at: str) -> str:
+    """A content field: a text, or parts of these kinds. Raises InvalidRequestError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequestError(
+            f"must be a text or a list of parts; got {echoed(content)}.", at=at
+        )
+    if len(content) > MAX_ITEMS:
+        raise LimitExceededError(f"at most {MAX_ITEMS} parts.", at=at)
+    parts = [one_of(kinds, "type", part, f"{at}[{i}]") for i, part in enumerate(content)]
+    return "\n".join(_part(part, f"{at}[{i}]") for i, part in enumerate(parts))
+
+
+def _part(part: InputText | InputJson | OutputText | Refusal, at: str) -> str:
+    if isinstance(part, Refusal):
+        return part.refusal
+    if not isinstance(part, InputJson):
+        return part.text
+    objects = part.data if isinstance(part.data, list) else [part.data]
+    if not all(isinstance(value, dict) for value in objects):
+        raise InvalidRequestError("must be an object or a list of objects.", at=f"{at}.data")
+    return json_text(part.data, f"{at}.data")
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+class PredicateAnswer(Shape, tag="predicate", kw_only=True):
+    name: str | None
+    probability: Chance
+
+
+class ChoiceChance(Shape, kw_only=True):
+    value: str | bool
+    probability: Chance
+
+
+class ChoiceAnswer(Shape, tag="choice", kw_only=True):
+    name: str | None
+    choice: str | bool
+    confidence: Chance
+    probabilities: list[ChoiceChance]
+
+
+class LevelChance(Shape, kw_only=True):
+    label: str
+    value: Count
+    probability: Chance
+
+
+class ScoreAnswer(Shape, tag="score", kw_only=True):
+    name: str | None
+    score: Annotated[float, Meta(ge=0)]
+    confidence: Chance
+    probabilities: list[LevelChance]
+
+
+class Decision(Shape, kw_only=True):
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    usage: TokenUsage
+
+
+class Decisions(Face):
+    """The route."""
+
+    path = "/v1/decisions"
+    summary = "Typed answers about an input"
+    body = DecisionBody
+    answer = Decision
+
+    def __init__(self, context: RouteContext, decider: Decider) -> None:
+        super().__init__(context)
+        self._decider = decider
+
+    async def respond(self, request: HttpRequest) -> Response:
+        context = self.context
+        body = validate(DecisionBody, await context.body(request))
+        target = context.target(request, body.model)
+        questions = questions_of(body.questions)
+        prefix = f"dec-{secrets.token_hex(12)}"
+        requests = await self._decider.requests(
+            input_text(body.input), "input", questions, target, prefix
+        )
+        run = DecisionRun(requests, lambda wave: context.submit(request, target, wave))
+
+        async def answer() -> Decision:
+            chances = await run.probabilities()
+            return Decision(
+                model=target.label,
+                answers=[_answer(*pair) for pair in zip(questions, chances, strict=True)],
+                usage=_usage(run.accounts),
+            )
+
+        return await context.whole(request, answer, run.abort)
+
+
+def _usage(accounts: Sequence[RequestAccount]) -> TokenUsage:
+    num = sum(account.num_prompt_tokens for account in accounts)
+    cached = sum(account.num_cached_tokens for account in accounts)
+    return TokenUsage(
+        input_tokens=num,
+        input_tokens_details=InputDetails(cached_tokens=cached),
+        output_tokens=0,
+        output_tokens_details=OutputDetails(),
+        total_tokens=num,
+    )
+
+
+def _answer(
+    question: Question, chances: list[float]
+) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    name, options = question.name, question.options
+    if question.kind == "predicate":
+        return PredicateAnswer(name=name, probability=chances[0])
+    best, confidence = best_of(chances)
+    if question.kind == "choice":
+        return ChoiceAnswer(
+            name=name,
+            choice=options[best].value,
+            confidence=confidence,
+            probabilities=[
+                ChoiceChance(value=option.value, probability=chance)
+                for option, chance in zip(options, chances, strict=True)
+            ],
+        )
+    return ScoreAnswer(
+        name=name,
+        score=score_of(chances),
+        confidence=confidence,
+        probabilities=[
+            LevelChance(label=str(level.value), value=i, probability=chance)
+            for i, (level, chance) in enumerate(zip(options, chances, strict=True))
+        ],
+    )

@@ -1,0 +1,564 @@
+"""POST /v1/responses: OpenAI's Responses API. A chat in another form; nothing is kept between
+requests, so references to stored things are refused.
+
+One ResponseWriter makes the whole answer and OpenAI's events, so they agree.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, UnsetType, field
+from pydantic import Field, WithJsonSchema
+
+from server.api.answer import choices_of, joined, speculation_of
+from server.api.bodies import (
+    BodyPart,
+    GenerationBody,
+    Neutral,
+    Path,
+    aliases,
+    joined_texts,
+    refuse_members,
+    says_nothing,
+)
+from server.api.chats import MAX_MESSAGES, Call, Chat, Chats, Turn
+from server.api.engines.submission import Submission
+from server.api.faces.chat import check_tier
+from server.api.faces.face import TextFace
+from server.api.grammars import OutputFormat
+from server.api.order import Generation, Names, Order, Target
+from server.api.route_context import RouteContext
+from server.api.shapes import (
+    Count,
+    InputDetails,
+    OutputDetails,
+    Shape,
+    Speculation,
+    TokenUsage,
+    encode_ascii,
+)
+from server.api.tools.calls import ArgumentsPiece, CallStart, ToolEvent
+from server.api.tools.chosen import FUNCTION_NAME, MAX_TOOLS, Tool
+from server.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    TailorError,
+    UnsupportedFieldError,
+    echoed,
+)
+from server.types import INT31, Delta
+
+# --- the body -------------------------------------------------------------------------------------
+
+_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+_NOT_STORED = "nothing is stored here; send the whole conversation as input"
+_ONE = "a response is one message"
+
+
+class FormatBody(BodyPart):
+    """text.format. Name and strict change nothing: a schema always holds."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = Field(None, max_length=1 << 16)
+    schema_value: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextBody(BodyPart):
+    """text."""
+
+    format: FormatBody | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class FunctionToolBody(BodyPart):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ReasoningBody(BodyPart):
+    """reasoning. There are no summaries; auto is accepted and gives none."""
+
+    effort: str | None = Field(None, max_length=64)
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """POST /v1/responses."""
+
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = {
+        **GenerationBody.NEUTRAL,
+        "store": ((False,), "nothing is stored here; send false"),
+        "background": ((False,), "requests are answered while the client waits"),
+        "include": (
+            ([], ["reasoning.encrypted_content"]), "there is nothing more to include",
+        ),
+        "previous_response_id": ((), _NOT_STORED),
+        "conversation": ((), _NOT_STORED),
+        "prompt": ((), "prompt templates are not stored here; use a task"),
+        "max_tool_calls": ((), "no tools run here; the client calls them"),
+        "top_logprobs": ((0,), "use /v1/chat/completions"),
+        "truncation": (("disabled",), "conversations are never cut"),
+        "response_format": ((), "use text.format"),
+        "n": ((1,), _ONE),
+        "prompt_logprobs": ((), _ONE),
+        "logprob_token_ids": (([],), _ONE),
+        "return_token_ids": ((False,), _ONE),
+        "return_tokens_as_token_ids": ((False,), _ONE),
+        "include_token_sources": ((False,), _ONE),
+        "include_rejected_drafts": ((False,), _ONE),
+    }  # fmt: skip
+    ALIASES: ClassVar[Mapping[str, Path]] = aliases({"max_tokens": "max_output_tokens"})
+
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT31)
+    tools: list[FunctionToolBody] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
+
+
+def chat_of(body: ResponsesBody) -> Chat:
+    """The Chat of a body. Raises the client's errors (4xx)."""
+    check_tier(body.service_tier)
+    turns = turns_of(body.input)
+    if body.instructions is not None:
+        turns.insert(0, Turn("system", body.instructions, "instructions"))
+    text = body.text or TextBody()
+    if text.verbosity not in (None, "medium"):
+        raise UnsupportedFieldError(
+            f"{text.verbosity} is not available here, only medium.", at="text.verbosity"
+        )
+    return Chat(
+        body=body,
+        names=Names(
+            body,
+            prompt="input",
+            logprobs="top_logprobs",
+            max_tokens=body.called("max_output_tokens"),
+            reasoning_effort="reasoning.effort",
+        ),
+        turns=turns,
+        max_tokens=body.max_output_tokens,
+        tools=[
+            Tool(tool.name, tool.description, tool.parameters, bool(tool.strict), f"tools[{i}]")
+            for i, tool in enumerate(body.tools or ())
+        ],
+        tool_choice=body.tool_choice,
+        nests=False,
+        parallel=body.parallel_tool_calls is not False,
+        form=_format(text.format),
+        effort=None if body.reasoning is None else body.reasoning.effort,
+        variables=body.chat_template_kwargs,
+    )
+
+
+def _format(form: FormatBody | None) -> OutputFormat | None:
+    if form is None:
+        return None
+    if form.schema_value is not None and form.type == "text":
+        raise InvalidRequestError(
+            "allowed only with the types json_schema and json_object.", at="text.format.schema"
+        )
+    at = "text.format" if form.schema_value is None else "text.format.schema"
+    return OutputFormat(form.type, form.schema_value, at, "text.format")
+
+
+_TEXTS: Mapping[str, str] = {
+    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
+}  # fmt: skip
+_IGNORED = frozenset({"id", "status", "type", "phase", "annotations", "logprobs", "namespace"})
+"""Members of items and parts that do not change the prompt: clients send whole answers back."""
+
+
+def turns_of(given: Any) -> list[Turn]:
+    """The input as Turns. Raises InvalidRequestError and its kin."""
+    if isinstance(given, str):
+        return [Turn("user", given, "input")]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequestError(
+            f"must be a text or a list of items, not empty; got {echoed(given)}.", at="input"
+        )
+    if len(given) > MAX_MESSAGES:
+        raise LimitExceededError(f"at most {MAX_MESSAGES} items.", at="input")
+    turns: list[Turn] = []
+    for i, item in enumerate(given):
+        at = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise InvalidRequestError(f"must be an object; got {echoed(item)}.", at=at)
+        kind = item.get("type", "message")
+        if kind == "reasoning" and all(map(says_nothing, map(item.get, ("content", "summary")))):
+            continue
+        turn = _turn(item, kind, at)
+        if kind == "function_call" and turns and turns[-1].calls:  # calls of one turn
+            turns[-1] = replace(turns[-1], calls=turns[-1].calls + turn.calls)
+        else:
+            turns.append(turn)
+    if not turns:
+        raise InvalidRequestError("it holds nothing to answer.", at="input")
+    return turns
+
+
+def _turn(item: Mapping[str, Any], kind: Any, at: str) -> Turn:
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise InvalidRequestError(
+                f"must be user, assistant, system or developer; got {echoed(role)}.",
+                at=f"{at}.role",
+            )
+        refuse_members(item, {"role", "content", *_IGNORED}, at)
+        return Turn(role, _text_of(item, "content", at), at)
+    if kind == "function_call":
+        refuse_members(item, {"call_id", "name", "arguments", *_IGNORED}, at)
+        name = _text(item, "name", at)
+        if not re.fullmatch(FUNCTION_NAME, name):
+            raise InvalidRequestError(
+                f"no function has such a name: {echoed(name)}.", at=f"{at}.name"
+            )
+        call = Call(_text(item, "call_id", at), name, _text(item, "arguments", at), at)
+        return Turn("assistant", "", at, calls=(call,))
+    if kind == "function_call_output":
+        refuse_members(item, {"call_id", "output", *_IGNORED}, at)
+        return Turn("tool", _text_of(item, "output", at), at, call_id=_text(item, "call_id", at))
+    raise UnsupportedFieldError(
+        f"{echoed(kind, 40)} is not available; only message, function_call and "
+        "function_call_output are, because nothing is stored and no tools run here.",
+        at=f"{at}.type",
+    )
+
+
+def _text(item: Mapping[str, Any], name: str, at: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str) or (not value and name != "arguments"):
+        raise InvalidRequestError(f"must be a text; got {echoed(value)}.", at=f"{at}.{name}")
+    return value
+
+
+def _text_of(item: Mapping[str, Any], name: str, at: str) -> str:
+    """The text of a member that is a string or a list of parts."""
+    return joined_texts(item.get(name), f"{at}.{name}", "\n", parts=_TEXTS, ignored=_IGNORED)
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Shape, kw_only=True):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class MessageItem(Shape, kw_only=True, tag="message"):
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus
+    content: list[TextPart]
+
+
+class CallItem(Shape, kw_only=True, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = MessageItem | CallItem
+
+
+class IncompleteDetails(Shape, kw_only=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class TextSettings(Shape, kw_only=True):
+    format: dict[str, Any]
+
+
+class ResponseAnswer(Shape, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Count
+    status: Literal["in_progress", "completed", "incomplete"]
+    background: Literal[False] = False
+    error: None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: Count | None
+    max_tool_calls: None = None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: Literal[False] = False
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: Count = 0
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: TokenUsage | None = None
+    user: str | None
+    metadata: dict[str, Any]
+    speculation: Speculation | UnsetType = UNSET
+
+
+class ResponseEvent(Shape, kw_only=True):
+    """One event of a stream; its type determines its members."""
+
+    type: str
+    sequence_number: Count
+    response: ResponseAnswer | UnsetType = UNSET
+    output_index: Count | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: Count | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: TextPart | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class ErrorEvent(Shape, kw_only=True):
+    """An error after the status was sent."""
+
+    type: Literal["error"] = "error"
+    sequence_number: Count
+    code: str | None
+    message: str
+    param: str | None
+
+
+class Responses(TextFace[ResponsesBody]):
+    """The route."""
+
+    path = "/v1/responses"
+    summary = "A response; nothing is stored"
+    body = ResponsesBody
+    answer = ResponseAnswer
+    chunks = (ResponseEvent, ErrorEvent)
+    id_prefix = "resp_"
+
+    def __init__(self, context: RouteContext, chats: Chats) -> None:
+        super().__init__(context)
+        self._chats = chats
+
+    async def generation(self, body: ResponsesBody, target: Target) -> Generation:
+        return await self._chats.generation(chat_of(body), target)
+
+    async def whole(self, order: Order, submission: Submission) -> ResponseAnswer:
+        deltas = await submission.rest()
+        writer = ResponseWriter(order, submission)
+        writer.take(joined(deltas[0, 0]))
+        writer.finish()
+        return writer.answer
+
+    async def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
+        """OpenAI's events; an error after the first one becomes an event."""
+        writer, begun = ResponseWriter(order, submission), False
+        try:
+            async for arrived in submission:
+                events = [] if begun else [_written(event) for event in writer.begin()]
+                begun = True
+                for _, delta in arrived:
+                    events += [_written(event) for event in writer.take(delta)]
+                if events:
+                    yield b"".join(events)
+        except TailorError as error:
+            if not begun:
+                raise
+            yield writer.error(error)
+            return
+        yield b"".join([_written(event) for event in writer.finish()])
+
+    def late_error(self, error: TailorError) -> bytes:
+        return _error_written(error, 0)
+
+
+class ResponseWriter:
+    """The response as it grows; every method returns the events of what changed."""
+
+    def __init__(self, order: Order, submission: Submission) -> None:
+        self.answer = _begun(order)
+        self._order = order
+        self._submission = submission
+        [[self._choice]] = choices_of(order)
+        self._num_events = 0
+
+    def begin(self) -> list[ResponseEvent]:
+        """The events before any output."""
+        return [
+            self._event("response.created", response=self.answer),
+            self._event("response.in_progress", response=self.answer),
+        ]
+
+    def take(self, delta: Delta) -> list[ResponseEvent]:
+        """Add one Delta."""
+        events: list[ResponseEvent] = []
+        for event in self._choice.take(delta).events:
+            events += self._add(event)
+        return events
+
+    def finish(self) -> list[ResponseEvent]:
+        """End the last item and the response."""
+        was_cut = self._choice.finish_reason == "length"
+        events = self._close(was_cut=was_cut)
+        answer = self.answer
+        answer.status = "incomplete" if was_cut else "completed"
+        answer.incomplete_details = IncompleteDetails() if was_cut else None
+        answer.usage = _usage(self._submission)
+        answer.speculation = speculation_of(self._order, self._submission)
+        return [*events, self._event(f"response.{answer.status}", response=answer)]
+
+    def error(self, error: TailorError) -> bytes:
+        """The event of an error after other events were sent."""
+        self._num_events += 1
+        return _error_written(error, self._num_events - 1)
+
+    def _add(self, event: ToolEvent) -> list[ResponseEvent]:
+        """A piece of text, the start of a call or more of its arguments."""
+        if isinstance(event, CallStart):
+            item = CallItem(
+                id=f"fc_{secrets.token_hex(12)}",
+                call_id=event.call_id,
+                name=event.name,
+                arguments="",
+                status="in_progress",
+            )
+            return [*self._close(was_cut=False), self._open(item)]
+        last = self.answer.output[-1] if self.answer.output else None
+        if isinstance(event, ArgumentsPiece):
+            assert isinstance(last, CallItem)
+            last.arguments += event.text
+            kind = "response.function_call_arguments.delta"
+            return [self._event(kind, **self._at(last), delta=event.text)]
+        events: list[ResponseEvent] = []
+        if not isinstance(last, MessageItem) or last.status != "in_progress":
+            events = self._close(was_cut=False)
+            last = MessageItem(id=f"msg_{secrets.token_hex(12)}", status="in_progress", content=[])
+            events.append(self._open(last))
+            last.content.append(TextPart(text=""))
+            kind = "response.content_part.added"
+            events.append(self._event(kind, **self._at(last, 0), part=last.content[0]))
+        last.content[0].text += event
+        kind = "response.output_text.delta"
+        return [*events, self._event(kind, **self._at(last, 0), delta=event, logprobs=[])]
+
+    def _open(self, item: OutputItem) -> ResponseEvent:
+        self.answer.output.append(item)
+        index = len(self.answer.output) - 1
+        return self._event("response.output_item.added", output_index=index, item=item)
+
+    def _close(self, *, was_cut: bool) -> list[ResponseEvent]:
+        """End the last item, if it is open."""
+        output = self.answer.output
+        if not output or output[-1].status != "in_progress":
+            return []
+        item = output[-1]
+        item.status = "incomplete" if was_cut else "completed"
+        if isinstance(item, CallItem):
+            kind = "response.function_call_arguments.done"
+            done = [self._event(kind, **self._at(item), arguments=item.arguments, name=item.name)]
+        else:
+            [part] = item.content
+            at = self._at(item, 0)
+            kind = "response.output_text.done"
+            done = [
+                self._event(kind, **at, text=part.text, logprobs=[]),
+                self._event("response.content_part.done", **at, part=part),
+            ]
+        index = len(output) - 1
+        return [*done, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _at(self, item: OutputItem, content_index: int | None = None) -> dict[str, Any]:
+        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self.answer.output) - 1}
+        if content_index is not None:
+            at["content_index"] = content_index
+        return at
+
+    def _event(self, kind: str, **members: Any) -> ResponseEvent:
+        self._num_events += 1
+        return ResponseEvent(type=kind, sequence_number=self._num_events - 1, **members)
+
+
+def _begun(order: Order) -> ResponseAnswer:
+    body = order.body
+    assert isinstance(body, ResponsesBody)
+    [request] = order.requests
+    form: dict[str, Any] = {"type": "text"}
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return ResponseAnswer(
+        id=order.request_id,
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        model=order.target.label,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning={"effort": effort, "summary": None},
+        service_tier="default",
+        temperature=request.sampling.temperature,
+        text=TextSettings(format=form),
+        tool_choice=body.tool_choice or "auto",
+        tools=[tool.model_dump() for tool in body.tools or ()],
+        top_p=request.sampling.top_p,
+        user=body.user,
+        metadata=body.metadata or {},
+    )
+
+
+def _usage(submission: Submission) -> TokenUsage:
+    [account] = submission.accounts
+    num_in, num_out = account.num_prompt_tokens, account.num_completion_tokens
+    return TokenUsage(
+        input_tokens=num_in,
+        input_tokens_details=InputDetails(cached_tokens=account.num_cached_tokens),
+        output_tokens=num_out,
+        output_tokens_details=OutputDetails(base_tokens=account.num_base_tokens or UNSET),
+        total_tokens=num_in + num_out,
+    )
+
+
+def _error_written(error: TailorError, sequence_number: int) -> bytes:
+    """The event of an error after the status was sent."""
+    return _written(
+        ErrorEvent(
+            sequence_number=sequence_number,
+            code=error.code,
+            message=error.message,
+            param=error.param,
+        )
+    )
+
+
+def _written(event: ResponseEvent | ErrorEvent) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode_ascii(event))

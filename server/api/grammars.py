@@ -1,0 +1,314 @@
+"""What an output must match: `structured_outputs`, `response_format` and the schemas of tools as a
+GrammarSpec, checked before a request is admitted.
+
+Every fault is a 400 that names the field: two fields that say what the whole output must match,
+more than one form in a field, a schema or expression that llguidance does not support, one that
+nothing matches, one that is too large or takes too long to compile. Grammars are checked in threads
+(llguidance lets go of the interpreter lock), so a large one never stalls the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from server.api.bodies import GenerationBody, ResponseFormatBody, StructuredOutputsBody
+from server.api.schemas import close_all, close_described
+from server.errors import (
+    ConstraintUnsatisfiableError,
+    InvalidRequestError,
+    LimitExceededError,
+    QueueFullError,
+    UnsupportedFieldError,
+)
+from server.grammar_text import MAX_SOURCE_CHARS, grammar_problem
+from server.types import NO_SCOPE, GrammarSpec, SamplingParams
+
+WHITESPACE = r" |\n[ \t]{0,24}"
+"""White space between JSON tokens: a space, or a line break and its indentation. Small models that
+may write any amount of it sometimes write nothing else."""
+
+MAX_SCHEMA_DEPTH = 32
+_GBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+Wanted = tuple[GrammarSpec, str]
+"""What the output must match, and the field that says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaRules:
+    """How JSON schemas are taken. closes: objects that describe their members have no others."""
+
+    closes: bool = True
+
+    def as_they_are(self) -> SchemaRules:
+        """For schemas that were closed before."""
+        return replace(self, closes=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """OpenAI's format of an output, as every route has it. schema: None is any object, at: where
+    it lies. field: what the route calls the format."""
+
+    kind: Literal["text", "json_object", "json_schema"]
+    schema: Any = None
+    at: str = "response_format"
+    field: str = "response_format"
+
+
+def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
+    """The format of a response_format. Raises InvalidRequestError."""
+    if body is None:
+        return None
+    inner, beside = body.json_schema, body.schema_value
+    if body.type != "json_schema" and inner is not None:
+        raise InvalidRequestError(
+            "allowed only with the type json_schema.", at="response_format.json_schema"
+        )
+    if beside is not None and (body.type == "text" or inner is not None):
+        raise InvalidRequestError(
+            "allowed only with the types json_object and json_schema, and not beside json_schema.",
+            at="response_format.schema",
+        )
+    if beside is not None:
+        return OutputFormat(body.type, beside, "response_format.schema")
+    if body.type != "json_schema":
+        return OutputFormat(body.type)
+    if inner is None:
+        raise InvalidRequestError(
+            "required with the type json_schema.", at="response_format.json_schema"
+        )
+    return OutputFormat(body.type, inner.schema_value, "response_format.json_schema.schema")
+
+
+def grammar_of(
+    body: GenerationBody, form: OutputFormat | None, rules: SchemaRules
+) -> Wanted | None:
+    """What the output of a body must match, None for any text.
+
+    form: what the route calls its response_format. Compiles nothing. Raises InvalidRequestError and
+    its kin.
+    """
+    if form is not None and form.kind == "text":
+        form = None
+    if body.structured_outputs is not None:
+        wanted = _structured(body, body.structured_outputs, rules)
+        if form is not None:
+            raise InvalidRequestError(
+                f"cannot be combined with {wanted[1].partition('.')[0]}: each says what the whole "
+                "output must match.",
+                at=form.field,
+            )
+        return wanted
+    if form is None:
+        return None
+    schema = _ANY_OBJECT if form.schema is None else form.schema
+    return grammar_of_schema(schema, form.at, rules), form.at
+
+
+def grammar_of_schema(
+    schema: Any, at: str, rules: SchemaRules, whitespace: str = WHITESPACE
+) -> GrammarSpec:
+    """The grammar of a JSON schema. Raises LimitExceededError."""
+    check_depth(schema, at)
+    if rules.closes:
+        schema = close_described(schema)
+    return _json_schema(schema, whitespace, at)
+
+
+def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:
+    """Raise UnsupportedFieldError for sampling that cannot be combined with a grammar."""
+    if spec is None:
+        return
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(sampling, name):
+            raise UnsupportedFieldError(
+                "cannot be combined with structured outputs: the output ends where it is "
+                "complete. Leave it out.",
+                at=name,
+            )
+
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_OF_JSON = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+
+
+def _structured(body: GenerationBody, given: StructuredOutputsBody, rules: SchemaRules) -> Wanted:
+    def called(name: str) -> str:
+        return body.called("structured_outputs", name)
+
+    values = (given.json_value, given.regex, given.choice, given.grammar, given.json_object or None)
+    named = [name for name, value in zip(_FORMS, values, strict=True) if value is not None]
+    if len(named) != 1:
+        raise InvalidRequestError(
+            f"give exactly one of {', '.join(_FORMS)}; got "
+            f"{', '.join(map(called, named)) or 'none'}.",
+            at="structured_outputs",
+        )
+    at = called(named[0])
+    if named[0] in ("json", "json_object"):
+        return _structured_json(given, at, called, rules), at
+    for option in _OF_JSON:
+        if getattr(given, option) not in (None, False):
+            raise InvalidRequestError("allowed only with json and json_object.", at=called(option))
+    if given.regex is not None:
+        return GrammarSpec("regex", given.regex), at
+    if given.choice is not None:
+        # A JSON string is a literal of Lark, too.
+        literals = [json.dumps(text) for text in dict.fromkeys(given.choice)]
+        source = "start: " + " | ".join(literals)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise _too_long(at, len(source))
+        return GrammarSpec("lark", source), at
+    assert given.grammar is not None
+    return GrammarSpec("gbnf" if _GBNF.search(given.grammar) else "lark", given.grammar), at
+
+
+def _structured_json(
+    given: StructuredOutputsBody, at: str, called: Callable[[str], str], rules: SchemaRules
+) -> GrammarSpec:
+    whitespace = WHITESPACE if given.whitespace_pattern is None else given.whitespace_pattern
+    if given.disable_any_whitespace:
+        if given.whitespace_pattern:
+            raise InvalidRequestError(
+                "this and disable_any_whitespace contradict each other.",
+                at=called("whitespace_pattern"),
+            )
+        whitespace = ""
+    schema = _ANY_OBJECT if given.json_value is None else _schema_of(given.json_value, at)
+    if given.disable_additional_properties is not None:
+        rules = replace(rules, closes=False)
+        if given.disable_additional_properties:
+            check_depth(schema, at)
+            schema = close_all(schema)
+    return grammar_of_schema(schema, at, rules, whitespace)
+
+
+def _schema_of(value: Any, at: str) -> Any:
+    if isinstance(value, str):
+        if len(value) > MAX_SOURCE_CHARS:
+            raise _too_long(at, len(value))
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError("the text is not JSON.", at=at) from None
+    if not isinstance(value, (dict, bool)):
+        raise InvalidRequestError("a schema is an object.", at=at)
+    return value
+
+
+def check_depth(schema: Any, at: str) -> None:
+    """Raise LimitExceededError for a schema that is nested too deeply to be walked."""
+    if _depth(schema, MAX_SCHEMA_DEPTH + 1) > MAX_SCHEMA_DEPTH:
+        raise LimitExceededError(f"nested more than {MAX_SCHEMA_DEPTH} levels deep.", at=at)
+
+
+def _json_schema(schema: Any, whitespace: str, at: str) -> GrammarSpec:
+    try:
+        source = json.dumps(schema, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        raise InvalidRequestError("holds a number that is none.", at=at) from None
+    if len(source) > MAX_SOURCE_CHARS:
+        raise _too_long(at, len(source))
+    return GrammarSpec("json_schema", source, whitespace)
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of objects and lists, at most `most` (where it stops looking)."""
+    if most == 0 or not isinstance(value, (dict, list)):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
+
+
+def _too_long(at: str, num_chars: int) -> LimitExceededError:
+    return LimitExceededError(f"at most {MAX_SOURCE_CHARS} characters; it has {num_chars}.", at=at)
+
+
+class GrammarChecker:
+    """Checks grammars in two threads and keeps the results; `close` ends them.
+
+    Results are kept per scope: an immediate answer would tell a client that another has asked
+    with the same grammar.
+
+    timeout_s: how long a grammar may take to compile; then it is refused. max_waiting: grammars
+    waiting for a thread; then 429. max_known: results that are kept.
+    """
+
+    def __init__(
+        self, *, timeout_s: float = 5.0, max_waiting: int = 64, max_known: int = 512
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_waiting = max_waiting
+        self._max_known = max_known
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are large
+        self._open: dict[tuple[str, GrammarSpec], Future[str]] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        # Loading the library holds the interpreter lock: better now than under open streams.
+        self._threads.submit(grammar_problem, GrammarSpec("regex", "a"))
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def check(self, spec: GrammarSpec, at: str, scope: str = NO_SCOPE) -> None:
+        """Return when the grammar can be compiled. `at` names the field in what is raised:
+        InvalidRequestError, ConstraintUnsatisfiableError, LimitExceededError, QueueFullError."""
+        named = f"{scope}\0{spec!r}"
+        digest = hashlib.sha256(named.encode("utf-8", "backslashreplace")).digest()
+        problem = self._known.get(digest)
+        if problem is None:
+            problem = (await self._find(spec, at, scope))[:200]
+            self._known[digest] = problem
+            if len(self._known) > self._max_known:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(digest)
+        if not problem:
+            return
+        text = f"{problem[:160].rstrip('. ')}."
+        if problem.startswith("Unsatisfiable"):
+            raise ConstraintUnsatisfiableError(text, at=at)
+        if "too large" in problem or "too big" in problem or "fuel" in problem:
+            raise LimitExceededError(text, at=at)
+        raise InvalidRequestError(text, at=at)
+
+    async def _find(self, spec: GrammarSpec, at: str, scope: str) -> str:
+        key = (scope, spec)
+        work = self._open.get(key)
+        if work is None:
+            if len(self._open) >= self._max_waiting:
+                raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
+            work = self._threads.submit(grammar_problem, spec)
+            self._open[key] = work
+            loop = asyncio.get_running_loop()
+            work.add_done_callback(lambda _: _on_loop(loop, self._open, key))
+        waiting = asyncio.wrap_future(work)
+        done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
+        if done:
+            return waiting.result()
+        if not work.running():
+            raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
+        raise LimitExceededError(
+            f"takes longer than {self._timeout_s:g} seconds to compile.", at=at
+        )
+
+
+def _on_loop(
+    loop: asyncio.AbstractEventLoop,
+    open_work: dict[tuple[str, GrammarSpec], Future[str]],
+    key: tuple[str, GrammarSpec],
+) -> None:
+    try:
+        loop.call_soon_threadsafe(open_work.pop, key, None)
+    except RuntimeError:  # the loop is closed: the server is gone
+        pass

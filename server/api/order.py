@@ -1,0 +1,653 @@
+"""From a Generation to an Order of frozen Requests: the task's defaults and limits, ids, the seed.
+
+A route that generates makes a Generation of its body: the fields that all routes share, and what it
+calls by names of its own. `Orders.order` decides the rest, in this order: how many choices;
+sampling (the request's value, else the task's, else the model's, else OpenAI's default); the
+grammar; speculation within the task's limits; the ids of every prompt; whether they fit. Then each
+Request is built, once.
+
+A value above a limit is refused with a 400 that names the field. Nothing is clamped or truncated,
+except a max_tokens that the client did not give, which is reduced to the room that the prompt
+leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from server.api.bodies import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    BodyPart,
+    GenerationBody,
+    PredictionBody,
+    joined_texts,
+)
+from server.api.drafting import DraftingTasks, speculation_of, vocabulary_of
+from server.api.grammars import (
+    GrammarChecker,
+    OutputFormat,
+    SchemaRules,
+    Wanted,
+    check_with_sampling,
+    grammar_of,
+)
+from server.api.served_model import Catalog, ServedModel
+from server.api.text import TokenIdNames, TokenNames
+from server.api.tools.calls import ToolReader
+from server.config import LimitsConfig, TaskConfig
+from server.errors import (
+    ConstraintUnsatisfiableError,
+    ContextLengthExceededError,
+    InvalidRequestError,
+    LimitExceededError,
+    UnsupportedFieldError,
+    echoed,
+)
+from server.token_bytes import TokenBytes
+from server.types import PARAMETERS, Request, SamplingParams, SpeculationParams, scope_of
+
+LONG_TEXT_CHARS = 4096
+"""Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
+
+LEAST_TEMPERATURE = 1e-30
+"""Below it logits divide to infinity (fp32 ends at 3e38). Just above it the likeliest id already
+has all the probability, so treating lower ones as greedy changes no choice."""
+
+_MASK64 = (1 << 64) - 1
+_ID = re.compile(r"[0-9]{1,10}")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a `model` field names, found once, and who asks.
+
+    label: what the client called it. room: tokens that its engines can hold. tenant: the API key's
+    id, "" without keys.
+    """
+
+    label: str
+    task: TaskConfig
+    model: ServedModel
+    room: int
+    tenant: str = ""
+
+
+class Names(dict[str, str]):
+    """What a route calls the fields that errors name, by their names in /v1/completions."""
+
+    def __init__(self, body: BodyPart, **own: str) -> None:
+        super().__init__(own)
+        self._body = body
+
+    def __missing__(self, key: str) -> str:
+        return self._body.called(key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a client wants to be generated, in the words of no route.
+
+    body: the fields that all routes share. names: what the route calls those that it calls
+    otherwise. prompts: texts, or ids. max_tokens: what the client gave; default_max_tokens: where
+    it gave none and the task has none. logprobs: how many of the likeliest tokens are told, None
+    for no logprobs. form: the route's format of the output; grammar: a checked one that the output
+    must match instead. new_reader: of a choice's text, where tools may be called; forces_call:
+    whether one must be. table, token_names: of the text and of logprobs, default the model's.
+    """
+
+    body: GenerationBody
+    names: Names
+    prompts: Sequence[str | list[int]]
+    max_tokens: int | None
+    default_max_tokens: int
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool = False
+    adds_special_tokens: bool = True
+    truncate_to: int | None = None
+    form: OutputFormat | None = None
+    grammar: Wanted | None = None
+    new_reader: Callable[[], ToolReader] | None = None
+    forces_call: bool = False
+    table: TokenBytes | None = None
+    token_names: TokenNames | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt as the client gave it (text), or as its ids read; pieces: the bytes of each id.
+
+    Both are empty unless the answer repeats the prompt (echo).
+    """
+
+    text: str = ""
+    pieces: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A Generation as Requests for the engines, and what its answer needs.
+
+    requests: one per prompt, in order; each runs best_of choices. num_choices: n. grammar_field:
+    where the grammar comes from, "" without one. num_truncated: tokens cut off the prompts.
+    table, token_names: as in Generation.
+    """
+
+    request_id: str
+    target: Target
+    generation: Generation
+    requests: tuple[Request, ...]
+    prompts: tuple[PromptText, ...]
+    num_choices: int
+    grammar_field: str
+    num_truncated: int
+    table: TokenBytes
+    token_names: TokenNames | TokenIdNames
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def body(self) -> GenerationBody:
+        """The fields that all routes share."""
+        return self.generation.body
+
+    @property
+    def needs_engine(self) -> bool:
+        """False when there is nothing to compute: max_tokens 0 without logprobs of the prompt."""
+        first = self.requests[0]
+        return first.sampling.max_tokens > 0 or first.echo_logprobs is not None
+
+
+class Orders:
+    """Turns Generations into Orders.
+
+    drafters: names that engines know. limits: the server's. Owns two threads for tokenizing long
+    texts, and those of `grammars`; `close` ends them.
+    """
+
+    def __init__(self, catalog: Catalog, drafters: Sequence[str], limits: LimitsConfig) -> None:
+        self.catalog = catalog
+        self.limits = limits
+        self.grammars = GrammarChecker()
+        self._drafters = tuple(drafters)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
+
+    async def order(self, generation: Generation, target: Target, request_id: str) -> Order:
+        """The order of one Generation. Raises the client's errors of server.errors (4xx)."""
+        arrival_s = time.monotonic()
+        body, names = generation.body, generation.names
+        task, model = target.task, target.model
+        num_choices, best_of = self._choices(generation, task)
+        prompts = self._prompts(generation, task)
+        sampling = self._sampling(generation, target, best_of > num_choices)
+        wished = sampling["max_tokens"]
+        scope = scope_of(target.tenant, body.cache_salt or "")
+        wanted = generation.grammar
+        if wanted is None:
+            wanted = grammar_of(body, generation.form, rules_of(body, task))
+            if wanted is not None:
+                await self.grammars.check(*wanted, scope)
+        spec, grammar_field = wanted or (None, "")
+        tasks = self.catalog.tasks
+        drafting = DraftingTasks(self._drafters, tasks, self.catalog.default_model)
+        speculation = speculation_of(body, task, drafting)
+        if body.prediction is not None:
+            speculation["prediction_ids"] = await self._prediction_ids(body.prediction, target)
+        marks = body.context or task.speculation.context
+        if "drafter" not in speculation:
+            marks = None
+        vocabulary = vocabulary_of(body, task)
+        timeout_s = tighter(self.limits.queue_timeout_s, task.limits.queue_timeout_s)
+        echo_logprobs = [body.prompt_logprobs, generation.logprobs if generation.echo else None]
+        requests, texts, num_truncated = [], [], 0
+        for i, prompt in enumerate(prompts):
+            at = names["prompt"] if len(prompts) == 1 else f"{names['prompt']}[{i}]"
+            ids = await self._prompt_ids(generation, prompt, target, at)
+            if generation.truncate_to is not None:
+                num_truncated += max(0, len(ids) - generation.truncate_to)
+                prompt = ids = ids[-generation.truncate_to :]
+            max_tokens = self._max_tokens(generation, target, wished, len(ids), at)
+            if sampling["min_tokens"] > max_tokens:
+                raise InvalidRequestError(
+                    f"{sampling['min_tokens']} is above {names['max_tokens']} ({max_tokens}).",
+                    at=names["min_tokens"],
+                )
+            sampling["max_tokens"] = max_tokens
+            seed = body.seed if body.seed is not None else task.sampling.seed
+            fresh = seed is None or seed == -1
+            sampling["seed"] = secrets.randbits(64) if fresh else seed & _MASK64
+            params = SamplingParams(**sampling)
+            check_with_sampling(spec, params)
+            if marks is not None:
+                speculation["context_span"] = context_span(
+                    model.table, ids, marks.after, marks.before
+                )
+            requests.append(
+                Request(
+                    request_id=f"{request_id}-{i}",
+                    task=task.name,
+                    model=model.name,
+                    adapter=model.adapter_id,
+                    prompt_ids=tuple(ids),
+                    sampling=params,
+                    speculation=SpeculationParams(**speculation),
+                    vocabulary=vocabulary,
+                    num_choices=best_of,
+                    echo_logprobs=max((n for n in echo_logprobs if n is not None), default=None),
+                    cache_salt=body.cache_salt or "",
+                    tenant=target.tenant,
+                    priority=body.priority or 0,
+                    arrival_s=arrival_s,
+                    queue_timeout_s=timeout_s or 0.0,
+                    grammar=spec,
+                    report_sources=bool(body.include_token_sources),
+                    report_rejected=bool(body.include_rejected_drafts),
+                )
+            )
+            texts.append(_echo_text(model, prompt, ids, params) if generation.echo else _NO_TEXT)
+        total = sum(r.num_choices * (len(r.prompt_ids) + r.sampling.max_tokens) for r in requests)
+        if total > self.limits.max_request_tokens:
+            raise LimitExceededError(
+                f"The request could take {total} tokens (prompts x best_of x (prompt + "
+                f"{names['max_tokens']})); the limit is {self.limits.max_request_tokens}.",
+                param=names["max_tokens"],
+            )
+        by_id = body.return_tokens_as_token_ids
+        return Order(
+            request_id,
+            target,
+            generation,
+            tuple(requests),
+            tuple(texts),
+            num_choices,
+            grammar_field,
+            num_truncated,
+            table=generation.table or model.table,
+            token_names=TokenIdNames() if by_id else generation.token_names or model.names,
+        )
+
+    # --- texts and ids ---
+
+    async def encode(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
+        """The ids of a text; long texts are done in a thread."""
+        if len(text) < LONG_TEXT_CHARS:
+            return _encoded(model, text, add_special)
+        return await self.work(lambda: _encoded(model, text, add_special), len(text))
+
+    async def work(self, do: Callable[[], _T], num_chars: int) -> _T:
+        """Run `do`, which reads num_chars characters: here, or in a thread if they are many."""
+        if num_chars < LONG_TEXT_CHARS:
+            return do()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+
+    def check_size(
+        self, num_bytes: int, target: Target, max_tokens: int | None, names: Names
+    ) -> None:
+        """Raise ContextLengthExceededError for a text that cannot fit, without tokenizing it.
+
+        No token has more bytes than the longest one.
+        """
+        at_least = num_bytes // target.model.longest_token
+        if at_least > target.room:
+            raise _too_long(names, names["prompt"], at_least, max_tokens, target.room, least=True)
+
+    async def _prompt_ids(
+        self, generation: Generation, prompt: str | list[int], target: Target, at: str
+    ) -> list[int]:
+        model, names = target.model, generation.names
+        if isinstance(prompt, str):
+            if generation.truncate_to is None:
+                self.check_size(len(prompt.encode()), target, generation.max_tokens, names)
+            special = generation.adds_special_tokens
+            ids = await self.encode(model, prompt, add_special=special)
+            if not ids:
+                raise InvalidRequestError(
+                    "the prompt has no tokens; it cannot be empty.", at=at, param=names["prompt"]
+                )
+            return ids
+        if max(prompt) >= model.vocab_size:
+            wrong = next(i for i in prompt if i >= model.vocab_size)
+            raise InvalidRequestError(
+                f"token id {echoed(wrong)} is not below the vocabulary size, {model.vocab_size}.",
+                at=at,
+                param=names["prompt"],
+            )
+        return prompt
+
+    async def _prediction_ids(self, prediction: PredictionBody, target: Target) -> tuple[int, ...]:
+        text = joined_texts(prediction.content, "prediction.content", "")
+        ids: list[int] = []
+        if len(text.encode()) // target.model.longest_token <= target.room:
+            ids = await self.work(lambda: target.model.segments.later(text), len(text))
+            if len(ids) <= target.room:
+                return tuple(ids)
+        raise LimitExceededError(
+            f"longer than the model's context, {target.room} tokens.", at="prediction"
+        )
+
+    # --- checks ---
+
+    def _choices(self, generation: Generation, task: TaskConfig) -> tuple[int, int]:
+        """(n, best_of). Raises InvalidRequestError and LimitExceededError."""
+        body, names = generation.body, generation.names
+        n = body.n or 1
+        best_of = n if generation.best_of is None else generation.best_of
+        most = min(self.limits.max_choices, task.limits.max_choices or self.limits.max_choices)
+        if max(n, best_of) > most:
+            at = "n" if n > most else "best_of"
+            raise LimitExceededError(f"at most {most}; got {max(n, best_of)}.", at=at)
+        if best_of < n:
+            raise InvalidRequestError(
+                f"must be at least n; got best_of {best_of} and n {n}.", at="best_of"
+            )
+        if body.stream and best_of != n:
+            raise InvalidRequestError(
+                "above n, it cannot be streamed: the best are known at the end.", at="best_of"
+            )
+        options = body.stream_options
+        if options is not None:
+            if not body.stream and (options.include_usage or options.continuous_usage_stats):
+                raise InvalidRequestError("allowed only with stream.", at="stream_options")
+            if options.include_obfuscation:
+                raise UnsupportedFieldError(
+                    "chunks are never padded; leave it out.",
+                    at="stream_options.include_obfuscation",
+                )
+        limit = task.limits.max_logprobs
+        most = 20 if limit is None else limit
+        for name, num in (
+            ("logprobs", generation.logprobs), ("prompt_logprobs", body.prompt_logprobs)
+        ):  # fmt: skip
+            if num is not None and num > most:
+                raise LimitExceededError(f"at most {most}; got {num}.", at=names[name])
+        if body.prompt_logprobs is not None and body.stream:
+            raise InvalidRequestError(
+                "cannot be streamed: they are told with the whole answer.", at="prompt_logprobs"
+            )
+        if body.logprob_token_ids:
+            at = "logprob_token_ids"
+            if generation.logprobs is None or generation.max_tokens == 0:
+                raise InvalidRequestError(
+                    "names what logprobs tells of the tokens that are drawn: it is allowed only "
+                    "with logprobs, and with tokens to draw.",
+                    at=at,
+                )
+            if limit is not None and len(body.logprob_token_ids) > limit:
+                raise LimitExceededError(
+                    f"at most {limit}; got {len(body.logprob_token_ids)}.", at=at
+                )
+        return n, best_of
+
+    def _prompts(self, generation: Generation, task: TaskConfig) -> Sequence[str | list[int]]:
+        prompts, at = generation.prompts, generation.names["prompt"]
+        most = min(self.limits.max_prompts, task.limits.max_prompts or self.limits.max_prompts)
+        if len(prompts) > most:
+            raise LimitExceededError(f"{len(prompts)} prompts; at most {most} are allowed.", at=at)
+        return prompts
+
+    def _sampling(self, generation: Generation, target: Target, is_ranked: bool) -> dict[str, Any]:
+        """Fields of SamplingParams; max_tokens and seed are decided by prompt. is_ranked: whether
+        the best of the choices are looked for. Raises InvalidRequestError and its kin."""
+        body, model, defaults = generation.body, target.model, target.task.sampling
+        values: dict[str, Any] = {}
+        for one in PARAMETERS:
+            name = one.name
+            value = getattr(body, name, None)
+            if value is None and one.in_tasks:
+                value = getattr(defaults, name)
+                if value is None and one.in_models:
+                    value = getattr(model.sampling, name)
+            values[name] = one.default if value is None else one.kind(value)
+        if values["top_p"] == 0.0:  # OpenAI allows it; it keeps the most likely id alone
+            values["top_p"], values["top_k"] = 1.0, 1
+        values["top_k"] = max(0, values["top_k"])
+        if values["temperature"] < LEAST_TEMPERATURE:
+            values["temperature"] = 0.0
+        if generation.max_tokens is not None:
+            values["max_tokens"] = generation.max_tokens
+        elif defaults.max_tokens is None:
+            values["max_tokens"] = generation.default_max_tokens
+        stop = _stops_of(body.stop) if body.stop is not None else defaults.stop
+        stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
+        allowed, named = body.allowed_token_ids, body.logprob_token_ids or ()
+        for field_name, ids in (
+            ("stop_token_ids", stop_ids),
+            ("allowed_token_ids", allowed or ()),
+            ("logprob_token_ids", named),
+        ):
+            if ids and max(ids) >= model.vocab_size:
+                raise InvalidRequestError(
+                    f"token id {max(ids)} is not below the vocabulary size, {model.vocab_size}.",
+                    at=field_name,
+                )
+        bias = _bias_of(body, model)
+        if allowed is not None and {i for i, b in bias if b <= -100.0}.issuperset(allowed):
+            raise ConstraintUnsatisfiableError(
+                "logit_bias and bad_words ban every one of them.", at="allowed_token_ids"
+            )
+        if generation.max_tokens == 0 and not generation.echo:
+            raise InvalidRequestError("may be 0 only with echo.", at=generation.names["max_tokens"])
+        # Ranking needs the drawn tokens' logprobs even where the client wants none.
+        num_logprobs = 0 if named else generation.logprobs
+        values["num_logprobs"] = 0 if num_logprobs is None and is_ranked else num_logprobs
+        values["logprob_token_ids"] = tuple(sorted(set(named)))
+        values["logit_bias"] = bias
+        values["allowed_token_ids"] = None if allowed is None else tuple(sorted(set(allowed)))
+        values["stop_token_ids"] = tuple(sorted(set(stop_ids)))
+        values["stop"] = tuple([s.encode() for s in stop])
+        return values
+
+    def _max_tokens(
+        self, generation: Generation, target: Target, wished: int, num_prompt: int, at: str
+    ) -> int:
+        """How long an answer may be behind num_prompt tokens. wished: the client's max_tokens, else
+        the default, which is reduced to the room. Raises LimitExceededError and
+        ContextLengthExceededError."""
+        names, task, room = generation.names, target.task, target.room
+        most_prompt = task.limits.max_prompt_tokens
+        if most_prompt is not None and num_prompt > most_prompt:
+            raise ContextLengthExceededError(
+                f"{num_prompt} tokens; the task {task.name} allows {most_prompt}.",
+                at=at,
+                param=names["prompt"],
+            )
+        most = tighter(task.limits.max_tokens, self.limits.max_tokens)
+        if generation.max_tokens is None:
+            if num_prompt >= room:
+                raise _too_long(names, at, num_prompt, None, room)
+            return int(min(wished, room - num_prompt, wished if most is None else most))
+        if most is not None and wished > most:
+            raise LimitExceededError(f"at most {most:g}; got {wished}.", at=names["max_tokens"])
+        if num_prompt + wished > room:
+            raise _too_long(names, at, num_prompt, wished, room)
+        return wished
+
+
+_NO_TEXT = PromptText()
+
+
+def tighter(a: float | None, b: float | None) -> float | None:
+    """The lower of two limits, None where there is none."""
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def rules_of(body: GenerationBody, task: TaskConfig) -> SchemaRules:
+    """How the request's JSON schemas are taken: as it says, else as its task does."""
+    opens = body.additional_properties
+    return SchemaRules(closes=not (task.additional_properties if opens is None else opens))
+
+
+def _encoded(model: ServedModel, text: str, add_special: bool) -> list[int]:
+    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special).ids
+    return ids if model.reads is None else model.reads(ids)
+
+
+def _too_long(
+    names: Names,
+    at: str,
+    num_prompt: int,
+    max_tokens: int | None,
+    room: int,
+    *,
+    least: bool = False,
+) -> ContextLengthExceededError:
+    """The error of a text that does not fit. least: num_prompt is a lower bound."""
+    extra = f" and {max_tokens} for the completion ({names['max_tokens']})" if max_tokens else ""
+    has = f"at least {num_prompt}" if least else str(num_prompt)
+    return ContextLengthExceededError(
+        f"the model's context holds {room} tokens, but the request has {has} in the prompt{extra}. "
+        "Prompts are never truncated.",
+        at=at,
+        param=names["max_tokens" if max_tokens and not least and num_prompt < room else "prompt"],
+    )
+
+
+def prompts_of(prompt: Any, at: str = "prompt") -> list[str | list[int]]:
+    """The four shapes of `prompt` as a list of texts or id lists. Raises InvalidRequestError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidRequestError(
+            "must be a string, a list of strings, a list of token ids or a list of lists of token "
+            f"ids; got {echoed(prompt)}.",
+            at=at,
+        )
+    if not prompt:
+        raise InvalidRequestError("the list is empty.", at=at)
+    first = prompt[0]
+    if isinstance(first, int):
+        return [_ids_of(prompt, at, at)]
+    kind = str if isinstance(first, str) else list
+    prompts: list[str | list[int]] = []
+    for i, item in enumerate(prompt):
+        if not isinstance(item, kind):
+            raise InvalidRequestError(
+                "all items must have one type (strings, token ids or lists of token ids); got "
+                f"{echoed(item)}.",
+                at=f"{at}[{i}]",
+                param=at,
+            )
+        prompts.append(item if isinstance(item, str) else _ids_of(item, f"{at}[{i}]", at))
+    return prompts
+
+
+def _ids_of(items: Any, at: str, param: str) -> list[int]:
+    if not items:
+        raise InvalidRequestError("the list of token ids is empty.", at=at, param=param)
+    for i, item in enumerate(items):
+        if type(item) is not int or item < 0:
+            raise InvalidRequestError(
+                f"a token id is an integer of 0 or more; got {echoed(item)}.",
+                at=f"{at}[{i}]",
+                param=param,
+            )
+    ids: list[int] = items
+    return ids
+
+
+def context_span(
+    table: TokenBytes, ids: Sequence[int], after: str | None, before: str | None
+) -> tuple[int, int] | None:
+    """[start, end) of the ids between the marks, or None when a mark is missing."""
+    pieces = table.prompt_bytes(ids, skip_special=False)
+    data = b"".join(pieces)
+    start_byte, end_byte = 0, len(data)
+    if after is not None:
+        at = data.find(after.encode())
+        if at < 0:
+            return None
+        start_byte = at + len(after.encode())
+    if before is not None:
+        end_byte = data.find(before.encode(), start_byte)
+        if end_byte < 0:
+            return None
+    position, start, end = 0, len(ids), len(ids)
+    for i, piece in enumerate(pieces):
+        if position >= start_byte and start == len(ids):
+            start = i
+        if position >= end_byte:
+            end = i
+            break
+        position += len(piece)
+    return (start, end) if start < end else None
+
+
+def _echo_text(
+    model: ServedModel, prompt: str | list[int], ids: Sequence[int], sampling: SamplingParams
+) -> PromptText:
+    """What an answer with echo repeats."""
+    pieces = model.table.prompt_bytes(ids, skip_special=sampling.skip_special_tokens)
+    if isinstance(prompt, str):
+        return PromptText(prompt, tuple(pieces))
+    return PromptText(b"".join(pieces).decode(errors="replace"), tuple(pieces))
+
+
+def _stops_of(stop: Any) -> tuple[str, ...]:
+    """The stop strings of a string or a list of strings. Raises InvalidRequestError."""
+    if not isinstance(stop, (str, list)):
+        raise InvalidRequestError(
+            f"must be a string or a list of strings; got {echoed(stop)}.", at="stop"
+        )
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequestError(f"at most {MAX_STOPS} strings; got {len(stops)}.", at="stop")
+    for i, text in enumerate(stops):
+        at = "stop" if isinstance(stop, str) else f"stop[{i}]"
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"must be a string; got {echoed(text)}.", at=at)
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                f"a stop string has 1 to {MAX_STOP_CHARS} characters; got {len(text)}.", at=at
+            )
+    return tuple(dict.fromkeys(stops))
+
+
+def _bias_of(body: GenerationBody, model: ServedModel) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs of logit_bias and bad_words, ids ascending.
+
+    A word of one token is banned at a text's start and behind a space; one that begins with a space
+    only behind one. Raises UnsupportedFieldError for a word of several tokens: each of them may
+    stand elsewhere.
+    """
+    pairs: dict[int, float] = {}
+    for key, bias in (body.logit_bias or {}).items():
+        if not _ID.fullmatch(key) or int(key) >= model.vocab_size:
+            raise InvalidRequestError(
+                f"{echoed(key)} is no token id below {model.vocab_size}.", at="logit_bias"
+            )
+        if int(key) in pairs:
+            raise InvalidRequestError(f"the id {int(key)} is there twice.", at="logit_bias")
+        pairs[int(key)] = float(bias)
+    for i, word in enumerate(body.bad_words or ()):
+        plain = word.lstrip(" ")
+        alone, behind = model.segments.later(plain), model.segments.later(f" {plain}")
+        ids = {behind[-1]} if plain else set()
+        if word == plain:
+            # " word" may be a token of its own, or a space and the token that is banned already.
+            fits = len(alone) == 1 and (len(behind) == 1 or behind[-1:] == alone)
+            ids.update(alone[:1])
+        else:
+            fits = len(behind) == 1
+        if not plain or not fits:
+            raise UnsupportedFieldError(
+                f"{echoed(word, 40)} is not one token of this model, and only such words can be "
+                "banned.",
+                at=f"bad_words[{i}]",
+            )
+        pairs |= dict.fromkeys(ids, -100.0)
+    return tuple(sorted(pairs.items()))

@@ -1,0 +1,146 @@
+"""A command's data: its options, and the examples of its files in a model's ids."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from server.datasets import ExampleReader, Fields, Render, open_table
+from server.errors import ConfigError, TailorError
+
+if TYPE_CHECKING:
+    from server.token_bytes import TokenBytes
+
+_SEED = 20
+_LEAST = 20  # examples
+_WHAT = "JSON lines, CSV or Parquet with a prompt and a completion, or messages"
+
+DataFile = Annotated[Path, Parameter(metavar="FILE", help=_WHAT)]
+DataFiles = Annotated[tuple[Path, ...], Parameter(metavar="FILE", help=f"{_WHAT}; may be repeated")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldOptions:
+    """Where a row of the data has what."""
+
+    field: Annotated[str, Parameter(help="where the output is (completion)")] = "completion"
+    prompt_field: Annotated[str, Parameter(help="where the prompt is (prompt)")] = "prompt"
+    joint: Annotated[
+        str, Parameter(help="put between prompt and output where neither has a blank")
+    ] = " "
+
+    def names(self) -> Fields:
+        """The same, as readers take it."""
+        return Fields(self.field, self.prompt_field, self.joint)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What a command needs of a model that it does not run.
+
+    tokenizer: a tokenizers.Tokenizer. table: its id -> bytes table. eos: an id that ends a text.
+    reader: of data files.
+    """
+
+    tokenizer: Any
+    table: TokenBytes
+    eos: int
+    reader: ExampleReader
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer, hex."""
+        return self.table.fingerprint.hex()
+
+
+def open_text(folder: Path, fields: FieldOptions) -> ModelText:
+    """A model's tokenizer, and what reads data files with it. Raises ConfigError, ModelError."""
+    tokenizer, table, eos = open_table(folder)
+    reader = ExampleReader(
+        tokenizer,
+        eos,
+        fields=fields.names(),
+        vocab_size=table.vocab_size,
+        render=_render_with(folder, tokenizer),
+    )
+    return ModelText(tokenizer, table, eos, reader)
+
+
+def _render_with(folder: Path, tokenizer: Any) -> Render | None:
+    """A chat as the model's template writes it; None for a model without one that can be used."""
+    from server.api.chat_template import load_chat_template
+
+    try:
+        chat = load_chat_template(folder, tokenizer)
+    except (TailorError, ValueError):
+        return None
+    return None if chat is None else chat_render(chat)
+
+
+def chat_render(chat: Any) -> Render:
+    """What a ChatTemplate makes of messages: text and ids."""
+
+    def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        rendered = chat.render(messages)
+        return rendered.text, chat.encode(rendered)
+
+    return render
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """A task's examples in ids, a part of them held back.
+
+    table: the id -> bytes table; fingerprint: of the tokenizer (hex). barriers: ids that are never
+    part of a token. vocab_size: rows of the model's tables; reserved_ids: rows without a token.
+    """
+
+    train: Sequence[tuple[list[int], list[int]]]
+    held_out: Sequence[tuple[list[int], list[int]]]
+    table: TokenBytes
+    fingerprint: str
+    barriers: frozenset[int]
+    vocab_size: int
+    reserved_ids: tuple[int, ...]
+
+
+def read_task_data(
+    folder: Path,
+    files: Sequence[Path],
+    fields: FieldOptions,
+    *,
+    max_held_out: int = 300,
+    told: Callable[[str, int, int | None], None] = lambda *_: None,
+) -> TaskData:
+    """The examples of `files`, shuffled by a fixed seed; a tenth is held back.
+
+    folder: the model's. told: (stage, done, None) now and then. Raises ConfigError for files that
+    cannot be read and for fewer than 20 examples.
+    """
+    text = open_text(folder, fields)
+    examples = []
+    for example in text.reader.read(files):
+        examples.append(example)
+        if len(examples) % 1000 == 0:
+            told("Reading", len(examples), None)
+    if len(examples) < _LEAST:
+        where = ", ".join(map(str, files))
+        raise ConfigError(f"{where}: {len(examples)} examples; {_LEAST} are needed")
+    random.Random(_SEED).shuffle(examples)
+    num = min(max_held_out, len(examples) // 10)
+    known = set(text.tokenizer.get_vocab(with_added_tokens=True).values())
+    return TaskData(
+        train=examples[num:],
+        held_out=examples[:num],
+        table=text.table,
+        fingerprint=text.fingerprint,
+        barriers=frozenset({text.eos, *(int(i) for i in text.table.special_ids)}),
+        vocab_size=text.table.vocab_size,
+        reserved_ids=tuple(i for i in range(text.table.vocab_size) if i not in known),
+    )

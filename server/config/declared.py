@@ -1,0 +1,160 @@
+"""Fields of task files and requests that are declared elsewhere: the sampling parameters of
+server.types and the options of drafters.catalog.
+
+The decorators give a pydantic model its fields: `task_parameters` and `request_parameters` one a
+sampling parameter, `task_sections` and `request_sections` one a drafter that has options.
+
+Importing this module imports neither torch nor numpy, nor any drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, create_model, model_validator
+
+from drafters.catalog import DrafterSpec, catalog
+from drafters.options import Option
+from server.types import PARAMETERS
+
+MAX_TEXT = 4096
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def task_parameters(model: type[_Model]) -> type[_Model]:
+    """Give a model the parameters that a task's file may set; None: where the task is silent."""
+    return _with_parameters(model, {one.name for one in PARAMETERS if one.in_tasks})
+
+
+def request_parameters(*, without: Collection[str] = ()) -> Callable[[type[_Model]], type[_Model]]:
+    """Give a model all parameters but those `without`, which it calls by another name."""
+    names = {one.name for one in PARAMETERS}.difference(without)
+    return lambda model: _with_parameters(model, names)
+
+
+def _with_parameters(model: type[_Model], names: Collection[str]) -> type[_Model]:
+    fields: dict[str, Any] = {
+        one.name: (one.kind | None, Field(None, ge=one.ge, le=one.le, description=one.help))
+        for one in PARAMETERS
+        if one.name in names
+    }
+    return _extended(model, fields)
+
+
+def sections() -> tuple[DrafterSpec, ...]:
+    """The drafters that have options, in the catalog's order."""
+    return tuple(spec for spec in catalog().values() if spec.fields)
+
+
+def task_sections(base: type[BaseModel]) -> Callable[[type[_Model]], type[_Model]]:
+    """Give a model a section a drafter with all its options. base: what sections derive from."""
+
+    def decorate(model: type[_Model]) -> type[_Model]:
+        fields: dict[str, Any] = {}
+        for spec in sections():
+            doc = f"{_title(spec)}. None: the drafter's default, in parentheses."
+            section = _section(spec, base, spec.fields, doc, with_defaults=True)
+            fields[spec.name] = (section, Field(default_factory=section))
+        return _extended(model, fields)
+
+    return decorate
+
+
+def request_sections(base: type[BaseModel]) -> Callable[[type[_Model]], type[_Model]]:
+    """Give a model a section a drafter with the options that requests may set, or None."""
+
+    def decorate(model: type[_Model]) -> type[_Model]:
+        fields: dict[str, Any] = {}
+        for spec in sections():
+            options = tuple(one for one in spec.fields if one.in_requests)
+            if options:
+                doc = f"{_title(spec)}, for requests drafted by `{spec.name}`. None: the task's."
+                section = _section(spec, base, options, doc, with_defaults=False)
+                fields[spec.name] = (section | None, None)
+        return _extended(model, fields)
+
+    return decorate
+
+
+def set_options(model: BaseModel) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(drafter, its options that were set, by key) of a model with sections."""
+    for spec in sections():
+        section = getattr(model, spec.name, None)
+        if section is not None:
+            yield spec.name, section.model_dump(by_alias=True, exclude_none=True)
+
+
+def task_files(model: BaseModel) -> Iterator[tuple[str, Option, str]]:
+    """(drafter, option, file) of the options of a task that are files and were set."""
+    for spec in sections():
+        for one in spec.fields:
+            value = getattr(getattr(model, spec.name), one.name)
+            if one.file is not None and value is not None:
+                yield spec.name, one, value
+
+
+def _title(spec: DrafterSpec) -> str:
+    return (spec.options.__doc__ or f"Parameters of {spec.name}.").split("\n")[0].rstrip(".")
+
+
+def _extended(model: type[_Model], fields: dict[str, Any]) -> type[_Model]:
+    made: type[_Model] = create_model(
+        model.__name__,
+        __base__=model,
+        __module__=model.__module__,
+        __doc__=model.__doc__,
+        **fields,
+    )
+    return made
+
+
+def _section(
+    spec: DrafterSpec,
+    base: type[BaseModel],
+    options: tuple[Option, ...],
+    doc: str,
+    *,
+    with_defaults: bool,
+) -> type[BaseModel]:
+    def fits(self: BaseModel) -> BaseModel:
+        # What a request sets is put together with its task's before it is checked.
+        if with_defaults:
+            spec.options(**self.model_dump(exclude_none=True))
+        return self
+
+    name = "".join(part.title() for part in spec.name.split("_"))
+    fields: dict[str, Any] = {
+        one.name: (_type(one) | None, _field(one, with_defaults)) for one in options
+    }
+    validators: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
+    made: type[BaseModel] = create_model(
+        f"{name}Options" if with_defaults else f"{name}OptionsBody",
+        __base__=base,
+        __module__=__name__,
+        __doc__=doc,
+        __validators__=validators,
+        **fields,
+    )
+    return made
+
+
+def _type(one: Option) -> Any:
+    return Literal[one.choices] if one.choices else one.kind
+
+
+def _field(one: Option, with_default: bool) -> Any:
+    shown = one.help
+    if with_default and one.default is not None and not one.choices:
+        shown += f" ({one.default:g})" if one.kind is float else f" ({one.default})"
+    given: dict[str, Any] = {"description": shown}
+    if one.key != one.name:
+        given["alias"] = one.key
+    if one.kind is str and not one.choices:
+        given.update(min_length=1, max_length=MAX_TEXT)
+    if one.ge is not None:
+        given["ge"] = one.ge
+    if one.le is not None:
+        given["le"] = one.le
+    return Field(None, **given)

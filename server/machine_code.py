@@ -1,0 +1,233 @@
+"""Machine code of all packages that have compiled functions, made on all cores, once a machine.
+
+    python -m server.machine_code                    for this CPU, into the user's cache folder
+    python -m server.machine_code --wheel FOLDER     for the CPUs that a wheel is for, beside the
+                                                     packages' copies in FOLDER
+
+drafters/library.py finds it there. What a wheel brings needs no compiler, no numba and no llvmlite
+where it runs; this command needs them, and a C compiler to link with: the machine's, or ziglang's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from drafters import library
+from drafters.target import NATIVE, TARGETS, Target, chosen
+
+__all__ = ["PACKAGES", "Job", "is_ready", "make", "make_ready"]
+
+PACKAGES = (
+    "drafters", "drafters.auto", "drafters.published", "server.engine", "server.model.cpu.kernels",
+    "server.model.cpu.kernels.integers",
+)  # fmt: skip
+"""The packages that have compiled functions. tests/test_machine_code.py finds any other."""
+
+_INTEGERS = "server.model.cpu.kernels.integers"  # its code looks at all features of a target
+
+Progress = Callable[[str, int, int], None]
+"""(what was done, how many are done, all)"""
+
+
+class Job(NamedTuple):
+    """One package's library for one target."""
+
+    package: str
+    target: str
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that it is made of."""
+        return library.modules_of(self.package)
+
+
+def jobs_of(target: Target) -> list[Job]:
+    """What a CPU runs."""
+    return [
+        Job(package, target.name if package == _INTEGERS else target.base) for package in PACKAGES
+    ]
+
+
+def is_ready() -> bool:
+    """Whether all code of this CPU comes with the packages, or lies in the cache as libraries."""
+    return all(library.has_library(job.package, job.target) for job in jobs_of(chosen()))
+
+
+def make_ready(progress: Progress | None = None) -> None:
+    """Have all code of this CPU. Raises RuntimeError where it can neither be found nor made."""
+    if is_ready():
+        return
+    with library.alone(library.code_folder() / f"{chosen().name}.lock"):
+        if not is_ready():
+            make(jobs_of(chosen()), progress=progress)
+
+
+def make(
+    jobs: Iterable[Job], *, folder: Path | None = None, progress: Progress | None = None
+) -> None:
+    """Make libraries; objects that the cache has are not made again. folder: where copies of the
+    packages lie that get them; None: the cache. Raises RuntimeError."""
+    jobs = list(dict.fromkeys(jobs))
+    objects = [(job.target, module) for job in jobs for module in job.modules]
+    todo = [one for one in objects if not library.object_path(one[1], one[0]).exists()]
+    library.code_folder().mkdir(parents=True, exist_ok=True)
+    done, total = 0, len(todo) + len(jobs)
+    if folder is not None and jobs:
+        code = folder / "drafters" / "_code"
+        code.mkdir(parents=True, exist_ok=True)
+        library.build_door(code / "door.so", library.machine_of(jobs[0].target))
+
+    def tell(what: str) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(what, done, total)
+
+    _compile(todo, tell)
+    for job in jobs:
+        path = library.library_path(job.package, job.target)
+        if folder is not None:
+            path = folder.joinpath(*job.package.split("."), "_code", f"{job.target}.so")
+            path.parent.mkdir(parents=True, exist_ok=True)
+        _link([library.object_path(module, job.target) for module in job.modules], path, job.target)
+        tell(f"{job.package} for {job.target}")
+
+
+# What takes longest comes first, so that no process is left alone with it at the end.
+_LONG = ("step", "attention", "advance", "tree_builder", "describe", "panels")
+
+
+def _compile(todo: Sequence[tuple[str, str]], tell: Callable[[str], None]) -> None:
+    """Objects of (target, module), by as many processes as there are cores."""
+    waiting: dict[str, queue.SimpleQueue[str]] = {}
+    for target, _ in todo:
+        waiting.setdefault(target, queue.SimpleQueue())
+
+    def age(one: tuple[str, str]) -> int:
+        name = one[1].rpartition(".")[2]
+        return _LONG.index(name) if name in _LONG else len(_LONG)
+
+    for target, module in sorted(todo, key=age):
+        waiting[target].put(module)
+    failed: list[str] = []
+
+    def work() -> None:
+        for target, modules in waiting.items():
+            if not modules.empty() and not failed:
+                failed.extend(_compile_some(target, modules, tell))
+
+    threads = [threading.Thread(target=work) for _ in range(min(_cores(), max(1, len(todo))))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise RuntimeError(f"machine code cannot be made: {failed[0]}")
+
+
+def _compile_some(
+    target: str, modules: queue.SimpleQueue[str], tell: Callable[[str], None]
+) -> list[str]:
+    """Take modules until there are none; what failed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drafters.ahead", "--serve", target], text=True,
+        env=library.own_path(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        while True:
+            try:
+                module = modules.get_nowait()
+            except queue.Empty:
+                return []
+            process.stdin.write(f"{module}\n")
+            process.stdin.flush()
+            told = process.stdout.readline().strip()
+            if told != module:
+                return [told or f"the compiler of {module} ended"]
+            tell(f"{module} for {target}")
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _link(objects: Sequence[Path], out: Path, target: str) -> None:
+    """One shared library. Raises RuntimeError."""
+    words = ["-shared", "-Wl,-z,noexecstack", *map(str, objects), "-lm"]
+    library.build([*library.c_compiler(library.machine_of(target)), *words], out)
+
+
+def _shown(jobs: Sequence[Job], folder: Path | None) -> None:
+    """make(), with a bar on a terminal and plain lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        make(
+            jobs, folder=folder,
+            progress=lambda what, n, total: print(f"  {n} of {total}: {what}", file=sys.stderr),
+        )  # fmt: skip
+        return
+    columns = (
+        TextColumn("  machine code"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+        make(
+            jobs, folder=folder,
+            progress=lambda what, n, total: bar.update(
+                task, completed=n, total=total, description=what
+            ),
+        )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m server.machine_code",
+        description="Make the machine code of all compiled functions.",
+        epilog="example: python -m server.machine_code --target avx2",
+    )
+    parser.add_argument("--wheel", type=Path, metavar="FOLDER", help="a wheel's files")
+    parser.add_argument("--machine", default=platform.machine(), help="that the wheel is for")
+    parser.add_argument("--target", action="append", help=", ".join([*TARGETS, NATIVE]))
+    parser.add_argument("--check", action="store_true", help="only tell whether all is there")
+    options = parser.parse_args(arguments)
+    if options.check:
+        print("ready" if is_ready() else "not compiled yet")
+        return 0 if is_ready() else 1
+    targets = [chosen()]
+    if options.wheel is not None:
+        own = [t for t in TARGETS.values() if t.triple.startswith(options.machine)]
+        targets = [target for target in own if target.shipped]
+    if options.target:
+        targets = [TARGETS[name] if name in TARGETS else chosen() for name in options.target]
+    jobs = [job for target in targets for job in jobs_of(target)]
+    if options.wheel is None:
+        jobs = [job for job in jobs if not library.has_library(job.package, job.target)]
+    try:
+        if jobs:
+            _shown(jobs, options.wheel)
+    except (RuntimeError, OSError) as error:
+        print(f"machine code: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,807 @@
+"""Attention on a CPU: q, k and v of a step's rows into their places, then each row's sum over keys.
+
+A row's keys are numbered by position; scores are sums over head_dim in order, the softmax adds 16
+lanes by position mod 16, values are added in position order. So a row's result has the same bits
+whatever rows stand beside it and whether a key was written by a prompt row or by an accepted tree
+node. Tree attention: a node's keys are its sequence's prefix and its own path (Rows.path_slots).
+
+The cache holds numbers of one of sizes.KV_TYPES: float32 as it is; float16 (bits, in uint16); int8
+with a float32 scale a head and position. The small ones are widened in registers. What is stored of
+a position is a function of its key and value alone:
+    score  = (0; for d in order: fma(q[d], k[d], score)) * scale of the key
+    result = for keys in order: fma(p[key] * scale of the value, v[key], result)
+without the scales where there are none.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+
+from drafters.jit import borrowing, compiled, entry_run_by
+from server.model.cpu.kernels.integer_rows import factor_of
+from server.model.cpu.kernels.ir import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    VEC,
+    VECI,
+    Loop,
+    call,
+    choose,
+    const,
+    floats,
+    fma,
+    function,
+    i32,
+    i64,
+    load,
+    splat,
+    store,
+    word,
+)  # fmt: skip
+from server.model.cpu.kernels.team import barrier, run, take
+from server.model.cpu.kernels.vectors import (
+    exp_shifted,
+    float_at,
+    int32_at,
+    max_of,
+    rms_norm,
+    set_float,
+    soft_cap,
+)  # fmt: skip
+from server.model.cpu.records import (
+    AttentionAddresses,
+    AttentionLayer,
+    Float32x2,
+    Rows,
+    Scratch,
+    Shape,
+    Tile,
+    Work,
+)  # fmt: skip
+from server.model.cpu.sizes import LANES, WIDE_HEADS, WIDE_REGISTERS, tile_rows
+
+_FLOAT32, _FLOAT16, _INT8 = range(3)  # sizes.KV_TYPES
+_KINDS = (_FLOAT32, _FLOAT16, _INT8)
+_NEVER = np.float32(-np.inf)
+
+_tile_rows = compiled(tile_rows)
+
+SCORE_BLOCKS = 4 if WIDE_REGISTERS else 1
+"""Blocks of keys of the largest kernel: with 3 or 4 heads, enough sums that none waits for the one
+before it, and no more than registers."""
+
+_WIDE_VECTORS = 2 if WIDE_REGISTERS else 0
+"""Vectors of keys or columns by which WIDE_HEADS heads are computed: each key and value is widened
+once for all of them."""
+
+
+class Plane(NamedTuple):
+    """The keys or the values of one KV head, in addresses.
+
+    numbers: of keys [blocks, width = head_dim, 16] or values [blocks, 16, width]. scales: of
+    float32 [blocks, 1, 16], used with int8. kind: the place in sizes.KV_TYPES.
+    """
+
+    numbers: int
+    scales: int
+    width: int
+    kind: int
+
+
+# --- vector kernels: addresses are int64, strides are in numbers ----------------------------------
+
+
+def _size(kind: int) -> int:
+    """Bytes of a number."""
+    return 4 >> kind
+
+
+def _widened(b: Any, kind: int, address: Any) -> Any:
+    """16 numbers of a kind at an address, as float32."""
+    if kind == _FLOAT32:
+        return load(b, floats(b, address), i64(0))
+    narrow = ir.VectorType(F16 if kind == _FLOAT16 else I8, LANES)
+    raw = b.load(b.inttoptr(address, narrow.as_pointer()))
+    raw.align = _size(kind)
+    return b.fpext(raw, VEC) if kind == _FLOAT16 else b.sitofp(b.sext(raw, VECI), VEC)
+
+
+def _by_kind(
+    b: Any, plane: Any, case: Any, cases: Mapping[int, tuple[str, Callable[..., None]]],
+    args: list[Any],
+) -> None:  # fmt: skip
+    """Call the function of a case, an int64, for a Plane's kind: compiled once a case and kind, as
+    (kind, builder, arguments: the Plane's numbers, scales and width, then args)."""
+    numbers, scales, width, kind = (b.extract_value(plane, i) for i in range(4))
+    given = [numbers, scales, width, *args]
+
+    def emit(name: str, define: Callable[..., None], of: int) -> None:
+        kinds = [I64] * len(given)
+        fn = function(b, f"tailor_{name}_{of}", kinds, ir.VoidType(), partial(define, of))
+        b.call(fn, given)
+
+    told = {
+        3 * number + of: partial(emit, name, define, of)
+        for number, (name, define) in cases.items()
+        for of in _KINDS
+    }
+    choose(b, b.add(b.mul(case, i64(3)), kind), told)
+
+
+def _define_scores(num_heads: int, num_blocks: int, kind: int, b: Any, args: Any) -> None:
+    """s[g, 16 i : 16 i + 16] = sum_d q[g, d] * keys[block i, d, 0:16], d in order, i < num_blocks.
+
+    table: the address of the blocks' int32 numbers; for one block, its number.
+    """
+    numbers, scales, d, q, ldq, table, s, lds = args
+    step = LANES * _size(kind)
+    blocks = [table]
+    if num_blocks > 1:
+        entries = b.inttoptr(table, I32.as_pointer())
+        blocks = [b.sext(b.load(b.gep(entries, [i64(i)])), I64) for i in range(num_blocks)]
+    starts = [b.add(numbers, b.mul(b.mul(block, d), i64(step))) for block in blocks]
+    qf, sf = floats(b, q), floats(b, s)
+    heads = [b.gep(qf, [b.mul(ldq, i64(g))]) for g in range(num_heads)]
+    loop = Loop(b, d, [const(0.0)] * (num_heads * num_blocks))
+    here = b.mul(loop.index, i64(step))
+    key = [_widened(b, kind, b.add(start, here)) for start in starts]
+    new = []
+    for g in range(num_heads):
+        query = splat(b, b.load(b.gep(heads[g], [loop.index])))
+        old = loop.carried[g * num_blocks : (g + 1) * num_blocks]
+        new += [fma(b, query, key[i], old[i]) for i in range(num_blocks)]
+    acc = loop.close(new)
+    for i in range(num_blocks):
+        scale = None
+        if kind == _INT8:
+            scale = load(b, floats(b, scales), b.mul(blocks[i], i64(LANES)))
+        for g in range(num_heads):
+            value = acc[g * num_blocks + i]
+            value = value if scale is None else b.fmul(value, scale)
+            store(b, value, sf, b.add(b.mul(lds, i64(g)), i64(i * LANES)))
+
+
+def _make_scores(heads: tuple[int, ...], num_blocks: int) -> Any:
+    """A word: the scores of so many heads, one of `heads`, against num_blocks blocks."""
+
+    @word(None, int, int, int, Plane, int, int, int)
+    def scores(
+        b: Any, num: Any, q: Any, ldq: Any, plane: Any, table: Any, s: Any, lds: Any
+    ) -> None:
+        cases = {
+            g: (f"scores_{g}_{num_blocks}", partial(_define_scores, g, num_blocks)) for g in heads
+        }
+        _by_kind(b, plane, num, cases, [q, ldq, table, s, lds])
+
+    return scores
+
+
+_scores = _make_scores((1, 2, 3, 4), 1)
+_many_scores = _make_scores((1, 2, 3, 4), SCORE_BLOCKS)
+_wide_scores = _make_scores((WIDE_HEADS or 1,), _WIDE_VECTORS or 1)
+
+
+def _define_weighted(num_heads: int, vectors: int, kind: int, b: Any, args: Any) -> None:
+    """acc[g, :] += sum over slots of p[g, slot] * values[slot, :], slots in order, 16 * vectors
+    columns. first: slot * width + column."""
+    numbers, scales, width, p, ldp, first, num, acc, lda = args
+    pf, af = floats(b, p), floats(b, acc)
+    size = _size(kind)
+    at = b.add(numbers, b.mul(first, i64(size)))
+    own = None
+    if kind == _INT8:
+        own = b.gep(floats(b, scales), [b.sdiv(first, width)])
+    where = [
+        b.add(b.mul(lda, i64(g)), i64(c * LANES)) for g in range(num_heads) for c in range(vectors)
+    ]
+    loop = Loop(b, num, [load(b, af, place) for place in where])
+    row = b.add(at, b.mul(b.mul(loop.index, width), i64(size)))
+    value = [_widened(b, kind, b.add(row, i64(c * LANES * size))) for c in range(vectors)]
+    new = []
+    for g in range(num_heads):
+        weight = b.load(b.gep(pf, [b.add(b.mul(ldp, i64(g)), loop.index)]))
+        if own is not None:
+            weight = b.fmul(weight, b.load(b.gep(own, [loop.index])))
+        wide = splat(b, weight)
+        new += [fma(b, wide, value[c], loop.carried[g * vectors + c]) for c in range(vectors)]
+    for place, result in zip(where, loop.close(new), strict=True):
+        store(b, result, af, place)
+
+
+@word(None, int, int, int, int, Plane, int, int, int, int)
+def _weighted(
+    b: Any, heads: Any, vectors: Any, p: Any, ldp: Any, plane: Any, first: Any, num: Any, acc: Any,
+    lda: Any,
+) -> None:  # fmt: skip
+    """acc[g, :] += p[g, i] @ values of `num` slots, 1 to 4 heads, 1 or 4 vectors of columns from
+    number `first` on; p, acc: addresses, head strides ldp and lda."""
+    cases = {
+        8 * v + g: (f"weighted_{g}_{v}", partial(_define_weighted, g, v))
+        for g in (1, 2, 3, 4)
+        for v in (1, 4)
+    }
+    case = b.add(b.mul(vectors, i64(8)), heads)
+    _by_kind(b, plane, case, cases, [p, ldp, first, num, acc, lda])
+
+
+def _define_wide_weighted(num_heads: int, vectors: int, kind: int, b: Any, args: Any) -> None:
+    """As _define_weighted, for all slots of `num` whole blocks, one after the other, and all
+    columns: a multiple of 16 * vectors. table: address of the blocks' int32 numbers."""
+    numbers, scales, width, p, ldp, table, num, acc, lda = args
+    size = _size(kind)
+    columns = Loop(b, width, [], step=vectors * LANES)
+    column = columns.index
+    pf, af = floats(b, p), floats(b, acc)
+    weights = [b.gep(pf, [b.mul(ldp, i64(g))]) for g in range(num_heads)]
+    where = [
+        b.add(b.add(b.mul(lda, i64(g)), column), i64(c * LANES))
+        for g in range(num_heads)
+        for c in range(vectors)
+    ]
+    outer = Loop(b, num, [load(b, af, place) for place in where])
+    entry = b.gep(b.inttoptr(table, I32.as_pointer()), [outer.index])
+    slot = b.mul(b.sext(b.load(entry), I64), i64(LANES))
+    first = b.mul(outer.index, i64(LANES))
+    inner = Loop(b, i64(LANES), outer.carried)
+    row = b.add(b.mul(b.add(slot, inner.index), width), column)
+    at = b.add(numbers, b.mul(row, i64(size)))
+    value = [_widened(b, kind, b.add(at, i64(c * LANES * size))) for c in range(vectors)]
+    scale = None
+    if kind == _INT8:
+        scale = b.load(b.gep(floats(b, scales), [b.add(slot, inner.index)]))
+    key = b.add(first, inner.index)
+    new = []
+    for g in range(num_heads):
+        weight = b.load(b.gep(weights[g], [key]))
+        wide = splat(b, weight if scale is None else b.fmul(weight, scale))
+        new += [fma(b, wide, value[c], inner.carried[g * vectors + c]) for c in range(vectors)]
+    sums = outer.close(inner.close(new))
+    for place, result in zip(where, sums, strict=True):
+        store(b, result, af, place)
+    columns.close([])
+
+
+@word(None, int, int, Plane, int, int, int, int)
+def _wide_weighted(
+    b: Any, p: Any, ldp: Any, plane: Any, table: Any, num: Any, acc: Any, lda: Any
+) -> None:
+    """_define_wide_weighted of WIDE_HEADS heads."""
+    heads, vectors = WIDE_HEADS or 1, _WIDE_VECTORS or 1
+    cases = {0: ("wide_weighted", partial(_define_wide_weighted, heads, vectors))}
+    _by_kind(b, plane, i64(0), cases, [p, ldp, table, num, acc, lda])
+
+
+@word(None, int, np.float32, int, int)
+def _scaled_vectors(b: Any, x: Any, scale: Any, out: Any, num: Any) -> None:
+    """out[i] = x[i] * scale for 16 * num floats at addresses."""
+    factor = splat(b, scale)
+    loop = Loop(b, num, [])
+    at = b.mul(loop.index, i64(LANES))
+    store(b, b.fmul(load(b, floats(b, x), at), factor), floats(b, out), at)
+    loop.close([])
+
+
+@word(None, int, int)
+def _clear_vectors(b: Any, out: Any, num: Any) -> None:
+    """out[i] = 0 for 16 * num floats at an address."""
+    loop = Loop(b, num, [])
+    store(b, const(0.0), floats(b, out), b.mul(loop.index, i64(LANES)))
+    loop.close([])
+
+
+_MOST_HALF = 65504.0
+
+
+def _stored(b: Any, kind: int, x: Any, factor: Any) -> Any:
+    """A float32, or a vector of them, as a plane keeps it: itself; the bits of the nearest float16,
+    at most 65504; or round_to_even(x * factor), 0 where factor is."""
+    wide = isinstance(x.type, ir.VectorType)
+
+    def of(scalar: Any) -> Any:
+        return ir.VectorType(scalar, LANES) if wide else scalar
+
+    def same(value: float) -> Any:
+        return ir.Constant(of(F32), [value] * LANES if wide else value)
+
+    if kind == _FLOAT32:
+        return x
+    if kind == _FLOAT16:
+        for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
+            x = b.select(b.fcmp_ordered(sign, x, same(most)), same(most), x)
+        return b.bitcast(b.fptrunc(x, of(F16)), of(I16))
+    scaled = b.fmul(x, splat(b, factor) if wide else factor)
+    unknown = b.fcmp_ordered("==", factor, ir.Constant(F32, 0.0))
+    scaled = b.select(unknown, same(0.0), scaled)
+    name = f"llvm.rint.v{LANES}f32" if wide else "llvm.rint.f32"
+    return b.trunc(b.fptosi(call(b, name, of(F32), [scaled]), of(I32)), of(I8))
+
+
+@word(None, Plane, int, np.float32, np.float32)
+def _put(b: Any, plane: Any, index: Any, x: Any, factor: Any) -> None:
+    """Number `index` of a Plane = x, as it keeps it."""
+    numbers, kind = b.extract_value(plane, 0), b.extract_value(plane, 3)
+
+    def emit(of: int) -> None:
+        value = _stored(b, of, x, factor)
+        at = b.add(numbers, b.mul(index, i64(_size(of))))
+        b.store(value, b.inttoptr(at, value.type.as_pointer()))
+
+    choose(b, kind, {of: partial(emit, of) for of in _KINDS})
+
+
+def _make_put_vectors(stride: int) -> Any:
+    """As _put for 16 * num floats at address x: numbers `stride` apart, from `first` on."""
+
+    @word(None, Plane, int, int, int, np.float32)
+    def put(b: Any, plane: Any, first: Any, x: Any, num: Any, factor: Any) -> None:
+        numbers, kind = b.extract_value(plane, 0), b.extract_value(plane, 3)
+
+        def emit(of: int) -> None:
+            size = _size(of)
+            start = b.add(numbers, b.mul(first, i64(size)))
+            loop = Loop(b, num, [])
+            at = b.mul(loop.index, i64(LANES))
+            value = _stored(b, of, load(b, floats(b, x), at), factor)
+            to = b.add(start, b.mul(at, i64(stride * size)))
+            parts = [value]
+            if stride > 1:
+                parts = [b.extract_element(value, i32(i)) for i in range(LANES)]
+            for i, part in enumerate(parts):
+                where = b.add(to, i64(i * stride * size))
+                b.store(part, b.inttoptr(where, part.type.as_pointer())).align = size
+            loop.close([])
+
+        choose(b, kind, {of: partial(emit, of) for of in _KINDS})
+
+    return put
+
+
+_put_keys, _put_values = _make_put_vectors(LANES), _make_put_vectors(1)
+
+
+@word(None, int, int, int, int, int)
+def _rotate_vectors(b: Any, x: Any, cos: Any, sin: Any, half: Any, num: Any) -> None:
+    """(a, b) = (a cos - b sin, b cos + a sin) in place for a the first 16 * num floats at address
+    x, b as many at x + half floats."""
+    xf, cf, sf = floats(b, x), floats(b, cos), floats(b, sin)
+    loop = Loop(b, num, [])
+    at = b.mul(loop.index, i64(LANES))
+    low, high = load(b, xf, at), load(b, xf, b.add(at, half))
+    c, s = load(b, cf, at), load(b, sf, at)
+    store(b, b.fsub(b.fmul(low, c), b.fmul(high, s)), xf, at)
+    store(b, b.fadd(b.fmul(high, c), b.fmul(low, s)), xf, b.add(at, half))
+    loop.close([])
+
+
+# --- what is kept of a row ------------------------------------------------------------------------
+
+
+@compiled
+def rotate(x, cos, sin, half):
+    """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    x: 2 * half floats; cos, sin: half floats; addresses.
+    """
+    whole = half // LANES
+    if whole > 0:
+        _rotate_vectors(x, cos, sin, half, whole)
+    for i in range(whole * LANES, half):
+        a, b = float_at(x, i), float_at(x, half + i)
+        c, s = float_at(cos, i), float_at(sin, i)
+        set_float(x, i, a * c - b * s)
+        set_float(x, half + i, b * c + a * s)
+
+
+@compiled
+def _factor(plane, slot, x, num):
+    """What a head's numbers are multiplied by before rounding; their scale goes to its place."""
+    top = np.float32(0.0)
+    for i in range(num):
+        size = abs(float_at(x, i))
+        if size > top or size != size:  # NaN stays
+            top = size
+    scale, factor = factor_of(top)
+    set_float(plane.scales, slot, scale)
+    return factor
+
+
+@compiled
+def store_key(keys, scaled, slot, x, num):
+    """`num` floats at address x into their slot of a Plane of keys; scaled: it has scales."""
+    factor = _factor(keys, slot, x, num) if scaled else np.float32(1.0)
+    first = slot // LANES * num * LANES + slot % LANES
+    whole = num // LANES
+    if whole > 0:
+        _put_keys(keys, first, x, whole, factor)
+    for i in range(whole * LANES, num):
+        _put(keys, first + i * LANES, float_at(x, i), factor)
+
+
+@compiled
+def store_value(values, scaled, slot, x, num):
+    """`num` floats at address x into their slot of a Plane of values; scaled: it has scales."""
+    factor = _factor(values, slot, x, num) if scaled else np.float32(1.0)
+    whole = num // LANES
+    if whole > 0:
+        _put_values(values, slot * values.width, x, whole, factor)
+    for i in range(whole * LANES, num):
+        _put(values, slot * values.width + i, float_at(x, i), factor)
+
+
+# --- kernels over heads ---------------------------------------------------------------------------
+
+
+@compiled
+def put_scaled(x, scale, out, num):
+    """out[i] = x[i] * scale for `num` floats at addresses; a scale of 1 copies them."""
+    whole = num // LANES
+    if whole > 0:
+        _scaled_vectors(x, scale, out, whole)
+    for i in range(whole * LANES, num):
+        set_float(out, i, float_at(x, i) * scale)
+
+
+@compiled
+def clear_heads(acc, lda, num_heads, width):
+    """acc[g, :width] = 0; acc: address, head stride lda; width: a multiple of 16."""
+    for g in range(num_heads):
+        _clear_vectors(acc + g * lda * 4, width // LANES)
+
+
+@compiled
+def one_score(q, ldq, num_heads, keys, block, s, lds):
+    """Scores of all query heads of one KV head against one block of 16 keys.
+
+    q, s: addresses, head strides ldq and lds. keys: Plane.
+    """
+    g = 0
+    while g < num_heads:
+        num = min(4, num_heads - g)
+        _scores(num, q + g * ldq * 4, ldq, keys, block, s + g * lds * 4, lds)
+        g += num
+
+
+@compiled
+def block_scores(q, ldq, num_heads, keys, table, num_blocks, s, lds):
+    """As one_score, for blocks one after the other: their int32 numbers are at address table."""
+    while WIDE_HEADS > 0 and num_heads >= WIDE_HEADS:
+        b = 0
+        while num_blocks - b >= _WIDE_VECTORS:
+            _wide_scores(WIDE_HEADS, q, ldq, keys, table + b * 4, s + b * LANES * 4, lds)
+            b += _WIDE_VECTORS
+        while num_blocks > b:
+            block = int32_at(table, b)
+            one_score(q, ldq, WIDE_HEADS, keys, block, s + b * LANES * 4, lds)
+            b += 1
+        q, s = q + WIDE_HEADS * ldq * 4, s + WIDE_HEADS * lds * 4
+        num_heads -= WIDE_HEADS
+    b = num_blocks if num_heads == 0 else 0
+    if SCORE_BLOCKS > 1:
+        while num_blocks - b >= SCORE_BLOCKS:
+            g = 0
+            while g < num_heads:
+                num = min(4, num_heads - g)
+                to = s + (g * lds + b * LANES) * 4
+                _many_scores(num, q + g * ldq * 4, ldq, keys, table + b * 4, to, lds)
+                g += num
+            b += SCORE_BLOCKS
+    while num_blocks > b:
+        one_score(q, ldq, num_heads, keys, int32_at(table, b), s + b * LANES * 4, lds)
+        b += 1
+
+
+@compiled
+def add_weighted(p, ldp, num_heads, values, slot, num, acc, lda):
+    """acc[g, :] += p[g, i] @ values of `num` slots of a block from `slot` on, in order.
+
+    p, acc: addresses, head strides ldp and lda. values: Plane, its width a multiple of 16.
+    """
+    width = values.width
+    c = 0
+    while c < width:
+        vectors = 4 if width - c >= 4 * LANES else 1
+        g = 0
+        while g < num_heads:
+            heads = min(4, num_heads - g)
+            _weighted(
+                heads, vectors, p + g * ldp * 4, ldp, values, slot * width + c, num,
+                acc + (g * lda + c) * 4, lda,
+            )  # fmt: skip
+            g += heads
+        c += vectors * LANES
+
+
+@compiled
+def add_blocks(p, ldp, num_heads, values, table, num_blocks, acc, lda):
+    """As add_weighted, for whole blocks one after the other: their int32 numbers are at address
+    table."""
+    width = values.width
+    if WIDE_HEADS > 0 and width % (_WIDE_VECTORS * LANES) == 0:
+        while num_heads >= WIDE_HEADS:
+            _wide_weighted(p, ldp, values, table, num_blocks, acc, lda)
+            p, acc = p + WIDE_HEADS * ldp * 4, acc + WIDE_HEADS * lda * 4
+            num_heads -= WIDE_HEADS
+    for b in range(num_blocks if num_heads > 0 else 0):
+        slot = int32_at(table, b) * LANES
+        add_weighted(p + b * LANES * 4, ldp, num_heads, values, slot, LANES, acc, lda)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@borrowing
+def _place_row(row, position, slot, layer, planes, shape):
+    """One row of qkv, at address `row`: norms and rope on q and k in place, K and V to a slot."""
+    d = shape.head_dim
+    num_heads, num_kv_heads = shape.num_heads, layer.keys.shape[0]
+    normed = layer.q_norm.shape[0]
+    q_norm, k_norm = layer.q_norm.ctypes.data, layer.k_norm.ctypes.data
+    if normed > d:
+        keys = row + num_heads * d * 4
+        rms_norm(row, q_norm, row, normed, shape.eps)
+        rms_norm(keys, k_norm, keys, num_kv_heads * d, shape.eps)
+    half = layer.cos.shape[1]
+    cos = layer.cos.ctypes.data + position * half * 4
+    sin = layer.sin.ctypes.data + position * half * 4
+    for h in range(num_heads + num_kv_heads):
+        head = row + h * d * 4
+        norm = q_norm if h < num_heads else k_norm
+        if normed == d and not shape.norm_after_rope:
+            rms_norm(head, norm, head, d, shape.eps)
+        rotate(head, cos, sin, half)
+        if normed == d and shape.norm_after_rope:
+            rms_norm(head, norm, head, d, shape.eps)
+    if layer.query_scales.shape[0] > 0:
+        scale = layer.query_scales[position]
+        for i in range(num_heads * d):
+            set_float(row, i, float_at(row, i) * scale)
+    scaled = layer.kind == _INT8
+    for h in range(num_kv_heads):
+        key = row + (num_heads + h) * d * 4
+        keys, values = _planes(planes, h)
+        store_key(keys, scaled, slot, key, d)
+        store_value(values, scaled, slot, key + num_kv_heads * d * 4, d)
+
+
+@borrowing
+def _all_planes(layer):
+    """The keys and the values of a layer, those of head 0, and the bytes from head to head."""
+    kind, width = layer.kind, layer.values.shape[3] // (4 >> layer.kind)
+    keys = Plane(layer.keys.ctypes.data, layer.key_scales.ctypes.data, layer.keys.shape[2], kind)
+    values = Plane(layer.values.ctypes.data, layer.value_scales.ctypes.data, width, kind)
+    strides = (
+        layer.keys.strides[0], layer.key_scales.strides[0], layer.values.strides[0],
+        layer.value_scales.strides[0],
+    )  # fmt: skip
+    return keys, values, strides
+
+
+@borrowing
+def _planes(planes, h):
+    """Keys and values of head h."""
+    keys, values, strides = planes
+    return (
+        Plane(keys.numbers + h * strides[0], keys.scales + h * strides[1], keys.width, keys.kind),
+        Plane(
+            values.numbers + h * strides[2], values.scales + h * strides[3], values.width,
+            values.kind,
+        ),
+    )  # fmt: skip
+
+
+@borrowing
+def place(rows, qkv, layer, shape, work):
+    """Write the K and V of all rows; qkv [R, outputs] becomes normed and rotated in place.
+
+    Bias, norms and rope on q and k, then K and V into their slots. A thread takes rows that follow
+    each other: keys of neighbouring slots share cache lines.
+    """
+    planes = _all_planes(layer)
+    share = (rows.num + work.threads - 1) // work.threads
+    first = work.thread * share
+    for r in range(first, min(rows.num, first + share)):
+        for i in range(layer.bias.shape[0]):
+            qkv[r, i] += layer.bias[i]
+        row = qkv.ctypes.data + r * qkv.shape[1] * 4
+        _place_row(row, rows.positions[r], np.int64(rows.slots[r]), layer, planes, shape)
+    barrier(work)
+
+
+@borrowing
+def _finish_scores(tile, i, room, shape):
+    """Softmax numerators of row i of a tile into its scores, 1 / their sum into acc[:, width]; the
+    scores of its prefix are there."""
+    at = tile.at
+    d, group, width = shape.head_dim, tile.group, tile.values.width
+    r, own = tile.first + i, i * group
+    prefix_len, num_path = int32_at(at.prefix_len, r), int32_at(at.path_len, r)
+    path = at.path_slots + int32_at(at.path_start, r) * 4
+    base = tile.start // LANES * LANES
+    num_keys = prefix_len + num_path
+    padded = (num_keys - base + LANES - 1) // LANES * LANES
+    s = at.scores + own * room * 4
+    block = at.acc + (own * at.acc_stride + width) * 4
+    last = -1
+    for j in range(max(0, base - prefix_len), num_path):  # a window may begin on the path
+        slot = int32_at(path, j)
+        if slot // LANES != last:
+            last = slot // LANES
+            one_score(at.queries + own * d * 4, d, group, tile.keys, last, block, at.acc_stride)
+        for g in range(group):
+            score = float_at(block, g * at.acc_stride + slot % LANES)
+            set_float(s, g * room + prefix_len + j - base, score)
+    scale = shape.scale
+    if shape.cap > 0:
+        for g in range(group):
+            soft_cap(s + g * room * 4, padded // LANES, scale, shape.cap)
+        scale = np.float32(1.0)
+    for g in range(group):
+        row = s + g * room * 4
+        for j in range(tile.start - base):
+            set_float(row, j, _NEVER)
+        for j in range(num_keys - base, padded):
+            set_float(row, j, _NEVER)
+        top = max_of(row, padded // LANES) * scale
+        total = exp_shifted(row, padded // LANES, scale, top)
+        set_float(at.acc, (own + g) * at.acc_stride + width, np.float32(1.0) / total)
+
+
+@borrowing
+def _add_prefix(tile, own, num_heads, low, high, room):
+    """acc[own : own + num_heads] += the values of positions low .. high - 1, in order."""
+    at = tile.at
+    base = tile.start // LANES * LANES
+    s = at.scores + own * room * 4
+    to = at.acc + own * at.acc_stride * 4
+    while low < high:
+        b = low // LANES
+        num = min(high, (b + 1) * LANES) - low
+        whole = (high - low) // LANES
+        if low % LANES == 0 and whole > 0:
+            add_blocks(
+                s + (low - base) * 4, room, num_heads, tile.values, tile.table + b * 4, whole, to,
+                at.acc_stride,
+            )  # fmt: skip
+            low += whole * LANES
+            continue
+        slot = int32_at(tile.table, b) * LANES + low % LANES
+        add_weighted(
+            s + (low - base) * 4, room, num_heads, tile.values, slot, num, to, at.acc_stride
+        )
+        low += num
+
+
+@borrowing
+def _add_path(tile, i, room):
+    """The values of row i's path, in order; slots that follow each other in a block at once."""
+    at = tile.at
+    r, own = tile.first + i, i * tile.group
+    prefix_len, num_path = int32_at(at.prefix_len, r), int32_at(at.path_len, r)
+    path = at.path_slots + int32_at(at.path_start, r) * 4
+    base = tile.start // LANES * LANES
+    s = at.scores + (own * room + prefix_len - base) * 4
+    to = at.acc + own * at.acc_stride * 4
+    j = max(0, tile.start - prefix_len)
+    while j < num_path:
+        slot = int32_at(path, j)
+        num = 1
+        while j + num < num_path and (slot + num) % LANES > 0:
+            if int32_at(path, j + num) != slot + num:
+                break
+            num += 1
+        add_weighted(s + j * 4, room, tile.group, tile.values, slot, num, to, at.acc_stride)
+        j += num
+
+
+@borrowing
+def _attend_tile(tile, shape):
+    """Some rows of one sequence, one KV head, its query heads."""
+    at = tile.at
+    d, group, width, room = shape.head_dim, tile.group, tile.values.width, at.room
+    heads = tile.num * group
+    for i in range(tile.num):
+        q = at.qkv + ((tile.first + i) * at.qkv_stride + tile.column) * 4
+        put_scaled(q, np.float32(1.0), at.queries + i * group * d * 4, group * d)
+    low, end = tile.start // LANES, (tile.longest + LANES - 1) // LANES
+    if end > low:
+        table = tile.table + low * 4
+        block_scores(at.queries, d, heads, tile.keys, table, end - low, at.scores, room)
+    for i in range(tile.num):
+        _finish_scores(tile, i, room, shape)
+    clear_heads(at.acc, at.acc_stride, heads, width)
+    _add_prefix(tile, 0, heads, tile.start, tile.shortest, room)
+    low = max(tile.start, tile.shortest)
+    for i in range(tile.num):
+        r = tile.first + i
+        _add_prefix(tile, i * group, group, low, int32_at(at.prefix_len, r), room)
+        _add_path(tile, i, room)
+        out = at.out + (r * at.out_stride + tile.column) * 4
+        for g in range(group):
+            acc = at.acc + (i * group + g) * at.acc_stride * 4
+            put_scaled(acc, float_at(acc, width), out + g * d * 4, d)
+
+
+@borrowing
+def _attend_rows(first, last, h, at, window, planes, shape, group):
+    """Rows first .. last - 1 and KV head h: in one tile where they are of one sequence and see it
+    from its beginning, else one after the other."""
+    sequence = int32_at(at.seq_ids, first)
+    alike = window == 0
+    for r in range(first + 1, last):
+        alike = alike and int32_at(at.seq_ids, r) == sequence
+    num = last - first if alike else 1
+    keys, values = _planes(planes, h)
+    for r in range(first, last, num):
+        start = 0
+        if window > 0:
+            start = max(0, int32_at(at.positions, r) - window + 1)
+        shortest = longest = int32_at(at.prefix_len, r)
+        for i in range(r + 1, r + num):
+            shortest = min(shortest, int32_at(at.prefix_len, i))
+            longest = max(longest, int32_at(at.prefix_len, i))
+        table = at.tables + int32_at(at.seq_ids, r) * at.table_stride * 4
+        tile = Tile(
+            at, r, num, group, h * group * shape.head_dim, start, shortest, longest, table, keys,
+            values,
+        )  # fmt: skip
+        _attend_tile(tile, shape)
+
+
+@borrowing
+def _addresses(rows, qkv, scratch, out, thread):
+    """Where a thread finds what it works on."""
+    return AttentionAddresses(
+        rows.positions.ctypes.data, rows.seq_ids.ctypes.data, rows.prefix_len.ctypes.data,
+        rows.path_start.ctypes.data, rows.path_len.ctypes.data, rows.path_slots.ctypes.data,
+        rows.tables.ctypes.data, rows.tables.shape[1], qkv.ctypes.data, qkv.shape[1],
+        out.ctypes.data, out.shape[1], scratch.queries[thread].ctypes.data,
+        scratch.scores[thread].ctypes.data, scratch.scores.shape[2],
+        scratch.acc[thread].ctypes.data, scratch.acc.shape[2],
+    )  # fmt: skip
+
+
+@borrowing
+def attend(rows, qkv, layer, shape, scratch, out, work):
+    """out[r] = attention of row r over its keys, all heads; K and V of all rows are in place.
+
+    Items are (KV head, some rows that follow each other): keys and values come from memory once
+    for an item's rows.
+    """
+    at = _addresses(rows, qkv, scratch, out, work.thread)
+    planes = _all_planes(layer)
+    num_kv_heads, window = layer.keys.shape[0], layer.window
+    group = shape.num_heads // num_kv_heads
+    size = min(_tile_rows(group), max(1, rows.num * num_kv_heads // (4 * work.threads)))
+    tiles = (rows.num + size - 1) // size
+    item = take(work)
+    while item < tiles * num_kv_heads:
+        # Late rows have the most keys: hand them out first, and all of one head, whose keys and
+        # values of a prompt a core's L2 can hold, before those of the next.
+        last = rows.num - item % tiles * size
+        first = max(0, last - size)
+        _attend_rows(first, last, item // tiles, at, window, planes, shape, group)
+        item = take(work)
+    barrier(work)
+
+
+@entry_run_by(run)
+@borrowing
+def attend_layer(
+    thread: int, rows: Rows, qkv: Float32x2, layer: AttentionLayer, shape: Shape, scratch: Scratch,
+    out: Float32x2, work: Work,
+) -> None:  # fmt: skip
+    """A layer's attention alone: `place` and `attend`."""
+    work = Work(work.sync, work.pairs, work.threads, thread)
+    place(rows, qkv, layer, shape, work)
+    attend(rows, qkv, layer, shape, scratch, out, work)

@@ -1,0 +1,1 @@
+"""The integer kernels: rows of int8 inputs against one panel of quantised weights."""

@@ -1,0 +1,291 @@
+"""The integer kernels in AMX tiles: 16 rows by 16 outputs at a time, from some rows on.
+
+What: LLVM IR, one function a form and number of row tiles, and the function that takes tiles or
+vectors (vectors.py) by the rows of a job. What not: whether this machine runs tiles at all
+(cpu/integers/amx.py).
+
+`tdpbsud` adds 16 x 16 sums of 64 products of int8 activations with stored bytes to a tile of int32.
+Both lie in memory as it wants them: rows of activations, and panels, whose groups of 4 inputs by
+outputs are its rows of weights. Of `int8` the sums run over all inputs. Of the forms in blocks a
+tile holds the inputs that share a scale (32, or 16), so that it is filled in part only; fewer bits
+than 8 are spread to bytes once for up to 32 rows. The sums go through memory to the arithmetic in
+float32, which is that of vectors.py, operation by operation.
+
+Tiles are laid out as a job begins and released as it ends, by the thread that multiplies: no other
+code sees them, and a thread without a job has none for the system to save. Rows that do not fill a
+last tile are computed twice: it begins 16 rows from the end. Fewer than 16 rows are one tile of so
+many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from server.model.cpu.integers.forms import BLOCK, PANEL, Form
+from server.model.cpu.kernels.integers.instructions import FLOATS, INTS, LANES, load_stored, store
+from server.model.cpu.kernels.integers.vectors import (
+    define_rows,
+    fetch_quarters,
+    figures_at,
+    header,
+    minimum,
+    scale,
+    share_of,
+)  # fmt: skip
+from server.model.cpu.kernels.ir import I8, I64, Loop, at, call, const, fma, i32, i64, put, splat
+
+__all__ = ["define_tiled_rows"]
+
+_ROWS = 16  # of a tile; a row has 64 bytes
+_VECTORS = PANEL // _ROWS
+_LINE = 4 * PANEL  # bytes of one row of sums or accumulators, and of a group of 4 inputs in a panel
+# Tiles by number: 0..3 sums, 2 * row tile + vector of outputs; the activations of a row tile; the
+# weights of a vector of outputs.
+_ACTIVATIONS, _WEIGHTS = 4, 6
+# Bytes of a kernel's room: what lies in it, from where on.
+_SUMS = 64  # behind the layout of the tiles: up to 2 parts of a block, 32 rows each
+_TOTALS = _SUMS + 2 * 32 * _LINE  # accumulators, 32 rows
+_SPREAD = _TOTALS + 32 * _LINE  # weights as bytes, one block
+_ROOM = _SPREAD + BLOCK * PANEL
+
+
+def _tile(b: Any, name: str, *arguments: Any) -> None:
+    """One of the instructions for tiles; a number is a tile's."""
+    kind = ir.IntType(8)
+    values = [ir.Constant(kind, a) if isinstance(a, int) else a for a in arguments]
+    call(b, f"llvm.x86.{name}", ir.VoidType(), values)
+
+
+def _pointer(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, I8.as_pointer())
+
+
+def _lay_out(b: Any, room: Any, rows: Any, depth: int) -> None:
+    """Tiles of `rows` rows of sums and activations, and of `depth` inputs."""
+    words = {
+        0: i64(1),  # the palette with 8 tiles of up to 16 rows of 64 bytes
+        2: i64(0x0040004000400040),
+        3: i64(0x0040004000000000 | depth << 16 | depth),
+        6: b.or_(b.mul(rows, i64(0x010101010101)), i64((depth // 4) << 56 | (depth // 4) << 48)),
+    }
+    for i in range(8):
+        put(b, words.get(i, i64(0)), room, 8 * i, 8)
+    _tile(b, "ldtilecfg", _pointer(b, room))
+
+
+class _TileKernel:
+    """Emits out[m, :PANEL] for m < rows, with one or two tiles of rows.
+
+    Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
+    their rows, rows, panel, count, out, bytes between its rows, next panel, the quarters of it to
+    fetch, room.
+    """
+
+    def __init__(self, form: Form, row_tiles: int) -> None:
+        self.form, self.row_tiles = form, row_tiles
+        self.name = f"tailor_integers_{form.name}_tiles_{row_tiles}"
+
+    def define(self, module: Any) -> Any:
+        """The function in a module."""
+        fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 12), self.name)
+        fn.linkage = "internal"
+        fn.attributes.add("noinline")
+        b = ir.IRBuilder(fn.append_basic_block("entry"))
+        (self._channel if self.form.per_output else self._blocks)(b, fn.args)
+        b.ret_void()
+        return fn
+
+    def _zero(self, b: Any) -> None:
+        for number in range(self.row_tiles * _VECTORS):
+            _tile(b, "tilezero", number)
+
+    def _multiply(self, b: Any, inputs: Any, ldx: Any, weights: Any) -> None:
+        """Add the products of the inputs from one address on and the weights at another."""
+        for v in range(_VECTORS):
+            where = _pointer(b, b.add(weights, i64(64 * v)))
+            _tile(b, "tileloadd64", _WEIGHTS + v, where, i64(_LINE))
+        for r in range(self.row_tiles):
+            where = _pointer(b, b.add(inputs, b.mul(ldx, i64(_ROWS * r))))
+            _tile(b, "tileloadd64", _ACTIVATIONS + r, where, ldx)
+            for v in range(_VECTORS):
+                _tile(b, "tdpbsud", _VECTORS * r + v, _ACTIVATIONS + r, _WEIGHTS + v)
+
+    def _store_sums(self, b: Any, sums: Any) -> None:
+        """Write the tiles of sums to an address, _LINE bytes a row."""
+        for r in range(self.row_tiles):
+            for v in range(_VECTORS):
+                where = _pointer(b, b.add(sums, i64(_ROWS * _LINE * r + 64 * v)))
+                _tile(b, "tilestored64", _VECTORS * r + v, where, i64(_LINE))
+
+    def _total(self, b: Any, line: Any, v: int, sum_of_inputs: Any) -> Any:
+        """Sums of a row at an address, less what the zero point has added, as floats."""
+        sums = at(b, line, 64 * v, INTS, 64)
+        if self.form.zero:
+            offset = b.mul(sum_of_inputs, i32(-self.form.zero))
+            sums = b.add(sums, splat(b, offset, INTS))
+        return b.sitofp(sums, FLOATS)
+
+    def _channel(self, b: Any, args: Any) -> None:
+        x, ldx, figures, ldf, rows, panel, count, out, ldo, following, quarters, room = args
+        size = 2 * self.form.record_bytes
+        self._zero(b)
+        loop = Loop(b, b.lshr(count, i64(1)), [])
+        offset = b.mul(loop.index, i64(size))
+        fetch_quarters(b, following, quarters, offset, size)
+        words = b.add(b.add(panel, i64(self.form.header_bytes)), offset)
+        self._multiply(b, b.add(x, b.mul(loop.index, i64(2 * BLOCK))), ldx, words)
+        loop.close([])
+        sums = b.add(room, i64(_SUMS))
+        self._store_sums(b, sums)
+        w_scales = [at(b, panel, 4 * LANES * v, FLOATS, 4) for v in range(_VECTORS)]
+        row = Loop(b, rows, [])
+        figure = figures_at(b, b.add(figures, b.mul(row.index, ldf)))
+        x_scale = splat(b, figure.scale, FLOATS)
+        line = b.add(sums, b.mul(row.index, i64(_LINE)))
+        target = b.add(out, b.mul(row.index, ldo))
+        for v in range(_VECTORS):
+            total = self._total(b, line, v, figure.whole)
+            store(b, b.fmul(total, b.fmul(w_scales[v], x_scale)), target, 64 * v)
+        row.close([])
+
+    def _blocks(self, b: Any, args: Any) -> None:
+        x, ldx, figures, ldf, rows, panel, count, out, ldo, following, quarters, room = args
+        form, per = self.form, self.form.blocks_per_super
+        totals = b.add(room, i64(_TOTALS))
+        zeros = const(0.0, FLOATS)
+        row = Loop(b, rows, [])
+        for v in range(_VECTORS):
+            store(b, zeros, b.add(totals, b.mul(row.index, i64(_LINE))), 64 * v)
+        row.close([])
+        outer = Loop(b, count, [])
+        offset = b.mul(outer.index, i64(form.header_bytes + per * form.record_bytes))
+        top = b.add(panel, offset)
+        head = header(b, form, _VECTORS, top)
+        inner = Loop(b, i64(per), [])
+        block = b.add(b.mul(outer.index, i64(per)), inner.index)
+        within = b.mul(inner.index, i64(form.record_bytes))
+        fetch_quarters(b, following, quarters, b.add(offset, within), form.record_bytes)
+        record = b.add(b.add(top, i64(form.header_bytes)), within)
+        self._block_sums(b, record, b.add(x, b.mul(block, i64(BLOCK))), ldx, room)
+        own = b.add(figures, b.mul(block, i64(16)))
+        self._add_block(b, record, head, own, ldf, rows, room)
+        inner.close([])
+        outer.close([])
+        row = Loop(b, rows, [])
+        line = b.add(totals, b.mul(row.index, i64(_LINE)))
+        target = b.add(out, b.mul(row.index, ldo))
+        for v in range(_VECTORS):
+            store(b, at(b, line, 64 * v, FLOATS, 64), target, 64 * v)
+        row.close([])
+
+    def _block_sums(self, b: Any, record: Any, inputs: Any, ldx: Any, room: Any) -> None:
+        """The sums of one block, part by part, in the room."""
+        form, words = self.form, record
+        if form.bits < 8:
+            words = b.add(room, i64(_SPREAD))
+            for step in range(BLOCK // 4):
+                for v in range(_VECTORS):
+                    spread = load_stored(b, form, record, step, v)
+                    put(b, spread, words, _LINE * step + 64 * v, 64)
+        for part in range(BLOCK // form.sub):
+            self._zero(b)
+            first = part * form.sub
+            own = b.add(words, i64(_LINE * first // 4))
+            self._multiply(b, b.add(inputs, i64(first)), ldx, own)
+            self._store_sums(b, b.add(room, i64(_SUMS + part * 32 * _LINE)))
+
+    def _add_block(
+        self, b: Any, record: Any, head: list[list[Any]], figures: Any, ldf: Any, rows: Any,
+        room: Any,
+    ) -> None:  # fmt: skip
+        """Add one block's sums to the accumulators of all rows."""
+        form, parts = self.form, BLOCK // self.form.sub
+        tail = b.add(record, i64(form.low_bytes + form.high_bytes))
+        w_scales = [
+            [scale(b, form, tail, part, v, head) for v in range(_VECTORS)] for part in range(parts)
+        ]
+        w_mins = []
+        if form.has_min:
+            behind = b.add(tail, i64(form.scale_bytes))
+            w_mins = [minimum(b, form, behind, v, head) for v in range(_VECTORS)]
+        row = Loop(b, rows, [])
+        figure = figures_at(b, b.add(figures, b.mul(row.index, ldf)))
+        x_scale = splat(b, figure.scale, FLOATS)
+        line = b.mul(row.index, i64(_LINE))
+        totals = b.add(b.add(room, i64(_TOTALS)), line)
+        for v in range(_VECTORS):
+            acc = at(b, totals, 64 * v, FLOATS, 64)
+            for part in range(parts):
+                part_sum = figure.whole
+                if parts == 2:
+                    part_sum = figure.first if part == 0 else b.sub(figure.whole, figure.first)
+                sums = b.add(b.add(room, i64(_SUMS + part * 32 * _LINE)), line)
+                factor = b.fmul(w_scales[part][v], x_scale)
+                acc = fma(b, self._total(b, sums, v, part_sum), factor, acc)
+            if form.has_min:
+                acc = fma(b, w_mins[v], splat(b, figure.scale_sum, FLOATS), acc)
+            store(b, acc, totals, 64 * v)
+        row.close([])
+
+
+def define_tiled_rows(module: Any, form: Form) -> Any:
+    """A function of the module: all rows against one panel, by tiles or by vectors.
+
+    Arguments: those of define_rows, and the rows from which on tiles multiply. Of `int8` a tile
+    takes two blocks, so that an odd number of them is for vectors.
+    """
+    name = f"tailor_integers_{form.name}_any"
+    fn = module.globals.get(name)
+    if fn is not None:
+        return fn
+    vectors = define_rows(module, form)
+    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
+    fn.linkage = "internal"
+    fn.attributes.add("noinline")
+    num_rows, count, least = fn.args[4], fn.args[6], fn.args[10]
+    b = ir.IRBuilder(fn.append_basic_block("entry"))
+    many = b.icmp_signed(">=", num_rows, least)
+    if form.per_output:
+        even = b.icmp_signed("==", b.and_(count, i64(1)), i64(0))
+        many = b.and_(many, even)
+    memory = b.alloca(ir.ArrayType(I8, _ROOM))
+    memory.align = 64
+    with b.if_else(many) as (tiles, rest):
+        with tiles:
+            _all_tiles(b, form, fn.args[:10], b.ptrtoint(memory, I64))
+        with rest:
+            b.call(vectors, fn.args[:10])
+    b.ret_void()
+    return fn
+
+
+def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
+    """All rows, 32 at a time, then 16, in the tiles' own layout."""
+    x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = args
+    one, two = (_TileKernel(form, n).define(b.module) for n in (1, 2))
+
+    def less(left: Any, right: Any) -> Any:
+        return b.select(b.icmp_signed("<", left, right), left, right)
+
+    rows = less(num_rows, i64(_ROWS))
+    _lay_out(b, room, rows, 2 * BLOCK if form.per_output else form.sub)
+    pairs = b.lshr(num_rows, i64(5))
+    left = b.and_(num_rows, i64(31))
+    chunks = b.add(pairs, b.lshr(b.add(left, i64(_ROWS - 1)), i64(4)))
+    loop = Loop(b, chunks, [])
+    is_pair = b.icmp_signed("<", loop.index, pairs)
+    # 16 rows behind `pairs` pairs begin at row 16 * (index + pairs): a pair is two of them.
+    behind = b.mul(b.add(loop.index, pairs), i64(_ROWS))
+    first = b.select(is_pair, b.mul(loop.index, i64(32)), less(behind, b.sub(num_rows, rows)))
+    own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
+    quarters = share_of(b, loop.index, chunks, following)
+    tail = [panel, count, own[2], ldo, following, quarters, room]
+    with b.if_else(is_pair) as (by_two, by_one):
+        with by_two:
+            b.call(two, [own[0], ldx, own[1], ldf, i64(32), *tail])
+        with by_one:
+            b.call(one, [own[0], ldx, own[1], ldf, rows, *tail])
+    loop.close([])
+    _tile(b, "tilerelease")

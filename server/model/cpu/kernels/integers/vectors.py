@@ -1,0 +1,357 @@
+"""The integer kernels in vector instructions: rows of int8 activations against one panel.
+
+What: LLVM IR, one function a form (forms.py) and row count, in the words of the instruction set in
+use (instructions.py). What not: the same with AMX tiles (tiles.py), the functions that
+are called (panels.py).
+
+The sum of a block (of all inputs, for the form `int8`) is an int32 and exact, so no order, row
+count or instruction set can change it. What follows is float32, the same operations in the same
+order everywhere:
+    int8:    out = float(sum) * (w_scale * x_scale)
+    blocks:  acc = 0; for each sub-block in order: acc = fma(float(sum), w_scale * x_scale, acc),
+             then, with minima, acc = fma(w_min, x_scale * float(sum of x), acc)
+Stored weights are unsigned; the zero is taken off as `-zero * sum of x` before the sum starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from server.model.cpu.integers.forms import BLOCK, PANEL, Form
+from server.model.cpu.kernels.integers.instructions import (
+    FLOATS,
+    INTS,
+    LANES,
+    dot,
+    input_parts,
+    ints,
+    load_halves,
+    load_small,
+    load_stored,
+    store,
+    taken_off,
+    weight_parts,
+)  # fmt: skip
+from server.model.cpu.kernels.ir import (
+    F32,
+    I32,
+    I64,
+    Loop,
+    at,
+    const,
+    fma,
+    i32,
+    i64,
+    keep_order,
+    prefetch,
+    splat,
+)  # fmt: skip
+
+__all__ = [
+    "define_rows",
+    "fetch_quarters",
+    "figures_at",
+    "header",
+    "minimum",
+    "rows_at",
+    "scale",
+    "share_of",
+]
+
+# (rows, vectors of outputs) of the kernels, largest first: as many as the registers hold.
+_Sizes = tuple[tuple[int, int], ...]
+_CHANNEL_SIZES: _Sizes = ((4, 2), (2, 2), (1, 4))
+_BLOCK_SIZES: _Sizes = ((3, 2), (2, 2), (1, 4))
+if LANES == 16:
+    _CHANNEL_SIZES = ((12, 2), (8, 2), (4, 2), (2, 2), (1, 2))
+    _BLOCK_SIZES = ((6, 2), (4, 2), (2, 2), (1, 2))
+if LANES == 4:
+    _CHANNEL_SIZES = ((4, 4), (2, 4), (1, 8))
+    _BLOCK_SIZES = ((3, 4), (2, 4), (1, 4))
+
+# --- kernels --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a kernel reads of one block of one row's activations: 16 bytes (integer_rows.py).
+
+    first: int32 sum of inputs 0..15. whole: int32 sum of all. scale_sum: scale * float(whole).
+    """
+
+    scale: Any
+    first: Any
+    whole: Any
+    scale_sum: Any
+
+
+def figures_at(b: Any, address: Any) -> Figures:
+    return Figures(
+        at(b, address, 0, F32, 4),
+        at(b, address, 4, I32, 4),
+        at(b, address, 8, I32, 4),
+        at(b, address, 12, F32, 4),
+    )
+
+
+def rows_at(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
+    """Addresses of num_rows rows, `stride` bytes apart."""
+    return [b.add(address, b.mul(stride, i64(m))) for m in range(num_rows)]
+
+
+_QUARTERS = 4
+"""Parts of a record of the next panel, that the tiles of a panel fetch between them."""
+
+
+def fetch_quarters(b: Any, following: Any, quarters: Any, offset: Any, num_bytes: int) -> None:
+    """Ask memory for some of num_bytes from following + offset, into the L2 cache.
+
+    quarters: a bit for each quarter of the bytes' cache lines.
+    """
+    first = b.add(following, offset)
+    lines = -(-num_bytes // 64)
+    each = -(-lines // _QUARTERS)
+    for quarter in range(_QUARTERS):
+        with b.if_then(b.icmp_signed("!=", b.and_(quarters, i64(1 << quarter)), i64(0))):
+            for line in range(quarter * each, min(lines, (quarter + 1) * each)):
+                prefetch(b, b.add(first, i64(64 * line)))
+
+
+def header(b: Any, form: Form, vectors: int, halves: Any) -> list[list[Any]]:
+    """Of a super-block: [d of each vector], then [dmin of each vector]; [] where there are none."""
+    if not form.two_level:
+        return []
+    return [
+        [load_halves(b, halves, 2 * PANEL * part + 2 * LANES * v) for v in range(vectors)]
+        for part in range(1 + form.has_min)
+    ]
+
+
+def scale(b: Any, form: Form, tail: Any, part: int, v: int, head: list[list[Any]]) -> Any:
+    """Scales of a sub-block for one vector of outputs."""
+    if not form.two_level:
+        return load_halves(b, tail, 2 * LANES * v)
+    signed = not form.has_min
+    return b.fmul(head[0][v], load_small(b, tail, PANEL * part + LANES * v, signed))
+
+
+def minimum(b: Any, form: Form, tail: Any, v: int, head: list[list[Any]]) -> Any:
+    """What a stored 0 stands for, for one vector of outputs."""
+    if not form.two_level:
+        return load_halves(b, tail, 2 * LANES * v)
+    return b.fneg(b.fmul(head[1][v], load_small(b, tail, LANES * v, False)))
+
+
+class _Kernel:
+    """Emits out[m, column : column + LANES * vectors] for m < num_rows.
+
+    Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
+    their rows, panel, column, count (blocks of the form `int8`, else super-blocks), out, bytes
+    between its rows, next panel, the quarters of it to fetch.
+    """
+
+    def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
+        self.form, self.num_rows, self.vectors = form, num_rows, vectors
+        self.name = f"tailor_integers_{form.name}_{num_rows}_{vectors}"
+
+    def define(self, module: Any) -> Any:
+        """The function in a module, made when it is not there."""
+        fn = module.globals.get(self.name)
+        if fn is None:
+            fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), self.name)
+            fn.linkage = "internal"
+            fn.attributes.add("noinline")
+            b = ir.IRBuilder(fn.append_basic_block("entry"))
+            (self._channel if self.form.per_output else self._blocks)(b, fn.args)
+            b.ret_void()
+        return fn
+
+    def _sums(
+        self, b: Any, words: Any, inputs: list[Any], totals: list[Any], steps: range
+    ) -> list[Any]:
+        """Int32 totals after some groups of 4 inputs of a record that begins at `words`."""
+        totals = list(totals)
+        for step in steps:
+            parts = [
+                weight_parts(b, load_stored(b, self.form, words, step, v), self.form)
+                for v in range(self.vectors)
+            ]
+            for m in range(self.num_rows):
+                four = input_parts(b, at(b, inputs[m], 4 * step, I32, 4))
+                for v in range(self.vectors):
+                    i = m * self.vectors + v
+                    totals[i] = dot(b, totals[i], parts[v], four)
+            if self.num_rows == 1 and self.form.bits == 8:
+                # One row waits for memory, and the core's prefetcher asks for less of it when
+                # lines are read in the compiler's order instead of their own. (Rows more multiply
+                # for longer, and forms of fewer bits read lines that are used twice: no gain.)
+                keep_order(b)
+        return totals
+
+    def _start(self, b: Any, sum_of_inputs: Any) -> list[Any]:
+        """Totals of one row before its first product: what the zero point adds, taken off."""
+        zero = self.form.zero - taken_off(self.form)
+        if not zero:
+            return [ints(0)] * self.vectors
+        offset = b.mul(sum_of_inputs, i32(-zero))
+        return [splat(b, offset, INTS)] * self.vectors
+
+    def _channel(self, b: Any, args: Any) -> None:
+        x, ldx, figures, ldf, panel, column, count, out, ldo, following, quarters = args
+        rows = rows_at(b, x, ldx, self.num_rows)
+        own = [figures_at(b, row) for row in rows_at(b, figures, ldf, self.num_rows)]
+        at_column = b.add(panel, b.mul(column, i64(4)))
+        loop = Loop(b, count, [t for f in own for t in self._start(b, f.whole)])
+        words = b.add(at_column, i64(self.form.header_bytes))
+        words = b.add(words, b.mul(loop.index, i64(self.form.record_bytes)))
+        size = self.form.record_bytes
+        fetch_quarters(b, following, quarters, b.mul(loop.index, i64(size)), size)
+        here = b.mul(loop.index, i64(BLOCK))
+        inputs = [b.add(row, here) for row in rows]
+        totals = loop.close(self._sums(b, words, inputs, loop.carried, range(8)))
+        targets = rows_at(b, b.add(out, b.mul(column, i64(4))), ldo, self.num_rows)
+        for m in range(self.num_rows):
+            x_scale = splat(b, own[m].scale, FLOATS)
+            for v in range(self.vectors):
+                w_scale = at(b, at_column, 4 * LANES * v, FLOATS, 4)
+                total = b.sitofp(totals[m * self.vectors + v], FLOATS)
+                value = b.fmul(total, b.fmul(w_scale, x_scale))
+                store(b, value, targets[m], 4 * LANES * v)
+
+    def _blocks(self, b: Any, args: Any) -> None:
+        x, ldx, figures, ldf, panel, column, count, out, ldo, following, quarters = args
+        form = self.form
+        rows = rows_at(b, x, ldx, self.num_rows)
+        figure_rows = rows_at(b, figures, ldf, self.num_rows)
+        per = form.blocks_per_super
+        zeros = [const(0.0, FLOATS)] * (self.num_rows * self.vectors)
+        outer = Loop(b, count, zeros)
+        offset = b.mul(outer.index, i64(form.header_bytes + per * form.record_bytes))
+        top = b.add(panel, offset)
+        head = header(b, form, self.vectors, b.add(top, b.mul(column, i64(2))))
+        block, record = b.mul(outer.index, i64(per)), b.add(top, i64(form.header_bytes))
+        inner = Loop(b, i64(per), outer.carried) if per > 1 else None
+        if inner is not None:
+            offset = b.add(offset, b.mul(inner.index, i64(form.record_bytes)))
+            block = b.add(block, inner.index)
+            record = b.add(record, b.mul(inner.index, i64(form.record_bytes)))
+        fetch_quarters(b, following, quarters, offset, form.record_bytes)
+        inputs = [b.add(row, b.mul(block, i64(BLOCK))) for row in rows]
+        own = [figures_at(b, b.add(row, b.mul(block, i64(16)))) for row in figure_rows]
+        acc = self._record(b, record, column, head, inputs, own, (inner or outer).carried)
+        if inner is not None:
+            acc = inner.close(acc)
+        acc = outer.close(acc)
+        targets = rows_at(b, b.add(out, b.mul(column, i64(4))), ldo, self.num_rows)
+        for m in range(self.num_rows):
+            for v in range(self.vectors):
+                store(b, acc[m * self.vectors + v], targets[m], 4 * LANES * v)
+
+    def _record(
+        self, b: Any, record: Any, column: Any, head: list[list[Any]], inputs: list[Any],
+        own: list[Figures], acc: list[Any],
+    ) -> list[Any]:  # fmt: skip
+        """The accumulators after one record."""
+        form, vectors = self.form, self.vectors
+        acc = list(acc)
+        words = b.add(record, b.mul(column, i64(4)))
+        tail = b.add(record, i64(form.low_bytes + form.high_bytes))
+        tail = b.add(tail, b.mul(column, i64(1 if form.two_level else 2)))
+        x_scales = [splat(b, f.scale, FLOATS) for f in own]
+        parts = BLOCK // form.sub
+        for part in range(parts):
+            totals = []
+            for f in own:
+                part_sum = f.whole
+                if parts == 2:
+                    part_sum = f.first if part == 0 else b.sub(f.whole, f.first)
+                totals += self._start(b, part_sum)
+            steps = range(part * 8 // parts, (part + 1) * 8 // parts)
+            totals = self._sums(b, words, inputs, totals, steps)
+            for v in range(vectors):
+                w_scale = scale(b, form, tail, part, v, head)
+                for m in range(self.num_rows):
+                    i = m * vectors + v
+                    factor = b.fmul(w_scale, x_scales[m])
+                    acc[i] = fma(b, b.sitofp(totals[i], FLOATS), factor, acc[i])
+        for v in range(vectors if form.has_min else 0):
+            w_min = minimum(b, form, b.add(tail, i64(form.scale_bytes)), v, head)
+            for m in range(self.num_rows):
+                i = m * vectors + v
+                acc[i] = fma(b, w_min, splat(b, own[m].scale_sum, FLOATS), acc[i])
+        return acc
+
+
+def share_of(b: Any, tile: Any, tiles: Any, following: Any) -> Any:
+    """The quarters of the next panel that one of the tiles fetches, as bits: memory is then busy
+    for as long as the panel's rows are multiplied, and not only at first."""
+    before = b.block
+    with b.if_then(b.icmp_signed("!=", following, i64(0))):
+        ends = []
+        for number in (tile, b.add(tile, i64(1))):
+            ends.append(b.shl(i64(1), b.sdiv(b.mul(number, i64(_QUARTERS)), tiles)))
+        some, inside = b.sub(ends[1], ends[0]), b.block
+    quarters = b.phi(I64)
+    quarters.add_incoming(i64(0), before)
+    quarters.add_incoming(some, inside)
+    return quarters
+
+
+def _is_twice(b: Any, left: Any, num_rows: Any, rows: int, less: int) -> Any:
+    """Whether one kernel of `rows` takes the last rows, fewer than that but too many for the next
+    smaller kernel, and some before them a second time: small kernels wait for their own sums."""
+    few = b.and_(b.icmp_signed("<", left, i64(rows)), b.icmp_signed(">", left, i64(less)))
+    return b.and_(few, b.icmp_signed(">=", num_rows, i64(rows)))
+
+
+def define_rows(module: Any, form: Form) -> Any:
+    """A function of the module: all rows against one panel, the largest kernels first."""
+    name = f"tailor_integers_{form.name}"
+    fn = module.globals.get(name)
+    if fn is not None:
+        return fn
+    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), name)
+    fn.linkage = "internal"
+    fn.attributes.add("noinline")
+    x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
+    b = ir.IRBuilder(fn.append_basic_block("entry"))
+    sizes = _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
+    smaller = [*(rows for rows, _ in sizes[1:]), 0]
+    tiles: Any = i64(0)
+    left = num_rows
+    for (rows, _), less in zip(sizes, smaller, strict=True):
+        whole, rest = b.sdiv(left, i64(rows)), b.srem(left, i64(rows))
+        twice = _is_twice(b, rest, num_rows, rows, less)
+        tiles = b.add(b.add(tiles, whole), b.zext(twice, I64))
+        left = b.select(twice, i64(0), rest)
+    done, tile = i64(0), i64(0)
+    for (rows, vectors), less in zip(sizes, smaller, strict=True):
+        kernel = _Kernel(form, rows, vectors).define(module)
+        before = b.block
+        test, body, after = (b.append_basic_block(n) for n in ("test", "rows", "after"))
+        b.branch(test)
+        b.position_at_end(test)
+        m, number = b.phi(I64), b.phi(I64)
+        m.add_incoming(done, before)
+        number.add_incoming(tile, before)
+        left = b.sub(num_rows, m)
+        twice = _is_twice(b, left, num_rows, rows, less)
+        b.cbranch(b.or_(b.icmp_signed(">=", left, i64(rows)), twice), body, after)
+        b.position_at_end(body)
+        first = b.select(twice, b.sub(num_rows, i64(rows)), m)
+        own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
+        quarters = share_of(b, number, tiles, following)
+        for column in range(0, PANEL, LANES * vectors):
+            last = column + LANES * vectors == PANEL
+            arguments = [own[0], ldx, own[1], ldf, panel, i64(column), count, own[2], ldo]
+            b.call(kernel, [*arguments, following, quarters if last else i64(0)])
+        m.add_incoming(b.add(first, i64(rows)), b.block)
+        number.add_incoming(b.add(number, i64(1)), b.block)
+        b.branch(test)
+        b.position_at_end(after)
+        done, tile = m, number
+    b.ret_void()
+    return fn

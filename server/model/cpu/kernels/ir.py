@@ -1,0 +1,311 @@
+"""Words of LLVM IR that the kernels are written in: types, loads, stores, loops, exponentials.
+
+Each function takes the IR builder `b` and returns an IR value. Addresses are int64 or pointers to
+float; VEC and VECI are vectors of 16 lanes, which LLVM splits on a CPU with narrower registers.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import ConcreteTemplate, Signature
+
+from drafters.ahead import numba_type
+from server.model.cpu.sizes import LANES
+
+F16 = ir.HalfType()
+F32 = ir.FloatType()
+F64 = ir.DoubleType()
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+VEC = ir.VectorType(F32, LANES)
+VECI = ir.VectorType(I32, LANES)
+
+
+class Word:
+    """A word of compiled functions: see word."""
+
+    def __init__(self, define: Callable[..., Any]) -> None:
+        self.__name__, self.__doc__ = define.__name__, define.__doc__
+        self._numba_type_: Any = None
+
+    def __call__(self, *_: Any) -> Any:
+        raise TypeError(f"{self.__name__} is called from compiled code")
+
+
+def word(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """What some IR is called by in compiled functions. result, kinds: types as entries have them
+    (drafters/jit.py). The function below takes the builder and LLVM values, and gives one, or None.
+    """
+
+    def decorate(define: Callable[..., Any]) -> Any:
+        kinds_ = [numba_type(kind) for kind in kinds]
+        found = Word(define)
+        template: Any = type(define.__name__, (ConcreteTemplate,), {})
+        template.key, template.cases = found, [Signature(numba_type(result), tuple(kinds_), None)]
+        found._numba_type_ = types.Function(template)
+
+        def lower(context: Any, b: Any, _: Any, args: Any) -> Any:
+            value = define(b, *args)
+            return context.get_dummy_value() if value is None else value
+
+        lower_builtin(found, *kinds_)(lower)
+        return found
+
+    return decorate
+
+
+def i32(value: int) -> Any:
+    """A constant."""
+    return ir.Constant(I32, value)
+
+
+def i64(value: int) -> Any:
+    """A constant."""
+    return ir.Constant(I64, value)
+
+
+def const(value: float, vector: Any = VEC) -> Any:
+    """All lanes of a vector set to one number."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def call(b: Any, name: str, result: Any, arguments: list[Any], *, var_arg: bool = False) -> Any:
+    """A call of a function by name, LLVM's or the C library's; declared on first use."""
+    fn = b.module.globals.get(name)
+    if fn is None:
+        kind = ir.FunctionType(result, [a.type for a in arguments], var_arg=var_arg)
+        fn = ir.Function(b.module, kind, name)
+    return b.call(fn, arguments)
+
+
+def keep_order(b: Any) -> None:
+    """Loads before this come before loads behind it, as the compiler puts them."""
+    kind = ir.FunctionType(ir.VoidType(), [])
+    b.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
+
+
+def at(b: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
+    """The value of type `kind` at address (int64) + offset bytes."""
+    where = b.add(address, i64(offset)) if offset else address
+    value = b.load(b.inttoptr(where, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def put(b: Any, value: Any, address: Any, offset: int, align: int) -> None:
+    """Write a value at address (int64) + offset bytes."""
+    where = b.add(address, i64(offset)) if offset else address
+    b.store(value, b.inttoptr(where, value.type.as_pointer())).align = align
+
+
+def splat(b: Any, scalar: Any, vector: Any = VEC) -> Any:
+    """The scalar in every lane."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    one = b.insert_element(undefined, scalar, i32(0))
+    zeros = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(one, undefined, zeros)
+
+
+def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z with one rounding, on vectors of floats."""
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
+
+
+def floats(b: Any, address: Any) -> Any:
+    """An address (int64) as a pointer to float32."""
+    return b.inttoptr(address, F32.as_pointer())
+
+
+def load(b: Any, base: Any, index: Any) -> Any:
+    """One vector from float pointer `base` + `index` elements; any alignment."""
+    value = b.load(b.bitcast(b.gep(base, [index]), VEC.as_pointer()))
+    value.align = 4
+    return value
+
+
+def _narrow(b: Any, base: Any, index: Any) -> Any:
+    raw = b.load(b.bitcast(b.gep(base, [index]), ir.VectorType(I16, LANES).as_pointer()))
+    raw.align = 2
+    return raw
+
+
+def load_bf16(b: Any, base: Any, index: Any) -> Any:
+    """One vector of bfloat16 (stored as uint16), widened to float32: exact."""
+    return b.bitcast(b.shl(b.zext(_narrow(b, base, index), VECI), const(16, VECI)), VEC)
+
+
+def load_f16(b: Any, base: Any, index: Any) -> Any:
+    """One vector of float16 (stored as uint16), widened to float32: exact."""
+    return b.fpext(b.bitcast(_narrow(b, base, index), ir.VectorType(F16, LANES)), VEC)
+
+
+def store(b: Any, value: Any, base: Any, index: Any) -> None:
+    """Write one vector to float pointer `base` + `index` elements; any alignment."""
+    stored = b.store(value, b.bitcast(b.gep(base, [index]), VEC.as_pointer()))
+    stored.align = 4
+
+
+class Loop:
+    """`for i in range(0, n, step)` with carried values; n >= 1 is the caller's promise."""
+
+    def __init__(self, b: Any, num: Any, initial: list[Any], step: int = 1) -> None:
+        self.b, self.num, self.step = b, num, step
+        entry = b.block
+        self.body = b.append_basic_block("loop")
+        self.done = b.append_basic_block("done")
+        b.branch(self.body)
+        b.position_at_end(self.body)
+        self.index = b.phi(I64)
+        self.index.add_incoming(i64(0), entry)
+        self.carried = []
+        for value in initial:
+            phi = b.phi(value.type)
+            phi.add_incoming(value, entry)
+            self.carried.append(phi)
+
+    def close(self, new: list[Any]) -> list[Any]:
+        """End the body; `new` are the carried values of the next round, and of what follows."""
+        b = self.b
+        following = b.add(self.index, i64(self.step))
+        tail = b.block
+        b.cbranch(b.icmp_signed("<", following, self.num), self.body, self.done)
+        self.index.add_incoming(following, tail)
+        for phi, value in zip(self.carried, new, strict=True):
+            phi.add_incoming(value, tail)
+        b.position_at_end(self.done)
+        return new
+
+
+def prefetch(b: Any, address: Any) -> None:
+    """Have the cache line at an address (int64) brought into the L2 cache."""
+    read_l2_data = [i32(n) for n in (0, 2, 1)]
+    pointer = b.inttoptr(address, I8.as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, *read_l2_data])
+
+
+def function(b: Any, name: str, kinds: list[Any], result: Any, define: Callable[..., Any]) -> Any:
+    """A function of the module that is compiled once, however often it is called. define: (builder,
+    arguments) -> result, None of a void function."""
+    fn = b.module.globals.get(name)
+    if fn is None:
+        fn = ir.Function(b.module, ir.FunctionType(result, kinds), name)
+        fn.linkage = "linkonce_odr"
+        fn.attributes.add("noinline")
+        own = ir.IRBuilder(fn.append_basic_block("entry"))
+        value = define(own, fn.args)
+        if value is None:
+            own.ret_void()
+        else:
+            own.ret(value)
+    return fn
+
+
+def choose(b: Any, number: Any, cases: Mapping[int, Callable[[], None]]) -> None:
+    """Emit what each case of an int64 does; nothing happens in others."""
+    end = b.append_basic_block("end")
+    switch = b.switch(number, end)
+    for value, emit in cases.items():
+        block = b.append_basic_block("case")
+        switch.add_case(i64(value), block)
+        b.position_at_end(block)
+        emit()
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def product(
+    b: Any,
+    tile: tuple[int, int],
+    inputs: tuple[Any, Any, Any],
+    weights: Callable[[Any], list[Any]],
+    out: tuple[Any, Any],
+) -> None:
+    """out[m, :] = sum over k in order of x[m, k] * weights(k), for the rows m of a tile.
+
+    tile: (rows, vectors of outputs). inputs: (x address, its row stride, K >= 1), out: (address,
+    row stride), strides in elements. weights: emits the vectors of input k's weights, once a k.
+    """
+    (num_rows, vectors), (x, ldx, k), (c, ldc) = tile, inputs, out
+    xf, cf = floats(b, x), floats(b, c)
+    rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
+    loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
+    w = weights(loop.index)
+    new = []
+    for m in range(num_rows):
+        xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
+        new += [fma(b, xv, w[v], loop.carried[m * vectors + v]) for v in range(vectors)]
+    acc = loop.close(new)
+    for m in range(num_rows):
+        for v in range(vectors):
+            store(b, acc[m * vectors + v], cf, b.add(b.mul(ldc, i64(m)), i64(v * LANES)))
+
+
+def exp(b: Any, x: Any) -> Any:
+    """exp on a vector: Cephes' expf (2^n * polynomial on [-ln2/2, ln2/2]), |relative error| < 2e-7.
+
+    Exactly 0 below -87.3; clamped at 88.
+    """
+    low = const(-87.3)
+    x_clamped = b.select(b.fcmp_ordered("<", x, const(88.0)), x, const(88.0))
+    x_clamped = b.select(b.fcmp_ordered(">", x_clamped, low), x_clamped, low)
+    magic = const(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
+    shifted = b.fadd(b.fmul(x_clamped, const(1.44269504088896341)), magic)
+    n = b.fsub(shifted, magic)
+    r = fma(b, n, const(-0.693359375), x_clamped)
+    r = fma(b, n, const(2.12194440e-4), r)
+    p = const(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(b, p, r, const(c))
+    p = fma(b, p, b.fmul(r, r), b.fadd(r, const(1.0)))
+    bits = b.shl(b.add(b.fptosi(n, VECI), const(127, VECI)), const(23, VECI))
+    value = b.fmul(p, b.bitcast(bits, VEC))
+    return b.select(b.fcmp_ordered(">", x, low), value, const(0.0))
+
+
+def lane_sum(b: Any, vec: Any) -> Any:
+    """The lanes added in order."""
+    total = b.extract_element(vec, i32(0))
+    for lane in range(1, vec.type.count):
+        total = b.fadd(total, b.extract_element(vec, i32(lane)))
+    return total
+
+
+WIDE = ir.VectorType(F64, 8)
+"""8 float64 lanes."""
+
+
+def exp64(b: Any, x: Any) -> Any:
+    """exp on 8 float64 lanes for x <= 0: Cephes' exp (rational, relative error < 3e-16); 0 below
+    -700."""
+    bits = ir.VectorType(I64, 8)
+
+    def poly(z: Any, coefficients: tuple[float, ...]) -> Any:
+        value = const(coefficients[0], WIDE)
+        for c in coefficients[1:]:
+            value = b.fadd(b.fmul(value, z), const(c, WIDE))
+        return value
+
+    low = const(-700.0, WIDE)
+    clamped = b.select(b.fcmp_ordered(">", x, low), x, low)
+    magic = const(6755399441055744.0, WIDE)  # 1.5 * 2^52: adding it rounds to an integer
+    n = b.fsub(b.fadd(b.fmul(clamped, const(1.4426950408889634, WIDE)), magic), magic)
+    r = b.fsub(clamped, b.fmul(n, const(6.93145751953125e-1, WIDE)))
+    r = b.fsub(r, b.fmul(n, const(1.42860682030941723212e-6, WIDE)))
+    z = b.fmul(r, r)
+    p = b.fmul(r, poly(z, (1.26177193074810590878e-4, 3.02994407707441961300e-2, 1.0)))
+    q = poly(
+        z, (3.00198505138664455042e-6, 2.52448340349684104192e-3, 2.27265548208155028766e-1, 2.0)
+    )
+    twice = b.fmul(const(2.0, WIDE), b.fdiv(p, b.fsub(q, p)))
+    power = b.shl(b.add(b.fptosi(n, bits), const(1023, bits)), const(52, bits))
+    value = b.fmul(b.fadd(const(1.0, WIDE), twice), b.bitcast(power, WIDE))
+    return b.select(b.fcmp_ordered(">", x, low), value, const(0.0, WIDE))

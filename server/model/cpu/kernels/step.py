@@ -1,0 +1,500 @@
+"""A step in one call of compiled code: the rows' embeddings, all layers, the LM head, greedy draws.
+
+One share of the team does all of it, so the host is not asked between the parts of a step: what
+Python does between two of them takes longer than the arithmetic of a small part, because a step's
+weights have pushed its code and data out of the caches.
+
+The forward pass is that of the families of shape.py. Weights are records.Linear of any kind; K and
+V lie in a paged cache. Every row's result is a function of that row and of the keys it attends to,
+bit for bit, whatever rows stand beside it, however the rows before it were cut into steps, and
+whether a key was written by a prompt row or by an accepted tree node:
+  - products sum over k in order (vectors.py), of integers exactly;
+  - attention sums over a row's keys in position order (attention.py).
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from drafters.jit import borrowing, compiled, entry, entry_run_by
+from server.model.cpu.kernels.attention import attend, place
+from server.model.cpu.kernels.ir import (
+    I32,
+    I64,
+    Loop,
+    at,
+    call,
+    choose,
+    i32,
+    i64,
+    put,
+    word,
+)  # fmt: skip
+from server.model.cpu.kernels.linear import gated_linear, linear
+from server.model.cpu.kernels.lora import add_lora, gated_linear_lora
+from server.model.cpu.kernels.sampling import argmax, is_finite_row, likeliest_of
+from server.model.cpu.kernels.team import barrier, run
+from server.model.cpu.kernels.vectors import (
+    bfloat_at,
+    byte_at,
+    float_at,
+    half_at,
+    rms_norm,
+    soft_cap,
+)  # fmt: skip
+from server.model.cpu.records import (
+    BFLOATS,
+    BLOCKS,
+    CONV_IN,
+    CONV_OUT,
+    DOWN,
+    FAILED,
+    FLOATS,
+    OUT,
+    QKV,
+    AttentionLayer,
+    Cache,
+    Ends,
+    Float32x2,
+    Head,
+    Int32,
+    Int64x2,
+    Layers,
+    Positions,
+    Residual,
+    Rows,
+    Scratch,
+    Shape,
+    StepAdapters,
+    Table,
+    Tokens,
+    Wanted,
+    Work,
+)  # fmt: skip
+from server.model.cpu.sizes import KV_TYPES, LANES
+
+# Rows of the norm table, one plane a layer; WeightNames.norms has them in this order.
+NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
+
+
+@borrowing
+def _row(x, r):
+    """Address of row r of a float32 array in C order."""
+    return x.ctypes.data + r * x.shape[1] * 4
+
+
+@borrowing
+def _norm_rows(num_rows, x, weight, out, eps, work):
+    """out[r] = RMSNorm(x[r]) * weight for this thread's rows r < num_rows."""
+    n = weight.shape[0]
+    for r in range(work.thread, num_rows, work.threads):
+        rms_norm(_row(x, r), weight.ctypes.data, _row(out, r), n, eps)
+
+
+@borrowing
+def residual(num_rows, x, y, norms, out, work):
+    """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, for this thread's
+    rows r < num_rows.
+
+    has_post: y[r] goes through RMSNorm * post first, in place. Without has_following, out[r] =
+    x[r]. One pass over a row, while it is in the cache.
+    """
+    n = norms.following.shape[0]
+    for r in range(work.thread, num_rows, work.threads):
+        if norms.has_post:
+            rms_norm(_row(y, r), norms.post.ctypes.data, _row(y, r), n, norms.eps)
+        if norms.bias.shape[0] > 0:
+            for i in range(n):
+                x[r, i] += (y[r, i] + norms.bias[i]) * norms.scale
+        else:
+            for i in range(n):
+                x[r, i] += y[r, i] * norms.scale
+        if norms.has_following:
+            rms_norm(_row(x, r), norms.following.ctypes.data, _row(out, r), n, norms.eps)
+        else:
+            for i in range(n):
+                out[r, i] = x[r, i]
+
+
+@compiled
+def _keep_rows(first, step, rows, projected, inputs):
+    """B * x of each row into its slot."""
+    n = inputs.shape[2]
+    for r in range(first, rows.num, step):
+        row = projected[r]
+        kept = inputs[rows.slots[r] // LANES, rows.slots[r] % LANES]
+        for i in range(n):
+            kept[i] = row[i] * row[2 * n + i]
+
+
+@compiled
+def _filter_rows(first, step, rows, projected, taps, inputs, out):
+    """out[r] = C * sum over taps, the oldest position first; positions before 0 are zero."""
+    n = inputs.shape[2]
+    num_taps = taps.shape[0]
+    for r in range(first, rows.num, step):
+        result = out[r]
+        for i in range(n):
+            result[i] = np.float32(0.0)
+        prefix_len = rows.prefix_len[r]
+        last = prefix_len + rows.path_len[r] - 1
+        for j in range(num_taps):
+            position = last - (num_taps - 1 - j)
+            if position < 0:
+                continue
+            if position < prefix_len:
+                block = rows.tables[rows.seq_ids[r], position // LANES]
+                lane = position % LANES
+            else:
+                slot = rows.path_slots[rows.path_start[r] + position - prefix_len]
+                block = slot // LANES
+                lane = slot % LANES
+            kept = inputs[block, lane]
+            weight = taps[j]
+            for i in range(n):
+                result[i] += weight[i] * kept[i]
+        gate = projected[r]
+        for i in range(n):
+            result[i] *= gate[n + i]
+
+
+@compiled
+def convolve(rows, projected, taps, inputs, out, work):
+    """out[r] = C * (taps * (B * x)) for the rows of a step; the layer's inputs are kept.
+
+    A short convolution (LFM2) is a gated filter over the last few positions of a row's path. A
+    layer projects a row to B, C and x. Its input B * x is kept per KV slot, like one more K, so
+    that a row reads its own ancestors' through its sequence's block table and its draft path,
+    whatever else is in the batch. Nothing recurs: a rejected draft leaves nothing to roll back, a
+    cached block holds what the next position needs, and each row has the same bits in a prompt
+    chunk, a decode step and a tree.
+
+    projected: float32 [R, at least 3 H]: B, C, x. taps: float32 [taps, H], the oldest first.
+    inputs: float32 [blocks, 16, H]. out: float32 [R, H].
+    """
+    _keep_rows(work.thread, work.threads, rows, projected, inputs)
+    barrier(work)
+    _filter_rows(work.thread, work.threads, rows, projected, taps, inputs, out)
+
+
+@borrowing
+def _convolve_share(i, rows, layers, cache, scratch, adapters, work):
+    """What layer i, a short convolution, adds to the residual stream, into scratch.projected."""
+    which, num = layers.conv_ids[i], rows.num
+    linear(scratch.normed, num, layers.conv_in, i, scratch.conv_projected, work)
+    add_lora(scratch.normed, adapters, i, CONV_IN, scratch.conv_projected, work)
+    convolve(
+        rows, scratch.conv_projected, layers.taps[which], cache.inputs[which], scratch.convolved,
+        work,
+    )  # fmt: skip
+    linear(scratch.convolved, num, layers.conv_out, i, scratch.projected, work)
+    add_lora(scratch.convolved, adapters, i, CONV_OUT, scratch.projected, work)
+
+
+@borrowing
+def _pick_rows(ends, rows, scratch, work):
+    """The wanted ones of the rows. attended[i] = the queries and hidden[i] = the residual stream of
+    wanted row i: nobody needs what lies in either before a last layer's attention."""
+    width, of = scratch.attended.shape[1], ends.table
+    for i in range(work.thread, of.shape[1], work.threads):
+        r = of[0, i]
+        for j in range(width):
+            scratch.attended[i, j] = scratch.qkv[r, j]
+        for j in range(scratch.x.shape[1]):
+            scratch.hidden[i, j] = scratch.x[r, j]
+    barrier(work)
+    return Rows(of.shape[1], of[1], of[2], of[3], of[4], of[5], of[6], rows.path_slots, rows.tables)
+
+
+@borrowing
+def _put_rows(ends, scratch, work):
+    """hidden[r] = normed[i] of wanted row i, which is row r of the step."""
+    barrier(work)
+    for i in range(work.thread, ends.table.shape[1], work.threads):
+        for j in range(scratch.hidden.shape[1]):
+            scratch.hidden[ends.table[0, i], j] = scratch.normed[i, j]
+
+
+@borrowing
+def _forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
+    """All layers for the rows of a step, run by every thread of the team: scratch.x in,
+    scratch.hidden out (records.py), of the rows that `ends` (Ends) wants. adapters: of the rows
+    that have one (lora.py).
+
+    Sums of a row belong to one thread or, in products and attention, to items; where a thread reads
+    what others wrote, they have met before (team.py).
+
+    memory: (positions, cache, scratch)."""
+    positions, cache, scratch = memory
+    work = Work(work.sync, work.pairs, work.threads, thread)
+    num = rows.num
+    x, y, normed = scratch.x, scratch.projected, scratch.normed
+    num_layers = layers.norms.shape[0]
+    if shape.norms_before:
+        _norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, work)
+    else:
+        for r in range(thread, num, work.threads):
+            for j in range(x.shape[1]):
+                normed[r, j] = x[r, j]
+    picks = False
+    for i in range(num_layers):
+        norms = layers.norms[i]
+        last = i + 1 == num_layers
+        if layers.conv_ids[i] >= 0:
+            _convolve_share(i, rows, layers, cache, scratch, adapters, work)
+        else:
+            table, which = positions.rope_ids[i], layers.kv_ids[i]
+            layer = AttentionLayer(
+                layers.qkv_bias[i], layers.q_norms[i], layers.k_norms[i], positions.cos[table],
+                positions.sin[table], positions.query_scales, positions.windows[i], cache.kind,
+                cache.keys[which], cache.values[which], cache.key_scales[which],
+                cache.value_scales[which],
+            )  # fmt: skip
+            linear(normed, num, layers.qkv, i, scratch.qkv, work)
+            add_lora(normed, adapters, i, QKV, scratch.qkv, work)
+            place(rows, scratch.qkv, layer, shape, work)
+            picks = last and ends.picks and adapters.spans.shape[0] == 0
+            queries = scratch.qkv
+            if picks:
+                if ends.table.shape[1] == 0:
+                    return
+                rows = _pick_rows(ends, rows, scratch, work)
+                num, queries, x = rows.num, scratch.attended, scratch.hidden
+            attend(rows, queries, layer, shape, scratch, scratch.attended, work)
+            linear(scratch.attended, num, layers.out, i, y, work)
+            add_lora(scratch.attended, adapters, i, OUT, y, work)
+        after = Residual(
+            layers.out_bias[i], shape.norms_after, norms[NORM_POST_ATTENTION], shape.residual_scale,
+            shape.norms_before, norms[NORM_MLP], shape.eps,
+        )  # fmt: skip
+        residual(num, x, y, after, normed, work)
+        if adapters.spans.shape[0] > 0:
+            gated_linear_lora(
+                normed, num, layers.gate_up, i, adapters, scratch.inner, shape.gelu, work
+            )
+        else:
+            gated_linear(normed, num, layers.gate_up, i, scratch.inner, shape.gelu, work)
+        linear(scratch.inner, num, layers.down, i, y, work)
+        add_lora(scratch.inner, adapters, i, DOWN, y, work)
+        # The next layer's input norm, or the model's last.
+        following = layers.final_norm if last else layers.norms[i + 1, NORM_IN]
+        after = Residual(
+            layers.out_bias[i, :0], shape.norms_after, norms[NORM_POST_MLP], shape.residual_scale,
+            shape.norms_before or last, following, shape.eps,
+        )  # fmt: skip
+        residual(num, x, y, after, scratch.hidden if last and not picks else normed, work)
+    if picks:
+        _put_rows(ends, scratch, work)
+
+
+_CLOCK = 1  # CLOCK_MONOTONIC on Linux: what time.perf_counter reads
+
+
+@word(int)
+def _now(b: Any) -> Any:
+    """Nanoseconds of the monotonic clock; 0 where the C library has none."""
+    if "windows" in b.module.triple:
+        return i64(0)
+    clock = 6 if "darwin" in b.module.triple else _CLOCK
+    room = b.alloca(I64, 2)
+    call(b, "clock_gettime", I32, [i32(clock), b.ptrtoint(room, I64)])
+    seconds, rest = (b.load(b.gep(room, [i32(i)])) for i in range(2))
+    return b.add(b.mul(seconds, i64(1_000_000_000)), rest)
+
+
+_BLOCK = 32
+
+
+@borrowing
+def _block_row(row, table, out):
+    """out = the numbers of a row of blocks: the values, in the order of operations, of
+    integers/weights.dequantised. A block: float16 scale; float16 minimum, if it has one; with 5
+    bits the fifth of each number in 4 bytes; its numbers, of 16 bytes the low halves first."""
+    bits = table.bits
+    behind = 4 if table.has_minima else 2
+    numbers = behind + (4 if bits == 5 else 0)
+    size = numbers + (_BLOCK if bits == 8 else _BLOCK // 2)
+    zero = np.float32(0 if table.has_minima else 1 << (bits - 1))
+    for b in range(out.shape[0] // _BLOCK):
+        at = row + b * size
+        scale = half_at(at, 0)
+        for i in range(_BLOCK):
+            if bits == 8:
+                number = byte_at(at + numbers + i) ^ 128
+            else:
+                number = byte_at(at + numbers + i % 16) >> (i // 16 * 4) & 15
+                if bits == 5:
+                    number |= (byte_at(at + behind + i // 8) >> (i % 8) & 1) << 4
+            value = (np.float32(number) - zero) * scale
+            if table.has_minima:
+                value += half_at(at, 1)
+            out[b * _BLOCK + i] = value * table.scale
+
+
+@entry
+@borrowing
+def embed_rows(
+    thread: int, num: int, tokens: Tokens, table: Table, x: Float32x2, threads: int
+) -> None:
+    """x[r] = the embedding of this thread's rows r < num."""
+    for r in range(thread, num, threads):
+        token = tokens.ids[r]
+        if tokens.taken[r] >= 0:
+            token = max(tokens.drawn[tokens.taken[r]], 0)
+        if token >= table.num_rows:
+            token = 0
+        row = table.address + token * table.row_bytes
+        if table.kind == FLOATS:
+            for j in range(x.shape[1]):
+                x[r, j] = float_at(row, j) * table.scale
+        elif table.kind == BLOCKS:
+            _block_row(row, table, x[r])
+        elif table.kind == BFLOATS:
+            for j in range(x.shape[1]):
+                x[r, j] = bfloat_at(row, j) * table.scale
+        else:
+            for j in range(x.shape[1]):
+                x[r, j] = half_at(row, j) * table.scale
+
+
+@borrowing
+def _head_share(hidden, head, wanted, work):
+    """This thread's part of the logits, and of what is drawn from them."""
+    num = wanted.rows.shape[0]
+    for i in range(work.thread, num, work.threads):
+        for j in range(hidden.shape[1]):
+            head.states[i, j] = hidden[wanted.rows[i], j]
+    linear(head.states, num, head.weights, 0, head.logits, work)
+    for i in range(work.thread, num, work.threads):
+        logits = head.logits[i]
+        if head.cap > 0.0:
+            soft_cap(
+                logits.ctypes.data, logits.shape[0] // LANES, np.float32(1.0), np.float32(head.cap)
+            )
+        for j in range(head.vocab_size, logits.shape[0]):
+            logits[j] = -np.inf
+        if wanted.greedy.shape[0] > 0:
+            finite = is_finite_row(head.states[i])
+            wanted.greedy[i] = argmax(logits) if finite else FAILED
+            if wanted.chances.shape[0] > 0:
+                ids, chances = wanted.likely_ids[i], wanted.chances[i]
+                likeliest_of(finite, logits, ids, chances, work.pairs[work.thread])
+
+
+@entry_run_by(run)
+@borrowing
+def step(
+    thread: int, table: Table, layers: Layers, memory: tuple[Positions, Cache, Scratch],
+    shape: Shape, adapters: StepAdapters, head: Head, embeds: bool, tokens: Tokens, rows: Rows,
+    ends: Ends, spans: Int64x2, wanted: Wanted, work: Work,
+) -> None:  # fmt: skip
+    """A whole step: Scratch.hidden of the rows that Ends has, logits of the wanted ones, and what
+    is drawn of them.
+
+    The first six stay the same from step to step. embeds: whether rows have their embeddings from
+    the table; else they are in Scratch.x. spans: of the rows that have an adapter, StepAdapters'.
+    Raises IndexError for a row that takes an id that was not drawn.
+    """
+    for r in range(rows.num):
+        if tokens.taken[r] >= tokens.drawn.shape[0]:
+            raise IndexError("a row takes its token from a draw that the previous batch lacks")
+    scratch = memory[2]
+    own = Work(work.sync, work.pairs, work.threads, thread)
+    if thread == 0:
+        wanted.clock[0] = wanted.clock[1] = 0
+    if embeds:  # by the thread that norms the row first
+        embed_rows(thread, rows.num, tokens, table, scratch.x, work.threads)
+    of_rows = StepAdapters(
+        spans, adapters.inputs, adapters.parts, adapters.alternate, adapters.up, adapters.inner,
+        adapters.wide,
+    )  # fmt: skip
+    _forward_share(thread, rows, ends, layers, memory, shape, of_rows, work)
+    if wanted.rows.shape[0] > 0:
+        barrier(own)
+        if thread == 0:
+            wanted.clock[0] = _now()
+        _head_share(scratch.hidden, head, wanted, own)
+        if thread == 0:
+            wanted.clock[1] = _now()
+
+
+@word(None, int, int, int, int, int, int)
+def _copy_numbers(
+    b: Any, source: Any, target: Any, num: Any, step: Any, to_step: Any, kind: Any
+) -> None:
+    """num numbers of a type of KV_TYPES from address to address, step and to_step bytes apart."""
+
+    def emit(bits: int) -> None:
+        loop = Loop(b, num, [])
+        number = at(b, b.add(source, b.mul(loop.index, step)), 0, ir.IntType(bits), 1)
+        put(b, number, b.add(target, b.mul(loop.index, to_step)), 0, 1)
+        loop.close([])
+
+    choose(b, kind, {of: partial(emit, 32 >> of) for of in range(len(KV_TYPES))})
+
+
+@compiled
+def _move_plane(src, dst, plane, slot_bytes, num, step, kind, buffer):
+    """Slots src[i] to dst[i] of a plane, uint8 [blocks, x, y], each `num` numbers, `step` bytes
+    apart, slot_bytes from slot to slot: gathered first, so that overlaps are safe."""
+    size, block_bytes = num * (4 >> kind), plane.strides[0]
+    for i in range(src.shape[0]):
+        slot = plane.ctypes.data + src[i] // LANES * block_bytes + src[i] % LANES * slot_bytes
+        _copy_numbers(slot, buffer.ctypes.data + i * size, num, step, 4 >> kind, kind)
+    for i in range(src.shape[0]):
+        slot = plane.ctypes.data + dst[i] // LANES * block_bytes + dst[i] % LANES * slot_bytes
+        _copy_numbers(buffer.ctypes.data + i * size, slot, num, 4 >> kind, step, kind)
+
+
+@entry
+@compiled
+def move_slots(src: Int32, dst: Int32, cache: Cache) -> None:
+    """KV of slots src[i] to dst[i], all layers."""
+    size, dim, width = 4 >> cache.kind, cache.keys.shape[3], cache.values.shape[4]
+    widest = max(width // size, dim, cache.inputs.shape[3])
+    buffer = np.empty(src.shape[0] * 4 * widest, np.uint8)
+    for layer in range(cache.keys.shape[0]):
+        for h in range(cache.keys.shape[1]):
+            keys, values = cache.keys[layer, h], cache.values[layer, h]
+            _move_plane(src, dst, keys, size, dim, LANES * size, cache.kind, buffer)
+            _move_plane(src, dst, values, width, width // size, size, cache.kind, buffer)
+            if cache.key_scales.shape[4] > 0:
+                _move_plane(src, dst, cache.key_scales[layer, h], 4, 1, 4, 0, buffer)
+                _move_plane(src, dst, cache.value_scales[layer, h], 4, 1, 4, 0, buffer)
+    for layer in range(cache.inputs.shape[0]):
+        num = cache.inputs.shape[3]
+        _move_plane(src, dst, cache.inputs[layer], 4 * num, num, 4, 0, buffer)
+
+
+@compiled
+def _copy_blocks(src, dst, planes):
+    """Blocks src[i] to dst[i], planes [layers, heads, blocks, x, y]."""
+    for layer in range(planes.shape[0]):
+        for h in range(planes.shape[1]):
+            for i in range(src.shape[0]):
+                source, target = planes[layer, h, src[i]], planes[layer, h, dst[i]]
+                for j in range(source.shape[0]):
+                    for k in range(source.shape[1]):
+                        target[j, k] = source[j, k]
+
+
+@entry
+@compiled
+def copy_blocks(src: Int32, dst: Int32, cache: Cache) -> None:
+    """KV of whole blocks src[i] to dst[i], all layers."""
+    _copy_blocks(src, dst, cache.keys)
+    _copy_blocks(src, dst, cache.values)
+    _copy_blocks(src, dst, cache.key_scales)
+    _copy_blocks(src, dst, cache.value_scales)
+    for layer in range(cache.inputs.shape[0]):
+        for i in range(src.shape[0]):
+            source, target = cache.inputs[layer, src[i]], cache.inputs[layer, dst[i]]
+            for j in range(source.shape[0]):
+                for k in range(source.shape[1]):
+                    target[j, k] = source[j, k]

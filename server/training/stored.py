@@ -1,0 +1,258 @@
+"""Frozen matrices in the form that they are stored in, widened when they are multiplied.
+
+QLoRA (arXiv 2305.14314) trains an adapter over a base that stays small: a product takes the numbers
+that a matrix stands for, a matrix at a time, forward and again backward, and lets go of them. The
+forms are those that are served: floats, integers as server/model/cpu/integers rounds them or as a
+GGUF holds them, and NF4 as bitsandbytes stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from server.errors import ConfigError
+from server.model import nf4
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, padded_inputs
+from server.model.cpu.integers.kept import Measured
+from server.model.cpu.integers.packed import FORM_OF, HEAD_FORM_OF
+from server.model.cpu.integers.spread import spread_weights
+from server.model.cpu.integers.weights import Stored, from_ggml, quantised
+from server.model.cpu.tensors import ModelTensors
+from server.model.gguf_file import GgufWeights
+from server.model.loader import EMBEDDING, HEAD, ModelFolder, WeightReader
+from server.model.nf4 import Nf4
+
+_HADAMARD = BLOCK  # inputs that spread.py mixes
+
+
+class Matrix(Protocol):
+    """A frozen matrix. shape: (outputs, inputs). num_bytes: that are kept of it."""
+
+    shape: tuple[int, int]
+    num_bytes: int
+
+    def widened(self, first: int, last: int) -> torch.Tensor:
+        """Rows first..last - 1 in the dtype that is computed in, [rows, inputs]."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """float32 [n, inputs]: some rows (an embedding's)."""
+
+
+class Floats:
+    """A matrix of floats, kept as it is given."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self._tensor, self._dtype = tensor, dtype
+        self.shape = (int(tensor.shape[0]), int(tensor.shape[1]))
+        self.num_bytes = tensor.nbytes
+
+    def widened(self, first: int, last: int) -> torch.Tensor:
+        """See Matrix."""
+        return self._tensor[first:last].to(self._dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See Matrix."""
+        return self._tensor[ids].float()
+
+
+class Integers:
+    """A matrix of integers with a scale, and perhaps a minimum, for every few inputs.
+
+    stored: taken apart (integers/weights.py). num_inputs: without padding. factors: float32 [padded
+    inputs] of a matrix whose inputs are spread (spread.py), which is undone here: W @ x is
+    stored @ spread(x). dtype: computed in.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        num_inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        factors: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        form, num = stored.form, stored.numbers.shape[0]
+        self.shape = (num, num_inputs)
+        self._dtype = dtype
+        self._zero, self._packed = form.zero, form.bits == 4
+        numbers: npt.NDArray[np.uint8] = stored.numbers.reshape(num, -1, BLOCK)
+        if self._packed:  # two a byte: the halves of a block of 32
+            numbers = numbers[..., :16] | np.left_shift(numbers[..., 16:], np.uint8(4))
+        scales = stored.scales.astype(np.float32)
+        minima = None if stored.minima is None else stored.minima.astype(np.float32)
+        if stored.tops is not None:
+            scales = scales * np.repeat(stored.tops.astype(np.float32), 256 // form.sub, axis=1)
+        if minima is not None and stored.low_tops is not None:
+            minima = -minima * np.repeat(stored.low_tops.astype(np.float32), 256 // BLOCK, axis=1)
+        self._numbers = torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+        self._scales = torch.from_numpy(scales).to(device)
+        self._minima = None if minima is None else torch.from_numpy(minima).to(device)
+        self._factors = None if factors is None else torch.from_numpy(factors).to(device)
+        kept = (self._numbers, self._scales, self._minima, self._factors)
+        self.num_bytes = sum(t.nbytes for t in kept if t is not None)
+
+    def widened(self, first: int, last: int) -> torch.Tensor:
+        """See Matrix."""
+        return self._numbers_of(slice(first, last), self._dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See Matrix."""
+        return self._numbers_of(ids, torch.float32)
+
+    def _numbers_of(self, which: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        numbers = self._numbers[which]
+        if self._packed:
+            numbers = torch.cat((numbers & 0x0F, numbers >> 4), dim=-1)
+        # Whole numbers up to 256 are exact in bfloat16, so nothing is lost before the scale.
+        values = numbers.to(dtype)
+        if self._zero:
+            values -= self._zero
+        scales = self._scales[which].to(dtype)
+        num = values.shape[0]
+        values = values.view(num, scales.shape[1], -1)
+        values *= scales[..., None]
+        if self._minima is not None:
+            values += self._minima[which].to(dtype)[..., None]
+        if self._factors is not None:
+            values = values.view(num, -1, _HADAMARD) @ _hadamard(dtype, values.device)
+            values = values.view(num, -1) * self._factors.to(dtype)
+        return values.view(num, -1)[:, : self.shape[1]]
+
+
+class Normals:
+    """A matrix of NF4 numbers."""
+
+    def __init__(self, stored: Nf4, dtype: torch.dtype, device: torch.device) -> None:
+        self._stored, self._dtype, self._device = stored, dtype, device
+        self.shape, self.num_bytes = stored.shape, stored.num_bytes
+
+    def widened(self, first: int, last: int) -> torch.Tensor:
+        """See Matrix."""
+        return self._stored.widened(first, last, self._dtype).to(self._device)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See Matrix."""
+        some = [self._stored.widened(i, i + 1, torch.float32) for i in ids.tolist()]
+        return torch.cat(some).to(self._device) if some else torch.zeros((0, self.shape[1]))
+
+
+def _hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[BLOCK, BLOCK] of 1 and -1: the sums and differences of spread.py."""
+    matrix = torch.ones((1, 1), dtype=dtype, device=device)
+    while matrix.shape[0] < _HADAMARD:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
+
+
+def open_base(
+    model: str, form: str, *, dtype: torch.dtype, device: torch.device, threads: int | None = None
+) -> tuple[Any, Callable[[str], Matrix]]:
+    """(transformers' causal LM whose matrices are not there, the Matrix of each weight by name).
+
+    model: a name or a path. form: "int8", "int8-blocks" and "int4" are rounded as they are for
+    serving, "nf4" as in QLoRA; "file" is a GGUF or a folder of bitsandbytes as it is; others are
+    floats. dtype: computed in. Raises ModelError, and ConfigError for a form that is not trained
+    over.
+    """
+    if form == "fp8":
+        raise ConfigError("--weights fp8 is of CUDA and is not trained over; int8 is the nearest")
+    from server.model.gguf_folder import file_folder
+    from server.model.loader import build_module, open_model
+
+    is_folder = Path(model).expanduser().is_dir()
+    folder = open_model(file_folder(model) if form == "file" and not is_folder else model)
+    weights = folder.weights
+    if form == "file" and isinstance(weights, WeightReader):
+        if not any(weights.nf4(name) for name in weights.names()):
+            raise ConfigError(f"{model}: --weights file needs a GGUF, or NF4 by bitsandbytes")
+    skip = [name for name in weights.names() if len(weights.shape(name)) == 2]
+    module: Any = build_module(folder, torch.float32, device, skip=skip)
+    tables = module.get_input_embeddings(), module.get_output_embeddings()
+    for name, parameter in list(module.named_parameters()):
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if parameter.is_meta and not isinstance(owner, nn.Linear) and owner not in tables:
+            tensor = folder.floats.get(name).to(device=device, dtype=torch.float32)
+            setattr(owner, name.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+    if isinstance(weights, GgufWeights):
+        of_file = cache(partial(_of_file, weights, dtype, device))
+        tied = bool(module.config.tie_word_embeddings)
+        return module, lambda name: of_file(EMBEDDING if tied and name == HEAD else name)
+    if form in FORM_OF:
+        return module, _rounding(folder, form, dtype, device, threads)
+    return module, partial(_of_floats, weights, dtype, device, form)
+
+
+def _of_floats(
+    weights: WeightReader, dtype: torch.dtype, device: torch.device, form: str, name: str
+) -> Matrix:
+    """Floats, or NF4; an embedding's rows stay in their file, whose numbers are exact."""
+    names = weights.tensor_names
+    stored = weights.nf4(name) if form in ("file", "nf4") else None
+    if form == "nf4" and stored is None and name not in (names.embedding, names.head):
+        stored = nf4.rounded(weights.get(name))
+    if stored is not None:
+        return Normals(stored, dtype, device)
+    tensor = weights.get(name)
+    if name == names.embedding:
+        return Floats(tensor.to(device), dtype)
+    return Floats(tensor.to(device=device, dtype=dtype), dtype)
+
+
+def _of_file(weights: GgufWeights, dtype: torch.dtype, device: torch.device, name: str) -> Matrix:
+    """As a GGUF has it."""
+    if weights.form(name) not in BY_NAME:
+        floats = torch.from_numpy(weights.floats(name))
+        return Floats(floats.to(device=device, dtype=dtype), dtype)
+    stored = from_ggml(weights.form(name), weights.get(name).numpy())
+    weights.release_pages()
+    return Integers(stored, weights.shape(name)[1], dtype, device)
+
+
+def _rounding(
+    folder: ModelFolder,
+    form: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int | None,
+) -> Callable[[str], Matrix]:
+    """Floats rounded as they are served (integers/packed.py)."""
+    from server.model.packed_folder import measured_inputs
+
+    weights = folder.floats
+    shape = replace(folder.shape(), vocab_size=folder.num_token_ids)
+    measured = Measured()
+    if form == "int8":
+        measured = measured_inputs(folder, shape, threads=threads)
+    tensors = ModelTensors(shape, weights)
+    of = {
+        part.name: (layer, kind)
+        for layer in range(shape.num_layers)
+        for kind, parts in tensors.matrices(layer).items()
+        for part in parts
+    }
+
+    def matrix_of(name: str) -> Matrix:
+        if name == weights.tensor_names.embedding:
+            return Floats(weights.get(name).to(device), dtype)
+        layer, kind = of.get(name, (0, "head"))
+        own = BY_NAME[HEAD_FORM_OF[form] if kind == "head" else FORM_OF[form]]
+        if layer in measured.in_blocks.get(kind, ()):
+            own = BY_NAME["q8_0"]
+        weight = weights.get(name).float().numpy()
+        factors = None
+        if own.per_output:
+            ones = np.ones(padded_inputs(own, weight.shape[1]), np.float32)
+            factors = measured.factors.get(kind if kind == "head" else f"{layer}.{kind}", ones)
+            weight = spread_weights(weight, factors)
+        return Integers(quantised(own, weight), weights.shape(name)[1], dtype, device, factors)
+
+    return matrix_of

@@ -1,0 +1,336 @@
+"""structured_outputs and response_format as a GrammarSpec: what they mean and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from server import channel
+from server.api import grammars
+from server.api.bodies import validate
+from server.api.faces.completions import CompletionBody
+from server.api.grammars import (
+    WHITESPACE,
+    GrammarChecker,
+    SchemaRules,
+    check_with_sampling,
+    format_of,
+    grammar_of,
+)
+from server.errors import (
+    ConstraintUnsatisfiableError,
+    InvalidRequestError,
+    LimitExceededError,
+    RequestError,
+    UnknownFieldError,
+    UnsupportedFieldError,
+)
+from server.grammar_text import grammar_problem
+from server.types import GrammarSpec, Request, SamplingParams
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+def _spec(**body: Any) -> GrammarSpec | None:
+    parsed = validate(CompletionBody, {"model": "m", "prompt": "p", **body})
+    wanted = grammar_of(parsed, format_of(parsed.response_format), SchemaRules())
+    return None if wanted is None else wanted[0]
+
+
+def _check(**body: Any) -> GrammarSpec | None:
+    async def run() -> GrammarSpec | None:
+        parsed = validate(CompletionBody, {"model": "m", "prompt": "p", **body})
+        checker = GrammarChecker()
+        try:
+            wanted = grammar_of(parsed, format_of(parsed.response_format), SchemaRules())
+            if wanted is None:
+                return None
+            await checker.check(*wanted)
+            return wanted[0]
+        finally:
+            checker.close()
+
+    return asyncio.run(run())
+
+
+def test_a_schema_keeps_the_order_of_its_properties() -> None:
+    closed = {**SCHEMA, "additionalProperties": False}
+    want = GrammarSpec("json_schema", json.dumps(closed, separators=(",", ":")), WHITESPACE)
+    assert _check(structured_outputs={"json": SCHEMA}) == want
+    assert _check(structured_outputs={"json": json.dumps(SCHEMA)}) == want
+    openai = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    assert _check(response_format=openai) == want
+
+
+def test_other_forms() -> None:
+    assert _check(response_format={"type": "text"}) is None
+    assert _check() is None
+    anything = GrammarSpec("json_schema", '{"type":"object"}', WHITESPACE)
+    assert _check(response_format={"type": "json_object"}) == anything
+    assert _check(structured_outputs={"json_object": True}) == anything
+    assert _check(structured_outputs={"regex": r"\d+"}) == GrammarSpec("regex", r"\d+")
+    lark = 'start: "a" b\nb: /c+/'
+    assert _check(structured_outputs={"grammar": lark}) == GrammarSpec("lark", lark)
+    assert _check(structured_outputs={"choice": ['say "é"', "no", "no"]}) == GrammarSpec(
+        "lark", 'start: "say \\"\\u00e9\\"" | "no"'
+    )
+
+
+def test_white_space_options() -> None:
+    def spaces(**options: Any) -> str:
+        spec = _spec(structured_outputs={"json": SCHEMA, **options})
+        assert spec is not None
+        return spec.whitespace
+
+    assert spaces(disable_any_whitespace=True) == ""
+    assert spaces(whitespace_pattern="[ ]?") == "[ ]?"
+    assert spaces(whitespace_pattern="") == ""
+
+
+def test_closed_objects_leave_names_alone() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"type": {"properties": {"x": {"const": {"type": "object"}}}}},
+        "anyOf": [{"type": "object", "additionalProperties": True}],
+    }
+    spec = _spec(structured_outputs={"json": schema, "disable_additional_properties": True})
+    assert spec is not None
+    assert json.loads(spec.source) == {
+        "type": "object",
+        "properties": {
+            "type": {
+                "properties": {"x": {"const": {"type": "object"}}},
+                "additionalProperties": False,
+            }
+        },
+        "anyOf": [{"type": "object", "additionalProperties": True}],
+        "additionalProperties": False,
+    }
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def _product(num: int) -> dict[str, Any]:
+    """2^2num alternatives once allOf is multiplied out."""
+    return {
+        "allOf": [
+            {"anyOf": [{"properties": {f"k{i}_{j}": {"type": "string"}}} for j in range(4)]}
+            for i in range(num)
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        ({"structured_outputs": {}}, InvalidRequestError, "structured_outputs"),
+        (
+            {"structured_outputs": {"json_object": False}},
+            InvalidRequestError,
+            "structured_outputs",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            InvalidRequestError,
+            "structured_outputs",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "a"}},
+            UnknownFieldError,
+            "structured_outputs.structural_tag",
+        ),
+        (
+            {"structured_outputs": {"regex": "(a"}},
+            InvalidRequestError,
+            "structured_outputs.regex",
+        ),
+        (
+            {"structured_outputs": {"regex": "(?=a)b"}},
+            InvalidRequestError,
+            "structured_outputs.regex",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            InvalidRequestError,
+            "structured_outputs.whitespace_pattern",
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ "}},
+            InvalidRequestError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"choice": []}},
+            InvalidRequestError,
+            "structured_outputs.choice",
+        ),
+        (
+            {"structured_outputs": {"grammar": "start: nothing"}},
+            InvalidRequestError,
+            "structured_outputs.grammar",
+        ),
+        (
+            {"structured_outputs": {"json": "{"}},
+            InvalidRequestError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": {"not": {"type": "string"}}}},
+            InvalidRequestError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/schema"}}},
+            InvalidRequestError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}},
+            ConstraintUnsatisfiableError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": _nested(33)}},
+            LimitExceededError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": _product(8)}},
+            LimitExceededError,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": {"enum": ["x" * 300_000]}}},
+            LimitExceededError,
+            "structured_outputs.json",
+        ),
+        ({"response_format": {"type": "xml"}}, InvalidRequestError, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            InvalidRequestError,
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
+            InvalidRequestError,
+            "response_format.json_schema",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "strin"}},
+                }
+            },
+            InvalidRequestError,
+            "response_format.json_schema.schema",
+        ),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            InvalidRequestError,
+            "response_format",
+        ),
+    ],
+)
+def test_what_is_refused_names_its_field(
+    body: dict[str, Any], error: type[RequestError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        _check(**body)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+    assert caught.value.message.isprintable() and len(caught.value.message) < 300
+
+
+def test_ignore_eos_does_not_go_with_a_grammar() -> None:
+    spec = GrammarSpec("regex", "a")
+    check_with_sampling(None, SamplingParams(ignore_eos=True))
+    check_with_sampling(spec, SamplingParams())
+    with pytest.raises(UnsupportedFieldError) as caught:
+        check_with_sampling(spec, SamplingParams(ignore_eos=True))
+    assert caught.value.param == "ignore_eos"
+
+
+def test_a_slow_grammar_does_not_stall_the_loop() -> None:
+    """While grammars that take long are compiled the loop goes on, and others get their turn."""
+
+    async def run() -> tuple[float, int]:
+        checker = GrammarChecker()
+        await checker.check(GrammarSpec("regex", "a"), "regex")  # the library is loaded now
+        slow = [
+            checker.check(
+                GrammarSpec("json_schema", json.dumps({**_product(6), "title": f"{i}"})), "json"
+            )
+            for i in range(8)
+        ]
+        work = asyncio.gather(*slow, return_exceptions=True)
+        longest, num = 0.0, 0
+        while not work.done():
+            began = time.thread_time()
+            await asyncio.sleep(0.001)
+            longest, num = max(longest, time.thread_time() - began), num + 1
+        checker.close()
+        return longest, num
+
+    longest, num = asyncio.run(run())
+    # A loop that stalled would turn once a grammar at most, or compile in its own thread. How
+    # often it turns, and how long it waits for a core, is the machine's.
+    assert num > 8 and longest < 0.5
+
+
+def test_what_was_found_is_remembered_within_bounds() -> None:
+    async def run() -> int:
+        checker = GrammarChecker(max_known=8)
+        for i in range(40):
+            await checker.check(GrammarSpec("regex", f"a{{{i}}}"), "regex")
+        with pytest.raises(InvalidRequestError):
+            await checker.check(GrammarSpec("regex", "("), "first")
+        with pytest.raises(InvalidRequestError, match="second"):
+            await checker.check(GrammarSpec("regex", "("), "second")
+        num = len(checker._known)
+        checker.close()
+        return num
+
+    assert asyncio.run(run()) == 8
+
+
+def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def hang(spec: GrammarSpec) -> str:
+        if spec.kind == "json_schema":
+            released.wait(60.0)
+        return grammar_problem(spec)
+
+    async def run() -> None:
+        checker = GrammarChecker(timeout_s=1.0)  # a thread has this long to begin
+        try:
+            await checker.check(GrammarSpec("regex", "a"), "regex")
+            with pytest.raises(LimitExceededError, match="json: takes longer than 1 seconds"):
+                await checker.check(GrammarSpec("json_schema", "{}"), "json")
+        finally:
+            released.set()
+            checker.close()
+
+    monkeypatch.setattr(grammars, "grammar_problem", hang)
+    asyncio.run(run())
+
+
+def test_a_grammar_crosses_the_channel() -> None:
+    for grammar in (None, GrammarSpec("json_schema", "{}", " ")):
+        request = Request("r", "t", "m", (1, 2), SamplingParams(), grammar=grammar)
+        message = ("submit", request)
+        assert channel.decode(channel.encode(message)) == message

@@ -1,0 +1,148 @@
+"""What an order decides without a server: context marks, bounds, the model's real context."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from server import token_bytes
+from server.api.bodies import validate
+from server.api.model_routes import DetokenizeBody
+from server.api.served_model import ServedModel
+from server.config import ContextMarks, SpeculationConfig, TaskConfig
+from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
+from tests.api.live import TABLE, encode, served
+from tests.api.orders import completion, orders
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+
+PROMPT = "Answer. <doc>the quick brown fox</doc> Question: who jumps?"
+
+
+@pytest.mark.parametrize("where", ["task", "body"])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_context_marks_become_a_span_of_ids(where: str, as_ids: bool) -> None:
+    marks = {"after": "<doc>", "before": "</doc>"}
+    task = TaskConfig(
+        name="rag",
+        speculation=SpeculationConfig(
+            context=ContextMarks(**marks) if where == "task" else ContextMarks(after="nowhere")
+        ),
+    )
+    prompt = encode(PROMPT) if as_ids else PROMPT
+    body = {} if where == "task" else {"context": marks}
+    [request] = completion(orders(task), model="rag", prompt=prompt, **body).requests
+    span = request.speculation.context_span
+    assert span is not None
+    inside = TABLE.join(request.prompt_ids[span[0] : span[1]], skip_special=False).decode()
+    assert inside in "the quick brown fox</doc>" and "quick brown fox" in inside
+
+
+@pytest.mark.parametrize("marks", [{"after": "<x>"}, {"before": "<x>"}, {"after": "jumps?"}])
+def test_marks_that_are_not_there_leave_the_whole_prompt(marks: dict[str, str]) -> None:
+    [request] = completion(orders(), prompt=PROMPT, context=marks).requests
+    assert request.speculation.context_span is None
+
+
+def test_a_request_without_speculation_has_no_span() -> None:
+    body = {"context": {"after": "<doc>"}, "speculation": {"drafter": "off"}}
+    [request] = completion(orders(), prompt=PROMPT, **body).requests
+    assert (request.speculation.drafter, request.speculation.context_span) == ("off", None)
+
+
+def test_the_engines_context_counts_when_it_is_smaller() -> None:
+    takes = orders()
+    assert completion(takes, prompt=[5] * 20, room=24).requests[0].sampling.max_tokens == 4
+    with pytest.raises(ContextLengthExceededError, match="24 tokens"):
+        completion(takes, prompt=[5] * 20, room=24, max_tokens=5)
+    with pytest.raises(ContextLengthExceededError):
+        completion(takes, prompt=[5] * 24, room=24)
+    echoed = completion(takes, prompt=[5] * 24, room=24, max_tokens=0, echo=True)
+    assert echoed.requests[0].sampling.max_tokens == 0
+
+
+def test_long_texts_are_tokenized_off_the_loop() -> None:
+    threads: list[str] = []
+
+    class Watched:
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            self._tokenizer = tokenizer
+
+        def encode(self, text: str, add_special_tokens: bool) -> Any:
+            threads.append(threading.current_thread().name)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        def no_truncation(self) -> None: ...
+
+        def no_padding(self) -> None: ...
+
+    watched: Any = Watched(byte_level_tokenizer())
+    model = ServedModel("tiny", watched, TABLE, 400, 10_000)
+    takes = orders(models=[model])
+    completion(takes, prompt="the " * 10)
+    completion(takes, prompt="the " * 2000)
+    takes.close()
+    assert "MainThread" in threads[0] and "tokenize" in threads[1]
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
+    class Untouched:
+        def no_truncation(self) -> None: ...
+
+        def no_padding(self) -> None: ...
+
+    untouched: Any = Untouched()
+    takes = orders(models=[ServedModel("tiny", untouched, TABLE, 400, 10_000)])
+    with pytest.raises(ContextLengthExceededError, match="at least"):
+        completion(takes, prompt="x" * 1_000_000)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_off() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    model = ServedModel("tiny", tokenizer, TABLE, 400, 256)
+    [request] = completion(orders(models=[model]), prompt="the quick brown fox").requests
+    assert list(request.prompt_ids) == encode("the quick brown fox")
+
+
+def test_special_tokens_are_added_unless_refused() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> $A", pair=None, special_tokens=[("<|user|>", 1)]
+    )
+    model = ServedModel("tiny", tokenizer, token_bytes.build(tokenizer, 400), 400, 256)
+    takes = orders(models=[model])
+    assert completion(takes).requests[0].prompt_ids == (1, *encode("the"))
+    assert completion(takes, add_special_tokens=False).requests[0].prompt_ids == tuple(
+        encode("the")
+    )
+    assert completion(takes, prompt="").requests[0].prompt_ids == (1,)
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        completion(takes, prompt="", add_special_tokens=False)
+    echo = completion(takes, echo=True, logprobs=0)
+    assert echo.prompts[0].text == "the" and echo.prompts[0].pieces == (b"", b"the")
+
+
+def test_validation_of_a_huge_list_is_quick_and_short() -> None:
+    with pytest.raises(TailorError) as caught:
+        validate(DetokenizeBody, {"tokens": ["x"] * 200_000})
+    assert len(caught.value.message) < 200
+
+
+def test_a_tasks_model_and_the_default_one() -> None:
+    first, second = served("first"), served("second")
+    takes = orders(
+        TaskConfig(name="a"), TaskConfig(name="b", model="second"), models=[first, second]
+    )
+    found = {name: takes.catalog.find(name) for name in ("a", "b", "first", "second", None)}
+    assert {k: (t.name, m.name) for k, (t, m) in found.items()} == {
+        "a": ("a", "first"),
+        "b": ("b", "second"),
+        "first": ("completion", "first"),
+        "second": ("completion", "second"),
+        None: ("completion", "first"),
+    }

@@ -1,0 +1,150 @@
+"""Data files: what is read from each kind, and every way in which one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.datasets import ExampleReader, Fields, rows, tokenize_in_place, turn_of
+from server.errors import ConfigError
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+EOS = 0
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return found
+
+
+def written(tmp_path: Path, content: str | bytes, name: str = "data.jsonl") -> Path:
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+def read(file: Path, **settings: Any) -> list[tuple[list[int], list[int]]]:
+    return list(ExampleReader(TOKENIZER, EOS, **settings).read([file]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"prompt": "a, b", "completion": "c"}\n\n{"prompt": "d", "completion": "e"}'),
+        (
+            "a.jsonl",
+            '\ufeff{"prompt": "a, b", "completion": "c"}\n{"prompt": "d", "completion": "e"}',
+        ),
+        ("a.csv", 'prompt,completion\n"a, b",c\nd,e\n'),
+        ("a.csv", "\ufeffprompt;completion\na, b;c\nd;e\n"),
+        ("a.tsv", "prompt\tcompletion\na, b\tc\nd\te\n"),
+    ],
+)
+def test_each_kind_of_file_gives_the_same_examples(name: str, content: str, tmp_path: Path) -> None:
+    want = [tokenize_in_place(TOKENIZER, *pair, EOS) for pair in (("a, b", "c"), ("d", "e"))]
+    assert read(written(tmp_path, content, name)) == want
+    assert want[0] == (ids("a, b"), [*ids(" c"), EOS])
+
+
+def test_many_rows_are_cut_as_one_alone_is(tmp_path: Path) -> None:
+    pairs = [(f"row {i}", f"{'x' * (i % 7)} {i}") for i in range(600)]
+    lines = "".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs)
+    found = read(written(tmp_path, lines), fields=Fields("a", "q"))
+    assert found == [tokenize_in_place(TOKENIZER, *pair, EOS) for pair in pairs]
+    glued = read(written(tmp_path, lines), fields=Fields("a", "q", joint=""))
+    assert glued[1] == tokenize_in_place(TOKENIZER, *pairs[1], EOS, joint="")
+    assert glued[1] != found[1]
+
+
+def test_prompts_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    opening = byte_level_tokenizer()
+    first = opening.token_to_id("a")
+    opening.post_processor = TemplateProcessing(single="a $A", special_tokens=[("a", first)])
+    file = written(tmp_path, '{"prompt": "b", "completion": "c"}\n{"completion": "c"}')
+    known, unknown = ExampleReader(opening, EOS).read([file])
+    assert known == ([first, *ids("b")], [*ids(" c"), EOS])
+    assert unknown == ([], [*ids("c"), EOS])  # a prompt that is not known begins with nothing
+
+
+def test_a_chat_is_read_as_the_model_s_template_writes_it(tmp_path: Path) -> None:
+    def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        text = "".join(f"[{m['content']}]" for m in messages)
+        return text, [7, *ids(text)]
+
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    file = written(tmp_path, json.dumps({"messages": chat}) + "\n")
+    assert read(file, render=render) == [([7, *ids("[q]")], [*ids("yes"), EOS])]
+    for messages, why in (
+        (chat[:1], "the last one must be the assistant's"),
+        (chat[1:], "nothing is asked"),
+        ([1], "objects with a role"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            read(written(tmp_path, json.dumps({"messages": messages}), "b.jsonl"), render=render)
+    with pytest.raises(ConfigError, match="no chat template"):
+        read(file)
+    assert turn_of({"messages": chat}, "x", Fields()).gold == "yes"
+
+
+def test_no_output_holds_a_control_token(tmp_path: Path) -> None:
+    """Whoever writes the data would write the model's control tokens."""
+    end = TOKENIZER.get_added_tokens_decoder()[EOS].content
+    ended = written(tmp_path, json.dumps({"prompt": "a", "completion": f"b{end}\n"}))
+    assert read(ended) == [(ids("a"), [*ids(" b"), EOS])]
+    inside = written(tmp_path, json.dumps({"prompt": "a", "completion": f"b{end}c"}))
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1: completion: holds .* control token"):
+        read(inside)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[" * 100_000, "1: no JSON: it is nested too deeply"),
+        ('{"prompt": ' + "[" * 100_000, "1: no JSON: it is nested too deeply"),
+        ('{"prompt": "\\ud800", "completion": "x"}', "1: holds half a character"),
+        (b'{"prompt": "\xff"}', "1: not UTF-8"),
+        (json.dumps({"prompt": "a " + "x" * 200_000, "completion": ""}), "a word of more than"),
+        ('{"output_ids": [99999999]}', "1: output_ids: 99999999 is not below 500"),
+        ('{"output_ids": [-1]}', "must be a list of token ids"),
+        ('{"output_ids": [true]}', "must be a list of token ids"),
+        ('\n{"prompt": "a"}', r"2: completion: is missing \(there are: prompt\); --field says"),
+        ('{"prompt": "a", "completions": ""}', "did you mean --field completions"),
+        ('{"prompt": "a", "completion": null}', "completion: is no text"),
+        ('{"prompt": 1, "completion": "a"}', "prompt: is no text"),
+        ('["a"]', "a line must be an object"),
+        ("{,}", "1: no JSON"),
+    ],
+)
+def test_bad_lines_are_named_with_their_reason(
+    content: str | bytes, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read(written(tmp_path, content), vocab_size=500)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("prompt,completion\na,b,c\n", "2: must have 2 fields"),
+        ('prompt,completion\na,"b\n', "1: unexpected end"),
+        (b"prompt,completion\n\xff,b\n", "not UTF-8"),
+        ("utterance,label\na,b\n", r"2: completion: is missing \(there are: utterance, label\)"),
+    ],
+)
+def test_bad_tables_are_named_with_their_reason(
+    content: str | bytes, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read(written(tmp_path, content, "data.csv"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for name in ("none.jsonl", "none.csv", "none.parquet"):
+        with pytest.raises(ConfigError, match=f"{name}: No such file|pyarrow"):
+            list(rows(tmp_path / name))

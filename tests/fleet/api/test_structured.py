@@ -1,3 +1,0 @@
-"""tests/api/test_structured.py through a fleet."""
-
-from tests.api.test_structured import *  # noqa: F403

@@ -1,0 +1,487 @@
+"""loadtest.load end to end, against scripted servers: figures, verdicts, exit codes, JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import cells, load, load_figures, step_times
+from loadtest.completion import Timing
+from loadtest.peer import CpuMeter
+from loadtest.trace import Arrival, read_trace
+from tests.loadtest.scripted_server import WORDS, ScriptedServer
+
+IDLE = ["--max-load", "1e9"]
+FIXED = ["--prompts", "plain,copy", *IDLE]
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    return result
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    for name in ("alpha", "beta"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.jsonl").write_text(
+            "".join(
+                json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) + "\n" for i in range(4)
+            )
+        )
+    return tmp_path
+
+
+def test_one_stream_finds_the_ratio_and_the_different_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def other(body: dict[str, Any]) -> list[str]:
+        words = (WORDS * 8)[: body["max_tokens"]]
+        return words if "Brennick" in body["prompt"] else [*words[:3], " SIX", *words[4:]]
+
+    with (
+        ScriptedServer(pace_s=0.004) as fast,
+        ScriptedServer(pace_s=0.04, running_usage=False, answer=other) as slow,
+    ):
+        status = load.main(
+            [
+                "--server", f"tailor={fast.url}", "--server", f"llamacpp={slow.url}",
+                "--rounds", "5", "--warmups", "2", "--tokens", "12", "--pause", "0",
+                "--json", str(tmp_path / "out.jsonl"), *FIXED,
+            ]
+        )  # fmt: skip
+        result = last_json(capsys)
+    assert status == 0
+    rows = result["figures"]["1 clients"]
+    against = rows["llamacpp"]["data_sets"]["plain"]["ratios"]
+    found = against["decode_tokens_per_s"]
+    assert found["num_pairs"] == 5
+    assert 0.05 < found["median"] < 0.83  # a tenth, but for a busy machine
+    assert against["ttft_s"]["median"] > 1.0
+    assert rows["tailor"]["num_runs"] == 10 and rows["tailor"]["num_tokens"] == [12]
+    speed = rows["tailor"]["data_sets"]["plain"]["decode_tokens_per_s"]["p50"]
+    assert 10 < speed < 260  # at least 4 ms a token
+    texts = rows["llamacpp"]["same_text"]
+    assert (texts["num_compared"], texts["num_same"]) == (10, 5) and rows["tailor"]["ratios"] == {}
+    where = texts["first_difference"]
+    assert (where["prompt"], where["at"], where["text"][:8]) == ("copy", 14, "SIX five")
+    assert result["servers"]["tailor"]["version"] == "1.2.3"
+    assert {"cpu", "cores", "commit", "versions"} <= set(result["machine"])
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == result
+    # Two prompts, six rounds, one request at a time, the same prompt to both, a new salt each.
+    for server in (fast, slow):
+        assert (len(server.bodies), server.most_open) == (12, 1)
+    salts = [body["cache_salt"] for body in fast.bodies]
+    assert len(set(salts)) == 12
+    assert all(body["cache_prompt"] is False for body in slow.bodies)
+    prompts = [sorted({body["prompt"] for body in server.bodies}) for server in (fast, slow)]
+    assert prompts[0] == prompts[1]
+
+
+def test_tokens_after_the_first_chunk_are_counted_and_not_chunks() -> None:
+    timing = Timing(
+        start_s=0.0, end_s=2.0, chunk_s=[1.0, 1.5, 2.0], chunk_tokens=[4, 4, 2], num_tokens=10
+    )
+    assert timing.ttft_s == 1.0
+    assert timing.decode_tokens_per_s == 6.0
+    assert timing.end_to_end_tokens_per_s == 5.0
+    assert timing.tpot_s == pytest.approx(1 / 6)
+    one = Timing(start_s=0.0, end_s=1.0, chunk_s=[1.0], chunk_tokens=[3], num_tokens=3)
+    assert one.decode_tokens_per_s is None and one.tpot_s is None
+
+
+def test_one_stream_counts_several_tokens_a_chunk(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(pace_s=0.01, tokens_per_chunk=4) as server:
+        load.main(
+            ["--server", f"tailor={server.url}", "--rounds", "2", "--tokens", "16",
+             "--prompts", "copy", "--pause", "0", *IDLE]
+        )  # fmt: skip
+    row = last_json(capsys)["figures"]["1 clients"]["tailor"]
+    assert 105 < row["decode_tokens_per_s"]["p50"] < 420  # 12 tokens in 3 x 10 ms
+
+
+def test_a_cell_that_others_disturbed_is_run_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Others' CPU seconds at both ends of each stream: far too much, too much, too much, none.
+    readings = iter([0.0, 100.0, 100.0, 110.0, 110.0, 130.0, 200.0, 200.0])
+    monkeypatch.setattr(CpuMeter, "foreign_s", lambda self: next(readings))
+    with ScriptedServer(pace_s=0.001) as server:
+        arguments = ["--server", f"tailor={server.url}", "--rounds", "2", "--warmups", "0",
+                     "--tokens", "4", "--prompts", "copy", "--pause", "0", *IDLE]  # fmt: skip
+        assert load.main([*arguments, "--tries", "3", "--max-foreign", "0.1"]) == 0
+    row = last_json(capsys)["figures"]["1 clients"]["tailor"]
+    assert len(server.bodies) == 4  # three tries, none quiet; then a quiet first one
+    assert len({body["cache_salt"] for body in server.bodies}) == 4
+    assert row["num_runs"] == 2
+    assert row["worst_foreign_cores"] > 10  # the least disturbed of the three is kept, and told
+
+
+def test_it_keeps_what_it_has_when_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(body: dict[str, Any]) -> list[str]:
+        if len(server.bodies) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return WORDS[: body["max_tokens"]]
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ScriptedServer(answer=answer) as server:
+            arguments = ["--server", f"tailor={server.url}", "--rounds", "5", "--warmups", "0",
+                         "--tokens", "4", "--prompts", "copy", *IDLE]  # fmt: skip
+            assert load.main(arguments) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    result = last_json(capsys)
+    assert result["complete"] is False
+    assert result["figures"]["1 clients"]["tailor"]["num_runs"] == 2
+
+
+def test_it_tells_a_refusal_and_a_busy_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(status=503) as server:
+        assert load.main(["--server", f"tailor={server.url}", "--rounds", "1", *FIXED]) == 1
+        assert "HTTP 503" in capsys.readouterr().err
+        assert load.main(["--server", f"tailor={server.url}", *FIXED, "--max-load", "-1"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--server", "nonsense", "--prompts", "copy"],
+        ["--server", "a=http://x", "--prompts", "copy", "--rounds", "0"],
+        ["--server", "a=http://x", "--prompts", "copy", "--requests", "0"],
+        ["--server", "a=http://x", "--prompts", "none"],
+        ["--server", "a=http://x", "--prompts", "copy", "--mix", "squad"],
+        ["--server", "a=http://x", "--mix", "squad", "--concurrency", "1"],
+        ["--server", "a=http://x", "--concurrency", "1"],
+    ],
+)
+def test_it_refuses_bad_arguments(arguments: list[str]) -> None:
+    assert load.main(arguments) == 2
+
+
+def test_distinct_prompts_go_all_at_once_and_sees_kv_come_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    idle = 'tailor_kv_cache_usage_perc{engine="0"} 0.0\n'
+    with ScriptedServer(pace_s=0.005, metrics=idle) as server:
+        status = load.main(
+            ["--server", f"tailor={server.url}", "--prompts", "distinct", "--concurrency", "4",
+             "--rounds", "2", "--tokens", "8", "--warmups", "4", *IDLE]
+        )  # fmt: skip
+    row = last_json(capsys)["figures"]["4 clients"]["tailor"]
+    assert status == 0
+    assert server.most_open == 4
+    assert row["num_tokens"] == [8] and row["kv_usage_after"] == 0.0
+    assert row["num_runs"] == 8 and 0 < row["slowest_share"] <= 1 and row["worst_silence_s"] > 0
+    assert len({body["prompt"] for body in server.bodies}) == 4
+    assert 10 < row["tokens_per_s"] < 850  # 32 tokens in 8 x 5 ms
+
+
+def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(pace_s=0.0) as server:
+        both = ["--server", f"tailor={server.url}", "--server", "tailor-b=@tailor"]
+        load.main([*both, *FIXED, "--rounds", "2", "--tokens", "3", "--pause", "0"])
+        load.main([*both, "--prompts", "distinct", "--concurrency", "2", "--rounds", "1",
+                   "--tokens", "3", "--pause", "0", *IDLE])  # fmt: skip
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert len(salts) == (2 + 2 * 2) * 2 + (2 + 2) * 2  # warm-ups and rounds
+    assert len(set(salts)) == len(salts)
+
+
+def test_it_fails_when_kv_stays_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(client: Any, url: str, wait_s: float) -> float | None:
+        return cells.parse_kv_usage((await client.get(f"{url}/metrics")).text)
+
+    monkeypatch.setattr(cells, "kv_usage_when_idle", at_once)
+    with ScriptedServer(metrics='vllm:kv_cache_usage_perc{engine="0"} 0.25\n') as server:
+        status = load.main(
+            ["--server", f"vllm={server.url}", "--prompts", "distinct", "--concurrency", "2",
+             "--rounds", "1", "--tokens", "4", *IDLE]
+        )  # fmt: skip
+    assert status == 1
+    assert "KV use 0.25" in capsys.readouterr().err
+
+
+def test_kv_usage_is_the_highest_of_all_engines() -> None:
+    text = (
+        "# HELP tailor_kv_cache_usage_perc x\n"
+        'tailor_kv_cache_usage_perc{engine="0"} 0.1\ntailor_kv_cache_usage_perc{engine="1"} 0.3\n'
+    )
+    assert cells.parse_kv_usage(text) == 0.3
+    assert cells.parse_kv_usage("other 1\n") is None
+
+
+def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
+    servers = [item for i, url in enumerate(urls) for item in ("--server", f"tailor-{i}={url}")]
+    usual = {"--mix": "alpha=3,beta", "--requests": "8", "--rounds": "2", "--tokens": "6"}
+    rest = [word for item in usual.items() if item[0] not in more for word in item]
+    return [*servers, "--data", str(data_dir), "--warmups", "0", *rest, *IDLE, *more]
+
+
+def test_load_closed_and_open_loop(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.004) as fast, ScriptedServer(pace_s=0.2) as slow:
+        status = load.main(
+            load_args([slow.url, fast.url], data_dir, "--concurrency", "2", "--rate", "100",
+                      "--slo", "ttft=0.195,e2e=10", "--tokens", "2", "--requests", "4")
+        )  # fmt: skip
+    result = last_json(capsys)
+    assert status == 0
+    rows = result["figures"]["2 clients"]
+    assert fast.most_open <= 4
+    assert rows["tailor-1"]["num_requests"] == 8 and rows["tailor-1"]["num_failed"] == 0
+    assert 1.1 < rows["tailor-1"]["ratios"]["tokens_per_s"]["median"] < 50
+    # The slow one's first chunk comes after 200 ms: none of its requests can be good.
+    assert rows["tailor-0"]["good_share"] == 0.0
+    assert rows["tailor-1"]["good_share"] > 0.0
+    assert "100 req/s" in result["figures"]
+
+
+def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.01) as base, ScriptedServer(pace_s=0.01) as other:
+        arguments = load_args([base.url, other.url], data_dir, "--rate", "50%,200%")
+        assert load.main([*arguments, "--capacity-clients", "2", "--pause", "0"]) == 0
+        num_asked = len(base.bodies), len(other.bodies)
+    result = last_json(capsys)
+    half, twice = result["rates"]["50% of capacity"], result["rates"]["200% of capacity"]
+    # Two clients, answers of six chunks and 60 ms: at most 33 requests a second.
+    assert 0.5 < half < 17.0 and twice == pytest.approx(4 * half)
+    assert num_asked == (8 * 2 * 3, 8 * 2 * 2), "only the first server's capacity is measured"
+    row = result["figures"]["50% of capacity"]["tailor-1"]
+    assert row["num_requests"] == 16
+    for name in ("ttft_s", "ttft_p95_s", "tokens_per_s", "e2e_s"):
+        assert row["ratios"][name]["num_pairs"] == 2, name
+
+
+@pytest.mark.parametrize("rate", ["0%", "x%", "-3"])
+def test_bad_rates_are_refused(rate: str, data_dir: Path) -> None:
+    assert load.main(load_args(["http://127.0.0.1:9"], data_dir, "--rate", rate)) == 2
+
+
+def test_load_tells_the_draft_budget(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.001, tokens_per_chunk=3) as server:
+        arguments = load_args([server.url], data_dir, "--concurrency", "2")
+        off = 'tailor-0={"speculation": {"drafter": "off"}}'
+        more = ["--server", "tailor-on=@tailor-0", "--extra", off, "--pause", "0"]
+        assert load.main([*arguments, *more]) == 0
+    rows = last_json(capsys)["figures"]["2 clients"]
+    assert (rows["tailor-on"]["nodes_per_step"], rows["tailor-on"]["tokens_per_step"]) == (2.0, 3.0)
+    assert (rows["tailor-0"]["nodes_per_step"], rows["tailor-0"]["tokens_per_step"]) == (0.0, 1.0)
+
+
+def test_load_books_failures_and_exits_1(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    with ScriptedServer(status=429) as server:
+        assert load.main(load_args([server.url], data_dir, "--concurrency", "1")) == 1
+    row = last_json(capsys)["figures"]["1 clients"]["tailor-0"]
+    assert row["num_failed"] == 16 and "HTTP 429" in row["failures"][0]
+    assert row["ttft_s"] is None and row["good_share"] == 0.0
+
+
+def test_arrivals_are_poisson_and_repeatable() -> None:
+    times = cells.arrival_times(4000, 50.0, 3)
+    assert times == cells.arrival_times(4000, 50.0, 3)
+    assert times != cells.arrival_times(4000, 50.0, 4)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    assert min(gaps) >= 0
+    assert times[-1] == pytest.approx(80.0, rel=0.08)  # sd of the mean gap: 1.6 %
+    # Exponential gaps: 1 - exp(-1) = 63.2 % are below the mean (sd 0.8 %).
+    assert sum(gap < 0.02 for gap in gaps) / 4000 == pytest.approx(0.632, abs=0.04)
+
+
+def test_lateness_counts_against_the_objective() -> None:
+    timing = Timing(start_s=5.0, end_s=6.0, chunk_s=[5.1], chunk_tokens=[1], num_tokens=1)
+    assert load_figures.meets_slo(timing, 0.0, {"ttft": 0.2, "tpot": 0.001, "e2e": 1.5})
+    assert not load_figures.meets_slo(timing, 0.15, {"ttft": 0.2})
+    assert not load_figures.meets_slo(timing, 0.6, {"e2e": 1.5})
+
+
+def test_load_counts_each_data_set_and_every_ratio(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    # Far apart, so that a busy machine does not make them equal.
+    with ScriptedServer(pace_s=0.0) as fast, ScriptedServer(pace_s=0.06) as slow:
+        arguments = load_args([slow.url, fast.url], data_dir, "--concurrency", "2")
+        assert load.main([*arguments, "--as", "alpha=extraction"]) == 0
+    result = last_json(capsys)
+    row = result["figures"]["2 clients"]["tailor-1"]
+    sent = [body["prompt"].split()[0] for body in fast.bodies]
+    assert {name: part["num_requests"] for name, part in row["data_sets"].items()} == {
+        name: sent.count(name) for name in ("alpha", "beta")
+    }
+    models = {body["prompt"].split()[0]: body["model"] for body in fast.bodies}
+    assert models == {"alpha": "extraction", "beta": "scripted-model"}
+    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+        found = row["ratios"][name]
+        assert found["num_pairs"] == 2 and found["median"] < 0.9, name
+    for name in ("tokens_per_s", "goodput_per_s", "ttft_s", "ttft_p99_s"):
+        told = row["rounds"][name]
+        assert told["num"] == 2 and 0 < told["low"] <= told["median"] <= told["high"]
+
+
+def test_a_trace_is_replayed_at_its_times_with_its_tasks_and_lengths(
+    capsys: pytest.CaptureFixture[str], data_dir: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"at_s": 10.4, "task": "beta", "max_tokens": 3},
+        {"at_s": 10.0, "task": "sql", "max_tokens": 2},
+        {"at_s": 10.8, "prompt": "my own"},
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arrived: list[float] = []
+
+    def answer(body: dict[str, Any]) -> list[str]:
+        arrived.append(time.monotonic())
+        return WORDS[: body["max_tokens"]]
+
+    with ScriptedServer(pace_s=0.0, answer=answer) as server:
+        arguments = load_args([server.url], data_dir, "--as", "alpha=sql", "--rounds", "1")
+        assert load.main([*arguments, "--trace", str(trace), "--trace-speed", "2"]) == 0
+    result = last_json(capsys)
+    assert result["trace"] == {"num_requests": 3, "span_s": pytest.approx(0.8)}
+    assert [(body["model"], body["max_tokens"]) for body in server.bodies] == [
+        ("sql", 2), ("scripted-model", 3), ("scripted-model", 6),
+    ]  # fmt: skip
+    prompts = [body["prompt"] for body in server.bodies]
+    assert prompts[0].startswith("alpha") and prompts[1].startswith("beta")
+    assert prompts[2] == "my own"
+    assert arrived[1] - arrived[0] >= 0.15 and arrived[2] - arrived[0] >= 0.35  # 0.2 and 0.4 due
+    assert result["figures"]["trace x2"]["tailor-0"]["num_requests"] == 3
+
+
+def test_a_trace_comes_from_tailors_own_log(tmp_path: Path) -> None:
+    def logged(second: int, duration_ms: float, **fields: Any) -> str:
+        at = f"2026-11-21T10:00:{second:02d}.500000Z"
+        return json.dumps(
+            {"event": "request", "timestamp": at, "duration_ms": duration_ms} | fields
+        )
+
+    log = tmp_path / "tailor.log"
+    log.write_text(
+        "\n".join(
+            [
+                json.dumps({"event": "ready", "timestamp": "2026-11-21T09:00:00Z"}),
+                logged(9, 500.0, task="sql", completion_tokens=12),
+                logged(8, 3500.0, task="rag", completion_tokens=7),
+                logged(8, 1.0, task="rag", status=400),
+            ]
+        )
+    )
+    assert read_trace(log) == [Arrival(0.0, "rag", None, 7), Arrival(4.0, "sql", None, 12)]
+    assert read_trace(log, 1) == [Arrival(0.0, "rag", None, 7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no request"),
+        ('{"at_s": 0}\n{"at": 1}', "t.jsonl:2: no arrival: neither"),
+        ('{"at_s": 0, "model": "x"}', "unknown member 'model'"),
+        ('{"at_s": "soon"}', "t.jsonl:1: no arrival"),
+        ('{"at_s": 0, "max_tokens": 0}', "at least 1"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused_with_its_line(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_trace(tmp_path / "t.jsonl")
+
+
+def test_a_traces_task_without_a_data_set_is_refused(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"at_s": 0, "task": "sql"}')
+    assert load.main(load_args(["http://x"], data_dir, "--trace", str(tmp_path / "t.jsonl"))) == 2
+    assert "--as DATASET=sql" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["ttfb=1", "ttft=0", "ttft=x", "ttft=nan"])
+def test_bad_objectives_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        load_figures.parse_slo(text)
+
+
+def metrics(steps: float) -> str:
+    """What a server says that made `steps` steps of 10 ms, 8 of them model, on two engines."""
+    lines = []
+    for engine in ("0", "1"):
+        labels = f'{{engine="{engine}",model="m"}}'
+        for name, each_s in (
+            ("step_time", 0.010),
+            ("step_model_time", 0.008),
+            ("propose_time", 0.0005),
+            ("step_host_time", 0.002),
+        ):
+            lines += [
+                f"# HELP tailor_{name}_seconds x",
+                f'tailor_{name}_seconds_bucket{{le="0.01"}} 5',
+                f"tailor_{name}_seconds_sum{labels} {each_s * steps / 2}",
+                f"tailor_{name}_seconds_count{labels} {steps / 2}",
+            ]
+        lines.append(f"tailor_step_rows_sum{labels} {3 * steps / 2}")
+    return "\n".join(lines) + "\n"
+
+
+def test_means_are_of_the_steps_between_two_readings() -> None:
+    before, after = (step_times.parse_steps(metrics(steps)) for steps in (100, 150))
+    assert step_times.per_step(before, after, wall_s=0.6) == pytest.approx(
+        {
+            "num_steps": 50, "rows": 3, "wall_ms": 12, "step_ms": 10, "model_ms": 8,
+            "drafter_ms": 0.5, "host_ms": 2, "outside_ms": 2, "overhead_ms": 4,
+            "overhead_share": 1 / 3,
+        }
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no step"):
+        step_times.per_step(after, after, 1.0)
+
+
+def test_steps_are_read_between_the_last_start_and_the_first_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with ScriptedServer(pace_s=0.005) as server:
+        server.metrics = lambda: metrics(server.num_chunks)
+        arguments = ["--server", f"tailor={server.url}", "--prompts", "distinct", "--steps",
+                     "--concurrency", "1,2", "--rounds", "1", "--tokens", "20", *IDLE]  # fmt: skip
+        assert load.main([*arguments, "--html", str(tmp_path / "page.html")]) == 0
+    figures = last_json(capsys)["figures"]
+    # 20 chunks a stream, the first one before the first reading (two streams may lag a little).
+    for clients, least, most in ((1, 10, 20), (2, 20, 40)):
+        steps = figures[f"{clients} clients"]["tailor"]["steps"]
+        assert least <= steps["num_steps"] <= most
+        assert steps["model_ms"] == pytest.approx(8) and steps["wall_ms"] * clients >= 4.5
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "2 clients" in page and "overhead share" in page and "commit" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")  # it asks nobody for anything
+
+
+def test_answers_are_judged_by_the_completions_of_the_data(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    lines = [{"prompt": f"alpha {i}", "completion": "one two" + " six" * (i % 2)} for i in range(4)]
+    (data_dir / "alpha" / "test.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with ScriptedServer() as server, ScriptedServer(answer=lambda _: ["one  two"]) as shorter:
+        load.main(
+            load_args([server.url, shorter.url], data_dir, "--concurrency", "1", "--pause", "0",
+                      "--mix", "alpha", "--tokens", "2")
+        )  # fmt: skip
+    rows = last_json(capsys)["figures"]["1 clients"]
+    for row in rows.values():
+        quality = row["data_sets"]["alpha"]["quality"]
+        assert quality["exact"]["mean"] == 0.5 and quality["exact"]["num"] == 16
+        assert quality["f1"]["mean"] == pytest.approx((1 + 0.8) / 2)
+    # The same text in half the tokens: as much text a second, or more.
+    for name, chars in (("tailor-0", 3.5), ("tailor-1", 8.0)):
+        row = rows[name]
+        assert row["chars_per_s"] / row["tokens_per_s"] == pytest.approx(chars)

@@ -1,0 +1,282 @@
+"""loadtest.quality: forms, slices and adapters on tiny models; llama.cpp's own answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from loadtest import quality, slice_quality
+from loadtest.answers import answer_all
+from loadtest.peer import Peer, PeerFailed
+from loadtest.quality import apart, best, divergence, llamacpp_tops, read_texts, spread
+from loadtest.slice_quality import ModelFiles, Row, SliceOptions, Texts, make_rows
+from loadtest.steps import forms_of, runner_of
+from server import token_bytes
+from server.commands.cli import main as tailor
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.engine.stops import StopTable
+from server.errors import ModelError
+from server.model.scoring import Scores, Text, compare, score
+from server.types import Request, SamplingParams
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.loadtest.test_load import last_json
+from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.vocab_store.test_slice import Texts as Letters
+from vocab_store.documents import tokenize_pairs
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
+
+V = 40
+REQUIRED = RequiredIds.of(V, eos_ids=[1])
+LETTERS = Letters([b"<%d>" % i for i in range(V)], [1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_tiny(made, "llama", vocab_size=128)
+    save_tokenizer(made)
+    return made
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+def test_every_form_is_scored_and_integers_stay_near_float32(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = [Text(tuple(rng.integers(3, 100, 30).tolist()), 10) for _ in range(6)]
+    base, errors = None, {}
+    for form in forms_of("int8,int8-blocks,int4,float32:int8"):
+        with runner_of(str(folder), form, threads=2, max_rows=64) as (runner, _):
+            assert runner.info.dtype == form.partition(":")[0]
+            scores = score(runner, texts)
+        base = base or scores
+        figures = compare(scores, base)
+        assert 0.0 <= figures["texts_agree"] <= figures["tokens_agree"] <= 1.0
+        errors[form] = figures["logprob_error"]
+    assert base is not None and len(base.ranks) == 6 * 20
+    assert errors["float32"] == 0.0 < errors["int8-blocks"] < errors["int4"]
+    assert errors["int8"] < 0.1 and 0.0 < errors["float32:int8"] < 0.1
+    with pytest.raises(ModelError, match="none of"), runner_of(str(folder), "int3"):
+        pass
+
+
+def test_figures_of_known_scores() -> None:
+    def scores(ranks: list[int], of: list[int]) -> Scores:
+        logprobs = np.full(len(ranks), np.log(0.5))
+        return Scores(logprobs, np.array(ranks), np.array(of), np.array([0, 0, 1, 1]))
+
+    base = scores([1, 1, 1, 1], [5, 6, 7, 8])
+    assert compare(base, base)["exact"] == compare(base, base)["texts_agree"] == 1.0
+    found = compare(scores([1, 1, 2, 1], [5, 6, 9, 8]), base)
+    assert found["exact"] == found["texts_agree"] == 0.5
+    assert found["tokens_agree"] == 0.75 and found["perplexity"] == 2.0
+
+
+def test_texts_are_read_with_their_end_and_the_command_writes_a_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text(
+        '{"prompt": "ab", "completion": "c"}\n{"prompt": "abcdefghijk", "completion": "abc"}\n'
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (text,) = read_texts(data, tokenizer, 2, 10, 8)
+    assert text.ids[-1] == 2 and text.start == len(tokenizer.encode("ab").ids)
+    with pytest.raises(ValueError, match="no text"):
+        read_texts(data, tokenizer, 2, 10, 1)
+    words = ["forms", "--data", str(data), "--model", str(folder), "--forms", "int8"]
+    assert quality.main([*words, "--threads", "1"]) == 0
+    found = last_json(capsys)
+    assert found["texts"] == 2 and found["forms"]["float32"]["texts_agree"] == 1.0
+    assert found["pairs"] == {} and set(found["forms"]) == {"float32", "int8"}
+
+
+def test_divergence_is_that_of_the_distributions() -> None:
+    p = {1: math.log(0.5), 2: math.log(0.3), 3: math.log(0.2)}
+    q = {1: math.log(0.25), 2: math.log(0.5), 3: math.log(0.25)}
+    want = 0.5 * math.log(2) + 0.3 * math.log(0.6) + 0.2 * math.log(0.8)
+    assert divergence(p, q) == pytest.approx(want, abs=1e-6)
+    assert divergence(p, p) == pytest.approx(0.0, abs=1e-6)
+    part = {1: math.log(0.5), 2: math.log(0.3)}  # the rest of both: 0.2 and 0.25
+    assert divergence(part, q) == pytest.approx(want, abs=1e-6)
+    assert best(q) == 2
+    assert best({5: -1.0, 4: -1.0}) == 4
+    assert apart([p, q], [p, p])["greedy_agree"] == 0.5
+
+
+def test_llamacpp_is_asked_after_each_gold_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = httpx.Response(200, content=request.content).json()
+        asked.append(body["prompt"])
+        if len(body["prompt"]) > 4:
+            return httpx.Response(500, text="full")
+        said = {"id": 7, "logprob": -0.5, "top_logprobs": [{"id": 7, "logprob": -0.5}]}
+        return httpx.Response(200, json={"completion_probabilities": [said]})
+
+    def client(**_: object) -> httpx.AsyncClient:
+        return real(transport=httpx.MockTransport(answer))
+
+    real = httpx.AsyncClient
+    monkeypatch.setattr("loadtest.quality.httpx.AsyncClient", client)
+    peer = Peer("llamacpp", "x", url="http://127.0.0.1:1")
+    tops = asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4), 2)], 1, [0, 1]))
+    assert asked == [[1, 2], [1, 2, 3]]
+    assert tops == [{7: -0.5}, {7: -0.5}]
+    asked.clear()
+    texts = [Text((1, 2, 3, 4), 2), Text((5, 6, 7, 8), 1)]
+    assert spread(5, None) == [0, 1, 2, 3, 4] == spread(5, 9) and spread(5, 2) == [0, 2]
+    assert len(asyncio.run(llamacpp_tops(peer, texts, 1, spread(5, 2)))) == 2
+    assert asked == [[1, 2], [5]]
+    with pytest.raises(PeerFailed, match="full"):
+        asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4, 5, 6), 5)], 1, [0]))
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def _engine() -> Engine:
+    runner = FakeRunner(FakeModel(V, seed=4, alphabet=12), fake_info(vocab_size=V))
+    return Engine(
+        runner, {}, EngineSettings(max_num_seqs=3, max_num_batched_tokens=64),
+        stop_table=StopTable.from_list(LETTERS.pieces, (1,)), profiles=VocabProfile.load,
+    )  # fmt: skip
+
+
+def test_texts_that_are_taken_over_are_those_that_would_be_computed(tmp_path: Path) -> None:
+    prompts = [[2, 3, 4], [20, 21], [7, 8, 9, 30], [5], [31, 2, 6]]
+    rng = Random(3)
+
+    def slice_of(*ids: int) -> VocabSlice:
+        return VocabSlice.make([1, *ids], REQUIRED)
+
+    rows = [
+        Row(slice_of(*rng.sample(range(2, V), num)), num, dynamic)
+        for num in (38, 30, 20, 14, 8)
+        for dynamic in (True, False)
+    ]
+    rows += [Row(slice_of(*range(2, top)), top - 2) for top in (14, 12, 9)]
+    files = ModelFiles(cast(Any, None), cast(Any, LETTERS), REQUIRED)
+    options = SliceOptions(data=Path("x"), tokens=10, at_once=3)
+    lazy = Texts(_engine(), files, tmp_path, options)
+    for row in (None, *rows, None):
+        eager = Texts(_engine(), files, tmp_path, options)  # knows nothing: computes every text
+        assert lazy.of(prompts, row, "lazy") == eager.of(prompts, row, "eager")
+        assert eager.num_known == 0
+    assert lazy.num_known > 10 and lazy.num_asked > 10
+    assert lazy.num_known + lazy.num_asked == len(prompts) * (len(rows) + 2)
+
+
+def test_a_request_that_fails_is_an_error() -> None:
+    request = Request("r", "t", "fake", (300,), SamplingParams(max_tokens=2))
+    with pytest.raises(RuntimeError, match="r: "):
+        answer_all(_engine(), [request], "x", Console(quiet=True))
+
+
+def test_rows_of_the_table() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokens = token_bytes.build(tokenizer)
+    required = RequiredIds.from_tokens(tokens, [0])
+    pairs = [("the cat", "the dog"), ("a cat", "the cat"), ("the dog", "the end")]
+    train = tokenize_pairs(pairs, tokenizer)
+    rows = make_rows(train, ("en",), ModelFiles(tokenizer, tokens, required))
+    assert not rows["static only, tau 0.01"].dynamic and rows["tau 0.1"].dynamic
+    sizes = [rows[name].num_t for name in ("unfiltered", "+ input-aware", "tau 0.0", "tau 0.1")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1]
+    assert rows["dynamic only"].num_t == 0
+    assert rows["dynamic only"].slice == VocabSlice.make(required.ids, required)
+    pruned = rows["VP"]
+    assert pruned.tokenizer is not None
+    for prompt, _ in pairs:  # what the pruned tokenizer writes lies in VP, under the old ids
+        old = pruned.slice.ids[pruned.tokenizer.encode(prompt).ids]
+        assert tokenizer.decode(old.tolist()) == prompt
+    test = tokenize_pairs([("the cat", "the cat")], tokenizer)
+    only = rows["dynamic only"]
+    assert only.figures(test)["recall"] > replace(only, dynamic=False).figures(test)["recall"]
+
+
+def test_slices_of_a_model_with_and_without_its_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    model = tmp_path / "tiny"
+    model.mkdir()
+    save_tiny(model, "llama")
+    for split in ("train", "test"):
+        (tmp_path / "towns").mkdir(exist_ok=True)
+        lines = [{"prompt": f"{i} abc:", "completion": f" {'xy'[i % 2]} ok"} for i in range(24)]
+        (tmp_path / "towns" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["slices", "--data", str(tmp_path), "--task", "towns", "--model", str(model)]
+    assert quality.main([*words, "--ablations"]) == 0
+    rows = last_json(capsys)["tasks"]["towns"]
+    assert set(rows) == {*slice_quality.ROWS, *slice_quality.ABLATIONS}
+    assert rows["tau 0.0"]["recall"] == 1.0 and rows["tau 0.0"]["num_prompts"] == 24
+    more = ["--texts", "3", "--shots", "1", "--tokens", "4", "--threads", "1"]
+    assert quality.main([*words, *more]) == 0
+    found = last_json(capsys)
+    for row in found["tasks"]["towns"].values():
+        assert 0 <= row["same_texts"] <= row["num_prompts"] == 3
+        assert set(row["scores"]["slice"]) >= {"exact", "f1", "rouge_l", "json"}
+    assert found["answers"]["asked"] + found["answers"]["taken_over"] == 3 * 6
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+# peft 0.21 asks transformers 5.23 by an old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_both_adapters_are_measured_on_the_same_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "tiny").mkdir()
+    save_tiny(tmp_path / "tiny", "llama")
+    data = tmp_path / "train.jsonl"
+    lines = [
+        {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
+        for i in range(60)
+    ]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shared = ["--model", str(tmp_path / "tiny"), "--data", str(data)]
+    tokens = tmp_path / "tokens.json"
+    assert tailor(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(tokens)]) == 0
+    recipe = ["--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate", "0.05",
+              "--batch-size", "8", "--rank", "4", "--dropout", "0"]  # fmt: skip
+    for name, more in (("base", []), ("own", ["--enrichment", str(tokens)])):
+        words = ["tasks", "train", *shared, *recipe, *more, "-o", str(tmp_path / name)]
+        assert tailor(words) == 0
+    capsys.readouterr()
+    arguments = [
+        "adapters", "--model", str(tmp_path / "tiny"), "--base", str(tmp_path / "base"),
+        "--enriched", str(tmp_path / "own"), "--train", str(data), "--test", str(data),
+        "--prompts", "8", "--tokens", "24",
+    ]  # fmt: skip
+    assert quality.main(arguments) == 0
+    found = last_json(capsys)
+    base, own = found["base"], found["enriched"]
+    assert own["exact"]["num"] == 8 and own["f1"]["mean"] > 0.5
+    for metric in ("exact", "f1"):
+        both = own[metric]["mean"] - base[metric]["mean"]
+        assert found["difference"][metric]["mean"] == pytest.approx(both)
+    assert base["ids"] == base["base_ids"]
+    assert own["fewest_ids"] <= own["ids"] < 0.7 * own["base_ids"]
+    assert 0.5 < own["adoption"] <= 1.0
+    for side in (base, own):
+        assert side["passes"]["0"] == pytest.approx(side["ids"])
+        assert side["passes"]["16"] < side["passes"]["0"]

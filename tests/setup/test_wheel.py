@@ -1,0 +1,102 @@
+"""The wheel, built and installed as a user does it, serves where no compiler is.
+
+Its dependencies are those of the environment that runs the test, less numba and llvmlite: fetching
+them again would take minutes and say nothing about the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from drafters.target import chosen
+from server.machine_code import PACKAGES, jobs_of
+from tests.model.tiny_models import save_tiny
+from tests.setup.test_serve import Running
+
+ROOT = Path(__file__).parents[2]
+_NO_COMPILER = """
+import sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numba", "llvmlite", "ziglang"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Without())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With code for this CPU alone; what `make wheel` makes has all others' too."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    files = "LICENSE README.md pyproject.toml setup.py build_backend.py".split()
+    for name in files:
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__", "_code", "*.egg-info")
+    for name in ("server", "drafters", "vocab_store", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    made = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out), str(source)],
+        env={**os.environ, "TAILOR_WHEEL_TARGETS": chosen().name}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr[-3000:]
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.mark.slow
+def test_a_wheel_has_its_machine_code(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+    for job in jobs_of(chosen()):
+        assert f"{job.package.replace('.', '/')}/_code/{job.target}.so" in names
+    assert "drafters/_code/door.so" in names
+    assert "-py3-none-manylinux" in wheel.name
+    assert {job.package for job in jobs_of(chosen())} == set(PACKAGES)
+    assert wheel.stat().st_size < 8 << 20
+
+
+@pytest.mark.slow
+def test_it_serves_in_an_environment_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    libraries = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    installed = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", str(wheel)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert installed.returncode == 0, installed.stderr
+    (libraries / "sitecustomize.py").write_text(_NO_COMPILER)
+    others = [p for p in sys.path if p.endswith("site-packages")] or site.getsitepackages()
+    (libraries / "z_others.pth").write_text("\n".join(others))
+    model = tmp_path / "tiny"
+    model.mkdir()
+    save_tiny(model, "llama")
+    words = ["--model", str(model), "--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
+    env = {
+        "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "TAILOR_CODE_DIR": str(tmp_path / "code"),
+        "PATH": str(python.parent), "PYTHONPATH": "",
+    }  # fmt: skip
+    tailor = [str(python), str(python.parent / "tailor")]
+    running = Running(words, env, tailor=tailor, cwd=tmp_path)
+    try:
+        asked = {"model": "tiny", "prompt": "the the", "max_tokens": 8, "temperature": 0}
+        plain = running.ask("/v1/completions", asked)
+        drafted = running.ask("/v1/completions", asked | {"speculation": {"drafter": "auto"}})
+        assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]
+    finally:
+        running.stop(15)
+    assert not (tmp_path / "code").exists(), "nothing was compiled"
+    told = subprocess.run(
+        [str(python), "-c", "import server.machine_code as m; print(m.__file__, m.is_ready())"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **env},
+    )  # fmt: skip
+    assert told.stdout.strip() == f"{libraries}/server/machine_code.py True", told.stderr

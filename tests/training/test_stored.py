@@ -1,0 +1,177 @@
+"""Bases in the form that is served: their numbers, their loss and their gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from server.errors import ConfigError, ModelError
+from server.model.cpu.integers.forms import FORMS, padded_inputs
+from server.model.cpu.integers.packed import FORM_OF
+from server.model.cpu.integers.spread import spread, spread_weights
+from server.model.cpu.integers.weights import dequantised, from_ggml, quantised
+from server.model.loader import build_module, open_model
+from server.training.examples import TrainExample, collate
+from server.training.lora import LoraLinear, LoraOptions, Tuned, prepare
+from server.training.stored import Floats, Integers, open_base
+from tests.model import gguf_models
+from tests.model.bitsandbytes_files import save_as_bitsandbytes
+from tests.model.tiny_models import save_tiny
+
+CPU = torch.device("cpu")
+ROW_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q4_k": 144, "q5_k": 176,
+             "q6_k": 210}  # fmt: skip
+"""Bytes of a block of 32, or of 256 (the K forms)."""
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.per_output])
+def test_numbers_of_a_file_are_those_that_are_served(form: object) -> None:
+    name = form.name  # type: ignore[attr-defined]
+    rng = np.random.default_rng(3)
+    raw = rng.integers(0, 256, (6, 2 * ROW_BYTES[name]), np.uint8)
+    halves = rng.normal(size=(6, 2 * ROW_BYTES[name] // 2)).astype(np.float16) / 64
+    raw = halves.view(np.uint8) if name.endswith("_k") else raw
+    stored = from_ggml(name, raw)
+    scales = np.abs(rng.normal(size=stored.scales.shape)) / 8
+    if stored.tops is None:  # random bytes are no scales
+        minima = None if stored.minima is None else stored.scales.astype(np.float16) * 0 - 1
+        stored = type(stored)(stored.form, stored.numbers, scales.astype(np.float16), minima)
+    want = dequantised(stored)
+    num = want.shape[1]
+    for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        matrix = Integers(stored, num - 3, dtype, CPU)
+        assert matrix.shape == (6, num - 3)
+        found = matrix.widened(1, 5)
+        assert found.dtype == dtype
+        size = float(np.nanmax(np.abs(want)))
+        np.testing.assert_allclose(
+            found.float().numpy(), want[1:5, : num - 3], atol=error * size, equal_nan=True
+        )
+        rows = matrix.rows(torch.tensor([4, 0, 4]))
+        np.testing.assert_allclose(
+            rows.numpy(), want[[4, 0, 4], : num - 3], atol=1e-6 * size, equal_nan=True
+        )
+
+
+def test_a_matrix_whose_inputs_are_spread_is_what_it_makes_of_inputs() -> None:
+    rng = np.random.default_rng(1)
+    weight = rng.normal(size=(9, 80)).astype(np.float32)
+    x = rng.normal(size=(4, 80)).astype(np.float32)
+    form = FORMS[0]
+    factors = np.exp(0.3 * rng.normal(size=padded_inputs(form, 80))).astype(np.float32)
+    stored = quantised(form, spread_weights(weight, factors))
+    matrix = Integers(stored, 80, torch.float32, CPU, factors)
+    want = spread(x, factors) @ dequantised(stored).T
+    found = x @ matrix.widened(0, 9).numpy().T
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    assert np.linalg.norm(found - x @ weight.T) < 0.05 * np.linalg.norm(found)  # rounded
+
+
+def test_a_base_takes_the_bytes_of_its_form() -> None:
+    weight = np.random.default_rng(0).normal(size=(256, 512)).astype(np.float32)
+    bits = {}
+    for form in FORMS[:4]:
+        matrix = Integers(quantised(form, weight), 512, torch.bfloat16, CPU)
+        bits[form.name] = 8 * matrix.num_bytes / weight.size
+    assert bits == {"int8": 8.0625, "q8_0": 9.0, "q4_0": 5.0, "q4_1": 6.0}
+
+
+def loss_of(given: Tuned) -> tuple[float, list[torch.Tensor]]:
+    data = [TrainExample((5, 6, 7 + i), (9, 11, 2)) for i in range(3)]
+    loss = given.loss(collate(data, CPU, packed=given.is_packed))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach()), [p.grad for _, p in given.trained() if p.grad is not None]
+
+
+def over_base(model: str, form: str) -> Tuned:
+    module, matrix_of = open_base(model, form, dtype=torch.float32, device=CPU)
+    torch.manual_seed(4)
+    given = prepare(module, matrix_of, None, LoraOptions(4, 8), tokenizer="t")
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for _, parameter in given.trained():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return given
+
+
+@pytest.mark.parametrize("form", ["auto", "nf4", *FORM_OF])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
+def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
+    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients are those over floats that are the widened numbers."""
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "m").mkdir()
+    save_tiny(tmp_path / "m", family)
+    given = over_base(str(tmp_path / "m"), form)
+    found, gradients = loss_of(given)
+    plain = over_base(str(tmp_path / "m"), "auto")
+    for name, part in given.module.named_modules():
+        if isinstance(part, LoraLinear):
+            wide = part.base.widened(0, part.base.shape[0])
+            plain.module.get_submodule(name).base = Floats(wide, torch.float32)
+            exact = open_model(tmp_path / "m").floats.get(f"{name}.weight")
+            error = float((wide - exact).norm() / exact.norm())
+            assert error < {"auto": 1e-7, "int4": 0.1, "nf4": 0.12}.get(form, 0.02), name
+    plain.head.base = Floats(given.head.base.widened(0, 128), torch.float32)
+    want, theirs = loss_of(plain)
+    assert found == pytest.approx(want, rel=1e-6)
+    for ours, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "granite"])
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_1", "F32"])
+def test_over_a_file_as_it_is_the_loss_is_that_over_its_floats(
+    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    model = gguf_models.MODELS[family]
+    file = tmp_path / "m.gguf"
+    gguf_models.write(model, model.build(), file, form)
+    if form == "F32":  # nothing multiplies it as it is
+        with pytest.raises(ModelError, match="no form"):
+            over_base(str(file), "file")
+        return
+    found, gradients = loss_of(over_base(str(file), "file"))
+    want, theirs = loss_of(over_base(str(file), "auto"))
+    assert found == pytest.approx(want, rel=1e-5)
+    for ours, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
+
+
+def test_transformers_own_module_reads_a_file_as_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    from server.model.gguf_folder import file_folder
+
+    model = gguf_models.MODELS["llama"]
+    gguf_models.write(model, model.build(), tmp_path / "m.gguf", "Q8_0")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logits = []
+    for folder in (file_folder(str(tmp_path / "m.gguf")), tmp_path / "m.gguf"):
+        module = build_module(open_model(folder), torch.float32, CPU)
+        with torch.no_grad():
+            logits.append(module(ids).logits)
+    assert torch.equal(*logits)
+
+
+def test_over_a_folder_of_bitsandbytes_the_loss_is_that_over_its_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "m"
+    folder.mkdir()
+    save_tiny(folder, "qwen2")
+    with pytest.raises(ConfigError, match="needs a GGUF, or NF4"):
+        over_base(str(folder), "file")
+    save_as_bitsandbytes(folder)
+    found, gradients = loss_of(over_base(str(folder), "file"))
+    want, theirs = loss_of(over_base(str(folder), "auto"))
+    assert found == pytest.approx(want, rel=1e-5)
+    for ours, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)

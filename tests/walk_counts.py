@@ -1,0 +1,486 @@
+"""What a step and a request pass on their way, and how large the house is, for one or two commits.
+
+    python -m tests.walk_counts                    # the working tree
+    python -m tests.walk_counts dff5c7d            # a commit beside the working tree
+    python -m tests.walk_counts dff5c7d HEAD       # two commits
+
+Walks are counted with sys.setprofile on a real engine whose runner computes nothing, and on the
+real API in front of it: Python calls of ours, distinct functions and files among them, and records,
+which are classes of ours of which an object was made. A walk's figures are those of its median
+step or request; the first ones, which make what is kept, are left out. Another commit is checked
+out into a temporary worktree and counted by this very file, in a process of its own.
+
+`BOUNDS` is what tests/test_walk_counts.py holds the working tree to. Whoever makes a walk shorter
+lowers it, in the same commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+OURS = ("server", "drafters", "vocab_store")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+BOUNDS = {
+    "plain step, 1 choice: calls": 22,
+    "plain step, 1 choice: files": 11,
+    "plain step, 8 choices: calls": 43,
+    "drafting step, 1 choice: calls": 248,
+    "drafting step, 1 choice: files": 41,
+    "drafting step, 8 choices: calls": 1033,
+    "request, API: calls": 270,
+    "request, API: files": 32,
+    "request, engine: calls": 640,
+    "request, engine: files": 34,
+    "circles": 6,
+    "arrows up": 1,
+}
+"""The most that the working tree may have."""
+
+FLOORS = (
+    ("drafters.atomic_file", "drafters.json_text"),
+    ("vocab_store",),
+    ("drafters",),
+    ("server", "server.errors", "server.types", "server.logs"),
+    ("server.tracing", "server.token_bytes", "server.grammar_text", "server.channel"),
+    ("server.datasets", "server.config"),
+    ("server.metrics", "server.client", "server.engine"),
+    ("server.model", "server.training", "server.api"),
+    ("server.wiring",),
+    ("server.fleet",),
+    ("server.commands",),
+)
+"""The rooms, lowest first. An import of a room on a higher floor is an arrow up."""
+
+
+# -- the house: what is counted without running it ------------------------------------------------
+
+
+Nodes = dict[str, list[ast.AST]]
+"""By module of ours, all that its text is made of."""
+
+
+def _modules(root: Path) -> Nodes:
+    """Those of the tree at `root`; empty ones left out."""
+    found: Nodes = {}
+    for top in OURS:
+        for path in sorted((root / top).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            parts = path.relative_to(root).with_suffix("").parts
+            if text.strip():
+                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+                found[name] = list(ast.walk(ast.parse(text)))
+    return found
+
+
+def _imports(name: str, modules: Nodes) -> set[str]:
+    """The modules of ours that one imports: anywhere, for type checkers too."""
+    found: set[str] = set()
+    for node in modules[name]:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {full if full in modules else node.module for full in names}
+    return {other for other in found if other in modules and other != name}
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or not (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in sorted(arrows[name]):
+            if other not in number:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(arrows):
+        if name not in number:
+            visit(name)
+    return found
+
+
+def _floor(module: str) -> int:
+    """The floor of a module's room; the longest prefix decides."""
+    while module:
+        for floor, rooms in enumerate(FLOORS):
+            if module in rooms:
+                return floor
+        module = module.rpartition(".")[0]
+    return len(FLOORS)
+
+
+def _room(module: str) -> str:
+    """The folder of a module, two names deep."""
+    return ".".join(module.split(".")[:2]) if module.startswith("server.") else module.split(".")[0]
+
+
+def _used_once(modules: Nodes) -> tuple[int, int]:
+    """(how many, lines) of the functions and methods whose name stands in one place beside its
+    definition; imports do not count."""
+    defined: defaultdict[str, list[int]] = defaultdict(list)
+    uses: Counter[str] = Counter()
+    for node in chain.from_iterable(modules.values()):
+        if isinstance(node, _FUNCTIONS):
+            defined[node.name].append((node.end_lineno or node.lineno) - node.lineno + 1)
+        elif isinstance(node, ast.Name):
+            uses[node.id] += 1
+        elif isinstance(node, ast.Attribute):
+            uses[node.attr] += 1
+    once = [
+        lines[0]
+        for name, lines in defined.items()
+        if len(lines) == 1 and uses[name] == 1 and not name.startswith("__")
+    ]
+    return len(once), sum(once)
+
+
+def house(root: Path) -> dict[str, int]:
+    """Sizes, circles and arrows of the tree at `root`."""
+    modules = _modules(root)
+    nodes = list(chain.from_iterable(modules.values()))
+    arrows = {name: _imports(name, modules) for name in modules}
+    num_once, lines_once = _used_once(modules)
+    rooms: Counter[str] = Counter()
+    for top in OURS:
+        for path in (root / top).rglob("*.py"):
+            module = ".".join(path.relative_to(root).with_suffix("").parts)
+            rooms[_room(module.removesuffix(".__init__"))] += len(path.read_text().splitlines())
+    return {
+        "modules": len(modules),
+        "classes": sum(isinstance(node, ast.ClassDef) for node in nodes),
+        "functions": sum(isinstance(node, _FUNCTIONS) for node in nodes),
+        "functions used once": num_once,
+        "lines of functions used once": lines_once,
+        "circles": len(circles(arrows)),
+        "arrows up": len(
+            {
+                (_room(name), _room(other))
+                for name, others in arrows.items()
+                for other in others
+                if _floor(other) > _floor(name)
+            }
+        ),
+        "lines": sum(rooms.values()),
+        **{f"lines of {room}": num for room, num in sorted(rooms.items(), key=lambda r: -r[1])},
+    }
+
+
+# -- walks: what is counted while it runs ---------------------------------------------------------
+
+
+@dataclass
+class Walk:
+    """What was passed since the last `take`. One thread's, or of all threads that share it."""
+
+    calls: int = 0
+    functions: set[Any] = field(default_factory=set)
+    records: set[type] = field(default_factory=set)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """For sys.setprofile."""
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_name in ("__init__", "__new__") and code.co_argcount:
+            made = frame.f_locals.get(code.co_varnames[0])
+            kind = made if isinstance(made, type) else type(made)
+            if kind.__module__.split(".")[0] in OURS:
+                self.records.add(kind)
+        if _is_ours(code.co_filename) and code.co_name not in _INLINE:
+            self.calls += 1
+            self.functions.add(code)
+
+    def take(self) -> tuple[int, int, int, int]:
+        """(calls, functions, files, records) since the last call."""
+        files = {code.co_filename for code in self.functions}
+        found = self.calls, len(self.functions), len(files), len(self.records)
+        self.calls, self.functions, self.records = 0, set(), set()
+        return found
+
+
+_KNOWN: dict[str, bool] = {}
+_INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Parts of the function that they stand in, as Python 3.12 has most of them."""
+
+
+def _is_ours(filename: str) -> bool:
+    known = _KNOWN.get(filename)
+    if known is None:
+        path = os.path.relpath(filename, os.getcwd())
+        known = _KNOWN[filename] = path.split(os.sep)[0] in OURS
+    return known
+
+
+def _told(name: str, walks: list[tuple[int, int, int, int]]) -> dict[str, int]:
+    """The figures of the median walk."""
+    median = sorted(walks)[len(walks) // 2]
+    return {
+        f"{name}: {what}": num
+        for what, num in zip(("calls", "functions", "files", "records"), median, strict=True)
+    }
+
+
+class NullRunner:
+    """Draws the id after each row's, and a random one at every other position. A step is told to
+    have taken so long that what the host does is nothing beside it."""
+
+    max_in_flight = 1  # which engines once asked for
+    step_s = 1000.0
+
+    def __init__(self, info: Any) -> None:
+        self.info = info
+
+    def launch(self, batch: Any) -> None:
+        """Note the step."""
+        self._batch = batch
+
+    def wait(self) -> Any:
+        """Its draws."""
+        import numpy as np
+
+        from server.engine.batch import Drawn, Likely
+
+        batch = self._batch
+        rows, at = batch.draw_rows, batch.draw_positions.astype(np.int64)
+        noise = (at * 2654435761) >> 7 & 0xFFFF
+        ids = np.where(noise % 2, batch.token_ids[rows] + 1, noise) % 11 + 3
+        num, none = ids.shape[0], np.zeros(0, np.int32)
+        likely = None
+        if batch.num_likely:
+            others = np.arange(batch.num_likely)
+            chances = np.repeat((0.5 ** (1 + others))[None], num, 0).astype(np.float32)
+            likely = Likely((ids[:, None] + others).astype(np.int32), chances)
+        return Drawn(
+            ids.astype(np.int32), np.full(num, np.nan, np.float32), np.zeros(num, np.int32),
+            [()] * num, none.astype(np.float32), none, [], self.step_s, 0.0, likely,
+        )  # fmt: skip
+
+    def move_slots(self, src: Any, dst: Any) -> None:
+        """There is no KV."""
+
+    def copy_blocks(self, src: Any, dst: Any) -> None:
+        """There is no KV."""
+
+    def close(self) -> None:
+        """There is no device."""
+
+
+def _info(**numbers: Any) -> Any:
+    from server.types import ModelInfo
+
+    fields = {
+        "name": "tiny", "vocab_size": 400, "max_model_len": 1024, "eos_token_ids": (0,),
+        "num_blocks": 1024, "block_size": 16, "device": "cpu", "dtype": "float32",
+        "fingerprint": "null", "max_num_seqs": 16, "max_num_batched_tokens": 512,
+    }  # fmt: skip
+    return ModelInfo(**{**fields, **numbers})
+
+
+def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
+    """Decode steps of so many requests, all of which draft in each or none in any."""
+    from drafters import make_drafter
+    from server.engine.budget import CostTable
+    from server.engine.engine import Engine
+    from server.engine.settings import EngineSettings
+    from server.types import Request, SamplingParams, SpeculationParams
+
+    made = {} if drafter == "off" else {drafter: make_drafter(drafter)}
+    settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512)
+    # Nodes cost nothing, so that all choices draft in every step, whatever the machine does.
+    engine = Engine(
+        NullRunner(_info()), made, settings, cost=CostTable([1, 512], [NullRunner.step_s] * 2)
+    )
+    for i in range(num_choices):
+        prompt = tuple((i + j) % 11 + 3 for j in range(40))
+        engine.submit(
+            Request(
+                f"r{i}", "task", "tiny", prompt,
+                SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True),
+                SpeculationParams(drafter, 0 if drafter == "off" else 8),
+            )
+        )  # fmt: skip
+    walk, found = Walk(), []
+    for _ in range(90):
+        sys.setprofile(walk)
+        deltas = engine.step()
+        sys.setprofile(None)
+        taken = walk.take()
+        if all(delta.counts.num_drafts == (drafter != "off") for delta in deltas):
+            found.append(taken)
+    assert len(found) > 50, "hardly any step drafted"
+    engine.close()
+    return found[20:]
+
+
+def _requests() -> dict[str, int]:
+    """Completions of eight tokens, through a real server on a socket and a real engine's loop."""
+    import httpx
+
+    from server.engine.engine import Engine
+    from server.engine.host import start_thread
+    from server.engine.settings import EngineSettings
+    from tests.api.live import LiveServer
+    from tests.api.real_engine import spec
+
+    api, engine = Walk(), Walk()
+    pause = threading.Event()
+
+    class Slow(NullRunner):
+        """Steps are so far apart that each one's tokens are read before the next come."""
+
+        def wait(self) -> Any:
+            pause.wait(0.02)
+            return super().wait()
+
+    def build() -> Any:
+        sys.setprofile(engine)
+        return Engine(Slow(_info(max_model_len=256)), {}, EngineSettings(max_num_seqs=16))
+
+    def start(factory: Any, *, name: str, device: str) -> Any:
+        threading.setprofile(None)  # the engine's own threads are not the API's
+        try:
+            return start_thread(build, name=name, device=device)
+        finally:
+            threading.setprofile(api)
+
+    class Counted(LiveServer):
+        """Its loop's thread is counted."""
+
+        def _run(self) -> None:
+            sys.setprofile(api)
+            threading.setprofile(api)
+            super()._run()
+
+    found = []
+    with Counted([spec(start)], drafters=("off",)) as server, httpx.Client() as client:
+        for _ in range(13):
+            pause.wait(0.05)
+            api.take(), engine.take()
+            body = {
+                "model": "tiny", "prompt": "the", "max_tokens": 8, "temperature": 0,
+                "ignore_eos": True, "speculation": {"drafter": "off"},
+            }  # fmt: skip
+            client.post(server.url + "/v1/completions", json=body).raise_for_status()
+            pause.wait(0.05)
+            found.append((api.take(), engine.take()))
+    threading.setprofile(None)
+    walks = found[4:]
+    return {
+        **_told("request, API", [pair[0] for pair in walks]),
+        **_told("request, engine", [pair[1] for pair in walks]),
+    }
+
+
+def walks() -> dict[str, int]:
+    """The figures of all walks, of the product in the current folder."""
+    return {
+        **_told("plain step, 1 choice", _steps(1, "off")),
+        **_told("plain step, 8 choices", _steps(8, "off")),
+        **_told("drafting step, 1 choice", _steps(1, "auto")),
+        **_told("drafting step, 8 choices", _steps(8, "auto")),
+        **_requests(),
+    }
+
+
+# -- both, of a commit ----------------------------------------------------------------------------
+
+
+def figures(root: Path) -> dict[str, int]:
+    """All figures of the tree at `root`. Raises CalledProcessError where its product fails."""
+    here = str(ROOT / "tests" / "walk_counts.py")
+    code = (
+        "import importlib.util, json, sys\n"
+        f"spec = importlib.util.spec_from_file_location('walk_counts', {here!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['walk_counts'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "print(json.dumps(module.walks()))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, stdout=subprocess.PIPE, check=True
+    )
+    return {**json.loads(done.stdout.splitlines()[-1]), **house(root)}
+
+
+def _of_commit(revision: str) -> dict[str, int]:
+    """The figures of a commit, in a worktree that is removed again."""
+    with tempfile.TemporaryDirectory(prefix="walk-counts-") as folder:
+        tree = Path(folder) / "tree"
+        git: Callable[..., Any] = lambda *words: subprocess.run(  # noqa: E731
+            ["git", "-C", str(ROOT), *words], check=True, stdout=subprocess.DEVNULL
+        )
+        git("worktree", "add", "--quiet", "--detach", str(tree), revision)
+        try:
+            return figures(tree)
+        finally:
+            git("worktree", "remove", "--force", str(tree))
+
+
+def _lines(names: list[str], columns: list[dict[str, int]]) -> Iterator[str]:
+    rows = list(dict.fromkeys(key for column in columns for key in column))
+    width = max(len(row) for row in rows)
+    yield " " * width + "".join(f"{name[:14]:>15}" for name in names)
+    for row in rows:
+        values = [column.get(row) for column in columns]
+        told = "".join(f"{'-' if value is None else value:>15}" for value in values)
+        first, last = values[0], values[-1]
+        if len(values) > 1 and first and last is not None:
+            told += f"{last / first:>8.2f}"
+        yield f"{row:<{width}}{told}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.walk_counts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("revisions", nargs="*", metavar="REV", help="at most two commits")
+    revisions = parser.parse_args(arguments).revisions
+    if len(revisions) > 2:
+        parser.error("at most two commits are compared")
+    try:
+        names, columns = list(revisions), [_of_commit(revision) for revision in revisions]
+        if len(revisions) < 2:
+            names.append("working tree")
+            columns.append(figures(ROOT))
+    except subprocess.CalledProcessError:
+        return 1  # git, or the product, has said why
+    for line in _lines(names, columns):
+        print(line)  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
