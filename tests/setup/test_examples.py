@@ -38,8 +38,6 @@ def server(real_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     running = Running(words, {"TAILOR_CACHE_DIR": cache})
     yield running
     assert running.stop(signal.SIGTERM) == 0
-    assert running.process.stdout is not None
-    running.process.stdout.close()
 
 
 def _block(page: str, holds: str) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -24,57 +21,6 @@ from tests.model.tiny_models import save_tiny, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TASKS = {"completion", "extraction", "rag-qa", "sql", "summarize", "tagging"}
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site-packages of an installed wheel; its dependencies are this interpreter's."""
-    pytest.importorskip("setuptools")
-    base = tmp_path_factory.mktemp("wheel")
-    source = base / "source"
-    names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout.split()  # fmt: skip
-    if not names:
-        pytest.skip("no git checkout to take the files from")
-    for name in names:
-        if name.startswith(("server/", "drafters/", "vocab_store/", "configs/tasks/")) or (
-            name in ("pyproject.toml", "README.md", "LICENSE")
-        ):
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).is_file():
-                target.write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    built = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(base), str(source)]
-    subprocess.run(built, check=True, capture_output=True)
-    (wheel,) = base.glob("*.whl")
-    placed = [*pip, "install", "--no-deps", "--ignore-installed", "--prefix", str(base / "prefix")]
-    subprocess.run([*placed, str(wheel)], check=True, capture_output=True)
-    (site,) = (base / "prefix").glob("lib/python*/site-packages")
-    return site
-
-
-def test_a_wheel_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "import server; from server.commands.serve import server_config, server_tasks, Place;"
-        "from server.commands.serve import EngineOptions, ModelChoice, tasks_folder;"
-        "from server.api.dashboard import PAGE_PATHS;"
-        "config = server_config(Place(), ModelChoice(), EngineOptions());"
-        "print(server.__file__); print(tasks_folder()); print(*server_tasks(config));"
-        "print(len(PAGE_PATHS))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(installed)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    module, folder, tasks, num_pages = done.stdout.splitlines()
-    assert module.startswith(str(installed))
-    assert Path(folder).is_dir() and not Path(folder).is_relative_to(ROOT)
-    assert set(tasks.split()) == TASKS and int(num_pages) >= 5
 
 
 def test_tasks_of_the_folder_go_before_those_that_are_brought(

@@ -87,13 +87,14 @@ class Running:
             return json.load(answer)
 
     def stop(self, number: int) -> int:
-        """Send a signal and return the exit status."""
+        """Send a signal, read what is still told and return the exit status."""
         self.process.send_signal(number)
         try:
             return self.process.wait(30)
         finally:
-            if self.process.stdout is not None:
-                self.lines += self.process.stdout.readlines()
+            assert self.process.stdout is not None
+            with self.process.stdout as told:
+                self.lines += told.readlines()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import site
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from drafters.target import chosen
 from server.machine_code import PACKAGES, jobs_of
 from tests.model.tiny_models import save_tiny
+from tests.setup.test_first_minutes import TASKS
 from tests.setup.test_serve import Running
 
 ROOT = Path(__file__).parents[2]
@@ -35,21 +37,43 @@ sys.meta_path.insert(0, Without())
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With code for this CPU alone; what `make wheel` makes has all others' too."""
+    """With code for this CPU alone, which the user's cache has; `make wheel` makes others', too.
+
+    Made by this environment's numba and setuptools: a build apart from it would fetch them first.
+    """
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    files = "LICENSE README.md pyproject.toml setup.py build_backend.py".split()
-    for name in files:
+    for name in "LICENSE README.md pyproject.toml setup.py build_backend.py".split():
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__", "_code", "*.egg-info")
     for name in ("server", "drafters", "vocab_store", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     made = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out), str(source)],
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)],
         env={**os.environ, "TAILOR_WHEEL_TARGETS": chosen().name}, capture_output=True, text=True,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr[-3000:]
     (found,) = out.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has the wheel, and no compiler."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    libraries = next((folder / "lib").glob("python*/site-packages"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    done = subprocess.run(
+        [*pip, "--python", str(python), "install", "--no-deps", str(wheel)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (libraries / "sitecustomize.py").write_text(_NO_COMPILER)
+    others = [p for p in sys.path if p.endswith("site-packages")] or site.getsitepackages()
+    (libraries / "z_others.pth").write_text("\n".join(others))
+    return python
 
 
 @pytest.mark.slow
@@ -65,27 +89,37 @@ def test_a_wheel_has_its_machine_code(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_serves_in_an_environment_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv" / "bin" / "python"
-    libraries = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    installed = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", str(wheel)],
-        capture_output=True, text=True,
+def test_it_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import server; from server.commands.serve import server_config, server_tasks, Place;"
+        "from server.commands.serve import EngineOptions, ModelChoice, tasks_folder;"
+        "from server.api.dashboard import PAGE_PATHS;"
+        "config = server_config(Place(), ModelChoice(), EngineOptions());"
+        "print(server.__file__); print(tasks_folder()); print(*server_tasks(config));"
+        "print(len(PAGE_PATHS))"
+    )
+    done = subprocess.run(
+        [str(installed), "-c", code], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
     )  # fmt: skip
-    assert installed.returncode == 0, installed.stderr
-    (libraries / "sitecustomize.py").write_text(_NO_COMPILER)
-    others = [p for p in sys.path if p.endswith("site-packages")] or site.getsitepackages()
-    (libraries / "z_others.pth").write_text("\n".join(others))
+    assert done.returncode == 0, done.stderr
+    module, folder, tasks, num_pages = done.stdout.splitlines()
+    assert module.startswith(str(installed.parents[1]))
+    assert Path(folder).is_dir() and not Path(folder).is_relative_to(ROOT)
+    assert set(tasks.split()) == TASKS and int(num_pages) >= 5
+
+
+@pytest.mark.slow
+def test_it_serves_in_an_environment_without_a_compiler(installed: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     model.mkdir()
     save_tiny(model, "llama")
     words = ["--model", str(model), "--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
     env = {
         "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "TAILOR_CODE_DIR": str(tmp_path / "code"),
-        "PATH": str(python.parent), "PYTHONPATH": "",
+        "PATH": str(installed.parent), "PYTHONPATH": "",
     }  # fmt: skip
-    tailor = [str(python), str(python.parent / "tailor")]
+    tailor = [str(installed), str(installed.parent / "tailor")]
     running = Running(words, env, tailor=tailor, cwd=tmp_path)
     try:
         asked = {"model": "tiny", "prompt": "the the", "max_tokens": 8, "temperature": 0}
@@ -93,10 +127,11 @@ def test_it_serves_in_an_environment_without_a_compiler(wheel: Path, tmp_path: P
         drafted = running.ask("/v1/completions", asked | {"speculation": {"drafter": "auto"}})
         assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]
     finally:
-        running.stop(15)
+        running.stop(signal.SIGTERM)
     assert not (tmp_path / "code").exists(), "nothing was compiled"
     told = subprocess.run(
-        [str(python), "-c", "import server.machine_code as m; print(m.__file__, m.is_ready())"],
+        [str(installed), "-c", "import server.machine_code as m; print(m.__file__, m.is_ready())"],
         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **env},
     )  # fmt: skip
-    assert told.stdout.strip() == f"{libraries}/server/machine_code.py True", told.stderr
+    place, ready = told.stdout.split()
+    assert place.startswith(str(installed.parents[1])) and ready == "True", told.stderr
