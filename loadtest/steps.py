@@ -41,9 +41,10 @@ from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.probe import make_prober
 from server.errors import ModelError
+from server.machine import cores
 from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
-from server.model.cpu.runner import CpuRunner, default_threads
+from server.model.cpu.runner import CpuRunner
 from server.model.gguf_folder import file_folder
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 
@@ -205,7 +206,7 @@ def steps(*, options: StepOptions = _STEPS, results: ResultOptions = _RESULTS) -
             for form in forms_of(options.forms)
         }
         largest = max(weight_bytes(runner) for runner in runners.values())
-        reader = MemoryReader(largest, options.threads or default_threads())
+        reader = MemoryReader(largest, options.threads or cores())
         stack.callback(reader.close)
         for num in rows:
             by_form = measure_forms(runners, num, options.keys, options.rounds, reader)

@@ -11,7 +11,6 @@ where it runs; this command needs them, and a C compiler to link with: the machi
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import queue
 import subprocess
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 from drafters import library
 from drafters.target import NATIVE, TARGETS, Target, chosen
+from server.machine import cores
 
 __all__ = ["PACKAGES", "Job", "is_ready", "make", "make_ready"]
 
@@ -125,7 +125,7 @@ def _compile(todo: Sequence[tuple[str, str]], tell: Callable[[str], None]) -> No
             if not modules.empty() and not failed:
                 failed.extend(_compile_some(target, modules, tell))
 
-    threads = [threading.Thread(target=work) for _ in range(min(_cores(), max(1, len(todo))))]
+    threads = [threading.Thread(target=work) for _ in range(min(cores(), max(1, len(todo))))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -158,10 +158,6 @@ def _compile_some(
     finally:
         process.stdin.close()
         process.wait()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _link(objects: Sequence[Path], out: Path, target: str) -> None:

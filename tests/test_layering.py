@@ -70,9 +70,11 @@ ALLOWED: dict[str, set[str] | None] = {
         "drafters",
         "vocab_store",
     },
-    "server.machine_code": {"drafters.library", "drafters.target"},
+    "server.machine": set(),
+    "server.machine_code": {"drafters.library", "drafters.target", "server.machine"},
     "server.model": {
         *EVERYONE,
+        "server.machine",
         "server.engine.ahead",
         "server.engine.batch",
         "server.engine.reference_sampler",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from server.machine import available_memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,7 +38,7 @@ def num_blocks_for(
     """How many blocks fit.
 
     num_bytes: memory given to the KV cache; when None, `fraction` of what is free on the device
-    now (the weights are loaded by then; on the CPU, physical memory that is available), less
+    now (the weights are loaded by then; on the CPU, memory that this process may still take), less
     `reserve` bytes, of which at most half of the free memory is kept. fraction: None is that of
     DEFAULT_FRACTIONS. free: bytes, where it is known. Raises ValueError when not even one block
     fits.
@@ -64,16 +66,4 @@ def _free_memory(device: torch.device | str) -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
-    return _available_memory()
-
-
-def _available_memory() -> int:
-    """MemAvailable of /proc/meminfo in bytes; 4 GiB where there is no such file."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30
+    return available_memory()

@@ -24,6 +24,7 @@ import numpy as np
 
 from drafters.json_text import parsed
 from server.errors import CacheFolderError
+from server.machine import cores
 from server.model.cache_folder import MARKER, cache_dir, check_kept, hashes_of, writing_to_cache
 from server.model.catalog import lock
 from server.model.cpu.integers import forms, kept, outliers, packed, spread, weights
@@ -155,7 +156,7 @@ def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Me
     """What inputs are spread with and which layers are in blocks, of a run with all in blocks."""
     from tokenizers import Tokenizer
 
-    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, default_threads
+    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
 
     tokenizer = Tokenizer.from_file(str(folder.tokenizer_file))
     ids = [i for i in tokenizer.encode(outliers.TEXT).ids if i < shape.vocab_size]
@@ -181,7 +182,7 @@ def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Me
     try:
         norms = np.asarray(blocks.layers.norms)
         return outliers.measured(
-            shape, folder.weights, norms, run, len(ids), threads=threads or default_threads(),
+            shape, folder.weights, norms, run, len(ids), threads=threads or cores(),
             progress=_telling("layers measured"),
         )  # fmt: skip
     finally:

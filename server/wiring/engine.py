@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from drafters import DRAFTER_NAMES
 from server.config import EngineConfig
 from server.errors import ModelError
+from server.machine import cores
 from server.types import adapter_of
 from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
@@ -334,7 +334,7 @@ def _cost_file(order: EngineOrder, info: ModelInfo) -> Path:
 
     from server.model.cache_folder import cache_dir
 
-    threads = order.engine.threads or len(os.sched_getaffinity(0))
+    threads = order.engine.threads or cores()
     device = f"{order.device}|{_device_name(order.device)}"
     key = f"{device}|{info.fingerprint}|{info.kv_dtype}|{threads}"
     return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

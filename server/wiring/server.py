@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from drafters import DRAFTER_NAMES
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
+from server.machine import cores
 from server.wiring.adapters import AdapterSet
 from server.wiring.engine import EngineOrder, build_engine
 from server.wiring.model import enrichment_of, served_model, table_file
@@ -126,11 +126,11 @@ def _check_adapters(
 
 
 def _shared_threads(config: ServerConfig) -> EngineConfig:
-    """The engines' settings; engines on the CPU share its cores unless num_threads is set."""
+    """The engines' settings; those on the CPU share its cores unless threads is set."""
     num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
     if config.engine.threads is not None or num_on_cpu < 2:
         return config.engine
-    threads = max(1, len(os.sched_getaffinity(0)) // num_on_cpu)
+    threads = max(1, cores() // num_on_cpu)
     return config.engine.model_copy(update={"threads": threads})
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-from server.api.middleware import OPEN_PATHS
 
+from server.api.gate import OPEN_PATHS
 from server.config import load_server_config
 from server.config.cluster import load_cluster_config
 from server.metrics.series import Metrics
@@ -145,6 +145,16 @@ def test_a_ray_service_deploys_the_fleet_of_its_cluster_yaml() -> None:
     replicas, ingress = cluster.replicas, cluster.ingress
     asked = replicas.most * replicas.num_cpus + ingress.replicas * ingress.num_cpus
     assert asked <= cores * group["minReplicas"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_container_has_limits_of_whole_cores_and_memory(kind: str) -> None:
+    """From them follow threads and KV cache (server/machine.py); without them, the whole node's."""
+    for resource in _resources(kind):
+        for pod in _pods(resource):
+            for container in pod["spec"]["containers"]:
+                limits = container["resources"]["limits"]
+                assert int(limits["cpu"]) >= 1 and limits["memory"].endswith("Gi")
 
 
 def test_no_image_comes_from_a_named_host() -> None:

@@ -11,7 +11,6 @@ the thread count.
 from __future__ import annotations
 
 import operator
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 
 from server.engine.ahead import resolve
 from server.engine.batch import Batch, DrawError, Drawn, Int32
+from server.machine import cores
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
 from server.model.cpu.draws import Answers, Draws, full_rows, takes_argmax
@@ -60,11 +60,6 @@ _EVERY_ROW = Ends(False, np.zeros((0, 0), np.int32))
 
 VERIFY_ROWS = 48
 """Rows of one product of `verify`: bounds the memory of its logits (1 MB a row at 262,144 ids)."""
-
-
-def default_threads() -> int:
-    """Threads for the products: the cores this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def _value_width(shape: ModelShape) -> int:
@@ -208,7 +203,7 @@ class CpuRunner:
         self.info = info
         self._shape = shape
         self._weights = weights
-        self._threads = num_threads or default_threads()
+        self._threads = num_threads or cores()
         rope_ids = np.asarray(shape.rope_ids, np.int64)
         windows = np.asarray(shape.windows, np.int64)
         scales = query_scales(shape, max_model_len)

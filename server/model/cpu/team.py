@@ -7,12 +7,12 @@ threads share is one int64 array, `sync`; they end when nothing refers to it any
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
 import numpy as np
 
+from server.machine import cores
 from server.model.cpu.kernels import serve, stop
 from server.model.cpu.records import Int64
 
@@ -38,7 +38,7 @@ class Team:
         memory = np.zeros(num_words + 16, np.int64)
         skip = -memory.ctypes.data % 128 // 8
         words = memory[skip : skip + num_words]
-        words[SPINS // 8] = _BARRIER_SPINS if threads <= len(os.sched_getaffinity(0)) else 0
+        words[SPINS // 8] = _BARRIER_SPINS if threads <= cores() else 0
         self.sync: Int64 = words.view()
         members = [
             threading.Thread(

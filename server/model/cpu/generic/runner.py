@@ -19,6 +19,7 @@ from torch import nn
 
 from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
+from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
 from server.model.cpu.generic.attention import DeltaSizes, Memory, PagedStep, StepHolder
 from server.model.cpu.generic.modules import HeldDeltaNet, RowLinear, packed, replace_modules
@@ -26,7 +27,7 @@ from server.model.cpu.generic.soundness import called, check_rows, forward
 from server.model.cpu.generic.states import StateStore
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import NO_TABLE, Float32, Int64, Layers, Rows, Wanted
-from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows, default_threads
+from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows
 from server.model.cpu.slices import FloatHead
 from server.model.delta_net import replace_delta_nets
 from server.model.inspection import (
@@ -102,7 +103,7 @@ def generic_model(
         _round_matrices(module)
     ids = probe_ids(num_token_ids)
     found = inspected(module, ids)
-    work = new_work(threads or default_threads())
+    work = new_work(threads or cores())
     holder = StepHolder()
     with failing_as_refusal(module):
         held = replace_delta_nets(

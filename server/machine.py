@@ -1,0 +1,145 @@
+"""The cores and the memory that this process may use: its mask, its cgroups, the machine.
+
+In a container the machine's own figures are wrong: a pod of 2 cores and 4 GiB sees all 64 cores and
+256 GiB of its machine in /proc. Read from the files of cgroup v2 (cpu.max, memory.max, memory.high)
+and v1 (cpu.cfs_quota_us, memory.limit_in_bytes) each time: an orchestrator may change them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNKNOWN_MEMORY = 4 << 30
+_UNLIMITED = 1 << 60
+"""Bytes; v1 writes a number near 2^63 for no limit."""
+
+
+def cores() -> int:
+    """Threads that may spin at once; see Machine."""
+    return Machine().cores
+
+
+def available_memory() -> int:
+    """Bytes that may still be taken; see Machine."""
+    return Machine().available_memory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Of one cgroup, in bytes. free: what is left of it, pages of files that can be dropped
+    included."""
+
+    limit: int
+    free: int
+
+
+class Machine:
+    """root: where /proc and /sys lie; a test has files of its own."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    @property
+    def cores(self) -> int:
+        """Cores of the process's mask, and no more than whole ones of its quota; 1 at least.
+
+        A quota is rounded down: a team of threads waits for its slowest, which the kernel would
+        stop each period.
+        """
+        quota = self.quota
+        allowed = self.mask
+        return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+    @property
+    def mask(self) -> int:
+        """Cores of the process's affinity mask."""
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    @property
+    def quota(self) -> float | None:
+        """Cores' worth of time that its cgroups allow; None without a limit."""
+        return min(self._quotas(), default=None)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that its cgroups allow in all; None without a limit."""
+        return min((found.limit for found in self._memory_limits()), default=None)
+
+    @property
+    def available_memory(self) -> int:
+        """Bytes: MemAvailable of /proc/meminfo (4 GiB where there is none), and no more than its
+        cgroups have left."""
+        free = min((found.free for found in self._memory_limits()), default=_UNLIMITED)
+        return min(self._available(), free)
+
+    def _available(self) -> int:
+        for line in self._text(self._root / "proc/meminfo").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return _UNKNOWN_MEMORY
+
+    def _quotas(self) -> Iterator[float]:
+        for folder in self._folders(""):
+            match self._text(folder / "cpu.max").split():
+                case [quota, period] if quota != "max":
+                    yield int(quota) / int(period)
+        for folder in self._folders("cpu"):
+            time_us = self._number(folder / "cpu.cfs_quota_us")
+            period_us = self._number(folder / "cpu.cfs_period_us")
+            if time_us is not None and time_us > 0 and period_us:
+                yield time_us / period_us
+
+    def _memory_limits(self) -> Iterator[MemoryLimit]:
+        names = {
+            "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+            "memory": (
+                ("memory.limit_in_bytes",),
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
+        }
+        for controller, (limits, usage, droppable) in names.items():
+            for folder in self._folders(controller):
+                found = [self._number(folder / name) for name in limits]
+                limit = min((value for value in found if value is not None), default=_UNLIMITED)
+                if limit >= _UNLIMITED:
+                    continue
+                used = self._number(folder / usage) or 0
+                for line in self._text(folder / "memory.stat").splitlines():
+                    if line.startswith(f"{droppable} "):
+                        used -= int(line.split()[1])
+                yield MemoryLimit(limit, max(0, limit - max(0, used)))
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        """The process's cgroup of a controller of v1, or of v2 (""), and all above it.
+
+        A container that has no cgroup namespace is told the host's path, of which only the end is
+        there, as the mounted folder itself: what does not exist is passed over.
+        """
+        mounts = self._root / "sys/fs/cgroup"
+        if controller:
+            mount = mounts / controller
+        else:
+            mount = mounts / "unified" if (mounts / "unified").is_dir() else mounts
+        for line in self._text(self._root / "proc/self/cgroup").splitlines():
+            number, controllers, path = (*line.split(":", 2), "", "")[:3]
+            mine = number == "0" if not controller else controller in controllers.split(",")
+            if mine:
+                place = Path(path.lstrip("/"))
+                for part in (place, *place.parents):
+                    yield mount / part
+
+    def _number(self, file: Path) -> int | None:
+        text = self._text(file).strip()
+        return int(text) if text.lstrip("-").isdigit() else None
+
+    def _text(self, file: Path) -> str:
+        try:
+            return file.read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return ""

@@ -1,0 +1,164 @@
+"""Cores and memory are those of the process's cgroups, from their files, and in a real cgroup."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.machine import Machine
+from server.model.kv_memory import num_blocks_for
+
+GIB = 1 << 30
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {8 * GIB // 1024} kB\n"})
+    return tmp_path
+
+
+def write(root: Path, files: dict[str, object]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n", encoding="ascii")
+
+
+def test_without_a_cgroup_it_is_the_mask_and_the_machine(root: Path) -> None:
+    machine = Machine(root)
+    assert (machine.cores, machine.quota, machine.memory_limit) == (CORES, None, None)
+    assert machine.available_memory == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("150000 100000", 1), ("50000 100000", 1), ("200000 100000", 2), ("max 100000", 64)],
+)
+def test_version_2_a_quota_binds_whole_cores(
+    root: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    write(root, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": quota})
+    assert Machine(root).cores == cores
+
+
+def test_the_mask_binds_where_it_is_smaller_than_the_quota(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "6400000 100000"})
+    assert Machine(root).cores == CORES
+
+
+def test_version_2_the_tightest_group_above_binds(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod7/box",
+            "sys/fs/cgroup/kubepods/memory.max": 6 * GIB,
+            "sys/fs/cgroup/kubepods/memory.current": 5 * GIB,
+            "sys/fs/cgroup/kubepods/memory.stat": f"anon 1\ninactive_file {GIB}\nfile 7",
+            "sys/fs/cgroup/kubepods/pod7/cpu.max": "100000 100000",
+            "sys/fs/cgroup/kubepods/pod7/memory.max": 4 * GIB,
+            "sys/fs/cgroup/kubepods/pod7/memory.high": "max",
+            "sys/fs/cgroup/kubepods/pod7/memory.current": GIB,
+            "sys/fs/cgroup/kubepods/pod7/box/memory.max": "max",
+        },
+    )
+    machine = Machine(root)
+    assert (machine.cores, machine.memory_limit) == (1, 4 * GIB)
+    # The group above has less left than the pod: 6 - (5 - 1) GiB, beside 4 - 1.
+    assert machine.available_memory == 2 * GIB
+
+
+def test_version_1_of_a_container_without_a_namespace(root: Path) -> None:
+    """Its files are the mounted folder; the path that it is told is the host's."""
+    cgroup = "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/"
+    write(
+        root,
+        {
+            "proc/self/cgroup": cgroup,
+            "sys/fs/cgroup/unified/cgroup.procs": "",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 100000,
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": 50000,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": GIB // 2,
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB // 4}",
+        },
+    )
+    machine = Machine(root)
+    assert (machine.quota, machine.memory_limit) == (2.0, GIB)
+    assert machine.available_memory == 3 * GIB // 4
+
+
+def test_version_1_without_limits(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu:/",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+        },
+    )
+    machine = Machine(root)
+    assert (machine.quota, machine.memory_limit, machine.available_memory) == (None, None, 8 * GIB)
+
+
+def test_a_kv_cache_takes_its_share_of_what_the_cgroup_has_left(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": GIB,
+            "sys/fs/cgroup/memory.current": 0,
+        },
+    )
+    monkeypatch.setattr(
+        "server.model.kv_memory.available_memory", lambda: Machine(root).available_memory
+    )
+    assert num_blocks_for(1 << 20, "cpu", fraction=0.25) == 255
+
+
+@contextlib.contextmanager
+def real_cgroup(controller: str, limits: dict[str, int]) -> Iterator[Path]:
+    """A cgroup of version 1 with limits; skips where the machine does not let one be made."""
+    folder = Path("/sys/fs/cgroup", controller, f"tailor-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        for name, value in limits.items():
+            (folder / name).write_text(str(value), encoding="ascii")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("controller", "limits", "expression", "told"),
+    [
+        ("cpu", {"cpu.cfs_period_us": 100000, "cpu.cfs_quota_us": 150000}, "cores", "1"),
+        ("memory", {"memory.limit_in_bytes": GIB}, "memory_limit", str(GIB)),
+    ],
+)
+def test_a_process_in_a_real_cgroup_sees_its_limit(
+    controller: str, limits: dict[str, int], expression: str, told: str
+) -> None:
+    code = (
+        "import os, sys, pathlib; pathlib.Path(sys.argv[1], 'cgroup.procs').write_text('0');"
+        f"from server.machine import Machine; print(Machine().{expression})"
+    )
+    with real_cgroup(controller, limits) as folder:
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
+        )
+        assert run.stdout.strip() == told, run.stderr
