@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BYTE_IDS = {TABLE.bytes_of(i): i for i in range(TABLE.vocab_size) if len(TABLE.bytes_of(i)) == 1}
 DRAFTERS = ("off", "suffix")
 Specs = Sequence[EngineSpec]
-between: Callable[[Specs, Callable[[], asyncio.AbstractEventLoop]], Specs] | None = None
+between: Callable[[Specs, Callable[[], asyncio.AbstractEventLoop], Metrics], Specs] | None = None
 """Tests of fleets put something between a server and its engines (tests/fleet/api)."""
 PLAIN_TASK = TaskConfig(name=DEFAULT_TASK, speculation=SpeculationConfig(drafter="suffix"))
 
@@ -87,8 +87,6 @@ class LiveServer:
             e if isinstance(e, EngineSpec) else EngineSpec(e.name, e.info.name, "cpu", e.factory)
             for e in engines
         ]
-        if between is not None:
-            self.specs = list(between(self.specs, lambda: self._loop))
         # The default task drafts with what the tests' engines have.
         self.tasks = {**(tasks or {})}
         self.tasks.setdefault(DEFAULT_TASK, PLAIN_TASK)
@@ -99,6 +97,8 @@ class LiveServer:
         self.task_admin = task_admin
         self.traces = traces
         self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
+        if between is not None:
+            self.specs = list(between(self.specs, lambda: self._loop, self.metrics))
         self.status: int | None = None
         self.error: BaseException | None = None
         self._wait_ready = wait_ready

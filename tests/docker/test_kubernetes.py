@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from jsonschema import Draft202012Validator
 from server.api.gate import OPEN_PATHS
 from server.config import load_server_config
 from server.config.cluster import load_cluster_config
+from server.engine.figures import declared
 from server.metrics.series import Metrics
+from tests.fakes.fake_runner import fake_info
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "kubernetes"
 CUSTOM: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -118,7 +121,10 @@ def test_a_server_s_probes_figures_and_times_are_those_of_the_server() -> None:
     assert pool_port["number"] == config.listen.port
     before_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["spec"]["terminationGracePeriodSeconds"] > config.limits.drain_s + before_s
-    told = Metrics(vllm_aliases=True).exposition().decode()
+    metrics = Metrics(vllm_aliases=True)
+    metrics.engine_ready("m/0", "m", replace(fake_info(), figures=declared()))
+    metrics.engine_told("m/0", [0.0 if figure.kind == "gauge" else None for figure in declared()])
+    told = metrics.exposition().decode()
     [metric] = _one("plain", "HorizontalPodAutoscaler")["spec"]["metrics"]
     assert f"# TYPE {metric['pods']['metric']['name']} gauge" in told
     comment = (FOLDER / "plain" / "inference-pool.yaml").read_text()

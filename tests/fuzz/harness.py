@@ -87,7 +87,7 @@ def case(reader: Reader, seed: int, i: int) -> bytes:
 
 
 def run(reader: Reader, *, num: int, seed: int, folder: Path) -> Tally:
-    """Read `num` cases in forks of this process, which has to have no threads that hold locks."""
+    """Read `num` cases in forks of this process, whose threads must hold no locks."""
     tally = Tally(reader.name, num, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries that write files
@@ -141,6 +141,8 @@ def _work(
     status = 1
     warnings.simplefilter("ignore")
     faulthandler.disable()  # an input that ends the process is counted, not told
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # those that an earlier test started are not in this fork
     try:
         with log.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as out:
             os.dup2(os.open(folder / "printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)

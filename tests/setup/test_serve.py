@@ -301,9 +301,15 @@ def test_options_reach_their_drafter_only() -> None:
     make_task_drafter("suffix", "f", (2,), "t", speculation)
 
 
-def test_missing_corpus_is_a_clear_error() -> None:
-    with pytest.raises(ValueError, match="corpus of task t: No such file"):
-        make_task_drafter("mix", "f", (2,), "t", SpeculationParams("mix", 8, (), "none.bin"))
+def test_a_task_drafts_without_a_corpus_that_is_missing_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    speculation = SpeculationParams("mix", 8, (), "none.bin")
+    session = make_task_drafter("mix", "f", (2,), "t", speculation).open((1, 2, 3, 1, 2))
+    session.settle()
+    assert session.propose(8, 4).token_ids[0] == 3, "from the prompt alone"
+    session.close()
+    assert "task t drafts without its corpus: " in caplog.text and "none.bin" in caplog.text
 
 
 def test_bigrams_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from functools import partial
 import pytest
 
 from server.api.engines.slot import EngineSpec
-from server.fleet.far_engine import FleetHandle, RetryPolicy
+from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
+from server.metrics.series import Metrics
 from tests.api import live
 from tests.fleet.local_replicas import LocalReplicas
 
@@ -21,8 +22,15 @@ from tests.fleet.local_replicas import LocalReplicas
 class _Fleet(FleetHandle):
     """It ends its replicas when it ends, as an engine's handle does."""
 
-    def __init__(self, replicas: LocalReplicas, loop: asyncio.AbstractEventLoop, name: str) -> None:
-        super().__init__(replicas, name=name, loop=loop, retry=RetryPolicy(first_pause_s=0.01))
+    def __init__(
+        self, replicas: LocalReplicas, loop: asyncio.AbstractEventLoop, name: str, metrics: Metrics
+    ) -> None:
+        def tell(state: FleetState) -> None:
+            for values in state.figures.values():  # of the only replica
+                metrics.engine_told(name, values)
+
+        retry = RetryPolicy(first_pause_s=0.01)
+        super().__init__(replicas, name=name, loop=loop, retry=retry, on_state=tell)
         self._own = replicas
 
     def stop(self, timeout_s: float) -> None:
@@ -31,12 +39,15 @@ class _Fleet(FleetHandle):
 
 
 def _as_fleets(
-    specs: Sequence[EngineSpec], loop: Callable[[], asyncio.AbstractEventLoop]
+    specs: Sequence[EngineSpec],
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    metrics: Metrics,
 ) -> list[EngineSpec]:
     """Each engine as the only replica of a fleet with its name."""
 
     def start(spec: EngineSpec) -> FleetHandle:
-        return _Fleet(LocalReplicas([spec], max_messages_per_s=2000.0), loop(), spec.name)
+        replicas = LocalReplicas([spec], max_messages_per_s=2000.0)
+        return _Fleet(replicas, loop(), spec.name, metrics)
 
     return [EngineSpec(s.name, s.model, s.device, partial(start, s)) for s in specs]
 
