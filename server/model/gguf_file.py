@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.integers.forms import BY_NAME
+from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, PERMUTED
 from server.model.gguf_delta_net import restored, stem_of
 from server.model.gguf_index import GgufIndex, GgufTensor
@@ -129,11 +130,13 @@ class GgufWeights:
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
         """Any tensor as float32 of its shape, dequantised. Raises KeyError."""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         tensor = self._tensors[name]
-        if tensor.data.dtype == np.uint8:
+        if tensor.form in BY_NAME:
+            values = dequantised(from_ggml(tensor.form, tensor.data))
+        elif tensor.data.dtype == np.uint8:  # a form that no kernel reads: for floats alone
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+
             values = dequantize(tensor.data, GGMLQuantizationType[tensor.form.upper()])
         else:
             values = np.array(tensor.data, np.float32)

@@ -32,6 +32,7 @@ Int64x3 = Annotated[Int64, 3]
 Int64x4 = Annotated[Int64, 4]
 Int64x5 = Annotated[Int64, 5]
 UInt8x2 = Annotated[UInt8, 2]
+UInt32x2 = Annotated[UInt32, 2]
 UInt8x4 = Annotated[UInt8, 4]
 UInt8x5 = Annotated[UInt8, 5]
 
@@ -370,14 +371,14 @@ class StepAdapters(NamedTuple):
 
 READY, FLOATS, BFLOATS, HALVES, BLOCKS = -1, 0, 1, 2, 3
 """Where embeddings come from: they are in Scratch.x, or a table of such numbers; BLOCKS: of a
-GGUF's blocks of 32."""
+GGUF's blocks."""
 
 
 class Table(NamedTuple):
     """An embedding table in memory that the caller keeps alive.
 
     address: of its first row. row_bytes: from row to row. num_rows: an id past them has row 0.
-    kind: one of the above. scale: factor on the embeddings. bits, has_minima: of BLOCKS.
+    kind: one of the above. scale: factor on the embeddings. form: of BLOCKS (integers/forms.py).
     """
 
     address: int
@@ -385,8 +386,7 @@ class Table(NamedTuple):
     num_rows: int
     kind: int
     scale: np.float32
-    bits: int = 0
-    has_minima: bool = False
+    form: int = 0
 
 
 NO_TABLE = Table(0, 0, 0, READY, np.float32(1.0))

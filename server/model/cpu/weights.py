@@ -91,12 +91,9 @@ def float_table(tensor: Any) -> Table:
 
 
 def block_table(form: Form, rows: UInt8) -> Table:
-    """The table that rows of a GGUF are, uint8 [num_rows, bytes of a row]; NO_TABLE for a form that
-    no kernel reads."""
-    if form.two_level or form.per_output or rows.strides[1] != 1:
-        return NO_TABLE
+    """The table that rows of a GGUF are, uint8 [num_rows, bytes of a row, side by side]."""
     address, scale = rows.ctypes.data, np.float32(1.0)
-    return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.bits, form.has_min)
+    return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.number)
 
 
 def embedded(table: Table, token_ids: Int64, width: int) -> Float32:

@@ -18,6 +18,7 @@ from server.model.cpu.weights import block_table, float_table
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.cpu.integers.cases import GGML, ggml_rows
 from tests.model.cpu_models import cpu_runner
 
 
@@ -37,25 +38,19 @@ def test_rows_are_those_of_the_table(dtype: torch.dtype, scale: float) -> None:
     assert np.isnan(x[7]).all()
 
 
-@pytest.mark.parametrize("form", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+@pytest.mark.parametrize("form", GGML)
 @pytest.mark.parametrize("scale", [1.0, 25.25])
 def test_rows_of_a_gguf_are_the_numbers_that_its_blocks_stand_for(form: str, scale: float) -> None:
-    rng = np.random.default_rng(7)
-    num_halves = 2 if form.endswith("1") else 1
-    halves = (rng.normal(size=(40, 3, num_halves)) * 0.1).astype(np.float16)
-    size = {"q8_0": 32, "q4_0": 16, "q4_1": 16, "q5_0": 20, "q5_1": 20}[form]
-    numbers = rng.integers(0, 256, (40, 3, size), np.uint8)
-    raw = np.concatenate((halves.view(np.uint8), numbers), axis=2).reshape(40, -1)
+    raw = ggml_rows(form, 40, 512, seed=7)
     ids = np.array([7, 39, 0, 7], np.int32)
     minus = np.full(4, -1, np.int32)
-    x = np.full((4, 96), np.nan, np.float32)
+    x = np.full((4, 512), np.nan, np.float32)
     record = block_table(BY_NAME[form], raw)._replace(scale=np.float32(scale))
     embed_rows(0, 4, Tokens(ids, minus, minus[:0]), record, x, 1)
     assert x.tobytes() == (dequantised(from_ggml(form, raw[ids])) * np.float32(scale)).tobytes()
 
 
 def test_other_tables_are_read_elsewhere() -> None:
-    assert block_table(BY_NAME["q6_k"], np.zeros((4, 210), np.uint8)) == NO_TABLE
     assert float_table(torch.zeros(4, 8, dtype=torch.float64)) == NO_TABLE
     assert float_table(torch.zeros(8, 4).T) == NO_TABLE
 

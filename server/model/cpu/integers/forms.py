@@ -90,6 +90,13 @@ class Form:
             return 4 * PANEL
         return 2 * PANEL * (1 + self.has_min) if self.two_level else 0
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in a GGUF, of 32 inputs, or of a super-block of 256."""
+        small = (12 if self.has_min else 16) if self.two_level else 0
+        numbers = BLOCK * self.blocks_per_super * self.bits // 8
+        return numbers + small + 2 * (1 + self.has_min)
+
     def panel_bytes(self, num_inputs: int) -> int:
         """Bytes of a panel with that many inputs, a multiple of what padded_inputs rounds to."""
         blocks = num_inputs // BLOCK

@@ -31,7 +31,6 @@ from server.model.cpu.integers.spread import spread_weights
 from server.model.cpu.integers.weights import (
     Part,
     Stored,
-    dequantised,
     from_ggml,
     pack,
     pack_rows,
@@ -204,11 +203,7 @@ class IntegerWeights:
         """
         if self.table.kind != READY:
             return embedded(self.table, token_ids, self._hidden_size)
-        rows = self._table[token_ids]
-        if self._form is None:
-            source: Any = self._source
-            return dequantised(from_ggml(source.form(self._embedding.name), rows))
-        return widened(rows)
+        return widened(self._table[token_ids])
 
     def _factors(self, name: str, num_inputs: int) -> Float32:
         """float32 [num_inputs]: what the inputs of a matrix are spread with."""

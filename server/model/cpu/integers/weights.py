@@ -1,8 +1,8 @@
 """Weights in the integer forms: from ggml's rows, or quantised from floats, into panels.
 
-What: blocks of a GGUF's types taken apart (the numbers stay what they are), round-to-nearest
-quantisation of float rows, and `pack_rows`, which lays either out as forms.py says. What not:
-reading files (loader, gguf_file) and multiplying (kernels/integers).
+What: blocks of a GGUF's types taken apart (kernels/blocks.py; the numbers stay what they are),
+round-to-nearest quantisation of float rows, and `pack_rows`, which lays either out as forms.py
+says. What not: reading files (loader, gguf_file) and multiplying (kernels/integers).
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ import numpy.typing as npt
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs, panels_of
+from server.model.cpu.kernels import lay_out, take_apart
 
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
-
-# Bytes of a block (a super-block of the K forms) in a GGUF, and the inputs in it.
-_GGML_BLOCK: dict[str, tuple[int, int]] = {
-    "q8_0": (34, 32), "q4_0": (18, 32), "q4_1": (20, 32), "q5_0": (22, 32), "q5_1": (24, 32),
-    "q4_k": (144, 256), "q5_k": (176, 256), "q6_k": (210, 256),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,83 +39,29 @@ class Stored:
     low_tops: npt.NDArray[np.float16] | None = None
 
 
-def _half(raw: UInt8) -> npt.NDArray[np.float16]:
-    """The float16 in the first two bytes of the last axis."""
-    return np.ascontiguousarray(raw[..., :2]).view("<f2")[..., 0]
-
-
-def _nibbles(raw: UInt8) -> UInt8:
-    """[..., 16] bytes -> [..., 32] numbers: the low halves first."""
-    return np.concatenate((raw & 0x0F, raw >> 4), axis=-1)
-
-
-def _fifth_bits(raw: UInt8) -> UInt8:
-    """[..., 4] bytes, one bit a number -> [..., 32] of 0 or 16."""
-    bits: UInt8 = np.unpackbits(raw, axis=-1, bitorder="little") * np.uint8(16)
-    return bits
-
-
-def _six_bit_pairs(raw: UInt8) -> tuple[UInt8, UInt8]:
-    """12 bytes of a K form -> (8 scales, 8 minima), 6 bits each."""
-    d, m, md = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
-    scales = np.concatenate((d & 0x3F, (md & 0x0F) | ((d >> 2) & 0x30)), axis=-1)
-    minima = np.concatenate((m & 0x3F, (md >> 4) | ((m >> 2) & 0x30)), axis=-1)
-    return scales, minima
-
-
-def _six_bits(raw: UInt8) -> UInt8:
-    """[N, blocks, 210] bytes of q6_k -> [N, blocks, 8, 32] numbers."""
-    num, blocks = raw.shape[:2]
-    low = np.right_shift(
-        raw[..., :128].reshape(num, blocks, 2, 1, 64), np.array([0, 4], np.uint8)[:, None]
-    ) & np.uint8(0x0F)
-    high = np.right_shift(
-        raw[..., 128:192].reshape(num, blocks, 2, 1, 32), np.array([0, 2, 4, 6], np.uint8)[:, None]
-    ) & np.uint8(0x03)
-    numbers: UInt8 = low.reshape(num, blocks, 8, 32)
-    return numbers | (high.reshape(num, blocks, 8, 32) * np.uint8(16))
-
-
 def from_ggml(name: str, raw: UInt8) -> Stored:
     """Rows as a GGUF holds them. name: a form's; raw: uint8 [N, bytes of a row].
 
     Raises ValueError for rows that are no whole number of blocks.
     """
     form = BY_NAME[name]
-    size, _ = _GGML_BLOCK[name]
-    if raw.ndim != 2 or raw.shape[1] % size:
-        raise ValueError(f"{name} rows have a multiple of {size} bytes, not {raw.shape}")
-    num, blocks = raw.shape[0], raw.shape[1] // size
-    raw = np.ascontiguousarray(raw).reshape(num, blocks, size)
-    if name == "q8_0":
-        return Stored(form, _flat(raw[..., 2:] ^ 0x80), _half(raw))
-    if name == "q4_0":
-        return Stored(form, _flat(_nibbles(raw[..., 2:])), _half(raw))
-    if name == "q4_1":
-        return Stored(form, _flat(_nibbles(raw[..., 4:])), _half(raw), _half(raw[..., 2:]))
-    if name == "q5_0":
-        numbers = _nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])
-        return Stored(form, _flat(numbers), _half(raw))
-    if name == "q5_1":
-        numbers = _nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8])
-        return Stored(form, _flat(numbers), _half(raw), _half(raw[..., 2:]))
-    if name == "q6_k":
-        scales = np.ascontiguousarray(raw[..., 192:208]).view(np.int8)
-        return Stored(form, _flat(_six_bits(raw)), _flat(scales), tops=_half(raw[..., 208:]))
-    factors, minima = _six_bit_pairs(raw[..., 4:16])
-    packed = raw[..., 16:] if name == "q4_k" else raw[..., 48:]
-    numbers = _nibbles(packed.reshape(num, blocks, 4, 32)).reshape(num, blocks, 8, 32)
-    if name == "q5_k":
-        high: UInt8 = raw[..., 16:48].reshape(num, blocks, 1, 32)
-        fifth = np.right_shift(high, np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
-        numbers = numbers | (fifth * np.uint8(16))
-    return Stored(
-        form, _flat(numbers), _flat(factors), _flat(minima), _half(raw), _half(raw[..., 2:])
-    )
-
-
-def _flat(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(array.reshape(array.shape[0], -1))
+    if raw.ndim != 2 or raw.shape[1] % form.block_bytes:
+        told = f"{name} rows have a multiple of {form.block_bytes} bytes, not {raw.shape}"
+        raise ValueError(told)
+    num, supers = raw.shape[0], raw.shape[1] // form.block_bytes
+    blocks, halves = supers * form.blocks_per_super, 1 + form.has_min
+    numbers = np.empty((num, blocks * BLOCK), np.uint8)
+    size = blocks * form.scale_bytes // PANEL
+    scales = np.empty((num, size), np.uint8)
+    minima = np.empty((num, size if form.has_min else 0), np.uint8)
+    tops = np.empty((num, supers * halves * 2 if form.two_level else 0), np.uint8)
+    take_apart(form.number, np.ascontiguousarray(raw), numbers, scales, minima, tops)
+    if form.two_level:
+        own = tops.view("<f2").reshape(num, supers, halves)
+        if form.has_min:
+            return Stored(form, numbers, scales, minima, own[..., 0], own[..., 1])
+        return Stored(form, numbers, scales.view(np.int8), tops=own[..., 0])
+    return Stored(form, numbers, scales.view("<f2"), minima.view("<f2") if form.has_min else None)
 
 
 def quantised(form: Form, weight: Float32) -> Stored:
@@ -194,75 +135,24 @@ def dequantised(stored: Stored) -> Float32:
 
 def pack_rows(stored: Stored, out: UInt8) -> None:
     """Lay rows out in panels: out uint8 [panels, form.panel_bytes(K)]. Outputs past N are zero."""
-    form = stored.form
-    num, inputs = stored.numbers.shape
-    panels, blocks = out.shape[0], inputs // BLOCK
-    whole = panels * PANEL
-
-    def lanes(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """[N, ...] -> [panels, PANEL, ...], zero past N."""
-        if array.shape[0] != whole:
-            rest = np.zeros((whole - num, *array.shape[1:]), array.dtype)
-            array = np.concatenate((array, rest))
-        return array.reshape(panels, PANEL, *array.shape[1:])
-
-    # Groups of four inputs are moved as one: [panels, lanes, blocks, groups] of uint32.
-    words = lanes(stored.numbers).view("<u4").reshape(panels, PANEL, blocks, 8)
-    words = words.transpose(0, 2, 3, 1)  # [panels, blocks, groups, lanes]
-    if form.per_output:
-        scales = lanes(stored.scales.astype("<f4"))[..., 0]
-        out[:, : form.header_bytes] = np.ascontiguousarray(scales).view(np.uint8)
-        out[:, form.header_bytes :] = np.ascontiguousarray(words).view(np.uint8).reshape(panels, -1)
-        return
-    supers = blocks // form.blocks_per_super
-    body = out.reshape(panels, supers, -1)
-    records = body[..., form.header_bytes :].reshape(
-        panels, supers, form.blocks_per_super, form.record_bytes
+    tops = [half for half in (stored.tops, stored.low_tops) if half is not None]
+    lay_out(
+        stored.form.number,
+        stored.numbers.view("<u4"),
+        _bytes(stored.scales, stored),
+        _bytes(stored.minima, stored),
+        _bytes(np.stack(tops, axis=2) if tops else None, stored),
+        out,
+        out.view("<u4"),
     )
 
-    def columns(array: npt.NDArray[Any], width: int) -> UInt8:
-        """[N, blocks * k] -> [panels, supers, blocks per super, k * PANEL numbers] as bytes."""
-        k = array.shape[1] // blocks
-        own = lanes(array).reshape(panels, PANEL, blocks, k).transpose(0, 2, 3, 1)
-        as_bytes = np.ascontiguousarray(own).view(np.uint8)
-        return as_bytes.reshape(panels, supers, form.blocks_per_super, width)
 
-    at = form.low_bytes
-    if form.bits == 8:
-        low: npt.NDArray[Any] = words
-    else:
-        nibbles = words & np.uint32(0x0F0F0F0F)
-        low = nibbles[:, :, :4] | (nibbles[:, :, 4:] << np.uint32(4))
-    records[..., :at] = np.ascontiguousarray(low).view(np.uint8).reshape(*records.shape[:3], at)
-    if form.high_bytes:
-        high = _high_words(form, words)
-        records[..., at : at + form.high_bytes] = high.view(np.uint8).reshape(
-            *records.shape[:3], form.high_bytes
-        )
-        at += form.high_bytes
-    records[..., at : at + form.scale_bytes] = columns(stored.scales, form.scale_bytes)
-    at += form.scale_bytes
-    if stored.minima is not None:
-        records[..., at:] = columns(stored.minima, form.scale_bytes)
-    for i, top in enumerate((stored.tops, stored.low_tops)):
-        if top is not None:
-            own = np.ascontiguousarray(lanes(top).transpose(0, 2, 1)).view(np.uint8)
-            body[..., 2 * PANEL * i : 2 * PANEL * (i + 1)] = own
-
-
-def _high_words(form: Form, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The bits above the fourth as forms.py lays them out: [panels, blocks, 1 or 2, lanes]."""
-    panels, blocks, _, lanes = words.shape
-    planes = 1 if form.bits == 5 else 2
-    out = np.zeros((panels, blocks, planes, lanes), np.uint32)
-    for step in range(8):
-        above = words[:, :, step] >> np.uint32(4)
-        if form.bits == 5:
-            out[:, :, 0] |= (above & np.uint32(0x01010101)) << np.uint32(step)
-        else:
-            moved = (above & np.uint32(0x03030303)) << np.uint32(2 * (step % 4))
-            out[:, :, step // 4] |= moved
-    return out
+def _bytes(array: npt.NDArray[Any] | None, stored: Stored) -> UInt8:
+    """uint8 [N, bytes of a row]"""
+    num = stored.numbers.shape[0]
+    if array is None:
+        return np.empty((num, 0), np.uint8)
+    return np.ascontiguousarray(array).reshape(num, -1).view(np.uint8)
 
 
 class Part(NamedTuple):

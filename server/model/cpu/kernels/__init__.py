@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from drafters.jit import entry_of
 
-_ATTENTION, _LINEAR, _ROWS, _SAMPLING, _STEP, _TEAM, _DELTA = (
+_ATTENTION, _BLOCKS, _LINEAR, _ROWS, _SAMPLING, _STEP, _TEAM, _DELTA = (
     f"{__name__}.{name}"
-    for name in ("attention", "linear", "integer_rows", "sampling", "step", "team", "delta")
-)
+    for name in (
+        "attention", "blocks", "linear", "integer_rows", "sampling", "step", "team", "delta",
+    )
+)  # fmt: skip
 
 attend_layer = entry_of(_ATTENTION, "attend_layer")
+lay_out = entry_of(_BLOCKS, "lay_out")
+take_apart = entry_of(_BLOCKS, "take_apart")
 product = entry_of(_LINEAR, "product")
 spread_rows = entry_of(_ROWS, "spread_rows")
 argmax = entry_of(_SAMPLING, "argmax")

@@ -24,6 +24,7 @@ from llvmlite import ir
 
 from drafters.jit import borrowing, compiled, entry, entry_run_by
 from server.model.cpu.kernels.attention import attend, place
+from server.model.cpu.kernels.blocks import block_row
 from server.model.cpu.kernels.ir import (
     I32,
     I64,
@@ -42,7 +43,6 @@ from server.model.cpu.kernels.sampling import argmax, is_finite_row, likeliest_o
 from server.model.cpu.kernels.team import barrier, run
 from server.model.cpu.kernels.vectors import (
     bfloat_at,
-    byte_at,
     float_at,
     half_at,
     rms_norm,
@@ -308,35 +308,6 @@ def _now(b: Any) -> Any:
     return b.add(b.mul(seconds, i64(1_000_000_000)), rest)
 
 
-_BLOCK = 32
-
-
-@borrowing
-def _block_row(row, table, out):
-    """out = the numbers of a row of blocks: the values, in the order of operations, of
-    integers/weights.dequantised. A block: float16 scale; float16 minimum, if it has one; with 5
-    bits the fifth of each number in 4 bytes; its numbers, of 16 bytes the low halves first."""
-    bits = table.bits
-    behind = 4 if table.has_minima else 2
-    numbers = behind + (4 if bits == 5 else 0)
-    size = numbers + (_BLOCK if bits == 8 else _BLOCK // 2)
-    zero = np.float32(0 if table.has_minima else 1 << (bits - 1))
-    for b in range(out.shape[0] // _BLOCK):
-        at = row + b * size
-        scale = half_at(at, 0)
-        for i in range(_BLOCK):
-            if bits == 8:
-                number = byte_at(at + numbers + i) ^ 128
-            else:
-                number = byte_at(at + numbers + i % 16) >> (i // 16 * 4) & 15
-                if bits == 5:
-                    number |= (byte_at(at + behind + i // 8) >> (i % 8) & 1) << 4
-            value = (np.float32(number) - zero) * scale
-            if table.has_minima:
-                value += half_at(at, 1)
-            out[b * _BLOCK + i] = value * table.scale
-
-
 @entry
 @borrowing
 def embed_rows(
@@ -354,7 +325,7 @@ def embed_rows(
             for j in range(x.shape[1]):
                 x[r, j] = float_at(row, j) * table.scale
         elif table.kind == BLOCKS:
-            _block_row(row, table, x[r])
+            block_row(row, table.form, table.scale, x[r])
         elif table.kind == BFLOATS:
             for j in range(x.shape[1]):
                 x[r, j] = bfloat_at(row, j) * table.scale
