@@ -53,6 +53,13 @@ COMMANDS = (
         "tailor tasks check configs/tasks",
     ),
     Command(
+        "tasks make",
+        "make:make",
+        "make a served task of a file of examples: analyze, enrich, train, tune, evaluate. The "
+        "plan and what it takes are shown first; started again, it goes on where it stopped",
+        "tailor tasks make train.jsonl --name slots",
+    ),
+    Command(
         "tasks tune",
         "tasks:tune",
         "make a task's file from its data: build its corpus, replay every drafter and node budget "

@@ -26,6 +26,7 @@ _FIELDS = FieldOptions()
 _NODES = (0, 2, 4, 16)
 _CLIENTS = (1, 8, 32)
 _NEAR_BEST = 1.02  # answers so near to the shortest are as good
+_WORTH_TRAINING = 1.2
 _BIT = math.log(2)
 
 
@@ -155,6 +156,12 @@ class Report:
     passes: dict[str, dict[int, float]] = field(default_factory=dict)
     gains: dict[int, dict[str, float]] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_pay(self) -> bool:
+        """Whether tokens of its own make 32 clients faster than drafts do."""
+        gains = self.gains[32]
+        return self.recommended > 0 and gains["both"] >= _WORTH_TRAINING * gains["drafting"]
 
 
 def analyze(
@@ -293,8 +300,8 @@ def _advice(report: Report, vocab_size: int) -> list[str]:
     alone = report.gains[1]["drafting"]
     if alone >= 1.1:
         advice.append(f"drafts: {alone:.1f} times the speed for one client; `tailor tasks tune`")
-    loaded = report.gains[32]["both"] / report.gains[32]["drafting"]
-    if report.recommended and loaded >= 1.2:
+    if report.tokens_pay:
+        loaded = report.gains[32]["both"] / report.gains[32]["drafting"]
         advice.append(
             f"{report.recommended} tokens of its own: {loaded:.1f} times the speed of drafts alone "
             f"at 32 clients; `tailor tasks enrich --tokens {report.recommended}`, then `tailor "

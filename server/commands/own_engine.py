@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from server.api.served_model import ServedModel
     from server.commands.options import ModelOptions
     from server.commands.progress import Bar
@@ -62,6 +65,35 @@ def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
             raise SystemExit(done.returncode)  # it has said why
         folder = Path(done.stdout.strip().splitlines()[-1])
     return folder
+
+
+class OwnTokenizer:
+    """A model's tokenizer in the ids that the model reads and writes: with an adapter's own tokens,
+    where it has some, prompts are given and outputs read as the server does it. All else is the
+    tokenizer's own.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served, self._tokenizer = served, served.tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        """As tokenizers' `encode`; a whole prompt is one with add_special_tokens."""
+        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not add_special_tokens or self._served.reads is None:
+            return found
+        return SimpleNamespace(ids=self._served.prompt_ids(found.ids))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of an output."""
+        ids = list(token_ids)
+        if self._served.own_ids:
+            whole = self._served.table.join(ids, skip_special=skip_special_tokens)
+            return whole.decode(errors="replace")
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
 
 
 @contextlib.contextmanager

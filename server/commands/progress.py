@@ -57,7 +57,7 @@ class Bar:
             self._told_s = now
             if left_s is None and done:
                 left_s = (now - began) / done * (total - done)
-            told = "" if left_s is None else f", about {_duration(left_s)} left"
+            told = "" if left_s is None else f", about {duration(left_s)} left"
             self._console.print(f"{stage} {done} of {total}{told}", soft_wrap=True, markup=False)
 
     def say(self, line: str) -> None:
@@ -65,7 +65,7 @@ class Bar:
         self._console.print(line, soft_wrap=True, markup=False)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """40 s, 12 min or 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"

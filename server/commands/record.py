@@ -19,7 +19,7 @@ from server.commands.options import (
     SamplingOptions,
     sampling_of,
 )
-from server.commands.own_engine import own_engine
+from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.progress import Bar
 from server.errors import ConfigError
 
@@ -87,7 +87,7 @@ def generate(
         ask = functools.partial(
             ask_engine,
             engine,
-            served.tokenizer,
+            OwnTokenizer(served),
             sampling=drawn,
             speculation=SpeculationParams("auto", 8),
             num_open=prompts.concurrency,

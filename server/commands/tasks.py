@@ -18,7 +18,7 @@ from server.commands.options import (
     SamplingOptions,
     sampling_of,
 )
-from server.commands.own_engine import own_engine
+from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.progress import Bar
 from server.errors import ConfigError
 
@@ -133,9 +133,30 @@ def tune(
     ] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
 ) -> int:
+    report = tune_task(data, file, fields, recording, sampling, model, even_if_busy=even_if_busy)
+    output = Path(report["file"])
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _tell(output, report)
+    return 0
+
+
+def tune_task(
+    data: Path,
+    file: TaskFile,
+    fields: FieldOptions,
+    recording: RecordOptions,
+    sampling: SamplingOptions,
+    model: ModelOptions,
+    *,
+    even_if_busy: bool,
+) -> dict[str, Any]:
+    """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
     from server.commands.tune_forms import compare_forms
     from server.commands.tune_machine import Others, refuse_if_busy
     from server.commands.tune_material import TuneSettings, check_data
+    from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
     output = file.path()
@@ -175,13 +196,9 @@ def tune(
             busy=busy,
             render=None if served.chat is None else chat_render(served.chat),
             compare_forms=functools.partial(compare_forms, model, progress=bar),
+            enrichment=enrichment_of(model.adapter),
         )
-        report = _tuned(settings, served, engine, bar)
-    if as_json:
-        print(json.dumps(report))
-    else:
-        _tell(output, report)
-    return 0
+        return _tuned(settings, served, engine, bar)
 
 
 def _head_share(model: str, form: str) -> float | None:
@@ -204,7 +221,7 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
     return tune(
         settings,
         engine,
-        served.tokenizer,
+        OwnTokenizer(served),
         served.table,
         lambda name, task, speculation, memory: make_task_drafter(
             name,
@@ -213,6 +230,7 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
             task,
             speculation,
             memory=memory,
+            enrichment=settings.enrichment,
         ),
         cost_now(engine),
         head_seconds(engine.runner),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from server.commands.tune_machine import served_by_engine
 from server.commands.tune_material import (
     BUSY,
     DATA,
+    Example,
     Material,
     Progress,
     TuneSettings,
@@ -87,7 +88,7 @@ def tune(
     fingerprint = tokens.fingerprint.hex()
     material = gather(settings, engine, tokenizer, progress)
     with tempfile.TemporaryDirectory(prefix="tailor-tune-") as scratch:
-        corpora = _build_corpora(material, Path(scratch), fingerprint, progress)
+        corpora = _build_corpora(settings, material, Path(scratch), fingerprint, progress)
 
         def drafter_of(name: str, label: str | None) -> Drafter:
             path = None if label is None else str(corpora[label][0])
@@ -120,16 +121,28 @@ def tune(
     return report
 
 
-def _build_corpora(
-    material: Material, scratch: Path, fingerprint: str, progress: Progress
-) -> Corpora:
-    """A corpus of each part of the data, without what is held back, in files of `scratch`."""
+def _corpus(settings: TuneSettings, examples: Sequence[Example], fingerprint: str) -> Corpus:
+    """Of these examples, their prompts as drafters read them: in the model's own tokens."""
     from drafters.auto.held_out import build_calibrated
 
+    own = settings.enrichment
+    read = list if own is None else own.segment
+    spelled = ((read(prompt), list(output)) for prompt, output in examples)
+    return build_calibrated(spelled, fingerprint=fingerprint)
+
+
+def _build_corpora(
+    settings: TuneSettings,
+    material: Material,
+    scratch: Path,
+    fingerprint: str,
+    progress: Progress,
+) -> Corpora:
+    """A corpus of each part of the data, without what is held back, in files of `scratch`."""
     corpora: Corpora = {}
     for i, (part, examples) in enumerate(material.parts.items()):
         progress("building corpora", i, len(material.parts))
-        built = build_calibrated(examples, fingerprint=fingerprint)
+        built = _corpus(settings, examples, fingerprint)
         file = scratch / f"{i}.corpus"
         built.save(file)
         corpora[part] = (file, built)
@@ -223,8 +236,6 @@ def _write(
     progress: Progress,
 ) -> None:
     """The task's files; what an earlier tuning wrote and this one does not name goes."""
-    from drafters.auto.held_out import build_calibrated
-
     profile_file = settings.output.with_suffix(".vocab")
     corpus_file = settings.output.with_suffix(".corpus")
     if profile is not None:
@@ -232,7 +243,7 @@ def _write(
     if label is not None:
         progress("building the corpus", 0, None)
         whole = material.whole[label]
-        save(corpus_file, lambda file: build_calibrated(whole, fingerprint=fingerprint).save(file))
+        save(corpus_file, lambda file: _corpus(settings, whole, fingerprint).save(file))
     replaced = is_ours(settings.output)
     save(settings.output, lambda file: write_checked(file, text, settings.name))
     if replaced:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from server.engine.engine import Engine
 
 _MADE_BY = "Made by `tailor tasks tune`"
+_OURS = "# Made by `tailor tasks "
 
 
 def task_text(
@@ -223,9 +224,9 @@ def write_checked(file: Path, text: str, name: str) -> None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether there is a task file that an earlier tuning wrote."""
+    """Whether there is a task file that a command of `tailor tasks` wrote."""
     try:
-        return file.read_text(encoding="utf-8").startswith(f"# {_MADE_BY}")
+        return file.read_text(encoding="utf-8").startswith(_OURS)
     except (OSError, UnicodeDecodeError):
         return False
 

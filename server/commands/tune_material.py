@@ -18,6 +18,7 @@ from server.types import SamplingParams, SpeculationParams
 if TYPE_CHECKING:
     from drafters.replay import Recording
     from server.engine.engine import Engine
+    from vocab_store.enrichment import Enrichment
 
 Ids = Sequence[int]
 Example = tuple[Ids, Ids]
@@ -50,6 +51,7 @@ class TuneSettings:
     not known. busy: share of the machine that others used while its steps were measured. render: a
     chat as the model's template writes it, and its ids; None for a model without one.
     compare_forms: (prompt, output) of examples -> figures of the forms of weights, by their names.
+    enrichment: the model's own tokens: the data's outputs are written in them.
     """
 
     name: str
@@ -72,6 +74,7 @@ class TuneSettings:
     render: Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None = None
     budgets: tuple[int, ...] = (4, 8, 16, 32)
     compare_forms: Callable[[Sequence[Example]], dict[str, dict[str, float]]] | None = None
+    enrichment: Enrichment | None = None
 
 
 @dataclass(slots=True)
@@ -175,9 +178,13 @@ def _read(
         entry = _plain(row, where, settings, fields)
         has_output = "output_ids" in entry or settings.field in entry
         if settings.outputs == "gold" or has_output:
-            gold.append(reader.of(row, where))
-            if not gold[-1][0]:  # type: ignore[index]
+            prompt, output = reader.of(row, where)
+            if not prompt:
                 raise ConfigError(f"{where}: {settings.prompt_field}: must be a string, not empty")
+            if settings.enrichment is not None:
+                prompt = settings.enrichment.read(prompt)
+                output = settings.enrichment.segment(output)
+            gold.append((prompt, output))
         else:
             gold.append(None)
         told = None if "output_ids" in entry else entry.get(settings.field)

@@ -124,7 +124,10 @@ def test_a_fine_tuned_task(environment: None, home: Path) -> None:
             assert main(shlex.split(line)[1:]) == 0, line
     (line,) = [line for line in _starting("tailor corpus build") if "--adapter" in line]
     assert main(shlex.split(line)[1:]) == 0, line
-    made = ("slots.enrichment.json", "slots-adapter/enrichment.json", "slots.corpus")
+    (line,) = _starting("tailor tasks make")
+    assert main([*shlex.split(line)[1:], "--even-if-busy"]) == 0, line
+    made = ("slots.enrichment.json", "slots-adapter/enrichment.json", "slots.corpus",
+            "tuned/slots.yaml", "tuned/slots.make/adapter/adapter_config.json")  # fmt: skip
     assert all((home / name).is_file() for name in made)
 
 

@@ -1,0 +1,535 @@
+"""`tailor tasks make`: from a file of examples to a served task, in steps that are kept.
+
+    look      the data: which columns, which metric, what ends an answer; a tenth is held out
+    analyze   how the answers repeat themselves; the first NAME.yaml, of the model as it is
+    enrich    tokens of the task's own, where they pay
+    train     an adapter with them
+    tune      drafter, corpus and node budget, by what this machine's steps cost: NAME.yaml anew
+    evaluate  what is held out, answered; what it is worth goes into NAME.yaml
+
+All but the task's files lies in NAME.make, beside them. Each step writes down a digest of what it
+was made from, so that another start goes on behind the last step whose digest is still right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from cyclopts import Parameter
+
+from server.commands.data import FieldOptions, read_task_data
+from server.commands.options import ModelOptions, SamplingOptions, sampling_of
+from server.commands.progress import Bar, duration
+from server.commands.quality import METRICS, Estimate, estimate
+from server.commands.tasks import RecordOptions, TaskFile, tune_task
+from server.commands.train import BaseOptions, RecipeOptions, train_adapter
+from server.datasets import Turn, rows, turn_of
+from server.errors import ConfigError
+
+Step = Literal["enrich", "train", "tune", "evaluate"]
+
+_PROMPTS = ("prompt", "question", "input", "instruction", "text", "query", "sentence")
+_OUTPUTS = ("completion", "answer", "output", "response", "label", "target", "gold")
+_STOPS = ("\n", "\n\n")
+_MOST_JUDGED = 200  # rows that are held out
+_LEAST_JUDGED = 5
+_OPEN = 16  # prompts that are answered at once
+_BUDGETS = (50, 100, 250, 500, 1000)
+_FIRST_MAX_TOKENS = 256  # until `tune` takes the data's
+_EVALUATED = "# Evaluated on"
+_ROW_COST = 0.06  # of `analyze`
+_SHORT, _LONG = 3, 40  # words of an answer
+_MULTIPLY_ADDS = 6  # of a token in training, a parameter: forward, and backward to the inputs
+
+
+# --- what the data says ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a task's own data says of it. fields: the columns. chats: rows are messages. stop: what
+    ends an answer of a model that was not trained on the task."""
+
+    fields: FieldOptions
+    metric: Literal["exact", "f1", "rouge_l", "json"]
+    stop: tuple[str, ...]
+    chats: bool
+
+
+def propose(turns: Sequence[Turn], fields: FieldOptions) -> Proposal:
+    """turns: all with an output."""
+    outputs = [turn.gold or "" for turn in turns]
+    chats = any("messages" in turn.asked for turn in turns)
+    # A chat's answer ends by itself.
+    stop = next((s for s in _STOPS if not any(s in text.rstrip() for text in outputs)), None)
+    return Proposal(fields, _metric_of(outputs), () if chats or stop is None else (stop,), chats)
+
+
+def _metric_of(outputs: Sequence[str]) -> Literal["exact", "f1", "rouge_l", "json"]:
+    if sum(map(_is_json, outputs)) >= 0.95 * len(outputs):
+        return "json"
+    words = sum(len(text.split()) for text in outputs) / len(outputs)
+    if words <= _SHORT:
+        return "exact"
+    return "f1" if words <= _LONG else "rouge_l"
+
+
+def _is_json(text: str) -> bool:
+    """Whether it is a JSON object or list."""
+    try:
+        return isinstance(json.loads(text), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def find_fields(row: Mapping[str, Any], given: FieldOptions) -> FieldOptions:
+    """The columns that are meant: the given ones, else those with a usual name."""
+    if "messages" in row:
+        return given
+
+    def of(name: str, default: str, usual: Sequence[str]) -> str:
+        if name in row or name != default:
+            return name
+        by_name = {str(column).casefold(): str(column) for column in row}
+        return next((by_name[one] for one in usual if one in by_name), name)
+
+    return replace(
+        given,
+        field=of(given.field, "completion", _OUTPUTS),
+        prompt_field=of(given.prompt_field, "prompt", _PROMPTS),
+    )
+
+
+def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOptions]:
+    """The rows, all with an output, and the columns that they are in. Raises ConfigError."""
+    turns: list[Turn] = []
+    fields = given
+    for number, row in rows(data):
+        where = f"{data}:{number}"
+        if not turns:
+            fields = find_fields(row, given)
+        turn = turn_of(row, where, fields.names())
+        if turn.gold is None:
+            fields.names().output_of(row, where)  # says what is there
+        turns.append(turn)
+    return turns, fields
+
+
+def split(turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """(to learn from, held out): a tenth, at most 200, by a digest of what is asked, so that equal
+    prompts are on one side and further rows move none from it."""
+    num = min(_MOST_JUDGED, len(turns) // 10)
+    by_prompt: dict[str, list[Turn]] = {}
+    for turn in turns:
+        by_prompt.setdefault(_digest(turn.asked), []).append(turn)
+    held: list[Turn] = []
+    learned: list[Turn] = []
+    for _, same in sorted(by_prompt.items()):
+        (held if len(held) < num else learned).extend(same)
+    return learned, held
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _written(turns: Sequence[Turn], file: Path) -> None:
+    with file.open("w", encoding="utf-8") as out:
+        for turn in turns:
+            row = {"completion": turn.gold, **turn.asked}
+            if "messages" in turn.asked:
+                end = {"role": "assistant", "content": turn.gold}
+                row = {"messages": [*turn.asked["messages"], end]}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+# --- steps that are kept --------------------------------------------------------------------------
+
+
+class Steps:
+    """What was done: step -> the digest of what it was made from, and its figures; in `file`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            self._known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._known = {}
+
+    def figures(self, step: str, made_from: str) -> dict[str, Any] | None:
+        """Of a step that was ended and made from this; None for others."""
+        found = self._known.get(step, {})
+        return found.get("figures") if found.get("made_from") == made_from else None
+
+    def begin(self, step: str, made_from: str) -> bool:
+        """Whether the step was begun with this before, so that its parts may be used."""
+        if self._known.get(step, {}).get("made_from") == made_from:
+            return True
+        self._known[step] = {"made_from": made_from}
+        self._save()
+        return False
+
+    def end(self, step: str, made_from: str, figures: dict[str, Any]) -> None:
+        self._known[step] = {"made_from": made_from, "figures": figures}
+        self._save()
+
+    def _save(self) -> None:
+        self._file.write_text(json.dumps(self._known, indent=1) + "\n", encoding="utf-8")
+
+
+class Planned(NamedTuple):
+    """A line of the plan. seconds: its price; why: it is not done, None where it is."""
+
+    step: str
+    what: str
+    seconds: float
+    why: str | None = None
+
+
+def plan_lines(planned: Sequence[Planned]) -> Iterator[str]:
+    """The plan with its price, for people to read."""
+    for number, one in enumerate(planned, 1):
+        price = one.why or f"about {duration(one.seconds)}"
+        yield f"  {number} {one.step:9} {price:22} {one.what}"
+    left = sum(one.seconds for one in planned if one.why is None)
+    yield f"  about {duration(left)} in all. What is done is kept: start it again to go on."
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+_FIELDS, _MODEL, _RECIPE, _RECORDING = (
+    FieldOptions(), ModelOptions(), RecipeOptions(), RecordOptions()
+)  # fmt: skip
+
+
+def make(
+    data: Annotated[
+        Path,
+        Parameter(
+            name="FILE",
+            help="JSON lines, CSV or Parquet with prompts and completions, or messages",
+        ),
+    ],
+    /,
+    *,
+    file: TaskFile,
+    fields: FieldOptions = _FIELDS,
+    skip: Annotated[
+        tuple[Step, ...], Parameter(help="a step that is left out; may be repeated")
+    ] = (),
+    plan: Annotated[bool, Parameter(help="show the plan and its price, and do nothing")] = False,
+    recipe: RecipeOptions = _RECIPE,
+    recording: RecordOptions = _RECORDING,
+    model: ModelOptions = _MODEL,
+    even_if_busy: Annotated[
+        bool, Parameter(help="tune although others use the machine; without mode exact")
+    ] = False,
+) -> int:
+    made = _Make(data, file, fields, skip, recipe, recording, model, even_if_busy)
+    for line in made.plan():
+        print(line)
+    if plan:
+        return 0
+    made.run()
+    print(made.output.read_text(encoding="utf-8"))
+    print(f"written: {made.output}\nnext: {made.serve}, and ask for model {file.name!r}")
+    return 0
+
+
+class _Make:
+    """One run of the command. Raises ConfigError for what cannot be, before anything is written."""
+
+    def __init__(
+        self,
+        data: Path,
+        file: TaskFile,
+        fields: FieldOptions,
+        skip: Sequence[str],
+        recipe: RecipeOptions,
+        recording: RecordOptions,
+        model: ModelOptions,
+        even_if_busy: bool,
+    ) -> None:
+        turns, found = read_turns(data, fields)
+        self._learned, self._held = split(turns)
+        if len(self._held) < _LEAST_JUDGED:
+            raise ConfigError(f"{data}: {len(turns)} rows; {10 * _LEAST_JUDGED} are needed")
+        self._proposal = propose(turns, found)
+        self._skip = set(skip) | ({"train"} if model.adapter is not None else set())
+        if "train" in self._skip:
+            self._skip.add("enrich")
+        elif model.weights in ("int4", "file", "nf4"):
+            raise ConfigError(
+                f"--weights {model.weights}: an adapter that is merged and rounded so is lost; "
+                "train it over that form with `tailor tasks train --weights`, or --skip train"
+            )
+        self._work = replace(file, force=True).path().with_suffix(".make")
+        begun = (self._work / "made.json").is_file()
+        self.output = replace(file, force=file.force or begun).path()
+        self._data, self._model, self._recipe, self._recording = data, model, recipe, recording
+        self._file = replace(file, output=self.output, force=True)
+        self._even_if_busy = even_if_busy
+        self._steps = Steps(self._work / "made.json")
+        self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
+        # Of the two parts: their columns have the usual names.
+        self._read = FieldOptions(joint=found.joint)
+        self._source = _digest([[asdict(turn) for turn in turns], found.joint, model.model])
+        self._heed(self._figures("analyze"))
+        # The model that the task's file is for: with the adapter once there is one.
+        self._served = model
+        if self._figures("train") is not None:
+            self._served = self._trained
+
+    @property
+    def _trained(self) -> ModelOptions:
+        return replace(self._model, adapter=str(self._work / "adapter"))
+
+    @property
+    def serve(self) -> str:
+        """The command that serves the task."""
+        words = ["tailor", "serve", "--model", self._served.model]
+        options = {"--adapter": self._served.adapter, "--weights": self._served.weights}
+        for option, value in options.items():
+            words += [] if value is None else [option, value]
+        return shlex.join([*words, "--tasks", str(self.output.parent)])
+
+    def _heed(self, analysis: Mapping[str, Any] | None) -> None:
+        if analysis is not None and not analysis["tokens"]:
+            self._skip.add("enrich")
+
+    # What each step is made from: what it reads, and what the steps before it read.
+
+    def _made_from(self, step: str) -> str:
+        own: dict[str, list[Any]] = {
+            "analyze": [self._model.adapter, self._file.description],
+            "enrich": [],
+            "train": [asdict(self._recipe), self._model.device],
+            "tune": [asdict(self._model), asdict(self._recording)],
+            "evaluate": [],
+        }
+        made: list[Any] = [self._source]
+        for name, options in own.items():
+            made += [name, options, name in self._skip]
+            if name == step:
+                break
+        return _digest(made)
+
+    def _figures(self, step: str) -> dict[str, Any] | None:
+        return self._steps.figures(step, self._made_from(step))
+
+    def plan(self) -> Iterator[str]:
+        """What will be done and what it takes, in lines for people to read."""
+        found, num = self._proposal, len(self._learned)
+        columns = f"{found.fields.prompt_field!r} to {found.fields.field!r}"
+        yield (
+            f"{self._data.name}: {num + len(self._held):,} rows, "
+            f"{'messages' if found.chats else columns}; {num:,} to learn from, "
+            f"{len(self._held)} to judge by"
+        )
+        ends = "" if not (self._stop and "train" in self._skip) else f", stop {list(self._stop)}"
+        yield f"metric {found.metric}{ends}; {self.output} and {self._work} are written\n"
+        yield from plan_lines(list(self._planned()))
+
+    @property
+    def _stop(self) -> tuple[str, ...]:
+        """A model that was trained ends its answers by itself."""
+        return self._proposal.stop if "train" in self._skip else ()
+
+    def _planned(self) -> Iterator[Planned]:
+        letters = sum(len(json.dumps(asdict(turn))) for turn in self._learned)
+        record, served = self._recording.record_seconds, self._recording.serve_seconds
+        steps = {
+            "analyze": ("how the answers repeat; the first task file", 5.0 + letters / 2e5),
+            "enrich": ("tokens of the task's own, if they pay", 2.0 + letters / 2e5),
+            "train": ("an adapter", 0.0 if "train" in self._skip else self._training_s(letters)),
+            "tune": ("drafter, corpus and nodes on this machine", 120.0 + record + served),
+            "evaluate": (f"{len(self._held)} held-out rows answered", 5.0 + 0.3 * len(self._held)),
+        }
+        for step, (what, seconds) in steps.items():
+            why = "left out" if step in self._skip else None
+            if self._figures(step) is not None:
+                why = "done"
+            yield Planned(step, what, seconds, why)
+
+    def _training_s(self, letters: int) -> float:
+        """By the size of the model's layers and what this machine multiplies a second."""
+        import torch
+
+        from server.model.families import text_values
+        from server.model.gguf_folder import text_folder
+
+        raw = json.loads((text_folder(self._model.model) / "config.json").read_text("utf-8"))
+        values = text_values(raw)
+        hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
+        inner = int(values.get("intermediate_size") or 4 * hidden)
+        parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(values["vocab_size"])
+        share = min(1.0, (self._recipe.max_examples or 1 << 40) / len(self._learned))
+        tokens = letters / 4 * share * self._recipe.epochs
+        square = torch.ones(512, 512)
+        began, num = time.perf_counter(), 0
+        while time.perf_counter() - began < 0.2:
+            square @ square
+            num += 1
+        rate = num * 512**3 / (time.perf_counter() - began)
+        seconds = _MULTIPLY_ADDS / 2 * parameters * tokens / rate
+        limit = self._recipe.time_limit
+        return min(seconds, float("inf") if limit is None else 60.0 * limit)
+
+    # The steps.
+
+    def run(self) -> None:
+        self._work.mkdir(parents=True, exist_ok=True)
+        _written(self._learned, self._train)
+        _written(self._held, self._test)
+        analysis = self._do("analyze", self._analyze)
+        self._heed(analysis)
+        self._do("enrich", lambda: self._enrich(analysis["tokens"]))
+        self._do("train", self._train_adapter)
+        self._do("tune", self._tune)
+        self._do("evaluate", self._evaluate)
+
+    def _do(self, step: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of a step: kept ones, or those of doing it now; {} where it is left out."""
+        kept = self._figures(step)
+        if kept is not None:
+            return kept
+        if step in self._skip:
+            return {}
+        print(f"{self._file.name}: {step}", file=sys.stderr)
+        figures = act()
+        self._steps.end(step, self._made_from(step), figures)
+        return figures
+
+    def _analyze(self) -> dict[str, Any]:
+        from server.commands.enrich import analyze_task
+        from server.model.gguf_folder import text_folder
+
+        folder = text_folder(self._model.model)
+        found = read_task_data(folder, [self._train], self._read, max_held_out=100)
+        with Bar() as bar:
+            report = analyze_task(found, _BUDGETS, _ROW_COST, bar)
+        self._write_first()
+        return {"tokens": report.recommended if report.tokens_pay else 0, "advice": report.advice}
+
+    def _enrich(self, budget: int) -> dict[str, Any]:
+        from server.commands.enrich import MiningOptions, mine_tokens
+        from server.model.gguf_folder import text_folder
+
+        found = read_task_data(text_folder(self._model.model), [self._train], self._read)
+        with Bar() as bar:
+            enrichment = mine_tokens(found, MiningOptions(budget=budget).settings(), bar)
+        enrichment.save(self._work / "enrichment.json")
+        return {"tokens": len(enrichment)}
+
+    def _train_adapter(self) -> dict[str, Any]:
+        adapter = self._work / "adapter"
+        if not self._steps.begin("train", self._made_from("train")):
+            shutil.rmtree(adapter, ignore_errors=True)
+        own = None if "enrich" in self._skip else self._work / "enrichment.json"
+        base = BaseOptions(
+            model=self._model.model, device=self._model.device, threads=self._model.threads
+        )
+        with Bar() as bar:
+            result = train_adapter([self._train], adapter, own, base, self._read, self._recipe, bar)
+        self._served = self._trained
+        self._write_first()
+        return asdict(result)
+
+    def _tune(self) -> dict[str, Any]:
+        report = tune_task(
+            self._train, self._file, self._read, self._recording, SamplingOptions(stop=self._stop),
+            self._served, even_if_busy=self._even_if_busy,
+        )  # fmt: skip
+        self._write_task(self.output.read_text(encoding="utf-8"))
+        return report
+
+    def _evaluate(self) -> dict[str, Any]:
+        found = self._judged()
+        told = [f"{name} {one.mean:.1%} ({one.low:.1%} to {one.high:.1%})" for name, one in found]
+        line = f"{_EVALUATED} {len(self._held)} rows that were held out: {', '.join(told)}."
+        self._write_task(self.output.read_text(encoding="utf-8"), line)
+        return {name: asdict(one) for name, one in found}
+
+    def _judged(self) -> list[tuple[str, Estimate]]:
+        """How good answers to the held-out rows are, the task's metric first."""
+        from server.commands.data import chat_render
+        from server.commands.own_engine import OwnTokenizer, own_engine
+        from server.commands.recorder import Answer, Prompt, ask_engine
+        from server.config import load_task
+        from server.types import SpeculationParams
+
+        task = load_task(self.output)
+        drawn = SamplingOptions(max_tokens=task.sampling.max_tokens, stop=self._stop)
+        outputs = [""] * len(self._held)
+        with Bar() as bar, own_engine(self._served, bar, ("auto",)) as (served, engine):
+            render = None if served.chat is None else chat_render(served.chat)
+
+            def asked() -> Iterator[Prompt]:
+                for number, turn in enumerate(self._held):
+                    if "prompt" in turn.asked:
+                        yield Prompt(number, turn.asked["prompt"])
+                    elif render is not None:
+                        ids = served.prompt_ids(render(turn.asked["messages"])[1])
+                        yield Prompt(number, None, tuple(ids))
+
+            answers = ask_engine(
+                engine, OwnTokenizer(served), asked(), sampling_of(drawn),
+                speculation=SpeculationParams("auto", 8), num_open=_OPEN,
+            )  # fmt: skip
+            for done, answer in enumerate(answers, 1):
+                if isinstance(answer, Answer):
+                    outputs[answer.prompt.line] = answer.text
+                bar("answers", done, len(self._held))
+        names = [self._proposal.metric, *(name for name in METRICS if name != "json")]
+        pairs = [(turn.gold or "", text) for turn, text in zip(self._held, outputs, strict=True)]
+        return [
+            (name, estimate([METRICS[name](gold, text) for gold, text in pairs]))
+            for name in dict.fromkeys(names)
+        ]
+
+    def _write_first(self) -> None:
+        """The task of its data alone, with a corpus in the ids that the model writes now."""
+        from server.commands.corpus import corpus_of
+        from server.commands.tune_file import save
+        from server.model.gguf_folder import text_folder
+
+        folder, adapter = text_folder(self._served.model), self._served.adapter
+        corpus = corpus_of(folder, [self._train], adapter=adapter, fields=self._read)
+        corpus_file = self.output.with_suffix(".corpus")
+        save(corpus_file, corpus.save)
+        lines = [
+            "# Made by `tailor tasks make` of the data alone; nothing is measured yet.",
+            f"name: {json.dumps(self._file.name)}",
+        ]
+        for key, value in (
+            ("description", self._file.description),
+            ("model", self._file.served_model_name),
+        ):
+            lines += [f"{key}: {json.dumps(value, ensure_ascii=False)}"] if value else []
+        lines += ["sampling:", "  temperature: 0", f"  max_tokens: {_FIRST_MAX_TOKENS}"]
+        lines += [f"  stop: {json.dumps(list(self._stop))}"] if self._stop else []
+        lines += ["speculation:", "  drafter: auto", "  max_draft_tokens: 8"]
+        lines += [f"  corpus: {json.dumps(corpus_file.name)}"]
+        self._write_task("\n".join(lines))
+
+    def _write_task(self, text: str, evaluated: str | None = None) -> None:
+        """The task's file: `text`, which a step has written, and what is known beside it."""
+        from server.commands.tune_file import save, write_checked
+
+        old = ("# Serve: ",) if evaluated is None else ("# Serve: ", _EVALUATED)
+        head, *rest = (line for line in text.splitlines() if not line.startswith(old))
+        known = [] if evaluated is None else [evaluated]
+        if not any(line.startswith("metric:") for line in rest):
+            rest.append(f"metric: {self._proposal.metric}")
+        whole = "\n".join([head, *known, f"# Serve: {self.serve}", *rest]) + "\n"
+        save(self.output, lambda path: write_checked(path, whole, self._file.name))

@@ -1,0 +1,180 @@
+"""`tailor tasks make`: what the data says, what is kept, and the whole way at tiny size."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from drafters.corpus import Corpus
+from server.commands.cli import main
+from server.commands.data import FieldOptions
+from server.commands.make import find_fields, propose, read_turns, split
+from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
+from server.datasets import Turn
+from server.wiring.server import plan_server
+from tests.model.tiny_models import save_tiny
+from vocab_store.enrichment import Enrichment
+
+FIELDS = FieldOptions()
+
+
+def _turns(*outputs: str) -> list[Turn]:
+    return [Turn({"prompt": f"{i}:"}, text) for i, text in enumerate(outputs)]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "metric", "stop"),
+    [
+        (['{"a": 1}', "[2]"], "json", ("\n",)),
+        (["yes", "no way"], "exact", ("\n",)),
+        (["one two three four\nfive six", "a b c d e f"], "f1", ("\n\n",)),
+        (["word " * 50, "a\n\nb"], "f1", ()),
+        (["word " * 50 + "\n", "word " * 60], "rouge_l", ("\n",)),
+        (["7", "8"], "exact", ("\n",)),  # numbers are JSON, but no fields
+    ],
+)
+def test_the_data_says_what_counts_and_what_ends(
+    outputs: list[str], metric: str, stop: tuple[str, ...]
+) -> None:
+    found = propose(_turns(*outputs), FIELDS)
+    assert (found.metric, found.stop, found.chats) == (metric, stop, False)
+
+
+def test_a_chat_ends_by_itself() -> None:
+    found = propose([Turn({"messages": [{"role": "user", "content": "a"}]}, "b")], FIELDS)
+    assert found.chats and found.stop == ()
+
+
+def test_columns_with_usual_names_are_found() -> None:
+    def names(row: dict[str, str], given: FieldOptions = FIELDS) -> tuple[str, str]:
+        found = find_fields(row, given)
+        return found.prompt_field, found.field
+
+    assert names({"Question": "", "Answer": ""}) == ("Question", "Answer")
+    assert names({"prompt": "", "question": "", "label": ""}) == ("prompt", "label")
+    assert names({"text": "", "answer": "", "sql": ""}, FieldOptions(field="sql")) == (
+        "text", "sql",
+    )  # fmt: skip
+    assert names({"a": "", "b": ""}) == ("prompt", "completion"), "which the reader then misses"
+
+
+def test_equal_prompts_are_on_one_side_and_stay_there() -> None:
+    turns = [Turn({"prompt": f"{i % 150}"}, str(i)) for i in range(300)]
+    learned, held = split(turns)
+    assert 30 <= len(held) < 32 and len(learned) + len(held) == 300
+    asked = {turn.asked["prompt"] for turn in held}
+    assert not asked & {turn.asked["prompt"] for turn in learned}
+    more, held_then = split([*turns, *(Turn({"prompt": f"new {i}"}, "") for i in range(9))])
+    assert not asked - {t.asked["prompt"] for t in held_then} - {t.asked["prompt"] for t in more}
+
+
+def test_a_row_without_an_answer_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "d.csv"
+    data.write_text("question,reply\na,b\n")
+    from server.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"d\.csv:2: completion: is missing .there are: question"):
+        read_turns(data, FIELDS)
+
+
+# --- the whole way ---
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    made = tmp_path / "tiny"
+    made.mkdir()
+    save_tiny(made, "llama")
+    return made
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.csv"
+    with file.open("w", newline="") as out:
+        table = csv.writer(out)
+        table.writerow(["question", "answer"])
+        for i in range(90):
+            table.writerow([f"{'abcdefgh'[i % 8]}{'uvw'[i % 3]}:{i}", f"!!ok!!{'xy'[i % 2]}##"])
+    return file
+
+
+def test_from_a_file_to_a_served_task(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, work = tmp_path / "tasks" / "codes.yaml", tmp_path / "tasks" / "codes.make"
+    words = ["tasks", "make", str(data), "--name", "codes", "-o", str(output), "--model",
+             str(folder), "--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate",
+             "0.05", "--batch-size", "8", "--rank", "4", "--even-if-busy"]  # fmt: skip
+    assert main([*words, "--plan"]) == 0
+    plan = capsys.readouterr().out
+    assert "'question' to 'answer'; 81 to learn from, 9 to judge by" in plan and "in all" in plan
+    assert not output.parent.exists(), "a plan writes nothing"
+
+    # The first file is there as soon as the data is read, and is the base model's.
+    assert main([*words, "--skip", "train", "--skip", "tune", "--skip", "evaluate"]) == 0
+    first = load_task(output)
+    assert (first.metric, first.speculation.drafter) == ("exact", "auto")
+    assert "--adapter" not in output.read_text()
+    base = Corpus.load(str(first.speculation.corpus), fingerprint=None)
+    assert base.num_documents == 81, "what is held out is in no corpus"
+    capsys.readouterr()
+
+    # Once there is an adapter, it is the adapter's, its corpus in the ids that this one writes.
+    adapter = work / "adapter"
+    assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
+    assert "codes: analyze" not in capsys.readouterr().err, "that is done"
+    assert f"# Serve: tailor serve --model {folder} --adapter {adapter}" in output.read_text()
+    assert 0 < len(Enrichment.load(adapter / "enrichment.json")) <= 50
+    own = Corpus.load(str(load_task(output).speculation.corpus), fingerprint=None)
+    assert own.fingerprint != base.fingerprint and own.num_documents == 81
+    assert own.num_tokens < 0.6 * base.num_tokens
+
+    before = (adapter / "adapter_model.safetensors").stat().st_mtime_ns
+    assert main(words) == 0
+    assert "codes: train" not in capsys.readouterr().err
+    text = output.read_text()
+    assert text.startswith("# Made by `tailor tasks tune`") and "# Serve: " in text
+    assert "# Evaluated on 9 rows that were held out: exact 100.0%" in text
+    assert load_task(output).metric == "exact"
+    (right,) = re.findall(r"exact match (\d+)%", text)
+    assert int(right) >= 90, "as text, whatever ids it is in"
+
+    # Nothing is made twice; what depends on a changed option is.
+    assert main(words) == 0
+    assert "codes:" not in capsys.readouterr().err
+    assert main([*words, "--limit", "50"]) == 0
+    again = capsys.readouterr().err
+    assert "codes: tune" in again and "codes: evaluate" in again and "codes: train" not in again
+    assert (adapter / "adapter_model.safetensors").stat().st_mtime_ns == before
+
+    model = ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",))
+    tasks = {"codes": load_task(output)}
+    plan_server(ServerConfig(models=(model,), engine=EngineConfig()), tasks, {"m": folder})
+
+
+def test_what_cannot_be_made_is_said(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, output = tmp_path / "short.csv", tmp_path / "t.yaml"
+    short.write_text("\n".join(data.read_text().splitlines()[:20]))
+    shared = ["--name", "t", "-o", str(output), "--model", str(folder)]
+    cases = [
+        ([str(short)], "19 rows; 50 are needed"),
+        ([str(data), "--weights", "int4"], "merged and rounded"),
+        ([str(tmp_path / "no.csv")], "No such file"),
+    ]
+    for words, message in cases:
+        assert main(["tasks", "make", *words, *shared]) == 1, words
+        assert message in capsys.readouterr().err
+    output.write_text("name: t\n")
+    assert main(["tasks", "make", str(data), *shared]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert not (tmp_path / "t.make").exists()
