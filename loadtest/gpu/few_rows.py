@@ -86,7 +86,7 @@ def _captured(
     norm = torch.ones(shape.hidden_size, device=device)
 
     def run() -> torch.Tensor:
-        return _run(ops, layers, shape, Rows(table, ids, None, ids, 1.0), states[:rows], norm)
+        return _run(ops, layers, shape, Rows(table, ids, 1.0), states[:rows], norm)
 
     out = run()
     if device.type != "cuda":

@@ -19,9 +19,7 @@ def check_sizes(config: Any, info: ModelInfo) -> None:
         raise ValueError(f"block_size must be a power of two, not {info.block_size}")
 
 
-def check_batch(
-    batch: Batch, info: ModelInfo, num_slots: int, num_previous: int, num_ids: Int32 | int
-) -> None:
+def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_ids: Int32 | int) -> None:
     """Raise ValueError for indices that would read or write outside the device's memory: on a GPU
     they would end the process. num_ids: that each row may have."""
     if batch.num_rows == 0:
@@ -30,8 +28,6 @@ def check_batch(
         raise ValueError("a row's slot is outside the KV cache")
     if int(batch.token_ids.min()) < 0 or (batch.token_ids >= num_ids).any():
         raise ValueError("a row's token id is outside the vocabulary")
-    if int(batch.token_from.max()) >= num_previous:
-        raise ValueError("a row takes its token from a draw that the previous batch lacks")
     if int(batch.positions.min()) < 0 or int(batch.positions.max()) >= info.max_model_len:
         raise ValueError("a row's position is outside the model's length")
     tables = batch.block_tables

@@ -34,16 +34,11 @@ class StepIds:
     token_ids: int32 [R]. adapters: int32 [n, 3], lora_spans of the step, None in a step without
     adapters. own_places: int32 [R], OwnRows.embedding_places, None where no row has one. embeds:
     [R, hidden_size], rows of the table that were gathered in CPU memory, in their place, own ones
-    among them; None where the table is on the device. token_from: int32 [R], the draw
-    of the step before whose id the row takes, -1 = its own; None when no row does. drawn: int32,
-    ids by draw of the step before; below 0 for a draw without an answer, whose row is nobody's and
-    takes id 0.
+    among them; None where the table is on the device.
     """
 
     token_ids: torch.Tensor
     embeds: torch.Tensor | None
-    token_from: torch.Tensor | None
-    drawn: torch.Tensor
     adapters: torch.Tensor | None = None
     own_places: torch.Tensor | None = None
 
@@ -101,11 +96,7 @@ class ModuleBody:
             embeds = ids.embeds if self._scale is None else ids.embeds * self._scale
             given = {"inputs_embeds": embeds[None]}
         else:
-            token_ids = ids.token_ids
-            if ids.token_from is not None:
-                drawn = ids.drawn.index_select(0, ids.token_from.clamp(min=0)).clamp(min=0)
-                token_ids = torch.where(ids.token_from >= 0, drawn, token_ids)
-            given = {"input_ids": token_ids[None]}
+            given = {"input_ids": ids.token_ids[None]}
         result = self._body(
             **given, position_ids=step.positions[None], use_cache=False, paged=paged_step
         )

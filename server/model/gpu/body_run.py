@@ -76,9 +76,9 @@ class BodyRun:
     """The body of one runner.
 
     shape: how attention is divided. attention: "triton" or "torch". embedding: see TorchRunner.
-    tables_shape: most sequences and blocks of a step's block tables. max_draws: ids that the next
-    step may take. graph_rows: rows of the largest graph, 0 for none. The partial results of split
-    attention and the states of gated delta nets belong to it. All runs on the current stream.
+    tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows of the
+    largest graph, 0 for none. The partial results of split attention and the states of gated delta
+    nets belong to it. All runs on the current stream.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class BodyRun:
         attention: paged.AttentionName,
         embedding: torch.Tensor | None,
         tables_shape: tuple[int, int],
-        max_draws: int,
         graph_rows: int,
     ) -> None:
         device = cache.memory.device
@@ -101,14 +100,12 @@ class BodyRun:
         if body.nets:
             rule = delta_rule(attention)
             self.states = DeltaStates(body.nets, tables_shape[0], cache.block_size, rule, device)
-        self.keeps_states = bool(self._taps or body.nets)
         self.embedding = embedding
         self.shape = shape
         self.graphs: StepGraphs | None = None
         self._attention = attention
         self._cache = cache
         self._max_seqs, self._max_blocks = tables_shape
-        self.previous_ids = torch.zeros(max(1, max_draws), dtype=torch.int32, device=device)
         self._partials: Any = None
         if attention == "triton":
             from server.model.gpu.triton_kernels import Partials
@@ -136,22 +133,18 @@ class BodyRun:
         self.head = GraphHead(head, graph_head_rows(*sizes))
         if num_rows := graph_draw_rows(*sizes):
             graphs = StepGraphs(head.weight.device, num_rows)
-            self.draws = GraphDraws(
-                self.head.logits, head.vocab_size, num_rows, self.previous_ids, graphs
-            )
+            self.draws = GraphDraws(self.head.logits, head.vocab_size, num_rows, graphs)
 
     def plan(
         self,
         batch: Batch,
-        drawn_ids: Int32 | None,
         head_rows: Int32 | None = None,
         head_places: Int32 | None = None,
     ) -> BodyPlan:
-        """What a step's body reads. drawn_ids: what the step before has drawn, for rows that take
-        it, where they are embedded on the host; None elsewhere. head_rows: the rows that go through
+        """What a step's body reads. head_rows: the rows that go through
         the full head, if all go through it at once and none through a slice of it; head_places:
         Slab.own_places of them."""
-        arrays = self._row_arrays(batch, drawn_ids)
+        arrays = self._row_arrays(batch)
         if self._attention == "torch":
             arrays |= {
                 "path_start": batch.path_start,
@@ -193,11 +186,10 @@ class BodyRun:
                 arrays["prefill.rows"] = chunks.rows
         return chunks
 
-    def _row_arrays(self, batch: Batch, drawn_ids: Int32 | None) -> dict[str, Array]:
+    def _row_arrays(self, batch: Batch) -> dict[str, Array]:
         """What a step's layers read beside the attention's work."""
         arrays: dict[str, Array] = {
             "token_ids": batch.token_ids,
-            "token_from": batch.token_from,
             "positions": batch.positions,
             "seq_ids": batch.seq_ids,
             "slots": batch.slots,
@@ -205,14 +197,10 @@ class BodyRun:
             "block_tables": batch.block_tables,
         }
         if self.embedding is not None:
-            token_ids = batch.token_ids
-            if drawn_ids is not None:
-                taken = batch.token_from >= 0
-                token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
             if self.own is None:
-                arrays["embeds"] = gathered(self.embedding, token_ids)
+                arrays["embeds"] = gathered(self.embedding, batch.token_ids)
             else:
-                arrays["embeds"] = self.own.gathered(self.embedding, batch, token_ids)
+                arrays["embeds"] = self.own.gathered(self.embedding, batch, batch.token_ids)
         if self._taps:
             arrays["sources"] = input_sources(batch, self._taps, self._cache.block_size)
         if self.states is not None:
@@ -268,32 +256,26 @@ class BodyRun:
             items = DeltaItems(tensors["items"], tensors["lines"])
             recur = partial(self.states.recur, items, step.slots, self._cache.inputs)
         paged_step = paged.PagedStep(self._cache, attention, recur)
-        takes_drawn = plan.graph_key is not None or bool((batch.token_from >= 0).any())
 
         embeds = None
         if self.embedding is not None:
             embeds = tensors["embeds"].view(self.embedding.dtype)
-        source = tensors["token_from"] if takes_drawn else None
         ids = StepIds(
-            tensors["token_ids"], embeds, source, self.previous_ids, tensors.get("adapters"),
-            tensors.get("own_places"),
+            tensors["token_ids"], embeds, tensors.get("adapters"), tensors.get("own_places")
         )  # fmt: skip
 
         head = self.head if plan.has_head else None
         widens = self._widens(plan, tensors)
 
-        def forward(keeps_ids: bool) -> tuple[torch.Tensor, ...]:
+        def forward() -> tuple[torch.Tensor, ...]:
             hidden = self.body(ids, step, paged_step)
             if head is None:
                 return (hidden,)
-            logits, drawn = head(hidden, tensors["graph_rows"], widens)
-            if keeps_ids:  # as in keep_ids; draw i is made from the head's row i
-                self.previous_ids[: drawn.shape[0]].copy_(drawn)
-            return hidden, logits, drawn
+            return hidden, *head(hidden, tensors["graph_rows"], widens)
 
         if plan.graph_key is None or self.graphs is None:
             self._num_plain += 1
-            computed = Computed(*forward(True))
+            computed = Computed(*forward())
         else:
             self._num_graph += 1
             computed = Computed(*self.graphs.run(plan.graph_key, forward))
@@ -350,20 +332,3 @@ class BodyRun:
         if self.inputs.generation != generation and self.graphs is not None:
             self.graphs.forget()  # never: it is sized for the largest bucket
         return tensors
-
-    def keep_ids(self, num_draws: int, ids: torch.Tensor, draw_ids: torch.Tensor) -> None:
-        """Leave drawn ids where the next batch's token_from finds them.
-
-        A draw without an answer is below 0 there, so that no tree is walked behind it. Who embeds
-        it takes id 0 instead; the result is thrown away with the failed sequence.
-        """
-        if num_draws > self.previous_ids.shape[0]:
-            # Only for batches beyond the numbers that it was made for. Graphs read the old address.
-            grown = torch.zeros(2 * num_draws, dtype=torch.int32, device=ids.device)
-            grown[: self.previous_ids.shape[0]] = self.previous_ids
-            self.previous_ids = grown
-            if self.graphs is not None:
-                self.graphs.forget()
-            if self.draws is not None:
-                self.draws.move_ids(grown)
-        self.previous_ids.index_copy_(0, draw_ids.long(), ids)

@@ -168,12 +168,12 @@ class FusedDecoder:
         """See Body. The attention's `attend` is called once a layer that has some; K and V are
         written here."""
         ops, s = self._ops, self._shape
-        rows = Rows(self._table, ids.token_ids, ids.token_from, ids.drawn, self._scale)
+        rows = Rows(self._table, ids.token_ids, self._scale)
         if ids.embeds is not None:
-            rows = Rows(ids.embeds, None, None, ids.drawn, self._scale)
+            rows = Rows(ids.embeds, None, self._scale)
         elif ids.own_places is not None and self.adapters is not None:
             embeds = self.adapters.own.embed(rows, ids.own_places)
-            rows = Rows(embeds, None, None, ids.drawn, self._scale)
+            rows = Rows(embeds, None, self._scale)
         stream = ops.enter(rows, self._layers[0].norms[0], s.norm_eps)
         for i, layer in enumerate(self._layers):
             mix, out, gate_up, down = self._adapted(i, ids.adapters)

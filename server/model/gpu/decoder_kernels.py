@@ -70,20 +70,14 @@ def _store_normed(out, x, norm, i, SIZE: tl.constexpr, eps, HAS_NORM: tl.constex
 
 @triton.jit
 def _embed_rows(
-    table, ids, token_from, drawn, norm, x, out, scale, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, TAKES_DRAWN: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    table, ids, norm, x, out, scale, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (row): its row of the table, scaled, to x; normed, to out."""
     row = tl.program_id(0).to(tl.int64)
     at = row
     if HAS_IDS:
-        token = tl.load(ids + row)
-        if TAKES_DRAWN:
-            source = tl.load(token_from + row)
-            taken = tl.load(drawn + tl.maximum(source, 0))
-            token = tl.where(source >= 0, tl.maximum(taken, 0), token)
-        at = token.to(tl.int64)
+        at = tl.load(ids + row).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
     value = tl.load(table + at * SIZE + i, mask=inside, other=0.0).to(tl.float32) * scale
@@ -325,11 +319,9 @@ class TritonOps(SeparateOps):
         block = triton.next_power_of_2(size)
         # What is not there is not read; a pointer must be one.
         _embed_rows[(num,)](
-            table, rows.drawn if ids is None else ids,
-            rows.drawn if rows.token_from is None else rows.token_from, rows.drawn,
-            table if norm is None else norm, x, out, rows.scale, eps,
-            SIZE=size, BLOCK=block, HAS_IDS=ids is not None,
-            TAKES_DRAWN=rows.token_from is not None, HAS_NORM=norm is not None,
+            table, table if ids is None else ids, table if norm is None else norm, x, out,
+            rows.scale, eps,
+            SIZE=size, BLOCK=block, HAS_IDS=ids is not None, HAS_NORM=norm is not None,
             num_warps=_warps(block), **FUSE,
         )  # fmt: skip
         return x, out

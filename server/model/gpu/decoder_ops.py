@@ -59,12 +59,10 @@ class Places(NamedTuple):
 
 class Rows(NamedTuple):
     """Rows of an embedding table [n, hidden_size]: those of ids int32 [R], or all where ids is
-    None. token_from, drawn: as in body.StepIds. scale: factor on a row."""
+    None. scale: factor on a row."""
 
     table: torch.Tensor
     ids: torch.Tensor | None
-    token_from: torch.Tensor | None
-    drawn: torch.Tensor
     scale: float
 
 
@@ -278,9 +276,6 @@ class TorchOps(SeparateOps):
         """See SeparateOps."""
         ids, x = rows.ids, rows.table
         if ids is not None:
-            if rows.token_from is not None:
-                drawn = rows.drawn.index_select(0, rows.token_from.clamp(min=0)).clamp(min=0)
-                ids = torch.where(rows.token_from >= 0, drawn, ids)
             x = x.index_select(0, ids)
         x = (x.float() * rows.scale).to(rows.table.dtype)
         return x, x.clone() if norm is None else rms(x.float(), norm, eps).to(x.dtype)

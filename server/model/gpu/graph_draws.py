@@ -76,22 +76,20 @@ def num_entries(plan: DrawPlan) -> int:
 
 class GraphDraws:
     """logits: float32 [n, rows of the head], the buffer that graphs with the head write; vocab_size
-    of its columns are ids. num_rows: most rows of a graph, at most n. previous_ids: int32, where
-    the next step finds what is drawn. graphs: of its own, or a stand-in."""
+    of its columns are ids. num_rows: most rows of a graph, at most n. graphs: of its own, or
+    a stand-in."""
 
     def __init__(
         self,
         logits: torch.Tensor,
         vocab_size: int,
         num_rows: int,
-        previous_ids: torch.Tensor,
         graphs: StepGraphs,
     ) -> None:
         self.num_rows = num_rows
         self.graphs = graphs
         self._logits = logits[:, :vocab_size]
         self._size = vocab_size
-        self._previous_ids = previous_ids
         device, num_words = logits.device, -(-vocab_size // 32)
         self.inputs = Upload(device, (1 << 12) + 80 * num_rows)
         # Both are read as far as a step has filled them; what lies behind is of steps before.
@@ -118,26 +116,18 @@ class GraphDraws:
         )
 
     def run(self, drawing: Drawing) -> torch.Tensor:
-        """int32 [rows]: ids, or why there is none, which the next step finds, too. Overwritten by
-        the next run. drawing: uploaded last."""
+        """int32 [rows]: ids, or why there is none. Overwritten by the next run. drawing:
+        uploaded last."""
         from server.model.gpu import draw_kernels
 
         key, given, changes = drawing
         logits = self._logits[: key.rows]
 
-        def forward(keeps_ids: bool) -> tuple[torch.Tensor, ...]:
+        def forward() -> tuple[torch.Tensor, ...]:
             x, is_nan = draw_kernels.changed(logits, changes)
-            ids = draw_kernels.drawn(x, is_nan, given, has_order=key.has_order)
-            if keeps_ids:  # draw i is made from row i
-                self._previous_ids[: key.rows].copy_(ids)
-            return (ids,)
+            return (draw_kernels.drawn(x, is_nan, given, has_order=key.has_order),)
 
         return self.graphs.run(key, forward)[0]
-
-    def move_ids(self, previous_ids: torch.Tensor) -> None:
-        """The drawn ids are left elsewhere from now on."""
-        self._previous_ids = previous_ids
-        self.graphs.forget()
 
 
 def padded(plan: DrawPlan, rows: int, size: int) -> tuple[dict[str, Array], Array, Array]:

@@ -72,7 +72,7 @@ class GraphKey(NamedTuple):
 
 
 Outputs = tuple[torch.Tensor, ...]
-Forward = Callable[[bool], Outputs]
+Forward = Callable[[], Outputs]
 
 
 class StepGraphs:
@@ -90,21 +90,19 @@ class StepGraphs:
         """What `forward` returns, computed by a replay.
 
         forward: runs the step on its static inputs; called only when the key is new: first plainly,
-        so that Triton compiles and cuBLAS allocates outside the capture, then under it. Its
-        argument is whether it keeps the drawn ids for the next step: only in the capture, because
-        the plain runs come before the step and read the ids of the step before. All else that it
-        does can be done several times: it writes the same KV to the same slots. The returned
-        tensors are overwritten by the next run.
+        so that Triton compiles and cuBLAS allocates outside the capture, then under it.
+        It can run several times: it writes the same KV to the same slots. The returned tensors are
+        overwritten by the next run.
         """
         found = self._graphs.get(key)
         if found is None:
             for _ in range(WARM_UP_RUNS):
-                forward(False)
+                forward()
             graph = torch.cuda.CUDAGraph()
             # On the runner's own stream: torch's is one per process, on the device that came first.
             stream = torch.cuda.current_stream(self._device)
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                outputs = forward(True)
+                outputs = forward()
             found = self._graphs[key] = (graph, outputs)
             self.num_captured += 1
         graph, outputs = found
@@ -132,8 +130,8 @@ def pad_to_bucket(
     the key alone.
     """
     num_rows, num_splits = key.rows, key.splits
-    for name in ("token_ids", "token_from", "positions", "seq_ids", "slots", "prefix_len"):
-        fill = {"slots": trash_slot, "token_from": -1}.get(name, 0)
+    for name in ("token_ids", "positions", "seq_ids", "slots", "prefix_len"):
+        fill = trash_slot if name == "slots" else 0
         padded = np.full(num_rows, fill, np.int32)
         padded[: arrays[name].shape[0]] = arrays[name]
         arrays[name] = padded

@@ -215,15 +215,13 @@ class HeadPlanner:
         return slabs
 
 
-def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[str, Array]:
-    """What the slabs read, by slab. keep_ids: the next step may take the drawn ids."""
+def slab_arrays(batch: Batch, slabs: Sequence[Slab]) -> dict[str, Array]:
+    """What the slabs read, by slab."""
     of_slabs = {slab.start: slab.rows for slab in slabs}
     none = np.empty(0, np.int32)
     arrays: dict[str, Array] = {"head_rows": np.concatenate((none, *of_slabs.values()))}
     for i, slab in enumerate(slabs):
         arrays.update({f"{i}.{name}": a for name, a in slab.plan.arrays.items()})
-        if keep_ids:
-            arrays[f"{i}.draw_ids"] = slab.draw_ids.astype(np.int32)
         if slab.own_places is not None:
             arrays[f"{i}.own_places"] = slab.own_places
             arrays[f"{i}.own_spans"] = spans_of(slab.own_places)

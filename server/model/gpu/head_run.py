@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,19 +18,16 @@ from server.model.gpu.slices import TorchSlices
 
 
 class HeadRun:
-    """keep_ids: called with (draws of the batch, drawn ids, which draws they are) for the ids that
-    the next step may take. own: adapters' own rows, if there may be some."""
+    """own: adapters' own rows, if there may be some."""
 
     def __init__(
         self,
         slices: TorchSlices,
-        keep_ids: Callable[[int, torch.Tensor, torch.Tensor], None],
         own: OwnRows | None = None,
         *,
         on_gpu: bool,
     ) -> None:
         self._slices = slices
-        self._keep_ids = keep_ids
         self._own = own
         self._on_gpu = on_gpu
 
@@ -101,7 +98,7 @@ class HeadRun:
         """Draw and score on a slab's logits; queue the results for the way back.
 
         ids: int32 like the logits, the columns' vocabulary ids; None where a column is one. done:
-        int32, what the draws are if a graph has drawn, which the next step has already."""
+        int32, what the draws are if a graph has drawn."""
         if slab.draw_ids.shape[0]:
             if done is None:
                 drawn = sampler.draw(logits, slab.plan, tensors, ids)
@@ -112,8 +109,6 @@ class HeadRun:
                 named = ids.gather(1, drawn.clamp(min=0).long()[:, None]).squeeze(1)
                 token_ids = torch.where(drawn >= 0, named, drawn)
             step.segments.append(Segment("draw", slab.draw_ids, (token_ids,)))
-            if "draw_ids" in tensors and done is None:
-                self._keep_ids(step.batch.num_draws, token_ids, tensors["draw_ids"])
             if step.batch.num_likely:
                 rows = tensors["likely_rows"]
                 likely = likeliest(logits.index_select(0, rows), step.batch.num_likely)

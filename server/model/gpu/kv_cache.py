@@ -5,8 +5,7 @@ second axis is keys, 1 is values. A *slot* is one position's K and V of a layer;
 those of server.engine.batch (block * block_size + offset) and are the same in every layer, sliding
 or global. Layers with a short convolution keep one vector a slot instead (`inputs`), in a tensor of
 [convolutions, num_slots + block_size, width]. The last `block_size` slots belong to no block of the
-engine: padded rows of a CUDA graph write there (`trash_slot`), which no row ever reads, and so do
-rows of a step ahead that came to be none (`void_slot`; one with trash_slot in blocks of one).
+engine: padded rows of a CUDA graph write there (`trash_slot`), which no row ever reads.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ class KvCache:
         self.num_blocks = num_blocks
         self.num_slots = num_blocks * self.block_size
         self.trash_slot = self.num_slots
-        # Read with weight 0, so only rows of finite numbers write it (ahead_rows.py).
-        self.void_slot = self.num_slots + min(1, self.block_size - 1)
         room = self.num_slots + self.block_size
         num_layers, *vector = self._place
         num, width = self._inputs
@@ -96,14 +93,9 @@ class KvCache:
             # Pageable memory is staged before the call returns, so `both` may be freed at once;
             # pinning a few numbers would cost more than the copy.
             both = both.to(device, non_blocking=True)
-        self.copy_slots(both[0], both[1])
-
-    def copy_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """move_slots of slots that the device itself has found (ahead_kernels.py): integers on it,
-        unchecked. Pairs of the void slot do nothing; any other destination stands once."""
-        self.memory.index_copy_(2, dst, self.memory.index_select(2, src))
+        self.memory.index_copy_(2, both[1], self.memory.index_select(2, both[0]))
         if self.inputs.shape[0]:
-            self.inputs.index_copy_(1, dst, self.inputs.index_select(1, src))
+            self.inputs.index_copy_(1, both[1], self.inputs.index_select(1, both[0]))
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy whole blocks src[i] to dst[i]. Raises as move_slots does."""

@@ -37,16 +37,12 @@ BLOCK_COLUMNS = 1024
 
 @triton.jit
 def _own_embed(
-    table, ids, token_from, drawn, places, at, rows, out, width, num_base, num_own,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, TAKES_DRAWN: tl.constexpr,
+    table, ids, places, at, rows, out, width, num_base, num_own,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row): its own row for its id, or the table's."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row)
-    if TAKES_DRAWN:
-        source = tl.load(token_from + row)
-        taken = tl.load(drawn + tl.maximum(source, 0))
-        token = tl.where(source >= 0, tl.maximum(taken, 0), token)
     place = tl.load(places + row).to(tl.int64)
     own = tl.load(at + place * width + token, mask=place >= 0, other=-1).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -113,11 +109,10 @@ def own_embed(rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
     assert ids is not None
     num, size = ids.shape[0], rows.table.shape[1]
     out = torch.empty((num, size), dtype=rows.table.dtype, device=rows.table.device)
-    takes_drawn = rows.token_from is not None
     _own_embed[(num,)](
-        rows.table, ids, rows.token_from if takes_drawn else ids, rows.drawn, places, part.at,
+        rows.table, ids, places, part.at,
         part.rows, out, part.at.shape[1], rows.table.shape[0], part.rows.shape[1],
-        SIZE=size, BLOCK=triton.next_power_of_2(size), TAKES_DRAWN=takes_drawn, num_warps=4,
+        SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=4,
     )  # fmt: skip
     return out
 

@@ -226,9 +226,6 @@ def own_embed(rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
     """DecoderOps.own_embed in plain torch."""
     ids = rows.ids
     assert ids is not None
-    if rows.token_from is not None:
-        drawn = rows.drawn.index_select(0, rows.token_from.clamp(min=0)).clamp(min=0)
-        ids = torch.where(rows.token_from >= 0, drawn, ids)
     ids, place = ids.long(), places.clamp(min=0).long()
     at = torch.where(places >= 0, part.at[place, ids.clamp(max=part.at.shape[1] - 1)], -1)
     base = rows.table.index_select(0, ids.clamp(max=rows.table.shape[0] - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -16,11 +16,9 @@ from server.engine.batch import (
     Batch,
     DrawError,
     Drawn,
-    Int32,
     Likely,
     likeliest_first,
 )
-from server.model.gpu.ahead_rows import Padded
 from server.model.gpu.sampler import NAN_LOGITS
 from server.model.gpu.slices import Placed
 
@@ -41,8 +39,7 @@ class Step:
     """A launched step until `wait` returns it.
 
     batch: as it is computed. products: begin and end of each product of the head, as events on a
-    GPU, else in seconds. placed: slices that it was the first to see. ahead: set if its rows are
-    padded because it hangs on the draws of the step before.
+    GPU, else in seconds. placed: slices that it was the first to see.
     """
 
     batch: Batch
@@ -55,9 +52,7 @@ class Step:
     done: torch.cuda.Event | None = None
     model_s: float = 0.0
     head_s: float = 0.0
-    drawn: Drawn | DrawError | None = None
     error: Exception | None = None
-    ahead: Padded | None = None
 
     def mark_begin(self, *, on_gpu: bool) -> None:
         """The device begins with it now."""
@@ -79,37 +74,15 @@ class Step:
         else:
             self.model_s = time.perf_counter() - self.begin_s
 
-    def places(self) -> Int32 | None:
-        """Of each draw that the engine counts, its draw in `batch`, once the step before is there;
-        None: they are the same ones."""
-        return None if self.ahead is None else self.ahead.places()
-
-    def drawn_ids(self) -> Int32:
-        """Drawn.token_ids, once they are there."""
-        try:
-            return self.finish().token_ids
-        except DrawError as error:
-            return error.drawn.token_ids
-
     def finish(self) -> Drawn:
         """Its results, once they are there. Raises DrawError."""
-        if self.drawn is None:
-            if self.done is not None and self.begin is not None:
-                self.done.synchronize()
-                self.model_s = self.begin.elapsed_time(self.done) / 1e3
-                self.head_s = sum(a.elapsed_time(b) for a, b in self.products) / 1e3
-            else:
-                self.head_s = sum(b - a for a, b in self.products)
-            try:
-                self.drawn = read_back(self)
-            except DrawError as error:
-                self.drawn = error
-            places = self.places()
-            if places is not None:
-                self.drawn = _those_there(self.drawn, places)
-        if isinstance(self.drawn, DrawError):
-            raise self.drawn
-        return self.drawn
+        if self.done is not None and self.begin is not None:
+            self.done.synchronize()
+            self.model_s = self.begin.elapsed_time(self.done) / 1e3
+            self.head_s = sum(a.elapsed_time(b) for a, b in self.products) / 1e3
+        else:
+            self.head_s = sum(b - a for a, b in self.products)
+        return read_back(self)
 
 
 def read_back(step: Step) -> Drawn:
@@ -182,24 +155,6 @@ def read_back(step: Step) -> Drawn:
     if failed:
         raise DrawError(failed, drawn)
     return drawn
-
-
-def _those_there(drawn: Drawn | DrawError, places: Int32) -> Drawn | DrawError:
-    """The same of these draws alone."""
-    if isinstance(drawn, DrawError):
-        there = {place: i for i, place in enumerate(places.tolist())}
-        failed = tuple((there[d], why) for d, why in drawn.failed if d in there)
-        kept = _those_there(drawn.drawn, places)
-        return DrawError(failed, kept) if failed and isinstance(kept, Drawn) else kept
-    likely = drawn.likely
-    return replace(
-        drawn,
-        token_ids=drawn.token_ids[places],
-        logprobs=drawn.logprobs[places],
-        ranks=drawn.ranks[places],
-        top=[drawn.top[place] for place in places.tolist()],
-        likely=likely and Likely(likely.ids[places], likely.chances[places]),
-    )
 
 
 def _tell_likely(likely: Likely | None, index: Array, parts: Sequence[Array]) -> None:

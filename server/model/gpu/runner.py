@@ -7,11 +7,8 @@ LM head on the rows that draw or are scored (head_plan.py, head_run.py; graph_he
 the sampler (graph_draws.py in a second graph), one download (results.py).
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
-Two steps may be in flight, so that a row can take the id that the previous step draws
-(Batch.token_from); with the embedding in CPU memory such a row's `launch` waits for that step,
-because its id is needed there. Behind trees the device finds the rows itself (following.py). All
-work is queued on one stream of the runner, KV moves included,
-but for copies of the LM head's rows, which have a second one (transfers.py).
+One step is in flight. All work is queued on one stream of the runner, KV moves included, but for
+copies of the LM head's rows, which have a second one (transfers.py).
 
 Vocabulary slices: draws are sorted by what they see, the full head or a table's slices; each kind
 goes through the head and the sampler in slabs of rows (slices.py). `verify` draws again from
@@ -26,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +41,6 @@ from server.model.gpu.batch_check import check_batch, check_sizes
 from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.device import DeviceMeter
-from server.model.gpu.following import Following
 from server.model.gpu.graph_draws import draw_form
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays, whole_head_rows
@@ -57,17 +52,15 @@ from server.model.gpu.results import Step
 from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
 from server.model.gpu.spec import TorchModel, Ways
-from server.model.gpu.transfers import TURNS, HostTable, SideStream, Upload
+from server.model.gpu.transfers import HostTable, SideStream, Upload
 from server.model.gpu.warm_up import Trials
 from server.types import DeviceFigures, ModelInfo
 
 Array = npt.NDArray[Any]
 
-MAX_IN_FLIGHT = TURNS
-
 
 class TorchRunner:
-    """server.engine.batch.SlicingRunner and FollowingRunner on torch.
+    """server.engine.batch.SlicingRunner and AdaptingRunner on torch.
 
     model: the weights, which it takes over. info: the sizes; ids from vocab_size on are padding.
     ways: how a step is computed. side: the stream of copies, for tests; None makes one.
@@ -115,23 +108,14 @@ class TorchRunner:
             self._body.add_head(self._head, ways.head_bytes)
         own, head_size = self._body.own, self._head.vocab_size
         self._planner = HeadPlanner(self._slices, head_size, ways.head_bytes, own)
-        self._head_run = HeadRun(self._slices, self._body.keep_ids, own, on_gpu=self._on_gpu)
-        self._num_previous = 0
+        self._head_run = HeadRun(self._slices, own, on_gpu=self._on_gpu)
         self._upload = self._make_upload(embedding is not None)
         self._stream: torch.cuda.Stream | None = None
         if self._on_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._meter = DeviceMeter(device) if self._on_gpu else None
-        # With the embedding in CPU memory the host needs every id before its step.
-        self.max_in_flight = MAX_IN_FLIGHT if embedding is None else 1
-        on_device = self._attention == "triton" and embedding is None and info.block_size > 1
-        on_device = on_device and not self._body.keeps_states
-        ids = info.vocab_size
-        self._following = Following(self._body, self._cache, ids, on_device=on_device)
-        self.follows_trees = self._following.on_device
-        self._in_flight: deque[Step] = deque()
-        self._last: Step | None = None  # the step launched last, for `token_from`
+        self._in_flight: Step | None = None
         self._closed = False
 
     def _make_body(
@@ -165,8 +149,6 @@ class TorchRunner:
             attention=self._attention,
             embedding=embedding,
             tables_shape=(info.max_num_seqs, self._max_blocks),
-            # Every row may draw, and the choices of a prompt draw from one row.
-            max_draws=info.max_num_batched_tokens + info.max_num_seqs,
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
         )  # fmt: skip
         made.prefill = library_of(
@@ -204,33 +186,30 @@ class TorchRunner:
     def launch(self, batch: Batch) -> None:
         """Queue a step. What fails here is raised by `wait`, in order.
 
-        Raises RuntimeError when two steps are in flight already, or after close.
+        Raises RuntimeError when a step is in flight already, or after close.
         """
-        self._check_open()
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight: call wait first")
+        self._check_idle()
         step = Step(batch, time.perf_counter())
         try:
             with torch.inference_mode(), self._on_stream():
                 self._start(step)
-            self._last = step
         except Exception as error:
             step.error = error
             if isinstance(error, torch.OutOfMemoryError):  # the engine knows no torch
                 step.error = MemoryError(str(error))
             self._slices.forget(step.placed)  # it may not have come to writing them
-        self._in_flight.append(step)
+        self._in_flight = step
 
     def wait(self) -> Drawn:
-        """The oldest step in flight.
+        """The step in flight.
 
         Raises what its launch raised, server.engine.batch.DrawError when some of its draws have no
         answer, and RuntimeError when nothing is in flight.
         """
         self._check_open()
-        if not self._in_flight:
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             raise RuntimeError("no step is in flight")
-        step = self._in_flight.popleft()
         if step.error is not None:
             raise step.error
         return step.finish()
@@ -284,7 +263,7 @@ class TorchRunner:
         with torch.inference_mode(), self._on_stream():
             step.mark_begin(on_gpu=self._on_gpu)
             slabs = self._planner.full(batch, np.arange(batch.num_draws), 0)
-            arrays = slab_arrays(batch, slabs, keep_ids=False)
+            arrays = slab_arrays(batch, slabs)
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
             if self._cpu_head is None:
@@ -354,12 +333,12 @@ class TorchRunner:
         if self._closed:
             return
         self._closed = True
-        self._in_flight.clear()
+        self._in_flight = None
         if self._stream is not None:
             self._stream.synchronize()
         self._side.synchronize()
         del self._body, self._head, self._cache, self._upload, self._planner, self._head_run
-        del self._slices, self._kept, self._cpu_head, self._last, self._following
+        del self._slices, self._kept, self._cpu_head
         if self._host_head is not None:
             self._host_head.close()
             self._host_head = None
@@ -382,7 +361,6 @@ class TorchRunner:
             self.info, body.shape, 0 if graphs is None else graphs.largest, self._max_blocks,
             has_head=body.head is not None,
             draw_rows=0 if body.draws is None else body.draws.num_rows,
-            follows_trees=self.follows_trees,
             copies_keys=body.prefill is not None and body.prefill.copies_keys,
         )  # fmt: skip
 
@@ -427,8 +405,8 @@ class TorchRunner:
 
     def _check_idle(self) -> None:
         self._check_open()
-        if self._in_flight:
-            raise RuntimeError("a step is in flight")
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight: call wait first")
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._stream is None:
@@ -436,15 +414,13 @@ class TorchRunner:
         return torch.cuda.stream(self._stream)
 
     def _start(self, step: Step) -> None:
-        ahead = self._following.lay_out(step, self._last, self._num_previous)
         batch = step.batch
         num_ids, held = self.info.vocab_size, batch.seq_adapters is not None
         own_ids = self._adapting().num_ids(batch, num_ids) if held else num_ids
-        check_batch(batch, self.info, self._cache.num_slots, self._num_previous, own_ids)
+        check_batch(batch, self.info, self._cache.num_slots, own_ids)
         step.mark_begin(on_gpu=self._on_gpu)
         slabs, step.placed = self._planner.plan(batch)
-        drawn_ids = self._drawn_before(batch)
-        plan = self._body.plan(batch, drawn_ids, *whole_head_rows(slabs))
+        plan = self._body.plan(batch, *whole_head_rows(slabs))
         keep = kept_draws(batch)
         arrays: dict[str, Array] = {}
         if keep.shape[0]:
@@ -456,9 +432,7 @@ class TorchRunner:
         draws = self._body.draws
         form = draw_form(plan.head_rows, slabs, draws)
         if form == "eager" or not slabs[0].only_draws or batch.num_likely:
-            arrays |= slab_arrays(batch, slabs, keep_ids=True)
-        if ahead is not None:
-            arrays |= self._following.arrays(ahead, slabs, in_graph=form == "sampled")
+            arrays |= slab_arrays(batch, slabs)
         if plan.graph_key is None:
             tensors = self._upload(plan.arrays | arrays)
         else:
@@ -467,10 +441,7 @@ class TorchRunner:
         drawing = None
         if form == "sampled" and draws is not None:
             drawing = draws.upload(slabs[0].plan, plan.head_rows)
-            tensors["0.noise"] = drawing.given.noise
         self._slices.write(step.placed, tensors)
-        if ahead is not None:
-            self._following.accept(ahead, slabs, tensors)
         computed = self._body.run(batch, tensors, plan)
         if form != "argmax":
             ids = None if drawing is None or draws is None else draws.run(drawing)
@@ -479,16 +450,7 @@ class TorchRunner:
             rows = computed.hidden.index_select(0, tensors["keep_rows"])
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
         self._head_run.run(step, slabs, computed, tensors, self._head, self._sampler)
-        self._num_previous = batch.num_draws
         step.mark_end(on_gpu=self._on_gpu)
-
-    def _drawn_before(self, batch: Batch) -> Int32 | None:
-        """What the step before drew, on the host, if a row's embedding is looked up there. Waits
-        for that step: only an embedding on the device lets a step be launched ahead of it."""
-        if self._body.embedding is None or not (batch.token_from >= 0).any():
-            return None
-        assert self._last is not None  # check_batch: there is a previous batch
-        return np.maximum(self._last.drawn_ids(), 0)  # a draw without an answer: as in StepIds
 
     def _make_room_to_keep(self, num: int) -> None:
         if num > self._kept.shape[0]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from server.engine.ahead import Ahead
-from server.engine.batch import Batch, DrawParams, Int32
+from server.engine.batch import Batch, DrawParams
 from server.model.gpu import attention as paged
 from server.model.gpu.graphs import ROW_BUCKETS, split_level
 from server.types import ModelInfo, SamplingParams
@@ -32,9 +31,8 @@ class Trials:
     """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
     of its largest graph, 0 for none. max_blocks: of a row of its block tables. has_head: whether
     graphs have the full head; they are captured with and without it, as steps with slices have it.
-    draw_rows: of the largest graph of sampled rows, 0 for none. follows_trees: whether the device
-    finds the rows behind trees. copies_keys: whether a step's memory grows with its histories
-    (prefill.Library).
+    draw_rows: of the largest graph of sampled rows, 0 for none. copies_keys: whether a
+    step's memory grows with its histories (prefill.Library).
     """
 
     info: ModelInfo
@@ -43,22 +41,15 @@ class Trials:
     max_blocks: int
     has_head: bool = False
     draw_rows: int = 0
-    follows_trees: bool = False
     copies_keys: bool = False
 
     def kernels(self) -> Iterator[Batch]:
         """One for every kernel that serving needs, and for every graph."""
-        longest = self.info.max_model_len
-        yield from self._of(warm_up_shapes(longest, self.shape, self.graph_rows))
+        yield from self._of(warm_up_shapes(self.info.max_model_len, self.shape, self.graph_rows))
         yield from self._sampled([b for b in reversed(ROW_BUCKETS) if b <= self.draw_rows])
         one = warm_up_batch(1, 1, 1, self.max_blocks)
         for sampling in _KINDS:
             yield _choices(one, sampling)
-        if longest >= 4:
-            behind = warm_up_batch(1, 1, 2, self.max_blocks)
-            yield replace(behind, token_from=np.zeros(1, np.int32))
-            if self.follows_trees:
-                yield from _trees(self.max_blocks)
 
     def graphs(self) -> Iterator[Batch]:
         """One for each of the largest graphs: smaller ones fit into the memory that they took."""
@@ -190,23 +181,3 @@ def _choices(batch: Batch, sampling: SamplingParams) -> Batch:
         draw_positions=zeros + batch.draw_positions[-1],
         params=(replace(params, sampling=sampling),),
     )  # fmt: skip
-
-
-def _trees(max_blocks: int) -> list[Batch]:
-    """A root and its node, which both draw, and the step behind them with a node prepared."""
-
-    def ints(*values: int) -> Int32:
-        return np.array(values, np.int32)
-
-    rows = warm_up_batch(1, 2, 2, max_blocks)
-    tree = replace(
-        rows, prefix_len=ints(1, 1), path_start=ints(0, 0), path_len=ints(0, 1),
-        path_slots=ints(1), draw_rows=ints(0, 1), draw_params=ints(0, 0), draw_parent=ints(-1, 0),
-        draw_positions=ints(1, 2), draw_mask=ints(-1, -1), num_draft_rows=1,
-    )  # fmt: skip
-    behind = Ahead(
-        root_draws=ints(0), tree_start=ints(0, 1), tree_tokens=ints(0), tree_parents=ints(-1),
-        option_start=ints(0, 1), option_end=ints(-1), option_token=ints(0), node_start=ints(0, 1),
-        node_tokens=ints(0), node_parents=ints(-1),
-    )  # fmt: skip
-    return [tree, replace(warm_up_batch(1, 1, 2, max_blocks), slots=ints(1), ahead=behind)]

@@ -40,8 +40,8 @@ class FirstCalls:
             if key not in self._captured:
                 self.num_captured += 1
                 for _ in range(self.num_runs):
-                    forward(False)
-            return self._captured.setdefault(key, forward)(True)
+                    forward()
+            return self._captured.setdefault(key, forward)()
 
     def forget(self) -> None:
         self.num_forgotten += 1
@@ -57,7 +57,7 @@ def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> FirstCalls:
     body.head = GraphHead(runner._head, graphs.largest)
     drawing = FirstCalls(graphs.largest, graphs.num_runs)
     body.draws = GraphDraws(
-        body.head.logits, runner._head.vocab_size, graphs.largest, body.previous_ids,
+        body.head.logits, runner._head.vocab_size, graphs.largest,
         drawing,  # type: ignore[arg-type]
     )  # fmt: skip
     return drawing

@@ -46,13 +46,12 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_own_rows.py"),
     Path(__file__).with_name("test_narrow.py"),
     Path(__file__).with_name("test_prefill.py"),
-    Path(__file__).with_name("test_ahead_rows.py"),
     Path(__file__).with_name("test_delta.py"),
     Path(__file__).with_name("test_draw_kernels.py"),
     Path(__file__).with_name("test_warm_up.py"),
 )
 OWN_ROW_CASES, DRAW_CASES, PREFILL_CASES, STREAM_CASES = 4, 3, 1, 7
-DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 16, 3, 8, 3, 2
+DECODER_CASES, LORA_CASES, NARROW_CASES, DELTA_CASES = 16, 3, 8, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -122,8 +121,8 @@ def test_triton_finds_the_cut_that_a_sort_finds(monkeypatch: pytest.MonkeyPatch)
 
 
 def tree_steps(pages: Pages) -> list[Batch]:
-    """A prompt chunk with a tree and other prompts, decode rows that take what was drawn, then two
-    steps of trees and decode rows with as many rows, of other shapes and lengths."""
+    """A prompt chunk with a tree and other prompts, decode rows, then two steps of trees and
+    decode rows with as many rows, of other shapes and lengths."""
     tables = [pages.sequence(120) for _ in range(3)]
     first = BatchBuilder()
     for i, (table, length) in enumerate(zip(tables, (70, 5, 20), strict=True)):
@@ -133,7 +132,7 @@ def tree_steps(pages: Pages) -> list[Batch]:
         first.score(node, 0, families.VOCAB_SIZE)
     second = BatchBuilder()
     for i, position in enumerate((70, 5, 20)):
-        row = second.add_rows(tables[i], [0], position, token_from=[i])[0]
+        row = second.add_rows(tables[i], [40 + i], position)[0]
         second.draw(row, second.add_params(draw_params()))
         second.score(row, 0, families.VOCAB_SIZE)
     batches = [first.build(), second.build()]
@@ -151,11 +150,13 @@ def tree_steps(pages: Pages) -> list[Batch]:
     return batches
 
 
-def decode_ahead(tables: list[Pages.Table], position: int, sampled: int | None) -> Batch:
-    """One row of each sequence, with the id that the step before draws for it."""
+def decode_step(
+    tables: list[Pages.Table], ids: list[int], position: int, sampled: int | None
+) -> Batch:
+    """One row of each sequence, with its id."""
     builder = BatchBuilder()
     for i, table in enumerate(tables):
-        row = builder.add_rows(table, [0], position, token_from=[i])[0]
+        row = builder.add_rows(table, [ids[i]], position)[0]
         noisy = SamplingParams(temperature=0.9, seed=7)
         builder.draw(row, builder.add_params(draw_params(noisy) if i == sampled else draw_params()))
     return builder.build()
@@ -180,12 +181,10 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
         if attention == "triton" and bucketed:
             use_graphs(runner, graphs)
         batches = tree_steps(Pages(64, seed=3))
-        runner.launch(batches[0])
         drawn = []
-        for batch in batches[1:]:  # each is launched before the one before has come back
+        for batch in batches:
             runner.launch(batch)
             drawn.append(runner.wait())
-        drawn.append(runner.wait())
         if bucketed:
             assert body.inputs.generation == 1, "what graphs read has moved"
             if attention == "triton":
@@ -212,8 +211,8 @@ MOST_OUTSIDE = 1  # the copy of the drawn ids to the host
 def test_triton_a_greedy_step_is_one_upload_and_one_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decode steps one ahead, and a tree: body, head, draws and the ids that the next step takes
-    are in the graph. Where a row is sampled a second graph draws, with an upload of its own."""
+    """Decode steps and a tree: body, head and draws are in the graph. Where a row is sampled a
+    second graph draws, with an upload of its own."""
     launched, found = Launched(), []
     uploads: list[Upload] = []
     upload = Upload.__call__
@@ -244,10 +243,10 @@ def test_triton_a_greedy_step_is_one_upload_and_one_replay(
             row = prompt.add_rows(table, [4 + i, 9, 30 - i] * 8, 0)[-1]
             prompt.draw(row, prompt.add_params(draw_params()))
         runner.launch(prompt.build())
+        ids = [runner.wait().token_ids.tolist()]
         uploads.clear()
-        ids = []
         for step in range(5):
-            batch = decode_ahead(tables, 24 + step, sampled=1 if step == 3 else None)
+            batch = decode_step(tables, ids[-1], 24 + step, sampled=1 if step == 3 else None)
             before = launched.num
             with launched:
                 runner.launch(batch)
@@ -258,7 +257,6 @@ def test_triton_a_greedy_step_is_one_upload_and_one_replay(
                 assert launched.num - before <= MOST_OUTSIDE and len(sampled.keys) == (step >= 3)
             uploads.clear()
             ids.append(runner.wait().token_ids.tolist())
-        ids.append(runner.wait().token_ids.tolist())
         tree = BatchBuilder()
         rows = tree.add_rows(tables[0], [ids[-1][0]], 29)
         rows += tree.add_tree(tables[0], 29, [5, 6, 7], [-1, 0, -1])
@@ -286,7 +284,7 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    num = len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES
+    num = len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES
     num += OWN_ROW_CASES + DELTA_CASES + DRAW_CASES + PREFILL_CASES + STREAM_CASES
     assert f"{num} passed" in done.stdout, done.stdout[-400:]
 

@@ -94,16 +94,14 @@ def test_triton_places_heads_as_the_reference(case: tuple[str, str]) -> None:
 def test_triton_embeds_norms_and_gates_as_the_reference(kind: str) -> None:
     dtype, atol = DTYPES[kind]
     table, weight = random(30, 48, dtype=dtype), 1 + random(48, seed=6)
-    drawn = torch.tensor([5, 29, 11], dtype=torch.int32)
     ids = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
-    source = torch.tensor([-1, 2, 0, -1], dtype=torch.int32)
     results: list[list[torch.Tensor]] = []
     for ops in both():
         found: list[torch.Tensor] = []
         for rows in (
-            Rows(table, ids, None, drawn, 1.0),
-            Rows(table, ids, source, drawn, 6.93),
-            Rows(table[:4], None, None, drawn, 0.5),
+            Rows(table, ids, 1.0),
+            Rows(table, ids, 6.93),
+            Rows(table[:4], None, 0.5),
         ):
             for norm in (None, weight):
                 found += ops.embed(rows, norm, 1e-6)
@@ -296,7 +294,7 @@ COMPILED = {
     "_gate_rows": {"SIZE": 2048, "BLOCK": 1024, "GELU": 1},
     "_convolve_rows": {"SIZE": 2048, "BLOCK": 512, "NUM_TAPS": 3},
 }  # fmt: skip
-INTEGERS = {"ids", "token_from", "drawn", "positions", "slots", "sources"}
+INTEGERS = {"ids", "positions", "slots", "sources"}
 WIDE = {"norm", "norms", "weight", "post", "following", "cos", "sin", "query_scales", "taps"}
 SCALARS = {"scale": "fp32", "eps": "fp32", "stride_row": "i32"}
 

@@ -52,9 +52,8 @@ class Both:
 
     def __init__(self) -> None:
         self.head = torch.zeros((MOST, V + 3))
-        self.previous = torch.zeros(MOST, dtype=torch.int32)
         self.graphs = FirstCalls(MOST)
-        self.draws = GraphDraws(self.head, V, MOST, self.previous, self.graphs)  # type: ignore[arg-type]
+        self.draws = GraphDraws(self.head, V, MOST, self.graphs)  # type: ignore[arg-type]
         self.sampler = Sampler(use_triton=True)
 
     def draw(self, plan: DrawPlan, logits: Logits) -> tuple[list[int], list[int]]:
@@ -63,7 +62,6 @@ class Both:
         rows = row_bucket(num, MOST)
         assert rows is not None
         found = self.draws.run(self.draws.upload(plan, rows))
-        assert found.tolist() == self.previous[:rows].tolist()
         eager = self.sampler.draw(torch.from_numpy(logits.copy()), plan, tensors(plan))
         return eager.tolist(), found[:num].tolist()
 
@@ -128,7 +126,7 @@ def test_one_rule_says_how_a_step_draws(samplings: list[Any], same_row: bool) ->
     plan = plan_draws(batch, np.arange(batch.num_draws), rows, V)
     none = np.empty(0, np.int32)
     slab = Slab(np.unique(rows).astype(np.int32), 0, np.arange(batch.num_draws), plan, none, 0)
-    draws = GraphDraws(torch.zeros((8, V)), V, 8, torch.zeros(8, dtype=torch.int32), FirstCalls(8))  # type: ignore[arg-type]
+    draws = GraphDraws(torch.zeros((8, V)), V, 8, FirstCalls(8))  # type: ignore[arg-type]
     form = graph_draws.draw_form(8, [slab], draws)
     greedy = all(p.takes_argmax(-1) for p in batch.params)
     in_order = not same_row or len(samplings) == 1

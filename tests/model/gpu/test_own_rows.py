@@ -301,15 +301,11 @@ def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
     part = OwnPart(at.to(device), random(3, 40, size))
     ids = torch.tensor([4, 4, 4, 60, 60, 30, 89, 55, 7], dtype=torch.int32, device=device)
     places = torch.tensor([-1, 2, 0, 2, 0, 2, 2, 0, -1], dtype=torch.int32, device=device)
-    source = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 0, -1], dtype=torch.int32, device=device)
-    drawn = torch.tensor([-1, 89], dtype=torch.int32, device=device)
     table = random(num_base, size)
-    for token_from in (None, source):
-        rows = Rows(table, ids, token_from, drawn, 1.0)
-        want, got = (ops.own_embed(rows, places, part) for ops in (TorchOps(), TritonOps()))
-        assert torch.equal(want, got)
+    rows = Rows(table, ids, 1.0)
+    want, got = (ops.own_embed(rows, places, part) for ops in (TorchOps(), TritonOps()))
+    assert torch.equal(want, got)
     assert torch.equal(got[0], table[4]) and torch.equal(got[1], part.rows[2, 0])
-    assert torch.equal(got[5], part.rows[2, 2]), "an id that the step before has drawn"
 
     hidden, logits = random(9, 2 * size)[:, :size], random(9, 64).float()[:, :num_base]
     spans = torch.from_numpy(spans_of(places.cpu().numpy())).to(device)
@@ -408,7 +404,7 @@ def test_triton_graphs_without_room_for_wide_logits_end_at_the_states(
 
 
 KINDS = {
-    "ids": "*i32", "token_from": "*i32", "drawn": "*i32", "places": "*i32", "at": "*i32",
+    "ids": "*i32", "places": "*i32", "at": "*i32",
     "spans": "*i32", "width": "i32", "num_base": "i32", "num_own": "i32", "num_logits": "i32",
     "stride_hidden": "i32", "stride_logits": "i32",
 }  # fmt: skip

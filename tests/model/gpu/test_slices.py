@@ -455,8 +455,7 @@ def test_a_streamed_head_is_the_head(dtype: torch.dtype, chunk_rows: int) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
 def test_embeddings_gathered_in_cpu_memory(family: str) -> None:
-    """Logits are transformers' own, Gemma's scale included; a row that takes the id drawn by the
-    step before waits for it."""
+    """Logits are transformers' own, Gemma's scale included."""
     module = families.build(family)
     made = make(families.build(family), "stream")
     ids = np.random.default_rng(5).integers(3, V, 21).tolist()
@@ -465,11 +464,11 @@ def test_embeddings_gathered_in_cpu_memory(family: str) -> None:
     rows = first.add_rows(table, ids, 0)
     first.draw(rows[-1], first.add_params(draw_params()))
     first.score(rows[-1], ids[0], V)
-    row = second.add_rows(table, [0], 21, token_from=[0])[0]
-    second.draw(row, second.add_params(draw_params(SamplingParams(temperature=0.0))))
     made.launch(first.build())
-    made.launch(second.build())
     got = made.wait()
+    row = second.add_rows(table, got.token_ids.tolist(), 21)[0]
+    second.draw(row, second.add_params(draw_params(SamplingParams(temperature=0.0))))
+    made.launch(second.build())
     with torch.no_grad():
         logits = module(torch.tensor([ids])).logits[0, -1]
         top = dict(got.score_top[0])

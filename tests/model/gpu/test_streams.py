@@ -69,7 +69,7 @@ def layers(
     mix, out, gate_up, down = (
         None if at is None else Adapted(at, own) for own in tables(dtype)
     )  # fmt: skip
-    stream = ops.enter(Rows(table, rows, None, rows, 1.5), first, 1e-5)
+    stream = ops.enter(Rows(table, rows, 1.5), first, 1e-5)
     found = []
     for _layer in range(2):
         x, mixed = ops.read(stream, made[0], mix)
