@@ -97,7 +97,7 @@ def test_triton_draws_what_the_reference_draws(monkeypatch: pytest.MonkeyPatch) 
         assert eager == graph == reference(batch, logits)
 
     check()
-    assert len(both.graphs.keys) > 2 * both.graphs.num_captured and not both.graphs.num_forgotten
+    assert len(both.graphs.keys) >= 2 * both.graphs.num_captured and not both.graphs.num_forgotten
 
 
 def _batch(
