@@ -164,12 +164,11 @@ def _middleware(
 ) -> list[Middleware]:
     """CORS where it is configured, and the gate. paths: those that metrics may name."""
     open_paths, admin_paths = OPEN_PATHS, ADAPTER_PATHS
+    browser_paths = frozenset({"/metrics", ROOT_PATH, *PAGE_PATHS, DATA_PATH, HISTORY_PATH})
     if config.metrics.admin_only and config.keys:
         admin_paths |= frozenset({"/metrics"})
     elif not config.metrics.require_key:
         open_paths |= {"/metrics"}
-    if config.dashboard.enabled:
-        open_paths |= frozenset((ROOT_PATH, *PAGE_PATHS))
     middleware = []
     if config.cors.allow_origins:
         middleware.append(
@@ -185,7 +184,7 @@ def _middleware(
         Gate,
         keys=keys,
         open_paths=open_paths,
-        quiet_paths=frozenset({DATA_PATH, HISTORY_PATH}),
+        browser_paths=browser_paths,
         admin_paths=admin_paths,
         metrics=metrics,
         routes=paths,
@@ -279,7 +278,7 @@ ELSEWHERE = {
     "/api/version": "/version",
     # probes of Kubernetes
     "/healthz": "/health",
-    "/livez": "/health",
+    "/livez": "/ping",
     "/readyz": "/ready",
     # Anthropic
     "/v1/messages": _CHAT,

@@ -4,7 +4,9 @@ It adds to uvicorn's:
 
 - the request line and headers have a size and a time (431, 408), however slowly they drip, and
   so have trailers and chunk extensions;
-- HTTP that the parser refuses (smuggling, bad lengths, raw TLS) answers in OpenAI's error shape;
+- HTTP that the parser refuses (smuggling, bad lengths, raw TLS) answers in OpenAI's error shape,
+  and so does what it takes and HTTP/1.1 forbids: another version, no Host or two, an Expect that
+  nobody knows;
 - a client that does not read its answer is cut off, so that it cannot hold what it asked for.
 
 An error is never written into an answer that is under way: the connection is closed instead.
@@ -26,6 +28,8 @@ from server.api.gate import error_response
 from server.errors import BodyTimeoutError, HeadersTooLargeError, InvalidHttpError, TailorError
 
 log = logging.getLogger("tailor.http")
+_parser_log = logging.getLogger("tailor.http.parser")
+_parser_log.setLevel(logging.ERROR)  # uvicorn warns of every byte that is no HTTP: see _refuse
 
 CHUNK_OVERHEAD = 32
 """Bytes around a chunk's data that the limit does not count."""
@@ -52,6 +56,7 @@ class Connection(HttpToolsProtocol):
         on_refused: Callable[[int, str], None] = lambda status, code: None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.logger = _parser_log
         self._max_header_bytes = max_header_bytes
         self._header_timeout_s = header_timeout_s
         self._send_timeout_s = send_timeout_s
@@ -96,6 +101,10 @@ class Connection(HttpToolsProtocol):
         if size > self._max_header_bytes:
             self._refusal = self._too_large()
             raise ValueError("too large")  # ends the parser's work; send_400_response follows
+        problem = self._problem_of_head()
+        if problem:
+            self._refusal = InvalidHttpError(problem)
+            raise ValueError("forbidden")
         self._in_head = False
         self._num_head_bytes = self._num_extra_bytes = 0
         self._stop_head_timer()
@@ -123,6 +132,20 @@ class Connection(HttpToolsProtocol):
         """Ignore upgrades, as HTTP allows, and log nothing: a client could fill the log."""
 
     # --- inside ---
+
+    def _problem_of_head(self) -> str:
+        """What HTTP/1.1 (RFC 9112, 2.3 and 3.2; RFC 9110, 10.1.1) forbids in a head, "" if it is
+        right."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return f"HTTP/{version} is not spoken on this port; send HTTP/1.1."
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            return f"A request has one Host header; this one has {len(hosts)}."
+        expected = [value.strip().lower() for name, value in self.headers if name == b"expect"]
+        if any(value != b"100-continue" for value in expected):
+            return "Expect: 100-continue is the only expectation that is known."
+        return ""
 
     def _too_large(self) -> TailorError:
         return HeadersTooLargeError(

@@ -130,9 +130,8 @@ class DashboardRoutes:
                 caller_of(request).key,
                 tells_sums=self._tells_sums,
             )
-            return JSONResponse(
-                {"version": __version__, **figures}, headers={"cache-control": "no-store"}
-            )
+            told = {"version": __version__, "needs_key": caller_of(request).key is not None}
+            return JSONResponse({**told, **figures}, headers={"cache-control": "no-store"})
 
         @app.get(HISTORY_PATH, include_in_schema=False)
         async def get_dashboard_history(request: HttpRequest, after: str = "") -> Response:

@@ -63,9 +63,9 @@ def error_response(
 class Gate:
     """app: what is behind it. keys: empty lets everyone in. routes: paths that metrics may name
     where no route was found (a client cannot make series by inventing paths). open_paths: need no
-    key and are not logged. quiet_paths: need one, but are neither logged nor counted against its
-    limits. admin_paths: need an admin key, beside those that always do. traces: where spans go,
-    None is nowhere."""
+    key and are not logged. browser_paths: need one, which a browser may ask for by itself (see
+    Keyring.find), but are neither logged nor counted against its limits. admin_paths: need an admin
+    key, beside those that always do. traces: where spans go, None is nowhere."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Gate:
         *,
         keys: Keyring,
         open_paths: frozenset[str] = OPEN_PATHS,
-        quiet_paths: frozenset[str] = frozenset(),
+        browser_paths: frozenset[str] = frozenset(),
         admin_paths: frozenset[str] = frozenset(),
         metrics: Metrics,
         routes: Set[str],
@@ -82,7 +82,7 @@ class Gate:
         self.app = app
         self._keys = keys
         self._open = open_paths
-        self._quiet = quiet_paths
+        self._browser = browser_paths
         self._admin = admin_paths
         self._metrics = metrics
         self._routes = routes
@@ -122,9 +122,10 @@ class Gate:
 
         try:
             if scope["path"] not in self._open:
-                key = self._keys.find(scope) if self._keys else None
+                from_browser = scope["path"] in self._browser
+                key = self._keys.find(scope, from_browser) if self._keys else None
                 check_admin(scope["path"], key, self._admin)
-                if key is not None and scope["path"] in self._quiet:
+                if key is not None and from_browser:
                     caller.key = key
                 elif key is not None:
                     await self._keys.enter(caller, key)
@@ -163,7 +164,7 @@ class Gate:
         known: str = path if path in self._routes else "other"
         route: str = getattr(scope.get("route"), "path_format", known)
         self._metrics.count_response(route, status, code)
-        if path in self._open or path in self._quiet:
+        if path in self._open or path in self._browser:
             return
         ended_s = time.monotonic()
         fields = request_fields(caller, ended_s)

@@ -9,6 +9,8 @@ All state is touched from the event loop's thread only.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import hmac
 import math
@@ -257,14 +259,25 @@ class Keyring:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def find(self, scope: Scope) -> ApiKey:
-        """The key of a request, compared with all keys. Raises AuthenticationError."""
+    def find(self, scope: Scope, from_browser: bool = False) -> ApiKey:
+        """The key of a request, compared with all keys. Raises AuthenticationError.
+
+        from_browser: what is asked for is a page, or read by one: then the key may also be the
+        password of HTTP's Basic authentication, which browsers ask for. Elsewhere it may be where
+        the browser says that a page of this server asks: it sends it on behalf of others, too.
+        """
         given = b""
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        headers = scope["headers"]
+        sent = [value for name, value in headers if name == b"authorization"]
         if len(sent) == 1:  # of several, a proxy and we might each believe another one
             scheme, _, rest = sent[0].partition(b" ")
             if scheme.lower() == b"bearer":
                 given = rest.strip()
+            elif scheme.lower() == b"basic" and (
+                from_browser or (b"sec-fetch-site", b"same-origin") in headers
+            ):
+                with contextlib.suppress(ValueError):
+                    given = base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
         digest = hashlib.sha256(given).digest()
         found: ApiKey | None = None
         for key in self._keys:
@@ -275,7 +288,9 @@ class Keyring:
                 "No API key was given: send it as 'Authorization: Bearer KEY'."
                 if not given
                 else "The API key is not valid.",
-                headers=(("www-authenticate", "Bearer"),),
+                headers=(
+                    ("www-authenticate", 'Basic realm="Tailor"' if from_browser else "Bearer"),
+                ),
             )
         return found
 

@@ -57,7 +57,7 @@ class StateRoutes:
         self._metrics = metrics
 
     def health(self) -> Response:
-        """GET /health: 200 while an engine serves or starts for the first time, and none hangs."""
+        """GET /health, as load balancers read it: 200 while an engine serves and none hangs."""
         client = self._client
         engines = [EngineState(**engine) for engine in client.engines()]
         states = [engine.state for engine in engines]
@@ -70,8 +70,10 @@ class StateRoutes:
             status = "loading"
         elif set(states) == {"ready"}:
             status = "ok"
-        failed = status in ("dead", "stuck")
-        return AnswerResponse(Health(status=status, engines=engines), 503 if failed else 200)
+        answer = Health(status=status, engines=engines)
+        if status in ("ok", "degraded"):
+            return AnswerResponse(answer)
+        return AnswerResponse(answer, 503, {"retry-after": "1"})
 
     def ready(self) -> Response:
         """GET /ready: 200 while requests are taken."""
@@ -99,7 +101,9 @@ class StateRoutes:
 
         @app.get("/ping", response_class=Response)
         async def ping() -> Response:
-            return Response(status_code=200 if self._client.is_alive else 503)
+            """For who ends a process that will not recover: 200 while it serves or loads."""
+            client = self._client
+            return Response(status_code=200 if client.is_alive and not client.stuck else 503)
 
         @app.get("/load", **described("Open requests", Load))
         async def load() -> Response:

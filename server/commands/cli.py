@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
@@ -251,6 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     app = build_app()
     words = _new_names(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:
+        words = _without_taken(words)
     chain, apps, rest = app.parse_commands(words)
     if apps[-1].default_command is None and not rest:  # half a command
         app.help_print(list(chain), console=app.error_console)
@@ -334,11 +336,69 @@ OPTIONS_OF_OTHERS = {
     "--quantization": "--weights",
     "--gpu-memory-utilization": "--kv-cache-memory",
     "--kv-cache-dtype": "engine.kv_cache_dtype of a server.yaml (--config)",
+    "--chat-template": "chat_template.jinja in the model's folder",
     "--cache-type-k": "engine.kv_cache_dtype of a server.yaml (--config)",
     "--model-path": "--model",
     "--context-length": "--max-model-len",
 }
 """What `serve` calls options of vLLM, llama.cpp and SGLang."""
+
+_TRUE, _ONE = ("", "true"), ("1",)
+TAKEN_OF_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "--enable-auto-tool-choice": _TRUE,
+    "--tool-call-parser": (),  # the model's chat template says how it writes calls
+    "--trust-remote-code": _TRUE,  # no code of a model is run, and none is needed
+    "--disable-log-requests": _TRUE,  # no prompt and no output is ever logged
+    "--no-enable-log-requests": _TRUE,
+    "--disable-log-stats": _TRUE,
+    "--tensor-parallel-size": _ONE,
+    "-tp": _ONE,
+    "--pipeline-parallel-size": _ONE,
+    "--data-parallel-size": _ONE,
+    "--enable-prefix-caching": _TRUE,
+    "--enable-chunked-prefill": _TRUE,
+    "--enforce-eager": _TRUE,
+    "--load-format": ("auto", "safetensors", "gguf"),
+    "--tokenizer-mode": ("auto",),
+    "--task": ("auto", "generate"),
+    "--runner": ("auto", "generate"),
+    "--swap-space": ("0",),
+    "--n-gpu-layers": ("0",),
+    "-ngl": ("0",),
+    "--gpu-layers": ("0",),
+    "--jinja": _TRUE,
+    "--cont-batching": _TRUE,
+    "-cb": _TRUE,
+    "--metrics": _TRUE,
+    "--slots": _TRUE,
+    "--no-slots": _TRUE,
+    "--flash-attn": ("", "auto", "on"),
+    "-fa": ("", "auto", "on"),
+    "--mlock": _TRUE,
+}
+"""Options of theirs that ask for what is so anyway, with the values that do: "" is none, () any."""
+
+
+def _without_taken(words: Sequence[str]) -> list[str]:
+    """A command line of `serve` without the options of TAKEN_OF_OTHERS. One with another value
+    stays, and is refused by its name."""
+    rest: list[str] = []
+    coming = list(reversed(words))
+    while coming:
+        word = coming.pop()
+        name, equals, value = word.partition("=")
+        if name in TAKEN_OF_OTHERS:
+            values = TAKEN_OF_OTHERS[name]
+            if (
+                not equals
+                and coming
+                and (coming[-1] in values if values else coming[-1][:1] != "-")
+            ):
+                value = coming.pop()
+            if value in values if values else value:
+                continue
+        rest.append(word)
+    return rest
 
 
 def _told(error: CycloptsError) -> str:
@@ -351,6 +411,9 @@ def _told(error: CycloptsError) -> str:
         name = (error.token.keyword or error.token.value).partition("=")[0]
         if name in OPTIONS_OF_OTHERS:
             return f"tailor: Unknown option: {name}. Here it is {OPTIONS_OF_OTHERS[name]}."
+        if name in TAKEN_OF_OTHERS:
+            values = " or ".join(value or "no value" for value in TAKEN_OF_OTHERS[name])
+            return f"tailor: Unknown option: {name}. It is taken with {values or 'a value'} only."
     return f"tailor: {error}"
 
 

@@ -83,8 +83,13 @@ class ModelChoice:
         ),
     ] = None
     served_model_name: Annotated[
-        str | None, Parameter(metavar="NAME", help="what requests call the model")
-    ] = None
+        tuple[str, ...],
+        Parameter(
+            metavar="NAME",
+            consume_multiple=True,
+            help="what requests call the model; metrics have the first of several",
+        ),
+    ] = ()
     adapter: Annotated[
         str | None, Parameter(metavar="DIR", help="a PEFT LoRA to merge into the model")
     ] = None
@@ -257,14 +262,15 @@ def _models(
     if what.model == "":
         raise ConfigError("--model: it is empty")
     if what.model is not None:
-        name = what.served_model_name or model_name(what.model)
+        name, *aliases = dict.fromkeys(what.served_model_name) or (model_name(what.model),)
         try:
-            models = (ModelConfig(name=name, path=what.model),)
+            models = (ModelConfig(name=name, aliases=tuple(aliases), path=what.model),)
         except ValueError:
             raise ConfigError(
-                f"--model: {name!r} cannot be a model's name; give one with --served-model-name"
+                f"--model: {', '.join(map(repr, (name, *aliases)))} cannot be a model's name; "
+                "give one with --served-model-name"
             ) from None
-    elif what.served_model_name is not None:
+    elif what.served_model_name:
         raise ConfigError("--served-model-name needs --model")
     if what.adapter is not None:
         if len(models) != 1:

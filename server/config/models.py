@@ -39,6 +39,9 @@ class ModelConfig(Section):
     """One model, with the devices it runs on: one engine process a device."""
 
     name: str = Field(description="what the `model` field of a request calls it")
+    aliases: tuple[str, ...] = Field(
+        (), max_length=100, description="further names that the `model` field may call it by"
+    )
     path: str = Field(
         min_length=1,
         max_length=4096,
@@ -74,6 +77,11 @@ class ModelConfig(Section):
     def _name(cls, value: str) -> str:
         return _check_model_name(value)
 
+    @field_validator("aliases")
+    @classmethod
+    def _aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_check_model_name, value))
+
     @model_validator(mode="after")
     def _one_kind(self) -> ModelConfig:
         if self.adapter is not None and self.adapters:
@@ -83,7 +91,7 @@ class ModelConfig(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """What requests may call it and its adapters."""
-        return (self.name, *(one.name for one in self.adapters))
+        return (self.name, *self.aliases, *(one.name for one in self.adapters))
 
     @field_validator("devices")
     @classmethod

@@ -107,7 +107,7 @@ class MetricsConfig(Section):
     """GET /metrics."""
 
     require_key: bool = Field(
-        False, description="whether /metrics needs an API key when there are any"
+        True, description="whether /metrics needs an API key when there are any"
     )
     admin_only: bool = Field(
         False,
@@ -121,7 +121,7 @@ class MetricsConfig(Section):
 
 
 class DashboardConfig(Section):
-    """GET /dashboard, the built-in page. Its data need an API key when there are any."""
+    """GET /dashboard, the built-in page. It needs an API key when there are any."""
 
     enabled: bool = Field(True, description="whether the page is served")
 

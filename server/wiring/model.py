@@ -85,6 +85,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
             sampling_defaults(folder) if model.generation_config == "auto" else SamplingDefaults()
         ),
         implementation="transformers" if is_generic(raw) else "tailor",
+        aliases=model.aliases,
     )
 
 

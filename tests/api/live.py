@@ -153,7 +153,7 @@ class LiveServer:
         if self._wait_ready:
             wait_until(lambda: self.error is not None or self._all_ready(), 40)
         else:
-            wait_until(lambda: self.error is not None or self._answers("/health"), 40)
+            wait_until(lambda: self.error is not None or self._answers("/ping"), 40)
         if self.error is not None:
             raise self.error
         return self

@@ -302,6 +302,11 @@ HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\
         b"GET /v1/models\r\n\r\n",
         b"GET /v1/models HTTP/9.9\r\n\r\n",
         b"GET\t/v1/models\tHTTP/1.1\r\n\r\n",
+        b"GET /v1/models HTTP/2.0\r\n" + AUTH + b"\r\n",
+        b"GET /v1/models HTTP/0.9\r\n" + AUTH + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nauthorization: Bearer sk-one\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: y\r\n" + AUTH + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nexpect: 200-ok\r\n" + AUTH + b"\r\n",
         b"FROB /v1/models HTTP/1.1\r\n\r\n",
         b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org\r\n\r\n",
         b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
@@ -311,10 +316,13 @@ HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\
         b"\x00" * 1000,
         b"SSH-2.0-OpenSSH_9.6\r\n",
     ],
-    ids=range(26),
+    ids=range(31),
 )
-def test_http_with_two_meanings_or_none_is_refused_once(server: LiveServer, data: bytes) -> None:
+def test_http_with_two_meanings_or_none_is_refused_once(
+    server: LiveServer, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     answer = exchange(server, data)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert answer.count(b"HTTP/1.1 ") == 1, answer
     assert not answer.startswith(b"HTTP/1.1 200 ") and b'"object": "list"' not in answer
     head, _, body = answer.partition(b"\r\n\r\n")

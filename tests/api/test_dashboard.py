@@ -240,7 +240,7 @@ def test_a_key_sees_its_own_and_polling_costs_it_nothing() -> None:
     engine = ScriptedEngine(saying(IDS))
     tasks = {"tags": suffix_task("tags"), "other": suffix_task("other")}
     with LiveServer([engine], config=config, tasks=tasks) as server:
-        assert httpx.get(server.url + "/dashboard").status_code == 200  # files hold no data
+        assert data(server, "sk-a")["needs_key"]
         refused = httpx.get(server.url + "/dashboard/data")
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
         for _ in range(5):  # a page polls more often than a key may ask

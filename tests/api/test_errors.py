@@ -553,8 +553,31 @@ def test_every_route_needs_a_key(
 
 
 def test_open_routes_need_none(locked: LiveServer) -> None:
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/health", "/ready", "/ping"):
         assert httpx.get(locked.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard", "/dashboard/live.js", "/docs", "/metrics"])
+def test_a_browser_asks_for_the_key_of_a_page(locked: LiveServer, path: str) -> None:
+    closed = httpx.get(locked.url + path)
+    check(closed, 401, "invalid_api_key", None)
+    assert closed.headers["www-authenticate"] == 'Basic realm="Tailor"'
+    assert httpx.get(locked.url + path, auth=("", "sk-three")).status_code == 401
+    assert (
+        httpx.get(locked.url + path, headers={"authorization": "Basic sk-one"}).status_code == 401
+    )
+    for how in ({"auth": ("anybody", "sk-one")}, {"headers": {"authorization": "Bearer sk-one"}}):
+        opened = httpx.get(locked.url + path, follow_redirects=True, **how)  # type: ignore[arg-type]
+        assert opened.status_code == 200
+
+
+def test_no_other_route_takes_a_key_that_a_browser_sends_by_itself(locked: LiveServer) -> None:
+    assert httpx.get(locked.url + "/v1/models", auth=("", "sk-one")).status_code == 401
+    body = {"prompt": "a", "max_tokens": 1}
+    for site, status in (("cross-site", 401), ("same-site", 401), ("same-origin", 200)):
+        headers = {"sec-fetch-site": site}
+        url, auth = locked.url + "/v1/completions", ("", "sk-one")
+        assert httpx.post(url, auth=auth, json=body, headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("key", ["sk-one", "sk-two"])
@@ -585,14 +608,12 @@ def test_metrics_and_cors_have_their_own_settings() -> None:
     config = ServerConfig.model_validate(
         {
             "keys": ({"id": "one", "key": "sk-one"},),
-            "metrics": MetricsConfig(require_key=True),
+            "metrics": MetricsConfig(require_key=False),
             "cors": CorsConfig(allow_origins=("https://app.example",)),
         }
     )
     with LiveServer([ScriptedEngine(saying([5]))], config=config) as live:
-        assert httpx.get(live.url + "/metrics").status_code == 401
-        key = {"authorization": "bearer sk-one"}
-        assert httpx.get(live.url + "/metrics", headers=key).status_code == 200
+        assert httpx.get(live.url + "/metrics").status_code == 200
         preflight = httpx.options(
             live.url + "/v1/completions",
             headers={

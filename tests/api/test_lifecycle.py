@@ -196,7 +196,10 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
 def test_while_loading_the_server_answers_and_refuses() -> None:
     engine = ScriptedEngine(saying(IDS), ready=False)
     with LiveServer([engine], wait_ready=False) as live:
-        assert httpx.get(live.url + "/health").json()["status"] == "loading"
+        health = httpx.get(live.url + "/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert health.headers["retry-after"] == "1"
+        assert httpx.get(live.url + "/ping").status_code == 200
         assert httpx.get(live.url + "/ready").status_code == 503
         refused = live.post()
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "loading"

@@ -47,6 +47,7 @@ def test_a_stopped_engine_is_told_and_goes_on() -> None:
         with _stopped(live, "engine-0"):
             wait_until(lambda: _health(live)[0] == 503, 6.0)
             assert _health(live) == (503, "stuck", {"engine-0": "stuck"})
+            assert httpx.get(live.url + "/ping").status_code == 503
             ready = httpx.get(live.url + "/ready")
             assert (ready.status_code, ready.json()) == (
                 503, {"status": "stuck", "stuck": ["engine-0"]},

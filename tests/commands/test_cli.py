@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server import __version__
-from server.commands.cli import OPTIONS_OF_OTHERS, build_app, main, parse
+from server.commands.cli import OPTIONS_OF_OTHERS, TAKEN_OF_OTHERS, build_app, main, parse
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config import MemorySize
 from server.errors import ConfigError
@@ -94,11 +94,24 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
     assert says in " ".join(told.split()) and told.startswith("tailor: ")
 
 
+@pytest.mark.parametrize("name", TAKEN_OF_OTHERS)
+def test_options_of_others_that_change_nothing_are_taken(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in TAKEN_OF_OTHERS[name] or ("hermes",):
+        for words in ([name, value], [f"{name}={value}"]) if value else ([name],):
+            assert main(["serve", *words, "--model", ""]) == 1
+            assert capsys.readouterr().err.startswith("tailor: --model: it is empty")
+    with pytest.raises(SystemExit):
+        main(["serve", f"{name}={'2' if TAKEN_OF_OTHERS[name] else ''}", "--model", ""])
+    assert f"{name}. It is taken with " in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_options_that_are_advised_are_there() -> None:
     options = COMMANDS["tailor serve"].options
     for theirs, ours in OPTIONS_OF_OTHERS.items():
         assert theirs not in options
-        assert ours.startswith(("models[].adapters", "engine.kv_cache_dtype")) or ours in options
+        assert ours in options or not ours.startswith("-")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +291,8 @@ def test_model_names(tmp_path: Path) -> None:
     ):
         assert _config("--model", given).models[0].name == name
     assert _config("--model", "org/x", "--served-model-name", "y").models[0].name == "y"
+    several = _config("--served-model-name", "y", "z", "y", "--model", "org/x").models[0]
+    assert several.names == ("y", "z")
     (tmp_path / "a b").mkdir()
     with pytest.raises(ConfigError, match="--served-model-name"):
         _config("--model", str(tmp_path / "a b"))

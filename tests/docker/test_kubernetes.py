@@ -121,6 +121,7 @@ def test_a_server_s_probes_figures_and_times_are_those_of_the_server() -> None:
     assert pool_port["number"] == config.listen.port
     before_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["spec"]["terminationGracePeriodSeconds"] > config.limits.drain_s + before_s
+    assert not config.metrics.require_key  # the scrapers of the manifests have none
     metrics = Metrics(vllm_aliases=True)
     metrics.engine_ready("m/0", "m", replace(fake_info(), figures=declared()))
     metrics.engine_told("m/0", [0.0 if figure.kind == "gauge" else None for figure in declared()])

@@ -1,4 +1,5 @@
-// The API key: asked for when the server wants one, kept for this tab only, sent with each call.
+// The API key. The browser has asked for it before it showed the page, and sends it with each call.
+// Where it does not, the page asks, keeps the key for this tab only and sends it.
 
 import { byId } from "./dom.js";
 
@@ -6,8 +7,8 @@ const STORE = "tailor-api-key";
 const form = byId("key-form");
 const waiting = [];
 
-/** Whether this tab has a key. */
-export const hasKey = () => sessionStorage.getItem(STORE) !== null;
+/** The server tells with its figures whether it has keys. */
+export const access = { needsKey: false };
 
 /** fetch with the key. On a 401 it asks for a key and tries again once there is one. */
 export async function call(path, options = {}) {

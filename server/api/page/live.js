@@ -1,7 +1,7 @@
 // The figures: polls dashboard/data, keeps the last minutes, draws. What was before the page was
 // opened is asked of the server: its figures of the last minutes, its points of the last hour.
 
-import { call } from "./access.js";
+import { access, call } from "./access.js";
 import { Chart } from "./chart.js";
 import { bar, byId, element, fill, replaceIfNew } from "./dom.js";
 import { between, NONE, number, percent, quantile, ratio, seconds, total } from "./figures.js";
@@ -33,6 +33,7 @@ async function poll() {
     const response = await call("dashboard/data");
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     const snapshot = await response.json();
+    access.needsKey = snapshot.needs_key;
     if (paused) return;
     await askPast(snapshot);
     take(snapshot);

@@ -1,7 +1,7 @@
 // The playground: streams an answer, with drafts and without them side by side if asked.
 
 import { Answer } from "./answer.js";
-import { call, hasKey } from "./access.js";
+import { access, call } from "./access.js";
 import { byId, element } from "./dom.js";
 import { EventReader, seconds } from "./figures.js";
 import { asCurl, asPython, orderOf } from "./order.js";
@@ -160,7 +160,7 @@ async function copy(text, what) {
 function copyAs(format, what) {
   try {
     const base = new URL("./", document.baseURI).href;
-    copy(format(order(), base, hasKey()), what);
+    copy(format(order(), base, access.needsKey), what);
   } catch (error) {
     say(error.message, true);
   }
