@@ -43,7 +43,7 @@ BOUNDS = {
     "drafting step, 1 choice: calls": 248,
     "drafting step, 1 choice: files": 41,
     "drafting step, 8 choices: calls": 1033,
-    "request, API: calls": 270,
+    "request, API: calls": 263,
     "request, API: files": 32,
     "request, engine: calls": 640,
     "request, engine: files": 34,

@@ -82,7 +82,8 @@ class RequestAccount:
             self._last_s[choice] = now_s
             self._tokens[choice] = self._tokens.get(choice, 0) + num_tokens
             self.num_completion_tokens += num_tokens
-            self.num_base_tokens += _num_base(delta.token_ids, self.own_ids)
+            if self.own_ids:
+                self.num_base_tokens += sum(self.own_ids.get(i, 1) for i in delta.token_ids)
         self._metrics.count_step(series, num_tokens, counts)
         self.num_steps += counts.num_steps
         self.accepted_prediction_tokens += counts.accepted_prediction_tokens
@@ -139,11 +140,6 @@ class RequestAccount:
 _VOCABULARY_SUMS = tuple(
     f.name for f in fields(VocabularyCounts) if f.name not in ("num_ids", "verify_every")
 )
-
-
-def _num_base(token_ids: Iterable[int], own_ids: Mapping[int, int]) -> int:
-    """Base ids that these stand for; not counted, 0, where a model has none of its own."""
-    return sum(own_ids.get(i, 1) for i in token_ids) if own_ids else 0
 
 
 def _add(sums: list[int], more: tuple[int, ...]) -> None:
