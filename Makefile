@@ -80,6 +80,7 @@ lint: $(STAMP)
 	$(BIN)/mypy server drafters vocab_store loadtest
 
 docs: $(STAMP)
+	$(BIN)/python -c 'from server.commands.cli import build_app; print(build_app().generate_docs())' >docs/command-line.md
 	$(BIN)/zensical build --clean --strict
 
 wheel: | $(BIN)/python

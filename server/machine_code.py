@@ -138,12 +138,11 @@ def _compile_some(
     target: str, modules: queue.SimpleQueue[str], tell: Callable[[str], None]
 ) -> list[str]:
     """Take modules until there are none; what failed."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "drafters.ahead", "--serve", target], text=True,
         env=library.own_path(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    try:
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
         while True:
             try:
                 module = modules.get_nowait()
@@ -155,9 +154,6 @@ def _compile_some(
             if told != module:
                 return [told or f"the compiler of {module} ended"]
             tell(f"{module} for {target}")
-    finally:
-        process.stdin.close()
-        process.wait()
 
 
 def _link(objects: Sequence[Path], out: Path, target: str) -> None:

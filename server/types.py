@@ -342,8 +342,8 @@ class StepCounts:
     In vocabulary mode "exact" tokens are counted before they are verified.
     verify_s: seconds of the forward passes that carried drafts of this choice; every choice of a
         batch counts the whole pass.
-    no_draft_reason: "" or why no node was carried ("off", "no_match", "budget" = it would not have
-        paid, "cooldown", "length", "prefill").
+    no_draft_reason: "" or why no node was carried, each told in docs/no-drafts.md: "off",
+        "prefill", "length", "cooldown", "no_match", "budget".
     """
 
     num_steps: int = 0

@@ -196,9 +196,9 @@ SPECULATION = Dashboard(
             ),
             Panel(
                 "Steps without a draft",
-                "Why: no_match (no source had anything), budget (rows cost more than they could "
-                "bring), cooldown (drafts of this answer kept missing), length (one token left), "
-                "prefill, off.",
+                "Why, as docs/no-drafts.md tells: cooldown (drafts like these do not pay now), "
+                "no_match (no source had anything), budget (no node was worth its row), length (one "
+                "token left), prefill (the prompt is being read), off.",
                 (Query(rate("spec_decode_num_no_draft_total", "reason"), "{{reason}}"),),
                 stacked=True,
             ),

@@ -186,7 +186,7 @@ _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
         (*_DRAFTED, "survival"),
     ),
     "spec_decode_num_no_draft": (
-        Counter, "Steps without a draft, by reason", (*_DRAFTED, "reason"),
+        Counter, "Steps without a draft, by reason (docs/no-drafts.md)", (*_DRAFTED, "reason"),
     ),
     "request_success": (Counter, "Finished choices", (*_REQUEST, "finished_reason")),
     "request_outcomes": (

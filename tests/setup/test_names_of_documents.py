@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from server.types import StepCounts
+
 ROOT = Path(__file__).parents[2]
 PAGES = ("DESIGN.md", "architecture.md", "adding-a-drafter.md", "adding-a-model.md")
 CLASS = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)*(?:\.\w+)?")
@@ -59,6 +61,17 @@ def test_words_of_the_design_are_names_of_the_code() -> None:
     assert {"Request", "Batch", "Runner", "DraftSession", "VocabSlice"} <= found
     # A task is its file (TaskConfig); a row is a place in a Batch's arrays; a Block is its number.
     assert not found - set(classes()) - {"Task", "Row", "Block"}
+
+
+def test_every_reason_for_no_draft_has_one_cause_on_its_page() -> None:
+    said = (StepCounts.__doc__ or "").split("docs/no-drafts.md:")[1].split(".", 1)[0]
+    reasons = set(re.findall(r'"(\w+)"', said))
+    page = (ROOT / "docs/no-drafts.md").read_text(encoding="utf-8")
+    assert reasons == set(re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|", page, re.M))
+    assert reasons == set(re.findall(r"^## (\w+)$", page, re.M))
+    panels = (ROOT / "configs/grafana/dashboards/speculation.json").read_text(encoding="utf-8")
+    (panel,) = re.findall(r'"description": "([^"]*docs/no-drafts.md[^"]*)"', panels)
+    assert reasons <= set(re.findall(r"\w+", panel))
 
 
 def test_modules_that_a_page_names_alone_exist() -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 from cyclopts import CoercionError, MissingArgumentError
 
-from tests.setup.pages import DOCS, ROOT, every_page
+from server import __version__
+from server.commands.cli import COMMANDS, build_app
+from tests.setup.pages import DOCS, GENERATED, ROOT, every_page
 from tests.setup.pages import text as pages_text
 
 SETTINGS = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
@@ -35,8 +37,9 @@ def _entries(nav: list[object]) -> Iterator[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     entries = list(_entries(SETTINGS["nav"]))
-    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-    assert sorted(entries) == pages, "zensical.toml: nav"
+    pages = [page.relative_to(DOCS).as_posix() for page in every_page() if DOCS in page.parents]
+    assert sorted(entries) == sorted([*pages, GENERATED]), "zensical.toml: nav"
+    assert SETTINGS["copyright"].startswith(f"Tailor {__version__},")
 
 
 def test_links_pictures_and_data_exist() -> None:
@@ -96,6 +99,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     if program is None:
         pytest.skip("the extra docs is not installed")
     shutil.copytree(DOCS, tmp_path / "docs")
+    (tmp_path / "docs" / GENERATED).write_text(build_app().generate_docs(), encoding="utf-8")
     shutil.copy(ROOT / "zensical.toml", tmp_path)
 
     def build() -> subprocess.CompletedProcess[str]:
@@ -108,6 +112,8 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     pages = sorted((tmp_path / "site").rglob("*.html"))
     assert {"index.html", "api.html", "DESIGN.html"} <= {page.name for page in pages}
+    told = (tmp_path / "site" / "command-line.html").read_text(encoding="utf-8")
+    assert all(f"tailor {command.words}" in told for command in COMMANDS)
     for page in pages:  # the site asks no other host for anything
         asked = re.findall(r'(?:src|href)="(https?://[^"]+)"[^>]*>', page.read_text())
         hosts = {url.split("/")[2] for url in asked}
