@@ -36,6 +36,12 @@ from server.wiring.places import check_places
 
 HELLO_PROMPT = "The capital of France is"
 
+_IMPORTS = (
+    "server.wiring.engine", "server.engine.probe", "server.model.packed_folder",
+    "server.model.cpu.runner",
+)  # fmt: skip
+"""What engines import, while this process reads tokenizers and tasks."""
+
 _WHERE = Group("Where", sort_key=1)
 _WHAT = Group("What", sort_key=2)
 _HOW = Group("How", sort_key=3)
@@ -184,6 +190,9 @@ def serve(
     config = over(config, "log", {"format": log_format, "level": log_level})
     # Check everything before minutes of fetching and loading.
     keys, tasks = check_server(config)
+    from server.engine.process import EngineProcess
+
+    waiting = [EngineProcess(_IMPORTS) for model in config.models for _ in model.devices]
     from server import logs
     from server.api.serving import listen
     from server.wiring.server import plan_server, run_server
@@ -206,7 +215,7 @@ def serve(
                 daemon=True,
             ).start()
 
-    return run_server(plan, listener, on_ready=on_ready)
+    return run_server(plan, listener, on_ready=on_ready, processes=waiting)
 
 
 def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]]:

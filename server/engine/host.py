@@ -1,7 +1,6 @@
-"""EngineHost: an Engine's loop behind a channel, in its own process or in a thread.
+"""EngineHost: an Engine's loop behind a channel, in its own process (process.py) or in a thread.
 
-    handle = start_process(factory, name="m-0", device="cpu")   # factory: picklable, () -> Engine
-    handle = start_thread(factory, name="m-0", device="cpu")    # the same loop, for tests
+    handle = start_thread(factory, name="m-0", device="cpu")    # factory: () -> Engine
 
 The factory runs inside the child, so torch and the weights live there only. The loop drains the
 channel before every step (an abort takes effect within one step), steps while there is work, and
@@ -11,16 +10,16 @@ and when the API process dies: an engine never survives its API.
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,16 +28,13 @@ from server import channel
 from server.engine.batch import MeasuredRunner
 from server.engine.engine import Engine
 from server.engine.heartbeat import Heartbeat
+from server.engine.process import STOP_SIGNAL, EngineFactory
 from server.engine.recovery import RunnerBrokenError
 from server.errors import TailorError
 from server.types import Delta, EngineStats
 
 _log = logging.getLogger(__name__)
 
-EngineFactory = Callable[[], Engine]
-"""Builds the engine inside its process. For start_process it must be picklable."""
-
-_STOP_SIGNAL = signal.SIGUSR1
 _PREPARING_MS = 1  # between looks at a grammar or adapter on its way, while nothing else is open
 _FINAL = (TailorError, ValueError, TypeError, ImportError, NotImplementedError)
 """Errors of a factory after which a restart would not help: a wrong model, a wrong setting. Others
@@ -211,80 +207,34 @@ def _build(factory: EngineFactory, connection: Connection) -> Engine | None:
 # -- its own process ------------------------------------------------------------------------------
 
 
-def _watch_parent() -> None:
-    """End this process when its parent ends, whatever the main thread is doing."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _end_with(lives: int) -> None:
+    """End this process when the one that began it ends, whatever the main thread is doing."""
+    os.read(lives, 1)
+    os._exit(1)
 
 
-def _process_main(factory: EngineFactory, connection: Connection) -> None:
-    # Ctrl-C and what a supervisor sends to the whole group are the API's to handle: it drains
-    # while the engines go on. It ends them with _STOP_SIGNAL, which ends a process that is still
-    # building at once.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+def process_main() -> None:
+    """What an EngineProcess runs. Its arguments: two file descriptors, and modules to import."""
+    fd, lives = map(int, sys.argv[1:3])
+    threading.Thread(target=_end_with, args=(lives,), name="parent-watch", daemon=True).start()
+    connection = Connection(fd)
+    for module in sys.argv[3:]:
+        importlib.import_module(module)
+    try:
+        factory = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        raise SystemExit(0) from None  # nobody needs it
     engine = _build(factory, connection)
     status = 1
     if engine is not None:
         sys.setswitchinterval(_SWITCH_S)
         gc.freeze()  # what loading has made stays: a collection between steps need not look at it
         wake, waker = os.pipe()
-        signal.signal(_STOP_SIGNAL, lambda *_: os.write(waker, b"!"))
+        signal.signal(STOP_SIGNAL, lambda *_: os.write(waker, b"!"))
         status = EngineHost(engine, connection, wake).run()
         gc.unfreeze()  # libraries may report what is left at the end of the process as leaked
     connection.close()
     raise SystemExit(status)
-
-
-class ProcessHandle:
-    """channel.EngineHandle of an engine in its own process."""
-
-    def __init__(self, factory: EngineFactory, name: str, device: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.name = name
-        self.device = device
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_process_main, args=(factory, theirs), name=f"engine-{name}", daemon=True
-        )
-        try:
-            self._process.start()
-        finally:
-            theirs.close()  # so that the child's end is the only one, and its death is an EOF
-
-    @property
-    def pid(self) -> int | None:
-        """The process id."""
-        return self._process.pid
-
-    def is_alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.is_alive()
-
-    def exit_code(self) -> int | None:
-        """The exit status; negative for a signal; None while it runs."""
-        return self._process.exitcode
-
-    def stop(self, timeout_s: float) -> None:
-        """Ends it after the step in flight; SIGKILL when it has not ended by timeout_s."""
-        pid = self._process.pid
-        if pid is not None and self._process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, _STOP_SIGNAL)
-            self._process.join(timeout_s)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(5.0)
-        self.connection.close()
-
-
-def start_process(factory: EngineFactory, *, name: str, device: str) -> ProcessHandle:
-    """Start an engine in a spawned process. Its first message is ("ready", info)."""
-    return ProcessHandle(factory, name, device)
 
 
 # -- a thread -------------------------------------------------------------------------------------

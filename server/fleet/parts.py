@@ -91,7 +91,7 @@ class ServedParts:
         """A process of its own, as in a single server. Its name tells what it keeps on disk from
         that of other replicas, and is the same again when a replica is replaced."""
         from server.api.engines.slot import EngineSpec
-        from server.engine.host import start_process
+        from server.engine.process import start_process
         from server.wiring.engine import build_engine
 
         chosen = next(m for m in self.server.models if m.name == model)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from server.api.engines.client import EngineClient
     from server.api.served_model import ServedModel
     from server.channel import EngineHandle
+    from server.engine.process import EngineProcess
     from server.metrics.series import Metrics
 
 log = logging.getLogger("tailor.server")
@@ -240,10 +241,11 @@ def run_server(
     listener: socket.socket,
     *,
     on_ready: Callable[[int], None] | None = None,
+    processes: Sequence[EngineProcess] = (),
 ) -> int:
     """Start every engine and serve until a signal. Returns the exit status (see api.serving.serve).
 
-    listener: from `listen`; closed at the end.
+    listener: from `listen`; closed at the end. processes: that wait, for the first engines.
     on_ready: called once with the port, on the event loop, when every model has an engine.
     """
     from server.api.app import create_app
@@ -266,7 +268,7 @@ def run_server(
 
     async def main() -> int:
         metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
-        client = _engine_client(plan, metrics)
+        client = _engine_client(plan, metrics, list(processes))
         app = create_app(
             config,
             tasks=plan.tasks,
@@ -292,12 +294,14 @@ def run_server(
                 traces.close()
 
 
-def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
+def _engine_client(
+    plan: ServerPlan, metrics: Metrics, waiting: list[EngineProcess]
+) -> EngineClient:
     """The client of every engine of a plan; each engine is a process of its own."""
     from server.api.engines.client import EngineClient
     from server.api.engines.slot import EngineSpec
     from server.api.engines.supervisor import RestartPolicy
-    from server.engine.host import start_process
+    from server.engine.process import start_process
 
     config = plan.config
     started: set[str] = set()
@@ -311,8 +315,9 @@ def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
         )
         started.add(order.name)
         return start_process(
-            functools.partial(build_engine, now), name=order.name, device=order.device
-        )
+            functools.partial(build_engine, now), name=order.name, device=order.device,
+            process=waiting.pop() if waiting else None,
+        )  # fmt: skip
 
     return EngineClient(
         [

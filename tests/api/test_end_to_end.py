@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.engine.host import start_process
+from server.engine.process import start_process
 from tests.api.live import LiveServer, encode, wait_until
 from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events

@@ -21,7 +21,7 @@ import pytest
 from server.api.engines.supervisor import RestartPolicy
 from server.config import TaskConfig, TaskLimits
 from server.engine.batch import Batch
-from server.engine.host import start_process
+from server.engine.process import start_process
 from tests.api.live import BYTE_IDS, LiveServer, wait_until
 from tests.api.real_engine import CONTEXT, spec
 
@@ -148,7 +148,7 @@ from server.api.app import create_app
 from server.api.serving import run_loop, serve
 from server.api.engines.client import EngineClient
 from server.config import LimitsConfig, ServerConfig
-from server.engine.host import start_process
+from server.engine.process import start_process
 from server.metrics.series import Metrics
 from tests.api.live import served
 from tests.api.real_engine import spec

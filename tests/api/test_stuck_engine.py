@@ -13,7 +13,7 @@ import httpx
 
 from server.api.engines.pulse import Pulse
 from server.api.engines.supervisor import RestartPolicy
-from server.engine.host import start_process
+from server.engine.process import start_process
 from tests.api.live import LiveServer, wait_until
 from tests.api.real_engine import hang, spec
 
@@ -84,7 +84,7 @@ def test_a_step_that_never_ends_is_told_although_its_process_speaks() -> None:
             pass
         wait_until(lambda: _health(live)[1] == "stuck", 6.0)
         slot = live.client.slots[0]
-        slot.handle._process.kill()  # type: ignore[union-attr]
+        os.kill(slot.handle.pid, signal.SIGKILL)  # type: ignore[union-attr]
 
 
 def test_a_pulse_takes_the_age_that_a_beat_says_and_grows_in_silence() -> None:

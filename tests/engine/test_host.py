@@ -16,7 +16,8 @@ import pytest
 
 from server import channel
 from server.engine.engine import Engine
-from server.engine.host import EngineFactory, start_process, start_thread
+from server.engine.host import start_thread
+from server.engine.process import EngineFactory, start_process
 from server.types import (
     Delta,
     DeviceFigures,
@@ -315,7 +316,7 @@ def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
         f"""
         import time
         from server import channel
-        from server.engine.host import start_process
+        from server.engine.process import start_process
         from tests.engine.engine_factories import factory
         from tests.engine.test_host import _request
 

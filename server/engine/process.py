@@ -1,0 +1,120 @@
+"""Engines in processes of their own, seen from the process that starts them.
+
+    handle = start_process(factory, name="m-0", device="cpu")   # factory: picklable, () -> Engine
+
+What runs inside is host.py's. Importing this imports nothing of an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from drafters.library import own_path
+
+if TYPE_CHECKING:
+    from server.engine.engine import Engine
+
+EngineFactory = Callable[[], "Engine"]
+"""Builds the engine inside its process. For start_process it must be picklable."""
+
+STOP_SIGNAL = signal.SIGUSR1
+
+# Ctrl-C and what a supervisor sends to the whole group are the API's to handle: it drains while
+# the engines go on. It ends them with STOP_SIGNAL, which ends one that is still building at once.
+_CHILD = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+from server.engine.host import process_main
+process_main()
+"""
+
+
+class EngineProcess:
+    """A process that imports what engines need, and then waits for the engine that it is to be.
+
+    Its imports take as long as all else that a start does, so that it is begun first. imports:
+    modules. It ends with the process that began it, whatever it is doing. A plain process and not
+    one of multiprocessing's, which would import this process's main module, too.
+    """
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        ours, theirs = socket.socketpair()
+        lives, self._life = os.pipe()
+        fds = (theirs.fileno(), lives)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, *map(str, fds), *imports],
+                stdin=subprocess.DEVNULL, pass_fds=fds, env=own_path(),
+            )  # fmt: skip
+        finally:
+            theirs.close()  # so that the child's end is the only one, and its death is an EOF
+            os.close(lives)
+        self.connection = Connection(ours.detach())
+        self.pid = self._process.pid
+
+    def build(self, factory: EngineFactory) -> None:
+        """Have it build an engine; once."""
+        with contextlib.suppress(OSError):  # it died: its end of the connection says so
+            self.connection.send_bytes(pickle.dumps(factory))
+
+    def exit_code(self) -> int | None:
+        """The exit status; negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends it after the step in flight; SIGKILL when it has not ended by timeout_s."""
+        if self._process.poll() is None:
+            self._process.send_signal(STOP_SIGNAL)
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(5.0)
+        self.connection.close()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
+
+class ProcessHandle:
+    """channel.EngineHandle of an engine in its own process."""
+
+    def __init__(
+        self, factory: EngineFactory, name: str, device: str, process: EngineProcess
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.connection = process.connection
+        self.pid = process.pid
+        self._process = process
+        process.build(factory)
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.exit_code() is None
+
+    def exit_code(self) -> int | None:
+        """As EngineProcess."""
+        return self._process.exit_code()
+
+    def stop(self, timeout_s: float) -> None:
+        """As EngineProcess."""
+        self._process.stop(timeout_s)
+
+
+def start_process(
+    factory: EngineFactory, *, name: str, device: str, process: EngineProcess | None = None
+) -> ProcessHandle:
+    """Start an engine in a process, one that waits or a new one. Its first message is ("ready",
+    info)."""
+    return ProcessHandle(factory, name, device, process or EngineProcess())
