@@ -93,8 +93,9 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         named = "Mapping" in str(field.annotation)
         if inner is not None:
             if field.description:
-                yield f"| `{key}` | | | {field.description} |"
-            yield from _rows(inner, f"{key}{'[]' * many}{'.NAME' * named}.")
+                yield f"| `{key}{'.NAME' * named}` | | | {field.description} |"
+            if not named:  # what stands by name has the keys of another section, which it names
+                yield from _rows(inner, f"{key}{'[]' * many}.")
             continue
         default = field.get_default(call_default_factory=True, validated_data={})
         yield f"| `{key}` | {_shown(default)} | {_bounds(field)} | {field.description or ''} |"
