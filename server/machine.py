@@ -7,6 +7,7 @@ and v1 (cpu.cfs_quota_us, memory.limit_in_bytes) each time: an orchestrator may 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,19 @@ def cores() -> int:
 def available_memory() -> int:
     """Bytes that may still be taken; see Machine."""
     return Machine().available_memory
+
+
+def core_waits(pid: int) -> dict[str, float]:
+    """Seconds that each thread of a process has been ready to run and had no core, by its id, since
+    it began; empty where the kernel does not tell (/proc/PID/task/*/schedstat)."""
+    waits: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+                told = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text(encoding="ascii")
+                _, waited_ns, _ = map(int, told.split())
+                waits[thread] = waited_ns / 1e9
+    return waits
 
 
 @dataclass(frozen=True, slots=True)

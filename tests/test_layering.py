@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str] | None] = {
         *EVERYONE,
         *CATALOG,
         "server",
+        "server.machine",
         "server.metrics",
         "server.tracing",
         "server.channel",

@@ -365,7 +365,7 @@ class RestartConfig(Section):
         10.0,
         ge=2,
         le=3600,
-        description="seconds without progress after which /health calls an engine stuck",
+        description="seconds without progress after which an engine is killed and started again",
     )
 
 

@@ -138,12 +138,12 @@ class EngineReplica:
         )
 
     def check(self) -> None:
-        """Raises NoEngineError when no engine is there or it hangs: the replica is to be replaced.
+        """Raises NoEngineError when its engine was given up: the replica is to be replaced.
 
-        An engine that starts again is given its time.
+        One that died or hung is started again here, and is given its time.
         """
-        if self.client.gave_up.is_set() or self.client.stuck:
-            raise NoEngineError(f"{self.spec.name}: its engine is gone or hangs")
+        if self.client.gave_up.is_set():
+            raise NoEngineError(f"{self.spec.name}: its engine is gone")
 
     async def stream(self, request: bytes, age_s: float) -> AsyncGenerator[bytes, None]:
         """The messages of one Request: ("deltas", deltas), and LOST where it broke off.

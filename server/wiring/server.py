@@ -330,13 +330,7 @@ def _engine_client(
             for order in plan.orders
         ],
         metrics=metrics,
-        restart=RestartPolicy(
-            max_restarts=config.restart.max_restarts,
-            window_s=config.restart.window_s,
-            first_delay_s=config.restart.first_delay_s,
-            max_delay_s=config.restart.max_delay_s,
-            stuck_after_s=config.restart.stuck_after_s,
-        ),
+        restart=RestartPolicy(**config.restart.model_dump()),
         max_queued_requests=config.limits.max_queued_requests,
         max_queued_tokens=config.limits.max_queued_tokens,
     )

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from server.api.engines.slot import EngineSpec
+from server.api.engines.supervisor import RestartPolicy
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job, ReplicaView, TaskRouting
@@ -18,7 +19,13 @@ from server.fleet.routing import Job, ReplicaView, TaskRouting
 class LocalReplicas:
     """far_engine.Replicas over EngineReplicas of `specs`, made on the loop of the first call."""
 
-    def __init__(self, specs: list[EngineSpec], *, max_messages_per_s: float = 1e6) -> None:
+    def __init__(
+        self,
+        specs: list[EngineSpec],
+        *,
+        max_messages_per_s: float = 1e6,
+        restart: RestartPolicy | None = None,
+    ) -> None:
         self.specs = specs
         self.routing = TaskRouting()
         self.there: dict[str, EngineReplica] = {}
@@ -26,6 +33,7 @@ class LocalReplicas:
         self.num_streams = 0
         self._killed: dict[str, asyncio.Event] = {}
         self._max_messages_per_s = max_messages_per_s
+        self._restart = restart
         self._starting: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -34,7 +42,9 @@ class LocalReplicas:
             await self._add(spec)
 
     async def _add(self, spec: EngineSpec) -> None:
-        replica = EngineReplica(spec, max_messages_per_s=self._max_messages_per_s)
+        replica = EngineReplica(
+            spec, restart=self._restart, max_messages_per_s=self._max_messages_per_s
+        )
         await replica.start()
         self.there[spec.name] = replica
         self.num_open[spec.name] = 0

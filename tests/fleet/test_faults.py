@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,8 @@ import pytest
 
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
+from server.api.engines.supervisor import RestartPolicy
+from server.engine.process import start_process
 from server.fleet.far_engine import RetryPolicy
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
@@ -166,6 +170,31 @@ def test_without_any_replica_a_request_waits_for_one_and_then_is_answered() -> N
         replicas.add(two)
         assert answer.result(20).json()["choices"][0]["text"] == "abcdefgh"
         assert not first.submitted
+
+
+def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> None:
+    body: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "temperature": 0.9, "seed": 5}
+    body["speculation"] = {"drafter": "off"}
+    prompts = [f"{i} jumps over" for i in range(8)]
+    with LiveServer([spec()], max_model_len=CONTEXT) as single:
+        wanted = [single.post(prompt=p, **body).json()["choices"][0]["text"] for p in prompts]
+    engines = [spec(start_process, i, step_s=0.02, drafts=False) for i in range(2)]
+    replicas = LocalReplicas(engines, restart=RestartPolicy(stuck_after_s=2.0))
+    with _live(replicas) as live, ThreadPoolExecutor(8) as threads:
+        try:
+            began_s = time.monotonic()
+            answers = [threads.submit(live.post, prompt=p, **body) for p in prompts]
+            wait_until(lambda: sum(replicas.num_open.values()) == 8)
+            busy = max(replicas.num_open, key=replicas.num_open.__getitem__)
+            slot = replicas.there[busy].client.slots[0]
+            os.kill(slot.handle.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+            texts = [answer.result(30).json()["choices"][0]["text"] for answer in answers]
+            assert texts == wanted and replicas.num_streams > 8
+            assert time.monotonic() - began_s < 15.0
+            wait_until(lambda: slot.serves and slot.num_restarts == 1, 30.0)
+            replicas.there[busy].check()  # the replica stays
+        finally:  # their processes would outlive the test
+            asyncio.run_coroutine_threadsafe(replicas.stop(), live._loop).result(30)
 
 
 def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:

@@ -18,11 +18,15 @@ from server.api.engines.slot import EngineSlot, EngineSpec, WaitingRoom
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle
 from server.errors import DrainingError, EngineDiedError, NoEngineError, TailorError
+from server.machine import core_waits
 from server.metrics.series import Metrics
 from server.types import Delta, ModelInfo
 
 log = logging.getLogger("tailor.client")
 
+_LOOK_S = 1.0
+_QUIET_S = 2.0
+"""From this age on an engine's threads are asked how long they have waited for a core."""
 _FRESH_S = 0.01
 """What engines told so shortly ago is not asked again."""
 
@@ -31,8 +35,8 @@ _FRESH_S = 0.01
 class RestartPolicy:
     """At most max_restarts in window_s; the n-th waits first_delay_s * 2^(n-1) s, capped.
 
-    stuck_after_s: an engine without progress for so long counts as stuck. It is not restarted: it
-    may go on, and what it holds would be lost.
+    stuck_after_s: an engine without progress for so long counts as stuck: it is killed, what it
+    held fails, and it is started again.
     """
 
     max_restarts: int = 5
@@ -167,10 +171,17 @@ class Supervisor:
         self._metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
         slot.handle = None
 
-    async def _reap(self, slot: EngineSlot, handle: EngineHandle) -> None:
-        """Make an engine end and free what its handle holds; a failure to do so is logged."""
+    async def _reap(
+        self, slot: EngineSlot, handle: EngineHandle, timeout_s: float | None = None
+    ) -> None:
+        """Make an engine end and free what its handle holds; a failure to do so is logged.
+
+        timeout_s: after which it is killed (stop_timeout_s).
+        """
         try:
-            await asyncio.to_thread(handle.stop, self._stop_timeout_s)
+            await asyncio.to_thread(
+                handle.stop, self._stop_timeout_s if timeout_s is None else timeout_s
+            )
         except Exception as error:
             log.error("engine %s does not stop: %s", slot.spec.name, error)
 
@@ -195,27 +206,33 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Find engines that died without closing their channel, and those that hang."""
-        stuck: set[str] = set()
+        looked_s = time.monotonic()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_LOOK_S)
+            late_s = time.monotonic() - looked_s - _LOOK_S
+            looked_s += _LOOK_S + late_s
             for slot in self.slots:
-                self._note_pulse(slot, stuck)
+                self._look_at_pulse(slot, late_s)
                 handle = slot.handle
                 if handle is not None and not handle.is_alive():
                     await asyncio.sleep(0.2)  # let the reader empty the channel first
                     if slot.handle is handle:
                         self.on_death(slot, slot.generation, "it is not alive")
 
-    def _note_pulse(self, slot: EngineSlot, stuck: set[str]) -> None:
-        """Set the metric, and log once when an engine hangs and when it goes on."""
-        name, age_s = slot.spec.name, slot.pulse.age_s if slot.state == "ready" else 0.0
-        self._metrics.engine_heartbeat(name, slot.spec.model, age_s)
-        if slot.is_stuck and name not in stuck:
-            stuck.add(name)
-            log.error("engine %s is stuck: no progress for %.0f s", name, age_s)
-        elif not slot.is_stuck and name in stuck:
-            stuck.discard(name)
-            log.warning("engine %s is not stuck any more", name)
+    def _look_at_pulse(self, slot: EngineSlot, late_s: float) -> None:
+        """Set the metric; an engine that hangs is killed. A fleet that is silent is not: its
+        replicas look after their engines.
+
+        late_s: how late this look is, because nobody had a core or this process was stopped.
+        """
+        pid = getattr(slot.handle, "pid", None)
+        is_quiet = slot.state == "ready" and slot.pulse.age_s > _QUIET_S
+        slot.pulse.look(late_s, core_waits(pid) if is_quiet and pid is not None else {})
+        age_s = slot.pulse.age_s if slot.state == "ready" else 0.0
+        self._metrics.engine_heartbeat(slot.spec.name, slot.spec.model, age_s)
+        if slot.is_stuck and not slot.is_on_loop:
+            reason = f"it is stuck: no progress for {age_s:.0f} s"
+            self.on_death(slot, slot.generation, reason, hangs=True)
 
     # --- what is asked of engines ---
 
@@ -308,11 +325,20 @@ class Supervisor:
         if generation == slot.generation and answer is not None and not answer.done():
             answer.set_result(payload)
 
-    def on_death(self, slot: EngineSlot, generation: int, reason: str, final: bool = False) -> None:
+    def on_death(
+        self,
+        slot: EngineSlot,
+        generation: int,
+        reason: str,
+        final: bool = False,
+        *,
+        hangs: bool = False,
+    ) -> None:
         """An engine's channel closed: fail what it held, restart it.
 
         final: it reported that it cannot be built. A slot that was never ready then fails; one
-        that was ready is tried again, because what it needs was there before.
+        that was ready is tried again, because what it needs was there before. hangs: it is not
+        asked to end, but killed.
         """
         if generation != slot.generation or slot.handle is None or self._stopping:
             return
@@ -320,7 +346,7 @@ class Supervisor:
         slot.generation += 1
         slot.close_outbox()
         log.error("engine %s died: %s", slot.spec.name, reason)
-        self._spawn(self._reap(slot, handle))
+        self._spawn(self._reap(slot, handle, 0.0 if hangs else None))
         for called, answer in self._calls.values():
             if called is slot and not answer.done():
                 answer.set_exception(NoEngineError(f"The engine {slot.spec.name} died."))
