@@ -14,8 +14,6 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
-DecoderChoice = Literal["auto", "fused", "modules"]
-PrefillChoice = Literal["auto", "own", "torch", "flashinfer"]
 
 INT31, INT63 = (1 << 31) - 1, (1 << 63) - 1
 
@@ -573,8 +571,8 @@ class AdapterOrder:
         return self.adapter_id.rpartition("@")[0]
 
 
-NarrowForm = Literal["int8", "fp8", "int8-blocks", "int4"]
-"""Weights in 8 or 4 bits on a GPU."""
+NarrowForm = Literal["int8"]
+"""Weights in 8 bits on a GPU."""
 
 DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 """Sequences in one step, by kind of device: as many as the largest CUDA graph has rows."""
@@ -617,8 +615,7 @@ class ModelInfo:
 
     dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them. kv_dtype:
     what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = unknown.
-    decoder: what computes the layers on CUDA, "fused" or "modules"; "" on a CPU. figures: what the
-    control "figures" answers, in its order.
+    figures: what the control "figures" answers, in its order.
     """
 
     name: str
@@ -635,5 +632,4 @@ class ModelInfo:
     kernel: str = "torch"
     kv_dtype: str = "float32"
     kv_block_bytes: int = 0
-    decoder: str = ""
     figures: tuple[Figure, ...] = ()

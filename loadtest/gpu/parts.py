@@ -20,11 +20,8 @@ import torch
 
 from loadtest.gpu import (
     correct,
-    decoders,
-    few_rows,
     options,
     peers,
-    prefill,
     reserve,
     sampled,
     steps,
@@ -113,8 +110,6 @@ def profile(asked: Asked) -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Part] = {
     "machine": machine,
     "correct": correct.check,
-    "decoders": decoders.check,
-    "few-rows": few_rows.check,
     "top-p": options.top_p,
     "sampled": sampled.check,
     "adapters": options.adapters,
@@ -124,7 +119,6 @@ PARTS: dict[str, Part] = {
     "steps": step_table,
     "transformers": peers.transformers_own,
     "engine": peers.engine,
-    "prefill": prefill.check,
     "reserve": reserve.check,
     "vocabulary": vocabulary.check,
 }
@@ -145,11 +139,6 @@ PLAN = (
     Planned("correct", "smollm2-135m", 60),
     Planned("correct", "qwen3-0.6b", 60),
     Planned("correct", "gemma-3-270m", 60),
-    Planned("decoders", "smollm2-135m", 60),
-    Planned("decoders", "gemma-3-270m", 60),
-    Planned("few-rows", "smollm2-135m", 40),
-    Planned("few-rows", "gemma-3-270m", 40),
-    Planned("few-rows", "qwen3-4b", 40),
     Planned("top-p", "smollm2-135m", 30),
     Planned("sampled", "smollm2-135m", 60),
     Planned("sampled", "gemma-3-270m", 60),
@@ -161,8 +150,6 @@ PLAN = (
     Planned("transformers", "qwen3-0.6b", 90),
     Planned("engine", "qwen3-0.6b", 60),
     Planned("engine", "smollm2-135m", 60),
-    Planned("prefill", "qwen3-0.6b", 60),
-    Planned("prefill", "gemma-3-270m", 30),
     Planned("reserve", "qwen3-0.6b", 90),
     Planned("vocabulary", "gemma-3-270m", 60),
 )

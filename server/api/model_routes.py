@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from msgspec import UNSET, UnsetType
 from pydantic import FailFast, Field, WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -48,8 +47,7 @@ class DetokenizeBody(BodyPart):
 
 class ModelEntry(Shape, kw_only=True):
     """OpenAI's members, vLLM's root and max_model_len, a description, and what computes the model:
-    `tailor`, or `transformers` for a dense model of another family (slower). decoder: of a model on
-    CUDA whose engine is ready, what computes its layers."""
+    `tailor`, or `transformers` for a dense model of another family (slower)."""
 
     id: str
     object: Literal["model"] = "model"
@@ -60,7 +58,6 @@ class ModelEntry(Shape, kw_only=True):
     max_model_len: Count
     description: str
     implementation: Literal["tailor", "transformers"]
-    decoder: Literal["fused", "modules"] | UnsetType = UNSET
 
 
 class ModelList(Shape, kw_only=True):
@@ -117,8 +114,6 @@ class ModelRoutes:
     def entry(self, name: str) -> ModelEntry:
         """The entry of one model or task in GET /v1/models."""
         task, model = self._context.catalog.find(name)
-        info = self._context.client.info(model.name)
-        decoder: Any = UNSET if info is None or not info.decoder else info.decoder
         is_adapter = name == model.key and bool(model.root)
         parent = model.name if is_adapter else model.key
         return ModelEntry(
@@ -129,7 +124,6 @@ class ModelRoutes:
             max_model_len=self._context.room(model),
             description="" if name == model.key else task.description,
             implementation=model.implementation,
-            decoder=decoder,
         )
 
     async def tokenize(self, request: HttpRequest) -> Tokens:

@@ -24,12 +24,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TASKS = Path("configs/tasks")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-WeightsForm = Literal[
-    "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "nf4", "fp8"
-]
+WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "nf4"]
 WEIGHTS_HELP = (
     "how a cpu keeps weights: floats, int8, int8-blocks, int4, or as a GGUF has them: file; on "
-    "cuda int8 or fp8"
+    "cuda int8"
 )
 OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
 

@@ -21,7 +21,7 @@ from server.config.section import Section, from_folder, validate
 from server.config.values import Memory, check_name
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
-from server.types import DEFAULT_ROWS, DEFAULT_SEQS, DecoderChoice, EngineSizes, PrefillChoice
+from server.types import DEFAULT_ROWS, DEFAULT_SEQS, EngineSizes
 
 _SIZES = EngineSizes()  # the defaults
 
@@ -197,8 +197,8 @@ class EngineConfig(Section):
         description="how a cpu keeps weights: floats, int8 (one scale an output, but blocks where "
         "activations have outliers), int8-blocks or int4 (a scale for 32 inputs), file (a GGUF's "
         "own numbers); auto: file for a GGUF or a built-in model without merged adapter and dtype, "
-        "else dtype. On cuda the layers' may be int8 or fp8 (one scale an output), int8-blocks or "
-        "int4 (a scale for 32 inputs); auto: dtype",
+        "else dtype. On cuda the layers' may be int8 (one scale an output, by torchao); auto: "
+        "dtype",
     )
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"
@@ -259,16 +259,6 @@ class EngineConfig(Section):
         "auto",
         description="whether steps of few rows, trees included, replay captured graphs on cuda; "
         "auto: yes there",
-    )
-    decoder: DecoderChoice = Field(
-        "auto",
-        description="what computes the layers on cuda: fused, a decoder of our own with few "
-        "launches, or modules, transformers' own; auto: fused for the families that it covers",
-    )
-    prefill_attention: PrefillChoice = Field(
-        "auto",
-        description="what attends for prompt chunks of more than 128 rows on cuda: own, our "
-        "kernel; torch, its varlen_attn; flashinfer, if that is installed; auto: own",
     )
     steps_ahead: Literal["auto", 0] = Field(
         "auto",

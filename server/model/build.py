@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.generic import IMPLEMENTATION, is_generic
-from server.types import DecoderChoice, EngineSizes, ModelInfo, NarrowForm, PrefillChoice
+from server.types import EngineSizes, ModelInfo, NarrowForm
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +34,13 @@ class RunnerSpec:
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
     "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file"; on CUDA the layers' are
-    of `dtype`, "int8", "fp8", "int8-blocks" or "int4". max_model_len: None =
-    the model's own limit, or what the KV memory holds if that is less. threads:
+    of `dtype` or "int8". max_model_len: None = the model's own limit, or what the KV memory holds
+    if that is less. threads:
     CPU threads, None = the cores this process may run on. kv_dtype: what a CPU keeps K and V as:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and `exact` is verified on the CPU. A CPU has it in its memory. cuda_graphs:
-    whether steps of few rows replay captured graphs on CUDA. decoder: what computes the layers
-    there (body.py). prefill_attention: what attends for prompt chunks there (prefill.py). adapters:
+    whether steps of few rows replay captured graphs on CUDA. adapters:
     folders of those that stand beside it, and adapter_places: how many will be in memory at once,
     which the KV cache leaves room for there.
     """
@@ -58,8 +57,6 @@ class RunnerSpec:
     threads: int | None = None
     full_head: Literal["device", "stream", "cpu"] = "device"
     cuda_graphs: bool = False
-    decoder: DecoderChoice = "auto"
-    prefill_attention: PrefillChoice = "auto"
     adapters: tuple[str, ...] = ()
     adapter_places: int = 0
 
@@ -71,16 +68,11 @@ def build_runner(spec: RunnerSpec) -> Runner:
     for files that cannot be read, and ValueError for numbers that do not fit.
     """
     if spec.device == "cpu":
-        if spec.prefill_attention not in ("auto", "own"):
-            raise UnsupportedModelError(
-                f"prefill_attention: {spec.prefill_attention} is for cuda; a cpu takes `own`"
-            )
         return _build_cpu_runner(spec)
     if spec.weights not in ("auto", *get_args(NarrowForm)):
-        near = "int8-blocks" if spec.weights == "file" else "int8"
         raise UnsupportedModelError(
-            f"weights: {spec.weights} is for cpu; on {spec.device} they have `dtype`, 8 bits or 4. "
-            f"Nearest that works: `weights: {near}`, `dtype: bfloat16`, or `devices: [cpu]` for "
+            f"weights: {spec.weights} is for cpu; on {spec.device} they have `dtype`, or 8 bits. "
+            "Nearest that works: `weights: int8`, `dtype: bfloat16`, or `devices: [cpu]` for "
             "this model"
         )
     if spec.kv_dtype != "auto":
@@ -123,8 +115,6 @@ def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
         raise ValueError(
             f"weights {spec.weights}, dtype {spec.dtype}: `file` needs a GGUF's folder"
         )
-    if spec.weights == "fp8":
-        raise ValueError("weights fp8 is for cuda; on a CPU int8 and int4 are the small ones")
     if spec.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
     if spec.weights == "auto":
@@ -274,13 +264,10 @@ def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
     """
     import torch
 
-    from server.model.gpu.narrow import LEAST_CAPABILITY
-
-    if narrow is not None and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY[narrow]:
+    if narrow is not None and torch.cuda.get_device_capability(device) < (8, 0):
         raise UnsupportedModelError(
-            f"weights: {narrow} needs compute capability {LEAST_CAPABILITY[narrow]}, and {device} "
-            f"has {torch.cuda.get_device_capability(device)}. Nearest that works: `weights: "
-            f"{'int8' if narrow == 'fp8' else 'auto'}`"
+            f"weights: {narrow} needs compute capability (8, 0), and {device} has "
+            f"{torch.cuda.get_device_capability(device)}. Nearest that works: `weights: auto`"
         )
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -291,22 +278,18 @@ def _kv_block_bytes(
     spec: RunnerSpec, shape: ModelShape, module: PreTrainedModel, dtype: torch.dtype
 ) -> int:
     """Bytes of a block of KV on a GPU, in all layers."""
-    from server.model.gpu.body import delta_nets, kept_by_modules
-    from server.model.gpu.decoder import kept_by
+    from server.model.gpu.body import kept_by
     from server.model.gpu.kv_cache import bytes_per_block
 
-    kept = kept_by_modules(module) if delta_nets(module) else kept_by(shape)
+    kept = kept_by(module)
     return bytes_per_block(
         kept.layers, shape.num_kv_heads, shape.head_dim, spec.sizes.block_size, dtype,
         kept=kept.convolutions * kept.width,
     )  # fmt: skip
 
 
-def _calculated_reserve(
-    spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype, narrow_bytes: int
-) -> int:
-    """Bytes that a step takes beside weights and KV, where they are not measured. narrow_bytes: of
-    the widest weights in `dtype`, where they are kept as less."""
+def _calculated_reserve(spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes that a step takes beside weights and KV, where they are not measured."""
     from server.model.gpu.graphs import MAX_GRAPH_ROWS
     from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_bytes
     from server.model.kv_memory import step_reserve
@@ -315,7 +298,7 @@ def _calculated_reserve(
     if spec.cuda_graphs and spec.full_head == "device":
         rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
         graph_bytes = graph_head_bytes(shape.vocab_size, HEAD_BYTES, rows)
-    return narrow_bytes + step_reserve(
+    return step_reserve(
         rows=sizes.max_num_batched_tokens,
         hidden_size=shape.hidden_size,
         inner_size=shape.intermediate_size,
@@ -390,7 +373,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
     runner = _torch_runner(spec, folder, module, (embedding, head), (device, dtype))
-    _log.info("weights: %s, decoder: %s", runner.info.dtype, runner.info.decoder)
+    _log.info("weights: %s", runner.info.dtype)
     runner.warm_up()
     return runner
 
@@ -408,7 +391,6 @@ def _torch_runner(
 ) -> TorchRunner:
     """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
     and what is computed in."""
-    from server.model.gpu.narrow import widest_product
     from server.model.gpu.reserve import FEW_SLOTS, CudaMemory
     from server.model.gpu.runner import TorchRunner
     from server.model.gpu.spec import TorchModel, Ways
@@ -418,7 +400,7 @@ def _torch_runner(
     device, dtype = place
     sizes, narrow = spec.sizes, _narrow_form(spec)
     shape = (generic_shape if is_generic(folder.config) else shape_of)(module.config)
-    calculated = _calculated_reserve(spec, shape, dtype, widest_product(module) if narrow else 0)
+    calculated = _calculated_reserve(spec, shape, dtype)
     block_bytes = _kv_block_bytes(spec, shape, module, dtype)
     measures = device.type == "cuda" and sizes.kv_bytes is None
     num_blocks = num_blocks_for(
@@ -443,9 +425,7 @@ def _torch_runner(
     )
     ways = Ways(
         cuda_graphs=spec.cuda_graphs and device.type == "cuda",
-        decoder=spec.decoder,
         weights=narrow,
-        prefill=spec.prefill_attention,
     )
     embedding, head = tables
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")

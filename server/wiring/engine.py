@@ -106,8 +106,6 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         threads=engine.threads,
         full_head=engine.full_head,
         cuda_graphs=engine.cuda_graphs != "off",
-        decoder=engine.decoder,
-        prefill_attention=engine.prefill_attention,
         adapters=tuple(one.folder for one in order.adapters),
         adapter_places=order.adapter_places,
     )

@@ -3,7 +3,6 @@ with messages, a chat's rendered prompt, /tokenizer_info, /ping, /load, HEAD."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -245,16 +244,6 @@ def test_head_on_every_get_route(server: LiveServer) -> None:
         got, head = httpx.get(server.url + path), httpx.head(server.url + path)
         assert (head.status_code, head.content) == (got.status_code, b""), path
     assert httpx.head(server.url + "/v1/completions").status_code == 405
-
-
-def test_models_tell_what_computes_them_on_a_gpu() -> None:
-    """decoder: of an engine on CUDA that is ready; a model on a CPU has no such member."""
-    for decoder in ("modules", ""):
-        scripted = ScriptedEngine(saying(b"x"))
-        scripted.info = dataclasses.replace(scripted.info, decoder=decoder)
-        with LiveServer([scripted]) as server:
-            entry = httpx.get(server.url + "/v1/models/tiny").json()
-        assert entry["implementation"] == "tailor" and entry.get("decoder", "") == decoder
 
 
 # --- calls ---

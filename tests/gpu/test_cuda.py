@@ -26,7 +26,6 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
-from tests.model.gpu import test_own_rows
 from tests.model.gpu.cut_problems import cut_problem
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
@@ -458,8 +457,3 @@ def test_memory_goes_back() -> None:
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
 def test_adapters_are_added_as_by_the_reference(dtype: torch.dtype, atol: float) -> None:
     check_kernels(dtype, atol, "cuda")
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
-def test_own_rows_of_adapters_are_the_reference_s(dtype: torch.dtype, atol: float) -> None:
-    test_own_rows.check_kernels(dtype, atol, "cuda")

@@ -3,7 +3,6 @@ what it keeps when a part fails, hangs or writes what is no result."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ import torch
 from loadtest import gpu_check
 from loadtest.gpu import parts, steps
 from loadtest.gpu.shapes import SHAPES, build, weight_bytes
-from server.model.gpu import decoder_ops
+from server.model.gpu.own_rows import OwnRows
 
 CPU = torch.device("cpu")
 
@@ -53,21 +52,6 @@ def test_rows_of_a_step_are_what_transformers_says(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
-def test_our_decoder_is_compared_with_modules(shape: str) -> None:
-    modules, fused, line = found("decoders", shape)
-    assert modules["decode_ms"] > 0 and fused["tree_ms"] > 0
-    assert line["ok"] and line["same_argmax"] == 1.0
-    assert line["same_greedy_ids"] == parts.decoders.NEW
-
-
-@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
-def test_few_launches_are_compared_with_more(shape: str) -> None:
-    lines = found("few-rows", shape)
-    assert [(line["rows"], line["ok"]) for line in lines] == [(1, True), (8, True), (16, True)]
-    assert all(line["six_us"] > 0 and line["apart"] == 0 for line in lines)
-
-
-@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
 def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
     cuts = found("top-p", shape)
     assert [line["ok"] for line in cuts] == [True] * 3
@@ -79,13 +63,12 @@ def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
     assert adapter["ok"] and adapter["moved_by"] > 0.1
     [tokens] = found("own-tokens", shape)
     assert tokens["ok"] and tokens["graph_same_bits"] and tokens["others_same_bits"]
-    narrow = found("eight-bits", shape)
-    assert [line["ok"] for line in narrow] == [True] * 4
-    assert all(line["rounding"] > 0 for line in narrow)
+    [narrow] = found("eight-bits", shape)
+    assert narrow.get("ok") or "torchao" in narrow["skipped"]
 
 
 def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut at another place, an adapter that is not added, weights that are not rounded."""
+    """A cut at another place, an adapter that is not added, rows that are the base's."""
     options = parts.options
     with monkeypatch.context() as patch:
         patch.setattr(options.nucleus, "by_sort", lambda *_: None)
@@ -95,57 +78,18 @@ def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(options, "_merge", lambda *_: None)
         assert not found("adapters", "tiny")[0]["ok"]
     with monkeypatch.context() as patch:
-        patch.setattr(decoder_ops, "own_embed", lambda rows, *_: rows.table[rows.ids % 64])
+        patch.setattr(OwnRows, "embed", lambda _, table, ids, __: table[ids % 64])
         assert not found("own-tokens", "tiny")[0]["ok"]
     with monkeypatch.context() as patch:
         seeds = iter(range(1000))
         batch = parts.sampled._batch
         patch.setattr(parts.sampled, "_batch", lambda k, _, n: batch(k, next(seeds), n))
         assert not found("sampled", "tiny")[0]["ok"], "other noise"
-    monkeypatch.setattr(options, "_round", lambda *_: None)
-    assert not any(line["ok"] for line in found("eight-bits", "tiny"))
-
-
-@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
-def test_torch_s_attention_is_given_the_keys_that_ours_reads(shape: str) -> None:
-    """By a stand-in of varlen_attn: lengths, block tables of pages, windows."""
-    lines = found("prefill", shape)
-    windows = [None, 512] if shape == "tiny-gemma" else [None]
-    assert [(line["window"], line["history"]) for line in lines] == [
-        (window, history) for window in windows for history in (0, 600)
-    ]
-    assert all(line["ok"] for line in lines)
-    assert all(line["torch_apart"] < 1e-4 > line["torch_pages_apart"] for line in lines)
 
 
 def test_the_reserve_is_told() -> None:
     [line] = found("reserve", "tiny")
     assert line["ok"] and line["calculated_mib"] > 256 and line["kv_tokens"] > 0
-
-
-def test_what_torch_s_attention_is_called_with_is_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
-    batch = steps.batch_of(steps.Case("chunk", 2, 300, 8), 256)
-    options = parts.prefill.varlen_arguments(batch, 512, CPU)
-    takes = inspect.signature(varlen)
-    if "block_table" in takes.parameters:  # from 2.12 on
-        takes.bind(*[None] * 3, **options, scale=1.0)
-    assert options["cu_seq_q"].tolist() == [0, 300, 600]
-    assert options["seqused_k"].tolist() == [308, 308] and options["max_k"] == 308
-    tree = steps.batch_of(steps.Case("tree", 1, 5, 8), 256)
-    with pytest.raises(ValueError, match="no trees"):
-        parts.prefill.varlen_arguments(tree, None, CPU)
-    given = parts.prefill.varlen_arguments
-
-    def one_key_less(*arguments: Any) -> dict[str, Any]:
-        options = given(*arguments)
-        options["seqused_k"] -= 1
-        return options | {"max_k": options["max_k"] - 1}
-
-    monkeypatch.setattr(parts.prefill, "varlen_arguments", one_key_less)
-    assert not any(line["ok"] for line in found("prefill", "tiny"))
 
 
 def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +243,7 @@ class Bare(PathFinder):
 
 sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
 import loadtest.gpu_check, loadtest.gpu.parts
-from tests.gpu import test_cuda, test_parts
+from tests.gpu import test_cuda
 """
 
 

@@ -29,15 +29,8 @@ RunnerFactory = Callable[[str], Runner]
 
 
 def torch_runner(family: str) -> Runner:
-    """The general path on the CPU, over weights of its own."""
+    """The GPU's path on the CPU, over weights of its own."""
     return runner_over(finish_module(families.build(family)))
-
-
-def decoder_runner(family: str) -> Runner:
-    """The CUDA path's own decoder, on its torch reference and the torch attention."""
-    runner = runner_over(families.build(family), decoder="fused")
-    assert runner.info.decoder == "fused"
-    return runner
 
 
 def fused_cpu_runner(family: str) -> Runner:
@@ -47,7 +40,6 @@ def fused_cpu_runner(family: str) -> Runner:
 
 RUNNERS: dict[str, RunnerFactory] = {
     "torch": torch_runner,
-    "decoder": decoder_runner,
     "cpu": fused_cpu_runner,
 }
 
@@ -67,11 +59,11 @@ class Truth:
         return result
 
 
-# transformers' module (LFM2: our decoder) and the GPU's decoder run every family once; the battery
-# is for those that they treat differently. The CPU runner has all of it for all.
+# The GPU's path runs every family once; the battery is for those that it treats differently. The
+# CPU
+# runner has all of it for all.
 BATTERY = {
-    "torch": {"llama", "qwen2", "qwen3", "gemma3", "mistral"},
-    "decoder": {"llama", "gemma3", "lfm2"},
+    "torch": {"llama", "qwen3", "gemma3", "lfm2"},
     "cpu": set(families.FAMILIES),
 }
 PAIRS = [(runner, family) for family in families.FAMILIES for runner in RUNNERS]

@@ -1,7 +1,5 @@
 """Paged attention of the GPU path: rows in, each row over exactly its own keys.
 
-FusedDecoder (decoder.py) calls it; transformers' own modules reach it as follows.
-
 `register()` puts `paged_attention_forward` into transformers' AttentionInterface under NAME. A
 module whose config names it calls us in every layer with this step's queries, keys and values and
 with whatever extra keyword its forward got; ours is `paged`, a PagedStep. We write K and V of the
@@ -143,11 +141,8 @@ def run_starts(seq_ids: Int32) -> npt.NDArray[np.int64]:
     return np.concatenate(([0], np.flatnonzero(seq_ids[1:] != seq_ids[:-1]) + 1))
 
 
-def plan_tiles(
-    batch: Batch, shape: TileShape, elsewhere: npt.NDArray[np.bool_] | None = None
-) -> TilePlan:
-    """Divide a Batch's rows into tiles. elsewhere: bool [runs], those that a library attends for
-    (prefill.py): they have no tiles.
+def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
+    """Divide a Batch's rows into tiles.
 
     Short runs (decode, trees) get small tiles, longer ones (chunk ends) large tiles, both with
     their keys split over programs, because few rows over a long history would leave the device
@@ -166,11 +161,10 @@ def plan_tiles(
     if num_splits > 1:
         room = shape.max_partials // num_splits
         splittable &= np.cumsum(np.where(splittable, lengths, 0)) <= room
-    whole = ~splittable if elsewhere is None else ~splittable & ~elsewhere
     kinds = (
         (small & splittable, shape.small_m, num_splits),
         (~small & splittable, shape.large_m, num_splits),
-        (whole, shape.large_m, 1),
+        (~splittable, shape.large_m, 1),
     )
     groups = []
     split_rows = []
@@ -270,7 +264,7 @@ def ancestor_bits(batch: Batch) -> Int32:
 class StepTensors:
     """A Batch's row arrays on the device: int32, names and shapes as in Batch. ancestors: int32
     [R, W], of ancestor_bits; the kernels read it, the reference reads the path arrays. sources:
-    int32 [R, taps], of convolution.input_sources, in models that have short convolutions."""
+    int32 [R, taps], of convolution.input_slots, in models that have short convolutions."""
 
     positions: torch.Tensor
     seq_ids: torch.Tensor
@@ -313,11 +307,13 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What a layer's attention needs of the step: the forward keyword `paged`. recur: what a gated
-    delta net (delta.PagedDeltaNet) gives its q, k, v, b and a to, in models that have some."""
+    """What a layer's attention needs of the step: the forward keyword `paged`. rows: of the step.
+    recur: what a gated delta net (delta.PagedDeltaNet) gives its q, k, v, b and a to, in models
+    that have some."""
 
     cache: KvCache
     attention: Attention
+    rows: StepTensors | None = None
     recur: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
 

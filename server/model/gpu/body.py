@@ -1,9 +1,9 @@
-"""The body of a step on a GPU, by one of two ways: our own decoder, or transformers' modules.
+"""The body of a step on a GPU: transformers' own modules between token ids and the LM head.
 
-It turns a step's token ids (or their embeddings) into the last hidden states, with paged attention.
-FusedDecoder (decoder.py) computes the families of families.py in a few launches a layer; ModuleBody
-runs any module whose attention goes through transformers' attention interface, some forty to eighty
-launches a layer. body_run.py chooses rows, tiles and graphs; head_run.py has the LM head.
+It turns a step's token ids (or their embeddings) into the last hidden states, with paged attention:
+attention.py says how a module's layers reach our cache. Convolutions and gated delta nets read
+their own memory, adapters are added by hooks (lora.py). body_run.py chooses rows, tiles and graphs;
+head_run.py has the LM head.
 """
 
 from __future__ import annotations
@@ -11,30 +11,69 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from server.errors import UnsupportedModelError
+from server.model.families import family_of
 from server.model.gpu import attention as paged
-from server.model.gpu.decoder import FusedDecoder, Kept, not_covered
-from server.model.gpu.decoder_ops import DecoderOps, TorchOps
+from server.model.gpu.convolution import replace_convolutions
 from server.model.gpu.delta import PagedDeltaNet, kept_width, state_size
+from server.model.gpu.grouped import grouped
 from server.model.gpu.lora import LoraBank
-from server.model.shape import shape_of
-from server.types import DecoderChoice, NarrowForm
+from server.model.shape import ModelShape, shape_of
+
+
+class Kept(NamedTuple):
+    """What a body keeps of a position. layers: with K and V. convolutions: with a vector of `width`
+    numbers instead, of which a row reads its last `taps` positions'; 0 taps for gated delta nets,
+    whose sequences have states of `state` numbers beside."""
+
+    layers: int
+    convolutions: int = 0
+    width: int = 0
+    taps: int = 0
+    state: int = 0
+
+
+def delta_nets(module: nn.Module) -> list[PagedDeltaNet]:
+    """The gated delta nets of a module that was taken over (generic.take_over)."""
+    return [part for part in module.modules() if isinstance(part, PagedDeltaNet)]
+
+
+def _shape(module: Any) -> ModelShape | None:
+    """A family's; None of the generic path."""
+    try:
+        family_of(module.config)
+    except KeyError:
+        return None
+    return shape_of(module.config)
+
+
+def kept_by(module: Any) -> Kept:
+    """What Body keeps of a position."""
+    nets, layers = delta_nets(module), int(module.config.num_hidden_layers)
+    if nets:
+        state = math.prod(state_size(nets[0]))
+        return Kept(layers - len(nets), len(nets), kept_width(nets[0]), state=state)
+    shape = _shape(module)
+    convolutions = 0 if shape is None else sum(shape.convolutions)
+    if shape is None or not convolutions:
+        return Kept(layers)
+    return Kept(layers - convolutions, convolutions, shape.kept_width, shape.conv_taps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepIds:
     """What goes into a step: one row per position.
 
-    token_ids: int32 [R]. adapters: int32 [n, 3], lora_spans of the step, None in a step without
-    adapters. own_places: int32 [R], OwnRows.embedding_places, None where no row has one. embeds:
-    [R, hidden_size], rows of the table that were gathered in CPU memory, in their place, own ones
-    among them; None where the table is on the device.
+    token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
+    memory, in their place, own ones among them; None where the table is on the device. adapters:
+    int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places: int32 [R],
+    OwnRows.embedding_places, None where no row has one.
     """
 
     token_ids: torch.Tensor
@@ -43,46 +82,28 @@ class StepIds:
     own_places: torch.Tensor | None = None
 
 
-class Body(Protocol):
-    """Everything between token ids and the LM head. name: of Ways.decoder. kept: of a position.
-    nets: its gated delta nets. adapters: beside the model; None where it computes none."""
+class Body:
+    """Everything between token ids and the LM head.
 
-    name: str
-    kept: Kept
-    nets: Sequence[PagedDeltaNet]
-    adapters: LoraBank | None
+    module: taken over; its attention must be `paged` already. kept: of a position. nets: its gated
+    delta nets. adapters: beside the model; None for models of the generic path.
+    """
 
-    def __call__(
-        self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
-    ) -> torch.Tensor:
-        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing."""
-
-
-def delta_nets(module: nn.Module) -> list[PagedDeltaNet]:
-    """The gated delta nets of a module that was taken over (generic.take_over)."""
-    return [part for part in module.modules() if isinstance(part, PagedDeltaNet)]
-
-
-def kept_by_modules(module: Any) -> Kept:
-    """What ModuleBody keeps of a position."""
-    nets, layers = delta_nets(module), int(module.config.num_hidden_layers)
-    if not nets:
-        return Kept(layers)
-    state = math.prod(state_size(nets[0]))
-    return Kept(layers - len(nets), len(nets), kept_width(nets[0]), state=state)
-
-
-class ModuleBody:
-    """transformers' own modules. See server.model.gpu.attention for how they reach our cache."""
-
-    name = "modules"
-    adapters: LoraBank | None = None
-
-    def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: PreTrainedModel, attention: paged.AttentionName, dtype: torch.dtype
+    ) -> None:
+        device = next(p.device for p in module.parameters() if p.device.type != "meta")
         embed: Any = module.get_input_embeddings()
         self._body = module.base_model
-        self.kept = kept_by_modules(module)
+        self._table: torch.Tensor = embed.weight
+        self.kept = kept_by(module)
         self.nets: Sequence[PagedDeltaNet] = delta_nets(module)
+        if replace_convolutions(self._body):
+            place_attention(self._body)
+        self.adapters: LoraBank | None = None
+        shape = _shape(module)
+        if shape is not None:
+            self.adapters = LoraBank(module, shape, dtype, device, grouped(attention))
         # Gemma's scale, rounded as transformers' own embedding does.
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
@@ -90,13 +111,18 @@ class ModuleBody:
     def __call__(
         self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
     ) -> torch.Tensor:
-        """See Body."""
+        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing."""
+        embeds = ids.embeds
+        if self.adapters is not None:
+            self.adapters.spans = ids.adapters
+            if embeds is None and ids.own_places is not None:
+                embeds = self.adapters.own.embed(self._table, ids.token_ids, ids.own_places)
         given: dict[str, torch.Tensor]
-        if ids.embeds is not None:
-            embeds = ids.embeds if self._scale is None else ids.embeds * self._scale
-            given = {"inputs_embeds": embeds[None]}
-        else:
+        if embeds is None:
             given = {"input_ids": ids.token_ids[None]}
+        else:
+            embeds = embeds if self._scale is None else embeds * self._scale
+            given = {"inputs_embeds": embeds[None]}
         result = self._body(
             **given, position_ids=step.positions[None], use_cache=False, paged=paged_step
         )
@@ -104,55 +130,30 @@ class ModuleBody:
         return hidden
 
 
-def body_of(
-    module: PreTrainedModel,
-    attention: paged.AttentionName,
-    decoder: DecoderChoice,
-    num_positions: int,
-    dtype: torch.dtype,
-    form: NarrowForm | None = None,
-) -> Body:
-    """The body that a runner uses. "auto" is our own decoder with Triton's attention, for models
-    that it covers, and their modules elsewhere: they are the reference beside the torch attention,
-    but where layers have short convolutions, which those keep in a way of their own.
+def place_attention(body: Any) -> int:
+    """Number the layers that attend, among others that do not, by their place in our cache; how
+    many."""
+    attending = [part for part in body.layers if hasattr(part, "self_attn")]
+    for place, layer in enumerate(attending):
+        layer.self_attn.layer_idx = place
+    return len(attending)
 
-    num_positions: the longest sequence. form: of the layers' weights; our own decoder has some. The
-    module's weights become the decoder's. Raises UnsupportedModelError where a decoder, or a form,
-    is asked for that does not compute the model.
+
+def narrow_layers(module: nn.Module) -> None:
+    """Keep the layers' weights in 8 bits, by torchao: int8 with a scale for each output, times
+    activations that are rounded to int8 a row at a time (exact sums, as a CPU's `int8`).
+
+    Raises UnsupportedModelError where torchao is not installed.
     """
-    device = next(p.device for p in module.parameters() if p.device.type != "meta")
-    reason = not_covered(module)
-    if form is not None and (decoder == "modules" or reason is not None):
-        why = reason if decoder != "modules" else "decoder: modules takes them as they are"
+    try:
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    except ImportError as error:
         raise UnsupportedModelError(
-            f"weights: {form} is for models that our own decoder computes, and {why}. Nearest that "
-            "works: `weights: auto`"
-        )
-    needs_ours = reason is None and any(shape_of(module.config).convolutions)
-    if needs_ours and decoder == "modules":
-        raise UnsupportedModelError(
-            f"decoder: modules does not compute {module.config.model_type}: its short convolutions "
-            "keep inputs that only our own decoder has room for. `auto` and `fused` take that"
-        )
-    is_plain = decoder == "auto" and attention != "triton" and form is None
-    if not needs_ours and (decoder == "modules" or is_plain):
-        return ModuleBody(module, device, dtype)
-    if reason is None:
-        shape = shape_of(module.config)
-        return FusedDecoder(module, shape, num_positions, _ops(attention, form), form)
-    if decoder == "auto":
-        return ModuleBody(module, device, dtype)
-    raise UnsupportedModelError(
-        f"decoder: fused does not compute {module.config.model_type}: {reason}. `auto` and "
-        "`modules` take transformers' own layers for it"
+            f"weights: int8 on a GPU needs the package torchao, which is not here ({error}). "
+            "Nearest that works: `weights: auto`"
+        ) from error
+    quantize_(
+        module,
+        Int8DynamicActivationInt8WeightConfig(),
+        filter_fn=lambda part, name: isinstance(part, nn.Linear) and ".layers." in f".{name}",
     )
-
-
-def _ops(attention: paged.AttentionName, form: NarrowForm | None) -> DecoderOps:
-    if attention == "torch":
-        return TorchOps()
-    from server.model.gpu.decoder_kernels import TritonOps
-
-    if form in ("int8-blocks", "int4"):
-        return TritonOps(few_rows=0)  # products in blocks have a kernel of their own
-    return TritonOps()

@@ -19,16 +19,16 @@ import torch
 from server.engine.batch import Batch, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
-from server.model.gpu.convolution import input_sources
+from server.model.gpu.convolution import input_slots
 from server.model.gpu.delta import ITEMS_A_ROW, DeltaItems, DeltaStates, delta_rule
 from server.model.gpu.graph_draws import GraphDraws
 from server.model.gpu.graph_head import GraphHead, Widens
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
+from server.model.gpu.grouped import SPAN_FIELDS
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import LmHead
-from server.model.gpu.lora import SPAN_FIELDS, lora_spans
+from server.model.gpu.lora import lora_spans
 from server.model.gpu.own_rows import graph_arrays
-from server.model.gpu.prefill import ChunkedAttention, Chunks, Library, chunks_of
 from server.model.gpu.slices import gathered
 from server.model.gpu.spec import graph_draw_rows, graph_head_rows
 from server.model.gpu.transfers import Upload
@@ -41,14 +41,12 @@ class BodyPlan:
     """What the body of one step reads.
 
     arrays: to be uploaded. graph_key: of the graph that is replayed, or None. tiles:
-    the attention's work; None for the torch attention. chunks: what a library attends for (its
-    rows have no tiles).
+    the attention's work; None for the torch attention.
     """
 
     arrays: dict[str, Array]
     graph_key: GraphKey | None
     tiles: paged.TilePlan | None
-    chunks: Chunks | None = None
 
     @property
     def has_head(self) -> bool:
@@ -121,7 +119,6 @@ class BodyRun:
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         self.head: GraphHead | None = None
         self.draws: GraphDraws | None = None
-        self.prefill: Library | None = None
         self._num_graph = self._num_plain = 0
         if graph_rows:
             self.graphs = StepGraphs(device, graph_rows)
@@ -153,9 +150,8 @@ class BodyRun:
             }
             return BodyPlan(arrays, None, None)
         arrays["ancestors"] = paged.ancestor_bits(batch)
-        chunks = self._chunks(batch, arrays)
-        tiles = paged.plan_tiles(batch, self.shape, None if chunks is None else chunks.of_runs)
-        key = self._graph_key(batch, tiles) if chunks is None else None
+        tiles = paged.plan_tiles(batch, self.shape)
+        key = self._graph_key(batch, tiles)
         if self.states is not None and key is not None:
             if arrays["items"].shape[0] > ITEMS_A_ROW * key.rows:
                 key = None  # a history is replayed
@@ -175,16 +171,7 @@ class BodyRun:
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
-        return BodyPlan(arrays, key, tiles, chunks)
-
-    def _chunks(self, batch: Batch, arrays: dict[str, Array]) -> Chunks | None:
-        """What a library attends for; what it reads is added to the arrays."""
-        chunks = None if self.prefill is None else chunks_of(batch)
-        if self.prefill is not None and chunks is not None:
-            arrays |= self.prefill.arrays(chunks, self._cache.block_size)
-            if chunks.span is None:
-                arrays["prefill.rows"] = chunks.rows
-        return chunks
+        return BodyPlan(arrays, key, tiles)
 
     def _row_arrays(self, batch: Batch) -> dict[str, Array]:
         """What a step's layers read beside the attention's work."""
@@ -202,7 +189,7 @@ class BodyRun:
             else:
                 arrays["embeds"] = self.own.gathered(self.embedding, batch, batch.token_ids)
         if self._taps:
-            arrays["sources"] = input_sources(batch, self._taps, self._cache.block_size)
+            arrays["sources"] = input_slots(batch, self._taps, self._cache.block_size)
         if self.states is not None:
             arrays |= self.states.plan(batch)._asdict()
         spans = lora_spans(batch)
@@ -255,7 +242,7 @@ class BodyRun:
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])
             recur = partial(self.states.recur, items, step.slots, self._cache.inputs)
-        paged_step = paged.PagedStep(self._cache, attention, recur)
+        paged_step = paged.PagedStep(self._cache, attention, step, recur)
 
         embeds = None
         if self.embedding is not None:
@@ -291,28 +278,22 @@ class BodyRun:
         plan: BodyPlan,
     ) -> paged.Attention:
         """The step's attention."""
-        attention: paged.Attention
         if plan.tiles is None:
-            attention = paged.TorchAttention(batch, step, self._cache.block_size)
-        else:
-            from server.model.gpu.triton_kernels import TritonAttention
+            return paged.TorchAttention(batch, step, self._cache.block_size)
+        from server.model.gpu.triton_kernels import TritonAttention
 
-            attention = TritonAttention(
-                step,
-                [
-                    (tensors[f"tiles{i}"], group.block_m, group.num_splits)
-                    for i, group in enumerate(plan.tiles.groups)
-                ],
-                tensors["split_rows"],
-                plan.tiles.num_splits,
-                self.shape,
-                self._partials,
-                self._cache.block_size,
-            )
-        if self.prefill is not None and plan.chunks is not None:
-            self.prefill.begin(plan.chunks, tensors, self._cache.block_size)
-            return ChunkedAttention(attention, self.prefill, plan.chunks, tensors)
-        return attention
+        return TritonAttention(
+            step,
+            [
+                (tensors[f"tiles{i}"], group.block_m, group.num_splits)
+                for i, group in enumerate(plan.tiles.groups)
+            ],
+            tensors["split_rows"],
+            plan.tiles.num_splits,
+            self.shape,
+            self._partials,
+            self._cache.block_size,
+        )
 
     def _widens(self, plan: BodyPlan, tensors: Mapping[str, torch.Tensor]) -> Widens | None:
         """What puts adapters' own head rows into a graph, where it has some."""

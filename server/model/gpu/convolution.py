@@ -1,35 +1,22 @@
-"""Short convolutions on a GPU (LFM2): where each row finds the inputs of the positions before it.
+"""Short convolutions on a GPU (LFM2): a module that reads each row's own ancestors.
 
 As on a CPU (cpu/convolution.py), a layer's input B * x of a position is kept in its KV slot, so
 that a tree row reads its own ancestors' and a rejected draft leaves nothing behind. Which slots
-those are is the same in every layer and known on the host: `input_sources` says it once a step. A
-row of the same step is named itself, and its B * x computed again: so one launch writes and reads.
-The operation is DecoderOps.convolve.
+those are is the same in every layer and known on the host: `input_slots` says it once a step.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from server.engine.batch import Batch, Int32
 
 NOTHING = -1
-"""The source of a position before the text."""
-
-FIRST_ROW = -2
-"""FIRST_ROW - r is the source that is row r of the step; 0 and above are slots."""
-
-
-class Inputs(NamedTuple):
-    """Where a step's rows have a layer's inputs. slots: int32 [R], their own. sources: int32
-    [R, taps], as of input_sources. kept: [num_slots, H], by slot."""
-
-    slots: torch.Tensor
-    sources: torch.Tensor
-    kept: torch.Tensor
+"""The slot of a position before the text."""
 
 
 def input_slots(batch: Batch, taps: int, block_size: int) -> Int32:
@@ -46,11 +33,38 @@ def input_slots(batch: Batch, taps: int, block_size: int) -> Int32:
     return np.where(at < 0, NOTHING, slots).astype(np.int32)
 
 
-def input_sources(batch: Batch, taps: int, block_size: int) -> Int32:
-    """int32 [R, taps]: where the inputs of a row's last positions are, its own last: a slot that no
-    row of the step writes, FIRST_ROW - r for row r of the step, or NOTHING."""
-    slots = input_slots(batch, taps, block_size)
-    order = np.argsort(batch.slots, kind="stable")
-    found = np.searchsorted(batch.slots, slots, sorter=order)
-    row = order[np.minimum(found, batch.num_rows - 1)]
-    return np.where(batch.slots[row] == slots, FIRST_ROW - row, slots).astype(np.int32)
+class PagedConvolution(nn.Module):
+    """A gated short convolution of transformers (Lfm2ShortConv) over inputs by slot: the forward's
+    keyword `paged` carries them (attention.PagedStep). layer: its place among the convolutions."""
+
+    def __init__(self, net: Any, layer: int) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = net.in_proj, net.out_proj
+        self.layer = layer
+        self.taps = net.conv.weight.detach().float()[:, 0].t().contiguous()  # of [H, 1, taps]
+        self.bias = None if net.conv.bias is None else net.conv.bias.detach().float()
+
+    def forward(self, hidden_states: torch.Tensor, *, paged: Any, **_: Any) -> torch.Tensor:
+        """[1, R, H] to [1, R, H]; the rows' own inputs are kept first, and read with the others."""
+        gate, scale, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        rows, kept = paged.rows, paged.cache.inputs[self.layer]
+        kept.index_copy_(0, rows.slots.long(), gate * x)
+        sources = rows.sources
+        read = kept.index_select(0, sources.clamp(min=0).flatten()).float()
+        read = read.view(*sources.shape, -1).masked_fill_((sources < 0)[..., None], 0.0)
+        filtered = (read * self.taps).sum(dim=1)
+        if self.bias is not None:
+            filtered = filtered + self.bias
+        out: torch.Tensor = self.out_proj((scale * filtered.to(x.dtype))[None])
+        return out
+
+
+def replace_convolutions(body: nn.Module) -> int:
+    """Put a PagedConvolution in the place of every short convolution of transformers; how many."""
+    num = 0
+    for name, module in list(body.named_modules()):
+        if type(module).__name__ == "Lfm2ShortConv":
+            owner, _, leaf = name.rpartition(".")
+            setattr(body.get_submodule(owner), leaf, PagedConvolution(module, num))
+            num += 1
+    return num

@@ -14,6 +14,7 @@ from torch import nn
 
 from server.model.delta_net import DeltaNet, replace_delta_nets
 from server.model.gpu import attention as paged
+from server.model.gpu.body import place_attention
 from server.model.gpu.delta import (
     CONTINUES,
     RELOAD,
@@ -106,11 +107,11 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         nets = replace_delta_nets(model.base_model, PagedDeltaNet)
     windows = found.windows
     if nets:
-        windows = _attention_alone(model)
+        windows = (0,) * place_attention(model.base_model)
     paged.register()
     model.config._attn_implementation = paged.NAME
     plain = _PlainAttention()
-    step: Any = paged.PagedStep(plain, plain, plain.recur)  # type: ignore[arg-type]
+    step: Any = paged.PagedStep(plain, plain, recur=plain.recur)  # type: ignore[arg-type]
     if found.factor != 1.0:
         model.base_model.register_forward_hook(_scaled(found.factor))
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -125,15 +126,6 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     dtype = result.last_hidden_state.dtype
     check_logits(module, result.last_hidden_state[0], found, _TOLERANCES.get(dtype, 1e-2))
     return found
-
-
-def _attention_alone(model: Any) -> tuple[int, ...]:
-    """Number the layers that attend, among a model's recurrent ones, by their place in our cache;
-    their windows."""
-    attending = [part for part in model.base_model.layers if hasattr(part, "self_attn")]
-    for place, layer in enumerate(attending):
-        layer.self_attn.layer_idx = place
-    return (0,) * len(attending)
 
 
 def _scaled(factor: float) -> Any:

@@ -35,7 +35,7 @@ import torch
 from server.model.gpu import attention as paged
 from server.model.gpu.convolution import NOTHING
 from server.model.gpu.delta import ITEMS_A_ROW
-from server.model.gpu.lora import SPAN_FIELDS
+from server.model.gpu.grouped import SPAN_FIELDS
 from server.model.gpu.own_rows import with_no_places
 
 Array = npt.NDArray[Any]

@@ -15,8 +15,8 @@ import torch
 
 from server.engine.batch import Batch, Int32, places_of
 from server.model.gpu.draw_plan import DrawPlan, has_choice, plan_draws
+from server.model.gpu.grouped import spans_of
 from server.model.gpu.lm_head import FullHead
-from server.model.gpu.lora import spans_of
 from server.model.gpu.own_rows import OwnRows
 from server.model.gpu.slices import Placed, TorchSlices
 from server.model.gpu.spec import LOGIT_BYTES

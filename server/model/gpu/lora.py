@@ -1,67 +1,52 @@
 """Adapters beside one base model on a GPU: packed, held at places, and added to products.
 
 What: `pack_adapter` reads a PEFT folder (any thread); LoraBank holds packed adapters in tables of
-the device, by place, and says which rows of a step have one. FusedDecoder adds them to the base's
-products:
+the device, by place, and adds them behind the linear layers of transformers' module, by hooks:
 
     y[r] += ((x[r] @ A) * scale) @ B        for rows r with an adapter
 
-t = x @ A is kept in float32; the sum is rounded once, to the model's dtype. A row without an
-adapter is not touched, so it has the bits that it has in a step without adapters. Matrices that
-stand in one product (q, k and v; gate and up) have their A side by side, and their B as blocks of
-one matrix that is 0 elsewhere.
+t = (x @ A) * scale is kept in float32; the sum is rounded once, to the model's dtype. A row without
+an adapter is not touched, so it has the bits that it has in a step without adapters.
 
-Grouped products as in S-LoRA and Punica (arXiv 2311.03285, 2310.18547): rows of one adapter that
-follow each other share a program and its reads of A and B. The torch reference is TorchOps.lora,
-the kernels are lora_kernels.py. Rows of embedding and head of an adapter's own: own_rows.py.
+The products: grouped.py. Rows of embedding and head of an adapter's own: own_rows.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from server.engine.batch import Batch, Int32
 from server.errors import TailorError
 from server.model.adapter import (
     LoraAdapter,
     TokenRows,
-    adapter_spans,
     has_own_head,
     linear_sizes,
     num_ids_with,
     opened_adapter,
     token_rows,
 )
+from server.model.gpu.grouped import SPAN_FIELDS, Grouped, power_of_two, spans_of
+from server.model.gpu.own_rows import OwnRows
 from server.model.shape import ModelShape
 
-if TYPE_CHECKING:
-    from server.model.gpu.own_rows import OwnRows
-
-KINDS = ("mix", "out", "gate_up", "down")
-"""The products of a layer; a kind's place is its number. mix: of q, k and v, or of what a short
-convolution reads."""
-MIX, OUT, GATE_UP, DOWN = range(len(KINDS))
-
-SPAN_ROWS = 16
-"""Most rows of one span: those of one program's tile."""
-
-SPAN_FIELDS = 3
 _log = logging.getLogger(__name__)
 _LEAST_COLUMNS = 16  # of a tensor core's tile
 
 
 class LoraTable(NamedTuple):
-    """One product's adapters. P: places, C: columns.
+    """One linear layer's adapters. P: places, C: columns.
 
-    a: [P, K, C]; scales: float32 [P, C]; b: [P, C, outputs]. a and b have the model's dtype; what
-    an adapter does not use is 0.
+    a: [P, inputs, C]; scales: float32 [P, C]; b: [P, C, outputs]. a and b have the model's dtype;
+    what an adapter does not use is 0.
     """
 
     a: torch.Tensor
@@ -71,12 +56,12 @@ class LoraTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuAdapter:
-    """One adapter in CPU memory. parts[layer][kind]: (A [K, columns], scales [columns],
-    B [columns, outputs]) or None where it changes nothing. columns: most of any product.
-    vocab_size: ids that a request with it may have. num_bytes: of its place on the device.
-    embedding, head: its own rows, in the base's dtype, or None."""
+    """One adapter in CPU memory. parts: of each linear layer that it changes, by name: (A [inputs,
+    rank], scale, B [rank, outputs]). columns: of its place in every table. vocab_size: ids that a
+    request with it may have. num_bytes: of its place on the device. embedding, head: its own rows,
+    in the base's dtype, or None."""
 
-    parts: tuple[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, ...], ...]
+    parts: Mapping[str, tuple[torch.Tensor, float, torch.Tensor]]
     columns: int
     vocab_size: int
     num_bytes: int
@@ -90,16 +75,6 @@ def check_adapter(folder: Path, shape: ModelShape) -> bool:
     return has_own_head(lora, shape)
 
 
-def _modules(shape: ModelShape, layer: int) -> dict[str, tuple[str, ...]]:
-    """Kind -> the modules of a layer that stand in its product, in order."""
-    names = shape.names
-    mix, out = tuple(names.qkv), names.out
-    if shape.convolutions[layer]:
-        mix, out = (names.conv[0],), names.conv[2]
-    modules = (mix, (out,), tuple(names.gate_up), (names.down,))
-    return dict(zip(KINDS, modules, strict=True))
-
-
 def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: int) -> GpuAdapter:
     """Read a PEFT adapter for a base model. Called from any thread.
 
@@ -108,20 +83,13 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     UnsupportedModelError for what is not computed.
     """
     lora, num_rows = opened_adapter(folder, shape, shape.vocab_size)
-    sizes, known = linear_sizes(shape), lora.names()
-    layers = []
-    most = _LEAST_COLUMNS
-    for layer in range(shape.num_layers):
-        of_kind = []
-        for modules in _modules(shape, layer).values():
-            weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
-            packed = None
-            if known.intersection(weights):
-                packed = _packed(lora, weights, known, sizes, dtype)
-                most = max(most, packed[0].shape[1])
-            of_kind.append(packed)
-        layers.append(tuple(of_kind))
-    columns = power_of_two(most)
+    known = lora.names()
+    parts = {}
+    for name in adapted_sizes(shape):
+        if name in known:
+            a, b = lora.pair(name)
+            parts[name] = (a.t().to(dtype).contiguous(), lora.scale(name), b.t().to(dtype))
+    columns = _columns(lora)
     own = [
         None if part is None else TokenRows(part.ids, part.rows.to(dtype))
         for part in token_rows(lora, shape, num_rows)
@@ -129,57 +97,31 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     num_bytes = _column_values(shape) * columns * dtype.itemsize
     for part in own:
         num_bytes += 0 if part is None else part.rows.nbytes + 4 * num_rows
-    num_ids = num_ids_with(lora, num_ids)
-    return GpuAdapter(tuple(layers), columns, num_ids, num_bytes, *own)
+    return GpuAdapter(parts, columns, num_ids_with(lora, num_ids), num_bytes, *own)
 
 
-def _most_columns(lora: LoraAdapter, shape: ModelShape) -> int:
-    """GpuAdapter.columns of an adapter."""
-    known, most = lora.names(), _LEAST_COLUMNS
-    for layer in range(shape.num_layers):
-        for modules in _modules(shape, layer).values():
-            weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
-            most = max(most, sum(lora.rank(weight) for weight in weights if weight in known))
-    return power_of_two(most)
+def adapted_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """adapter.linear_sizes of the matrices that the layers have: a short convolution's layer has no
+    attention."""
+    of_attention, of_convolution = {*shape.names.qkv, shape.names.out}, set(shape.names.conv)
+
+    def is_there(name: str) -> bool:
+        _, _, layer, module = name.removesuffix(".weight").split(".", 3)
+        lacks = of_attention if shape.convolutions[int(layer)] else of_convolution
+        return module not in lacks
+
+    return {name: size for name, size in linear_sizes(shape).items() if is_there(name)}
+
+
+def _columns(lora: LoraAdapter) -> int:
+    """GpuAdapter.columns of an adapter: its largest rank, rounded up."""
+    ranks = [lora.rank(name) for name in lora.names()]
+    return power_of_two(max(_LEAST_COLUMNS, *ranks)) if ranks else _LEAST_COLUMNS
 
 
 def _column_values(shape: ModelShape) -> int:
-    """Numbers of A and of B that one column has at a place, in all products."""
-    sizes, num = linear_sizes(shape), 0
-    for layer in range(shape.num_layers):
-        for modules in _modules(shape, layer).values():
-            weights = [sizes[f"model.layers.{layer}.{module}.weight"] for module in modules]
-            num += weights[0][1] + sum(outputs for outputs, _ in weights)
-    return num
-
-
-def _packed(
-    lora: LoraAdapter,
-    weights: list[str],
-    known: set[str],
-    sizes: dict[str, tuple[int, int]],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One product of one layer; see GpuAdapter."""
-    pairs = {weight: lora.pair(weight) for weight in weights if weight in known}
-    columns = sum(a.shape[0] for a, _ in pairs.values())
-    b = torch.zeros((columns, sum(sizes[weight][0] for weight in weights)))
-    first = at = 0
-    for weight in weights:
-        outputs = sizes[weight][0]
-        if weight in pairs:
-            rank = pairs[weight][0].shape[0]
-            b[first : first + rank, at : at + outputs] = pairs[weight][1].t()
-            first += rank
-        at += outputs
-    a = torch.cat([a.t() for a, _ in pairs.values()], dim=1)
-    scales = torch.cat([torch.full((a.shape[0],), lora.scale(w)) for w, (a, _) in pairs.items()])
-    return a.to(dtype).contiguous(), scales, b.to(dtype)
-
-
-def power_of_two(num: int) -> int:
-    """The least one that is not below num."""
-    return 1 << (num - 1).bit_length()
+    """Numbers of A and of B that one column has at a place, in all layers."""
+    return sum(outputs + inputs for outputs, inputs in adapted_sizes(shape).values())
 
 
 def lora_spans(batch: Batch) -> Int32:
@@ -190,28 +132,49 @@ def lora_spans(batch: Batch) -> Int32:
     return spans_of(batch.seq_adapters[batch.seq_ids])
 
 
-def spans_of(places: Int32) -> Int32:
-    """The same of places int32 [R], -1 for the base."""
-    return np.array(adapter_spans(places, SPAN_ROWS), np.int32).reshape(-1, SPAN_FIELDS)
-
-
 class LoraBank:
     """The adapters on a device, by place. Changed between steps alone.
 
-    own: their rows of embedding and head. The tables grow for a higher place (to a power of two)
-    and a wider adapter, and stay: CUDA graphs read them where they are.
+    module: whose linear layers they change, of this shape. product: how. own: their rows of
+    embedding and head. The tables grow for a higher place (to a power of two) and a higher rank,
+    and stay: CUDA graphs read them where they are. A step's spans are set before its forward.
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, own: OwnRows
+        self,
+        module: nn.Module,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: Grouped,
     ) -> None:
         self.shape = shape
-        self.own = own
+        self.own = OwnRows(shape.vocab_size, shape.hidden_size, dtype, device, product)
         self.dtype = dtype
+        self.spans: torch.Tensor | None = None
         self._device = device
+        self._product = product
+        self._sizes = adapted_sizes(shape)
         self._held: dict[int, GpuAdapter] = {}
-        self._tables: list[list[LoraTable]] = []  # by layer, by kind
+        self._tables: dict[str, LoraTable] = {}
         self._places = self._columns = 0
+        for name in self._sizes:
+            linear = module.get_submodule(name.removesuffix(".weight"))
+            linear.register_forward_hook(self._adding(name))
+
+    def _adding(self, name: str) -> Any:
+        """The hook that adds a step's adapters to a linear layer's result, in place."""
+
+        def hook(_: nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+            if self.spans is None:
+                return
+            x, y, table = given[0].flatten(0, -2), result.flatten(0, -2), self._tables[name]
+            shape = x.shape[0], table.a.shape[2]
+            t = torch.empty(shape, dtype=torch.float32, device=x.device)
+            self._product(x, self.spans, table.a, t, table.scales)
+            self._product(t, self.spans, table.b, y, adds=True)
+
+        return hook
 
     def bytes_for(self, folders: Iterable[str], most: int, *, has_graphs: bool) -> int:
         """Bytes of the tables once `most` adapters are held, in the lowest places, each as large as
@@ -228,17 +191,12 @@ class LoraBank:
             except (TailorError, OSError) as error:  # whoever loads it is told
                 _log.warning("the reserve has no room for adapter %s: %s", folder, error)
                 continue
-            columns = max(columns, _most_columns(lora, self.shape))
+            columns = max(columns, _columns(lora))
             own += [part for part in parts if part is not None]
         places = power_of_two(most)
-        scales = 4 * len(KINDS) * self.shape.num_layers
-        a_column = _column_values(self.shape) * self.dtype.itemsize + scales
+        a_column = _column_values(self.shape) * self.dtype.itemsize + 4 * len(self._sizes)
         own_bytes = self.own.bytes_for(own, places, has_graphs=has_graphs) if own else 0
         return places * columns * a_column + own_bytes
-
-    def tables(self, layer: int) -> list[LoraTable]:
-        """Of a layer's products, by the number of their kind. At least one adapter was held."""
-        return self._tables[layer]
 
     def hold(self, place: int, adapter: GpuAdapter) -> bool:
         """Put a packed adapter at a free place; whether the tables have moved for it. No step may
@@ -249,15 +207,15 @@ class LoraBank:
         if moves:
             places = max(self._places, power_of_two(place + 1))
             self._grow(places, max(adapter.columns, self._columns))
-        for tables, parts in zip(self._tables, adapter.parts, strict=True):
-            for table, part in zip(tables, parts, strict=True):
-                _clear(table, place)
-                if part is not None:
-                    a, scales, b = part
-                    columns = a.shape[1]
-                    table.a[place, :, :columns] = a.to(self._device)
-                    table.scales[place, :columns] = scales.to(self._device)
-                    table.b[place, :columns] = b.to(self._device)
+        for name, table in self._tables.items():
+            for part in table:
+                part[place] = 0
+            if name in adapter.parts:
+                a, scale, b = adapter.parts[name]
+                rank = a.shape[1]
+                table.a[place, :, :rank] = a.to(self._device)
+                table.scales[place, :rank] = scale
+                table.b[place, :rank] = b.to(self._device)
         self._held[place] = adapter
         return self.own.hold(place, adapter.embedding, adapter.head) or moves
 
@@ -279,36 +237,21 @@ class LoraBank:
         return np.array(nums, np.int32)[batch.seq_ids]
 
     def _grow(self, places: int, columns: int) -> None:
-        """Larger tables with what the old ones hold."""
-        old = self._tables
-        sizes = linear_sizes(self.shape)
-        self._tables = []
-        for layer in range(self.shape.num_layers):
-            tables = []
-            for kind, modules in enumerate(_modules(self.shape, layer).values()):
-                weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
-                outputs = sum(sizes[weight][0] for weight in weights)
-                table = LoraTable(
-                    self._zeros(places, sizes[weights[0]][1], columns),
-                    torch.zeros((places, columns), device=self._device),
-                    self._zeros(places, columns, outputs),
-                )
-                if old:
-                    before = old[layer][kind]
-                    num, width = before.scales.shape
-                    table.a[:num, :, :width] = before.a
-                    table.scales[:num, :width] = before.scales
-                    table.b[:num, :width] = before.b
-                tables.append(table)
-            self._tables.append(tables)
-            if old:
-                old[layer] = []  # so that at most one layer is there twice
+        """Larger tables with what the old ones hold; one at a time is there twice."""
+        for name, (outputs, inputs) in self._sizes.items():
+            table = LoraTable(
+                self._zeros(places, inputs, columns),
+                torch.zeros((places, columns), device=self._device),
+                self._zeros(places, columns, outputs),
+            )
+            before = self._tables.get(name)
+            if before is not None:
+                num, width = before.scales.shape
+                table.a[:num, :, :width] = before.a
+                table.scales[:num, :width] = before.scales
+                table.b[:num, :width] = before.b
+            self._tables[name] = table
         self._places, self._columns = places, columns
 
     def _zeros(self, *size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self._device)
-
-
-def _clear(table: LoraTable, place: int) -> None:
-    for part in table:
-        part[place] = 0

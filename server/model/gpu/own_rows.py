@@ -7,15 +7,14 @@
 
 Each half is an OwnPart: tables by place on the device, which a CUDA graph reads where they are.
 Rows of the base are not touched: their logits are the base's own, in their own width, with the same
-bits. DecoderOps has the two operations; own_row_kernels.py has them in Triton, here is what they
-are compared with. Tokens of an adapter's own come from PEFT's `trainable_token_indices`
-(server.model.adapter).
+bits. Products of own head rows are grouped ones (grouped.py). Tokens of an adapter's own
+come from PEFT's `trainable_token_indices` (server.model.adapter).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +22,9 @@ import torch
 
 from server.engine.batch import Batch, Int32
 from server.model.adapter import TokenRows
+from server.model.gpu.grouped import SPAN_FIELDS, Grouped, power_of_two, spans_of
 from server.model.gpu.lm_head import soft_capped
-from server.model.gpu.lora import SPAN_FIELDS, power_of_two, spans_of
 from server.model.gpu.slices import gathered
-
-if TYPE_CHECKING:
-    from server.model.gpu.decoder_ops import DecoderOps, Rows
 
 GRAPH_BYTES = 64 << 20
 """Of the wide logits that CUDA graphs share: larger graphs end at the hidden states."""
@@ -58,16 +54,17 @@ def part_sizes(num_base: int, parts: Sequence[TokenRows]) -> tuple[int, int]:
 class OwnRows:
     """The own rows of the adapters on a device, by place. Changed between steps alone.
 
-    num_base: rows of the base's tables. width: columns of logits with own rows: at least the ids of
-    every adapter; 0 while none was held. most_graph_rows: rows of wide logits that graphs share.
+    num_base: rows of the base's tables, of `size` numbers. product: of own head rows. width:
+    columns of logits with own rows: at least the ids of every adapter; 0 while none was held.
+    most_graph_rows: rows of wide logits that graphs share.
     """
 
     def __init__(
-        self, num_base: int, size: int, dtype: torch.dtype, device: torch.device, ops: DecoderOps
+        self, num_base: int, size: int, dtype: torch.dtype, device: torch.device, product: Grouped
     ) -> None:
         self.width = self.most_graph_rows = 0
         self._num_base, self._size = num_base, size
-        self._ops = ops
+        self._product = product
         self._embeddings: dict[int, TokenRows] = {}
         self._heads: dict[int, TokenRows] = {}
         at = torch.zeros((0, 0), dtype=torch.int32, device=device)
@@ -127,17 +124,21 @@ class OwnRows:
     def embedding_places(self, batch: Batch) -> Int32 | None:
         """int32 [R]: the place of each row whose adapter has rows of the embedding, else -1; None
         where no row has one."""
-        return _places(batch, batch.seq_ids, self._embeddings)
+        return _places(batch, slice(None), self._embeddings)
 
     def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
         """The same of rows [n] of the batch and of the head."""
-        return _places(batch, batch.seq_ids[rows], self._heads)
+        return _places(batch, rows, self._heads)
 
     # -- the embedding ------------------------------------------------------------------------
 
-    def embed(self, rows: Rows, places: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size]: rows of the base's table and own ones, not scaled yet."""
-        return self._ops.own_embed(rows, places, self._embedding)
+    def embed(self, table: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size]: rows of the base's table and own ones, not scaled yet. ids, places:
+        int32 [R], places as of embedding_places."""
+        part, ids, place = self._embedding, ids.long(), places.clamp(min=0).long()
+        at = torch.where(places >= 0, part.at[place, ids.clamp(max=part.at.shape[1] - 1)], -1)
+        base = table.index_select(0, ids.clamp(max=table.shape[0] - 1))
+        return torch.where(at[:, None] >= 0, part.rows[place, at.clamp(min=0).long()], base)
 
     def gathered(self, table: torch.Tensor, batch: Batch, token_ids: Int32) -> npt.NDArray[Any]:
         """The same where the base's table is in CPU memory: as slices.gathered has them."""
@@ -165,14 +166,21 @@ class OwnRows:
     ) -> torch.Tensor:
         """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
 
-        places: of head_places; spans: their lora.spans_of. cap: soft-capping of logits, 0 = none.
+        places: of head_places; spans: their spans_of. cap: soft-capping of logits, 0 = none.
         out: where they are written, or None.
         """
+        num, part = hidden.shape[0], self._head
         if out is None:
-            shape = hidden.shape[0], self.width
-            out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-        self._ops.own_logits(hidden, logits, HeadRows(spans, places, self._head, cap), out)
-        return out
+            out = torch.empty((num, self.width), dtype=torch.float32, device=hidden.device)
+        shape = num, part.rows.shape[1]
+        own = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        self._product(hidden, spans, part.rows.transpose(1, 2), own)
+        # Rows without a place have anything in `own`, which nothing reads.
+        at = part.at.index_select(0, places.clamp(min=0)).masked_fill_(places[:, None] < 0, -1)
+        out[:, : logits.shape[1]] = logits
+        out[:, logits.shape[1] :] = float("-inf")
+        mine = soft_capped(own, cap).gather(1, at.clamp(min=0).long())
+        return out.copy_(torch.where(at >= 0, mine, out))
 
     def widened_in_graph(
         self,
@@ -204,42 +212,9 @@ def with_no_places(places: Int32, num: int) -> Int32:
     return padded
 
 
-class HeadRows(NamedTuple):
-    """Which rows of a head's product have own rows: places int32 [n] and their lora.spans_of int32
-    [m, SPAN_FIELDS], of what part. cap: soft-capping of their logits."""
-
-    spans: torch.Tensor
-    places: torch.Tensor
-    part: OwnPart
-    cap: float
-
-
-def _places(batch: Batch, seq_ids: Int32, held: dict[int, TokenRows]) -> Int32 | None:
+def _places(batch: Batch, rows: Int32 | slice, held: dict[int, TokenRows]) -> Int32 | None:
     of_seq = batch.seq_adapters
     if of_seq is None or not held:
         return None
-    places = np.where(np.isin(of_seq, list(held)), of_seq, -1)[seq_ids].astype(np.int32)
+    places = np.where(np.isin(of_seq, list(held)), of_seq, -1)[batch.seq_ids[rows]].astype(np.int32)
     return places if (places >= 0).any() else None
-
-
-def own_embed(rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
-    """DecoderOps.own_embed in plain torch."""
-    ids = rows.ids
-    assert ids is not None
-    ids, place = ids.long(), places.clamp(min=0).long()
-    at = torch.where(places >= 0, part.at[place, ids.clamp(max=part.at.shape[1] - 1)], -1)
-    base = rows.table.index_select(0, ids.clamp(max=rows.table.shape[0] - 1))
-    return torch.where(at[:, None] >= 0, part.rows[place, at.clamp(min=0).long()], base)
-
-
-def own_logits(
-    hidden: torch.Tensor, logits: torch.Tensor, rows: HeadRows, out: torch.Tensor
-) -> None:
-    """DecoderOps.own_logits in plain torch: row by row, so that no row's sums depend on others."""
-    out.fill_(float("-inf"))
-    out[:, : logits.shape[1]] = logits
-    for row, place in enumerate(rows.places.tolist()):
-        if place >= 0:
-            at = rows.part.at[place]
-            own = soft_capped(rows.part.rows[place].float() @ hidden[row].float(), rows.cap)
-            out[row] = torch.where(at >= 0, own[at.clamp(min=0).long()], out[row])

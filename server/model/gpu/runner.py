@@ -1,4 +1,4 @@
-"""TorchRunner: Batch -> ids on a GPU: our own decoder, or transformers' modules, as the body.
+"""TorchRunner: Batch -> ids on a GPU, with transformers' own modules as the body.
 
 It serves every supported family on "cuda", and on "cpu" as the reference of the CPU fast path. A
 step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed
@@ -38,7 +38,7 @@ from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
 from server.model.gpu import lora
 from server.model.gpu.batch_check import check_batch, check_sizes
-from server.model.gpu.body import body_of
+from server.model.gpu.body import Body, narrow_layers
 from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.device import DeviceMeter
 from server.model.gpu.graph_draws import draw_form
@@ -47,7 +47,6 @@ from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays, who
 from server.model.gpu.head_run import HeadRun
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
-from server.model.gpu.prefill import library_of
 from server.model.gpu.results import Step
 from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
@@ -84,8 +83,6 @@ class TorchRunner:
         self._attention = ways.attention or ("triton" if self._on_gpu else "torch")
         if ways.cuda_graphs and self._attention != "triton":
             raise ValueError("CUDA graphs need the triton attention")
-        if ways.prefill not in ("auto", "own") and self._attention != "triton":
-            raise ValueError(f"prefill_attention: {ways.prefill} needs the triton attention")
         paged.register()
         module.config._attn_implementation = paged.NAME
         self._side = side or SideStream(device)
@@ -103,7 +100,6 @@ class TorchRunner:
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         self._body = self._make_body(module, dtype, embedding, ways)
-        self.info = replace(info, decoder=self._body.body.name)
         if self._body.graphs is not None and isinstance(self._head, LmHead):
             self._body.add_head(self._head, ways.head_bytes)
         own, head_size = self._body.own, self._head.vocab_size
@@ -130,16 +126,16 @@ class TorchRunner:
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        body = body_of(
-            module, self._attention, ways.decoder, info.max_model_len, dtype, ways.weights
-        )
+        if ways.weights is not None:
+            narrow_layers(module)
+        body = Body(module, self._attention, dtype)
         kept = body.kept
         self._cache = KvCache(
             num_layers=kept.layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_blocks=info.num_blocks, block_size=info.block_size, dtype=dtype,
             device=self._device, inputs=(kept.convolutions, kept.width),
         )  # fmt: skip
-        made = BodyRun(
+        return BodyRun(
             body,
             self._cache,
             paged.TileShape.of(
@@ -151,11 +147,6 @@ class TorchRunner:
             tables_shape=(info.max_num_seqs, self._max_blocks),
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
         )  # fmt: skip
-        made.prefill = library_of(
-            ways.prefill, head_dim=head_dim, dtype=dtype, device=self._device,
-            cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
-        )  # fmt: skip
-        return made
 
     def _make_upload(self, with_embedding: bool) -> Upload:
         """Room for a step's arrays, and for its rows of the embedding where they travel along."""
@@ -312,9 +303,8 @@ class TorchRunner:
         if body.adapters is not None:
             return body.adapters
         raise UnsupportedModelError(
-            f"adapter {folder}: transformers' own layers compute this model (decoder: "
-            f"{body.name}), so an adapter is served only when it is merged (`adapter:` of a model "
-            "of its own)"
+            f"adapter {folder}: this model is no family of `tailor models list`, so an adapter is "
+            "served only when it is merged (`adapter:` of a model of its own)"
         )
 
     @property
@@ -361,7 +351,6 @@ class TorchRunner:
             self.info, body.shape, 0 if graphs is None else graphs.largest, self._max_blocks,
             has_head=body.head is not None,
             draw_rows=0 if body.draws is None else body.draws.num_rows,
-            copies_keys=body.prefill is not None and body.prefill.copies_keys,
         )  # fmt: skip
 
     def try_out(self, batches: Iterable[Batch]) -> int:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from server.model.gpu.attention import AttentionName
-from server.types import DecoderChoice, NarrowForm, PrefillChoice
+from server.types import NarrowForm
 
 HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
@@ -56,19 +56,15 @@ class TorchModel(NamedTuple):
 class Ways(NamedTuple):
     """How a step is computed.
 
-    attention: None is "triton" on CUDA and "torch" elsewhere. decoder: "fused", our own, "modules",
-    transformers', or "auto": ours for the families that it covers, with "triton". cuda_graphs:
+    attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs:
     captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
     memory that a slab of logits and the work on it may take; more rows go through the head in
     several slabs. partial_bytes: memory for split attention. weights: of the layers, in 8 bits
-    or 4 (narrow.py), or None as they are loaded. prefill: what attends for long prompt chunks
-    (prefill.py); others than our own need "triton".
+    (body.narrow_layers), or None as they are loaded.
     """
 
     attention: AttentionName | None = None
-    decoder: DecoderChoice = "auto"
     cuda_graphs: bool = False
     head_bytes: int = HEAD_BYTES
     partial_bytes: int = PARTIAL_BYTES
     weights: NarrowForm | None = None
-    prefill: PrefillChoice = "auto"

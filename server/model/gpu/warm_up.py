@@ -31,8 +31,7 @@ class Trials:
     """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
     of its largest graph, 0 for none. max_blocks: of a row of its block tables. has_head: whether
     graphs have the full head; they are captured with and without it, as steps with slices have it.
-    draw_rows: of the largest graph of sampled rows, 0 for none. copies_keys: whether a
-    step's memory grows with its histories (prefill.Library).
+    draw_rows: of the largest graph of sampled rows, 0 for none.
     """
 
     info: ModelInfo
@@ -41,7 +40,6 @@ class Trials:
     max_blocks: int
     has_head: bool = False
     draw_rows: int = 0
-    copies_keys: bool = False
 
     def kernels(self) -> Iterator[Batch]:
         """One for every kernel that serving needs, and for every graph."""
@@ -63,14 +61,12 @@ class Trials:
         return sum(bucket <= self.graph_rows for bucket in ROW_BUCKETS)
 
     def largest(self) -> Iterator[Batch]:
-        """The steps that take the most memory: all rows are of prompts, at the ends of the longest
-        where those take memory (they take time, too). In the first every row draws greedily, in
-        the second one for each sequence is sampled."""
+        """The steps that take the most memory: all rows are of prompts. In the
+        first every row draws greedily, in the second one for each sequence is sampled."""
         info = self.info
         rows = min(info.max_num_batched_tokens, info.max_model_len)
         num_seqs = min(info.max_num_seqs, info.max_num_batched_tokens // rows)
-        length = info.max_model_len if self.copies_keys else rows
-        whole = warm_up_batch(num_seqs, rows, length, self.max_blocks)
+        whole = warm_up_batch(num_seqs, rows, rows, self.max_blocks)
         # Slots are written more than once: the KV memory is smaller than the step.
         whole = replace(whole, slots=whole.slots % (info.num_blocks * info.block_size))
         yield _drawing(whole, whole.num_rows, SamplingParams(temperature=0.0))

@@ -1,6 +1,6 @@
 """Adapters beside a base on TorchRunner: what PEFT computes, whatever stands beside it in a step.
 
-FusedDecoder runs here on its torch reference. The Triton half runs in the interpreter's process
+The products run here on their torch reference. The Triton half runs in the interpreter's process
 (tests/model/gpu/test_attention.py starts it).
 """
 
@@ -20,14 +20,15 @@ import torch
 
 from server.engine.batch import AdaptingRunner
 from server.errors import ModelError, UnsupportedModelError
-from server.model.gpu.decoder_ops import TorchOps
 from server.model.gpu.graphs import GraphKey
-from server.model.gpu.lora import SPAN_ROWS, LoraTable, lora_spans
+from server.model.gpu.grouped import SPAN_ROWS, grouped_torch
+from server.model.gpu.lora import lora_spans
 from server.model.gpu.runner import TorchRunner
+from server.model.loader import finish_module
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
-from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.peft_adapters import lora
 from tests.model.torch_runners import runner_over
 
@@ -46,8 +47,8 @@ V = families.VOCAB_SIZE
 Logprobs = npt.NDArray[np.float32]
 
 
-def fused(family: str = "llama", **options: Any) -> TorchRunner:
-    return runner_over(families.build(family), **({"decoder": "fused"} | options))
+def made(family: str = "llama", **options: Any) -> TorchRunner:
+    return runner_over(finish_module(families.build(family)), **options)
 
 
 def tokens(num: int, seed: int) -> list[int]:
@@ -85,7 +86,7 @@ def test_rows_have_their_own_adapter_and_rows_of_the_base_none(family: str, tmp_
         lora(families.build(family), tmp_path / str(i), i, **more)
         for i, more in enumerate(settings)
     ]
-    runner, bare = fused(family), fused(family)
+    runner, bare = made(family), made(family)
     assert isinstance(runner, AdaptingRunner)
     for place, name in ((4, "0"), (1, "1")):
         assert not runner.check_adapter(str(tmp_path / name))
@@ -114,9 +115,9 @@ def test_rows_have_their_own_adapter_and_rows_of_the_base_none(family: str, tmp_
 def test_places_are_used_again_and_tables_grow(tmp_path: Path) -> None:
     for seed, rank in ((1, 4), (2, 40)):
         lora(families.build("llama"), tmp_path / str(seed), seed, r=rank)
-    runner = fused()
+    runner = made()
     narrow, wide = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
-    assert wide.num_bytes > 4 * narrow.num_bytes
+    assert wide.num_bytes >= 4 * narrow.num_bytes
     prompt = [tokens(9, 1)]
     runner.hold_adapter(0, narrow)
     before = logprobs(runner, prompt, [0])[0]
@@ -137,15 +138,16 @@ def test_places_are_used_again_and_tables_grow(tmp_path: Path) -> None:
 def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
     lora(families.build("qwen2"), tmp_path / "other")
     lora(families.build("llama"), tmp_path / "plain")
-    runner, modules = fused(), fused(decoder="modules")
+    runner = made()
+    generic = runner_over(module_of("gpt2"))
     for ask in (runner.check_adapter, runner.pack_adapter):
         with pytest.raises(ModelError, match="in the model, and"):
             ask(str(tmp_path / "other"))
-    for ask in (modules.check_adapter, modules.pack_adapter):
-        with pytest.raises(UnsupportedModelError, match=r"decoder: modules.*merged"):
+    for ask in (generic.check_adapter, generic.pack_adapter):
+        with pytest.raises(UnsupportedModelError, match=r"no family.*merged"):
             ask(str(tmp_path / "plain"))
     runner.close()
-    modules.close()
+    generic.close()
 
 
 def test_spans_cover_the_rows_of_adapters_and_no_others() -> None:
@@ -164,30 +166,36 @@ def test_spans_cover_the_rows_of_adapters_and_no_others() -> None:
 
 
 def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
-    """Triton's sums against the reference's, on a device or in the interpreter."""
-    from server.model.gpu.decoder_kernels import TritonOps
+    """Triton's sums against the reference's, on a device or in the interpreter: an adapter's two
+    products, and own head rows, which lie the other way round."""
+    from server.model.gpu.grouped_kernel import grouped_triton
 
     seeds = torch.Generator().manual_seed(3)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=seeds).to(device)
 
-    table = LoraTable(
-        random(3, 72, 16).to(dtype) / 8, random(3, 16), random(3, 16, 100).to(dtype) / 4
+    a, b = random(3, 72, 16).to(dtype) / 8, random(3, 16, 100).to(dtype) / 4
+    head, scales = random(3, 40, 72).to(dtype), random(3, 16)
+    spans = torch.tensor(
+        [[1, 16, 2], [17, 3, 2], [22, 1, 0], [0, 0, 0]], dtype=torch.int32, device=device
     )
-    spans = torch.tensor([[1, 16, 2], [17, 3, 2], [22, 1, 0]], dtype=torch.int32, device=device)
     x, y = random(24, 2 * 72)[:, :72].to(dtype), random(24, 100).to(dtype)
     results = []
-    for ops in (TorchOps(), TritonOps()):
+    for product, given in (
+        (grouped_torch, spans), (grouped_triton, spans), (grouped_triton, spans[1:2])
+    ):  # fmt: skip
+        t, own, out = (torch.zeros(24, num, device=device) for num in (16, 40, 1))
         out = y.clone()
-        ops.lora(x, out, spans, table)
-        results.append(out)
-    torch.testing.assert_close(results[1], results[0], rtol=atol, atol=atol)
-    untouched = [0, 20, 21, 23]
-    assert torch.equal(results[1][untouched], y[untouched])
-    alone = y.clone()
-    TritonOps().lora(x, alone, spans.new_tensor([[18, 1, 2]]), table)
-    assert torch.equal(alone[18], results[1][18]), "a row's bits do not depend on its neighbours"
+        product(x, given, a, t, scales)
+        product(t, given, b, out, adds=True)
+        product(x, given, head.transpose(1, 2), own)
+        results.append((t, own, out))
+    for want, got in zip(*results[:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=atol, atol=atol)
+    assert torch.equal(results[1][2][[0, 20, 21, 23]], y[[0, 20, 21, 23]])
+    for got, alone in zip(*results[1:], strict=True):
+        assert torch.equal(got[17:20], alone[17:20]), "bits do not depend on neighbours"
 
 
 @needs_interpreter
@@ -204,7 +212,7 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
     tables lie elsewhere, and are captured again."""
     for seed, rank in ((0, 4), (1, 3), (2, 40)):
         lora(families.build("llama"), tmp_path / str(seed), seed, r=rank)
-    runner, plain = fused(attention="triton"), fused()
+    runner, plain = made(attention="triton"), made()
     graphs = FirstCalls(16)
     use_graphs(runner, graphs)
     packed = [plain.pack_adapter(str(tmp_path / str(seed))) for seed in range(3)]
@@ -231,32 +239,31 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
     plain.close()
 
 
-COLUMNS = 256  # q, k and v of rank 64
-KINDS = {"spans": "*i32", "t": "*fp32", "scales": "*fp32", "stride_x": "i32", "stride_y": "i32"}
+KINDS = {"spans": "*i32", "scales": "*fp32", "num_outputs": "i32"} | {
+    f"stride_{name}": "i32" for name in ("x", "y", "place", "k", "n")
+}
+USES = {
+    "x @ A": {"SIZE": 2048, "ADDS": False, "HAS_SCALES": True},
+    "t @ B": {"SIZE": 64, "ADDS": True, "HAS_SCALES": False},
+}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
 @needs_triton
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    ("name", "capability"), [("_shrink", 80), ("_expand", 80), ("_shrink", 100), ("_expand", 90)]
-)
-def test_adapters_kernels_compile_for_a_gpu(
-    name: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("use", "capability"), [("x @ A", 80), ("t @ B", 80), ("x @ A", 100)])
+def test_the_kernel_of_grouped_products_compiles_for_a_gpu(
+    use: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code, without a GPU; nothing spills."""
-    from server.model.gpu import lora_kernels
+    from server.model.gpu import grouped_kernel as kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
-    block_k = lora_kernels.block_k(COLUMNS, dtype)
-    constants = {
-        "_shrink": {"K": 2048, "COLUMNS": COLUMNS, "BLOCK_K": block_k},
-        "_expand": {"SIZE": 16384, "COLUMNS": COLUMNS, "CHUNK": lora_kernels._CHUNK,
-                    "BLOCK_N": lora_kernels._BLOCK_N},
-    }  # fmt: skip
+    wide = {"y": "*fp32"} if use == "x @ A" else {"x": "*fp32"}
+    of_x = torch.bfloat16 if (use, kind) == ("x @ A", "bf16") else torch.float32
     made = compiled(
-        getattr(lora_kernels, name), KINDS, constants[name],
+        kernel._grouped, KINDS | wide,
+        USES[use] | {"BLOCK_N": kernel.BLOCK_N, "BLOCK_K": kernel.block_k(of_x)},
         capability=capability, other=f"*{kind}", num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     assert stack_bytes(made, tmp_path) == 0

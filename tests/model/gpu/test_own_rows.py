@@ -25,18 +25,15 @@ from server.engine.batch import Batch, Drawn
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.gpu import own_rows
-from server.model.gpu.decoder_ops import Rows, TorchOps
 from server.model.gpu.graphs import GraphKey
-from server.model.gpu.lora import spans_of
-from server.model.gpu.own_rows import HeadRows, OwnPart
 from server.model.gpu.runner import TorchRunner
+from server.model.loader import finish_module
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import Collector
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
-from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.gpu.launches import Launched
 from tests.model.peft_adapters import enriched, lora
@@ -47,9 +44,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed"
 )
@@ -70,9 +64,9 @@ def adapters(family: str, folder: Path) -> list[Any]:
     ]
 
 
-def fused(family: str, folder: Path | None, **options: Any) -> TorchRunner:
+def made(family: str, folder: Path | None, **options: Any) -> TorchRunner:
     """A runner that holds the adapters, if there is a folder."""
-    runner = runner_over(families.build(family), **({"decoder": "fused"} | options))
+    runner = runner_over(finish_module(families.build(family)), **options)
     return runner if folder is None else holding(runner, folder)
 
 
@@ -123,7 +117,7 @@ def test_rows_have_the_tokens_of_their_adapter_alone(
     if place == "cpu":
         embedding: Any = families.build(family).get_submodule("model.embed_tokens")
         table["embedding"] = embedding.weight.detach()
-    runner, bare = fused(family, tmp_path, **table), fused(family, None, **table)
+    runner, bare = made(family, tmp_path, **table), made(family, None, **table)
     order = [1, -1, 2, 0, 1, -1]
     prompts = [tokens(4 + 5 * i, i, V + OWN[a]) for i, a in enumerate(order)]
     prompts[0][1], prompts[2][2] = V + NEW - 1, V + MORE - 1
@@ -150,7 +144,7 @@ def test_rows_have_the_tokens_of_their_adapter_alone(
 def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(tmp_path: Path) -> None:
     """Bias, masks, logprobs, named ones and likely ids, greedy and sampled, in one step."""
     adapters("llama", tmp_path)
-    runner, bare = fused("llama", tmp_path), fused("llama", None)
+    runner, bare = made("llama", tmp_path), made("llama", None)
     pages, builder = Pages(64, seed=6), BatchBuilder()
     masked = builder.add_mask([7, V + 2], V + MORE)
     to_own = tuple((V + i, 90.0) for i in range(NEW))
@@ -276,58 +270,14 @@ def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) ->
     want = texts(cpu, tmp_path, asked)
     cpu.close()
     assert sum(i >= V for ids in want.values() for i in ids) > 20, "ids of their own are drawn"
-    alone = fused("llama", None)
+    alone = made("llama", None)
     base = [r for r in asked if not r.adapter]
     assert texts(alone, tmp_path, base) == {r.request_id: want[r.request_id] for r in base}
     alone.close()
     for drafter in (None, knowing(asked, want)):
-        runner = fused("llama", None)
+        runner = made("llama", None)
         assert texts(runner, tmp_path, asked, drafter) == want
         runner.close()
-
-
-def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
-    """Triton against the reference, on a device or in the interpreter."""
-    from server.model.gpu.decoder_kernels import TritonOps
-
-    seeds, size, num_base, width = torch.Generator().manual_seed(3), 72, 50, 90
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=seeds).to(device=device, dtype=dtype)
-
-    at = torch.full((3, width), -1, dtype=torch.int32)
-    at[2, [4, 60, 89]] = torch.arange(3, dtype=torch.int32)
-    at[0, 50:70] = torch.arange(20, dtype=torch.int32)
-    part = OwnPart(at.to(device), random(3, 40, size))
-    ids = torch.tensor([4, 4, 4, 60, 60, 30, 89, 55, 7], dtype=torch.int32, device=device)
-    places = torch.tensor([-1, 2, 0, 2, 0, 2, 2, 0, -1], dtype=torch.int32, device=device)
-    table = random(num_base, size)
-    rows = Rows(table, ids, 1.0)
-    want, got = (ops.own_embed(rows, places, part) for ops in (TorchOps(), TritonOps()))
-    assert torch.equal(want, got)
-    assert torch.equal(got[0], table[4]) and torch.equal(got[1], part.rows[2, 0])
-
-    hidden, logits = random(9, 2 * size)[:, :size], random(9, 64).float()[:, :num_base]
-    spans = torch.from_numpy(spans_of(places.cpu().numpy())).to(device)
-    for cap in (0.0, 5.0):
-        found = []
-        for ops in (TorchOps(), TritonOps()):
-            out = torch.zeros((9, width), device=device)
-            ops.own_logits(hidden, logits, HeadRows(spans, places, part, cap), out)
-            found.append(out)
-        torch.testing.assert_close(found[1], found[0], rtol=atol, atol=atol)
-        assert torch.equal(found[1][0, :num_base], logits[0])
-        assert torch.isneginf(found[1][0, num_base:]).all()
-    again = torch.zeros((1, width), device=device)
-    one = HeadRows(spans.new_tensor([[0, 1, 2]]), places[3:4], part, cap)
-    TritonOps().own_logits(hidden[3:4], logits[3:4], one, again)
-    assert torch.equal(again[0], found[1][3]), "a row's bits do not depend on its neighbours"
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float16, 2e-2)])
-def test_triton_has_own_rows_as_the_reference(dtype: torch.dtype, atol: float) -> None:
-    check_kernels(dtype, atol, "cpu")
 
 
 def decoded(num: int, places: Sequence[int], **settings: Any) -> Batch:
@@ -351,7 +301,7 @@ def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
     (eight rows, which fill their bucket), and launch nothing beside it but the copy of the ids;
     others leave the head outside."""
     adapters("llama", tmp_path)
-    runner, plain = (fused("llama", tmp_path, attention="triton") for _ in range(2))
+    runner, plain = (made("llama", tmp_path, attention="triton") for _ in range(2))
     graphs, launched = FirstCalls(16), Launched()
     use_graphs(runner, graphs)
 
@@ -391,7 +341,7 @@ def test_triton_graphs_without_room_for_wide_logits_end_at_the_states(
 ) -> None:
     monkeypatch.setattr(own_rows, "GRAPH_BYTES", 4 * 4 * (V + 128))
     adapters("llama", tmp_path)
-    runner, plain = (fused("llama", tmp_path, attention="triton") for _ in range(2))
+    runner, plain = (made("llama", tmp_path, attention="triton") for _ in range(2))
     graphs = FirstCalls(16)
     use_graphs(runner, graphs)
     for num, order, has_head in ((1, (1,), True), (3, (1, -1), False)):
@@ -401,43 +351,3 @@ def test_triton_graphs_without_room_for_wide_logits_end_at_the_states(
         assert graphs.keys[-1].has_head == has_head
     runner.close()
     plain.close()
-
-
-KINDS = {
-    "ids": "*i32", "places": "*i32", "at": "*i32",
-    "spans": "*i32", "width": "i32", "num_base": "i32", "num_own": "i32", "num_logits": "i32",
-    "stride_hidden": "i32", "stride_logits": "i32",
-}  # fmt: skip
-FLOATS = {
-    "_own_products": {"out": "*fp32"},
-    "_widen": dict.fromkeys(("logits", "own", "out"), "*fp32"),
-}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
-@needs_triton
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [("_own_embed", 80), ("_own_products", 80), ("_own_products", 100), ("_widen", 90)],
-)
-def test_own_row_kernels_compile_for_a_gpu(
-    name: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Down to machine code, without a GPU; nothing spills."""
-    from server.model.gpu import own_row_kernels
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants: dict[str, dict[str, Any]] = {
-        "_own_embed": {"SIZE": 2048, "BLOCK": 2048, "TAKES_DRAWN": True},
-        "_own_products": {
-            "SIZE": 2048, "BLOCK_N": own_row_kernels.BLOCK_N, "BLOCK_K": own_row_kernels.BLOCK_K,
-        },
-        "_widen": {"BLOCK": own_row_kernels.BLOCK_COLUMNS},
-    }  # fmt: skip
-    made = compiled(
-        getattr(own_row_kernels, name), KINDS | FLOATS.get(name, {}), constants[name],
-        capability=capability, other=f"*{kind}", num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    assert stack_bytes(made, tmp_path) == 0
-    assert made.metadata.shared <= 99 << 10  # of compute capability 8.6 and 8.9

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from loadtest.gpu.prefill import varlen_reference
 from server.engine.batch import Batch
 from server.model import build
 from server.model.build import RunnerSpec
 from server.model.gpu.graphs import ROW_BUCKETS
-from server.model.gpu.prefill import TorchVarlen
 from server.model.gpu.reserve import CudaMemory, Reserve, reserve_of
 from server.model.gpu.runner import TorchRunner
 from server.model.kv_memory import MARGIN, num_blocks_for
@@ -24,7 +22,7 @@ from server.model.shape import shape_of
 from server.types import EngineSizes
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
-from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
@@ -136,18 +134,6 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
     assert f"of {free // MIB} MiB free; KV cache: {want * 16} tokens" in text
 
 
-def test_long_histories_are_tried_out_where_they_take_memory() -> None:
-    """By a library that copies what its chunks see; elsewhere they would only take time."""
-    runner = runner_over(families.build("llama"), num_blocks=16, max_num_batched_tokens=160)
-    short, _ = runner.trials.largest()
-    assert short.num_rows == 160 == int(short.prefix_len.max())
-    library: Any = TorchVarlen(varlen_reference)
-    runner._body.prefill = library
-    whole, _ = runner.trials.largest()
-    assert whole.num_rows == 160 and int(whole.prefix_len.max()) == families.MAX_LEN
-    assert runner.try_out(runner.trials.largest()) == 2
-
-
 def test_a_graph_larger_than_a_step_counts() -> None:
     """Its memory is held beside the step's, which a private pool cannot take."""
     runner = small(largest=192)
@@ -158,7 +144,7 @@ def test_a_resized_runner_draws_the_same() -> None:
     """After steps that wrote each slot many times; in models with convolutions and states, too."""
     for family in ("llama", "lfm2"):
         module = families.build(family)
-        runner = runner_over(module, num_blocks=16, kv_block_bytes=MIB, decoder="fused")
+        runner = runner_over(module, num_blocks=16, kv_block_bytes=MIB)
         want = drawn(runner)
         fitted(runner, Device(runner))
         assert runner.info.num_blocks > 16
@@ -234,32 +220,30 @@ def test_adapters_tables_are_counted_before_they_are_there(tmp_path: Path) -> No
     lora(families.build("llama"), tmp_path / "0", 1, r=40, target_modules=["q_proj", "down_proj"])
     enriched(families.build("llama"), tmp_path / "1", 2, 90)
     folders = [str(tmp_path / name) for name in ("0", "1", "gone")]
-    runner = runner_over(families.build("llama"), decoder="fused")
+    runner = runner_over(families.build("llama"))
     want = runner.adapter_bytes(folders, 3)
     assert want == runner.adapter_bytes(folders, 4) > runner.adapter_bytes(folders[:1], 4)
     for place, folder in enumerate((folders[0], folders[1], folders[1])):
         runner.hold_adapter(place, runner.pack_adapter(folder))
     bank: Any = runner._adapting()
-    tables = [t for layer in bank._tables for table in layer for t in table]
+    tables = [t for table in bank._tables.values() for t in table]
     tables += [*bank.own._embedding, *bank.own._head]
     assert sum(t.nbytes for t in tables) == want
     runner.close()
 
 
 def test_adapters_tables_are_in_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where none is named and admins may load some; not where transformers' layers run."""
+    """Also where none is named and admins may load some; not in a model of the generic path."""
     without = small()
     fitted(without, Device(without))
-    blocks = {"fused": without.info.num_blocks, "modules": without.info.num_blocks}
-    for decoder, places in (("fused", 4096), ("modules", 4096), ("fused", 0)):
-        runner = runner_over(
-            families.build("llama"), num_blocks=16, kv_block_bytes=MIB, decoder=decoder
-        )
+    for family, places in (("llama", 4096), ("gpt2", 4096), ("llama", 0)):
+        runner = runner_over(module_of(family), num_blocks=16, kv_block_bytes=MIB)
         needed = runner.adapter_bytes((), places)
         with caplog.at_level(logging.INFO):
             fitted(runner, Device(runner), adapter_places=places)
-        assert (needed > 4 * MIB) == (decoder == "fused" and places > 0)
-        assert abs(blocks[decoder] - needed / (2 * MIB) - runner.info.num_blocks) <= 1
+        assert (needed > 4 * MIB) == (family == "llama" and places > 0)
+        blocks = without.info.num_blocks - needed / (2 * MIB)
+        assert abs(blocks - runner.info.num_blocks) <= 1
         assert f", adapters {needed // MIB}, margin" in caplog.text
         runner.close()
     assert Reserve(5, adapters=7, is_measured=False).num_bytes == 12
