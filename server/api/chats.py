@@ -15,7 +15,7 @@ from typing import Any
 from server.api.bodies import GenerationBody
 from server.api.body import parse_object
 from server.api.chat_template import ChatTemplate, RenderedChat
-from server.api.grammars import OutputFormat, Wanted, grammar_of_schema
+from server.api.grammars import OutputFormat, Wanted, grammar_of_prepared
 from server.api.order import Generation, Names, Orders, Target, rules_of
 from server.api.served_model import ChatModel
 from server.api.tools.calls import ToolReader
@@ -214,8 +214,7 @@ class Chats:
             )
         assert model.style is not None
         forced = force_call(model.style, tools.callable, parallel=tools.parallel)
-        rules = rules_of(body, target.task).as_they_are()
-        grammar = grammar_of_schema(forced.schema, "tools", rules)
+        grammar = grammar_of_prepared(forced.schema, "tools")
         scope = scope_of(target.tenant, body.cache_salt or "")
         await self._orders.grammars.check(grammar, "tools", scope)
         return forced, (grammar, "tools")

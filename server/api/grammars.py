@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from server.api.bodies import GenerationBody, ResponseFormatBody, StructuredOutputsBody
-from server.api.schemas import close_all, close_described
+from server.api.schemas import SchemaRules, close_all, prepared
 from server.errors import (
     ConstraintUnsatisfiableError,
     InvalidRequestError,
@@ -35,23 +35,11 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 """White space between JSON tokens: a space, or a line break and its indentation. Small models that
 may write any amount of it sometimes write nothing else."""
 
-MAX_SCHEMA_DEPTH = 32
 _GBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 Wanted = tuple[GrammarSpec, str]
 """What the output must match, and the field that says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaRules:
-    """How JSON schemas are taken. closes: objects that describe their members have no others."""
-
-    closes: bool = True
-
-    def as_they_are(self) -> SchemaRules:
-        """For schemas that were closed before."""
-        return replace(self, closes=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +106,10 @@ def grammar_of(
 def grammar_of_schema(
     schema: Any, at: str, rules: SchemaRules, whitespace: str = WHITESPACE
 ) -> GrammarSpec:
-    """The grammar of a JSON schema. Raises LimitExceededError."""
-    check_depth(schema, at)
-    if rules.closes:
-        schema = close_described(schema)
-    return _json_schema(schema, whitespace, at)
+    """The grammar of a JSON schema as it came. Raises UnsupportedFieldError and
+    LimitExceededError."""
+    grammar_of_prepared(schema, at)  # one that is too long is not walked
+    return grammar_of_prepared(prepared(schema, at, rules), at, whitespace)
 
 
 def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:
@@ -185,12 +172,13 @@ def _structured_json(
             )
         whitespace = ""
     schema = _ANY_OBJECT if given.json_value is None else _schema_of(given.json_value, at)
-    if given.disable_additional_properties is not None:
-        rules = replace(rules, closes=False)
-        if given.disable_additional_properties:
-            check_depth(schema, at)
-            schema = close_all(schema)
-    return grammar_of_schema(schema, at, rules, whitespace)
+    if given.disable_additional_properties is None:
+        return grammar_of_schema(schema, at, rules, whitespace)
+    grammar_of_prepared(schema, at)
+    schema = prepared(schema, at, replace(rules, closes=False))
+    if given.disable_additional_properties:
+        schema = close_all(schema)
+    return grammar_of_prepared(schema, at, whitespace)
 
 
 def _schema_of(value: Any, at: str) -> Any:
@@ -206,13 +194,8 @@ def _schema_of(value: Any, at: str) -> Any:
     return value
 
 
-def check_depth(schema: Any, at: str) -> None:
-    """Raise LimitExceededError for a schema that is nested too deeply to be walked."""
-    if _depth(schema, MAX_SCHEMA_DEPTH + 1) > MAX_SCHEMA_DEPTH:
-        raise LimitExceededError(f"nested more than {MAX_SCHEMA_DEPTH} levels deep.", at=at)
-
-
-def _json_schema(schema: Any, whitespace: str, at: str) -> GrammarSpec:
+def grammar_of_prepared(schema: Any, at: str, whitespace: str = WHITESPACE) -> GrammarSpec:
+    """The grammar of a schema that is as a grammar holds it. Raises LimitExceededError."""
     try:
         source = json.dumps(schema, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -220,14 +203,6 @@ def _json_schema(schema: Any, whitespace: str, at: str) -> GrammarSpec:
     if len(source) > MAX_SOURCE_CHARS:
         raise _too_long(at, len(source))
     return GrammarSpec("json_schema", source, whitespace)
-
-
-def _depth(value: Any, most: int) -> int:
-    """Levels of objects and lists, at most `most` (where it stops looking)."""
-    if most == 0 or not isinstance(value, (dict, list)):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
 
 
 def _too_long(at: str, num_chars: int) -> LimitExceededError:

@@ -34,11 +34,11 @@ from server.api.drafting import DraftingTasks, speculation_of, vocabulary_of
 from server.api.grammars import (
     GrammarChecker,
     OutputFormat,
-    SchemaRules,
     Wanted,
     check_with_sampling,
     grammar_of,
 )
+from server.api.schemas import SchemaRules
 from server.api.served_model import Catalog, ServedModel
 from server.api.text import TokenIdNames, TokenNames
 from server.api.tools.calls import ToolReader
@@ -488,8 +488,11 @@ def tighter(a: float | None, b: float | None) -> float | None:
 
 def rules_of(body: GenerationBody, task: TaskConfig) -> SchemaRules:
     """How the request's JSON schemas are taken: as it says, else as its task does."""
-    opens = body.additional_properties
-    return SchemaRules(closes=not (task.additional_properties if opens is None else opens))
+    opens, lenient = body.additional_properties, body.lenient_schemas
+    return SchemaRules(
+        closes=not (task.additional_properties if opens is None else opens),
+        is_lenient=task.lenient_schemas if lenient is None else lenient,
+    )
 
 
 def _encoded(model: ServedModel, text: str, add_special: bool) -> list[int]:

@@ -1,18 +1,357 @@
-"""Closes JSON schemas: their objects have only the members that the schema describes.
+"""JSON schemas of clients as a grammar can hold them.
 
-Schemas that clients or pydantic write seldom have `additionalProperties`. JSON Schema then allows
-further members, and small models invent keys until the limit. So such objects are closed, as
-llama.cpp and xgrammar do, unless the request or its task opens them (`additional_properties`).
+`prepared` is where every schema of a request goes through, whether it comes as a format or as a
+tool's parameters:
+
+- what says nothing is left out: annotations, `format`s that nobody knows, `propertyNames` of
+  strings;
+- what can be said in other keywords is: `propertyNames` with names or a pattern, `oneOf` of
+  schemas that cannot match the same value, `unevaluatedProperties` of one object;
+- what no grammar holds is refused by its name and path, or left out where the request or its task
+  says so (`lenient_schemas`);
+- objects that describe their members are closed, unless the request or its task opens them
+  (`additional_properties`). Schemas that clients or pydantic write seldom have
+  `additionalProperties`. JSON Schema then allows further members, and small models invent keys
+  until the limit. llama.cpp and xgrammar close them, too.
+
+What is left is narrower than JSON Schema in two ways, for those who read the output: members come
+in the schema's order, and an integer has no fraction (1, never 1.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from server.errors import LimitExceededError, UnsupportedFieldError, echoed
+from server.grammar_text import MAX_SOURCE_CHARS
+
+MAX_DEPTH = 32
+"""Levels of objects and lists of a schema."""
+
+FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+)
+"""Formats that texts are held to. Others are annotations, as JSON Schema has them."""
+
+LARGEST_NUMBER = 1e18
+"""Bounds of a number further from 0 than this are drawn in: their digits are too many to hold."""
+
+MAX_COMPARED = 5_000
+"""Pairs of schemas of a document that are compared: a union of 100 has as many."""
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose members' names are names, not keywords."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
+_COUNTS = frozenset(
+    {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
+)
+_BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
+_NOT_HELD = frozenset(
+    {"$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
+     "dependentSchemas", "if", "not", "oneOf", "propertyNames", "unevaluatedItems",
+     "unevaluatedProperties", "uniqueItems"}
+)  # fmt: skip
+_WITH: Mapping[str, str] = {
+    "else": "if", "maxContains": "contains", "minContains": "contains", "then": "if",
+}  # fmt: skip
+"""Keywords that say nothing without another one."""
+_APPLIES = frozenset(
+    {"$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
+)
+_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?:[=!]|<[=!])")
+_TEXT_ONLY = frozenset({"type", "$comment", "description", "title"})
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaRules:
+    """How JSON schemas are taken. closes: objects that describe their members have no others.
+    is_lenient: keywords that no grammar holds are left out."""
+
+    closes: bool = True
+    is_lenient: bool = False
+
+
+def prepared(schema: Any, at: str, rules: SchemaRules, tool: str = "") -> Any:
+    """The schema as a grammar holds it; see the top of this file.
+
+    at: where it lies in the body. tool: the name of the tool that has it. Raises
+    UnsupportedFieldError, and LimitExceededError for one that is nested too deeply.
+    """
+    if _depth(schema, MAX_DEPTH + 1) > MAX_DEPTH:
+        raise LimitExceededError(f"nested more than {MAX_DEPTH} levels deep.", at=at)
+    schema = _Taken(schema, at, rules.is_lenient, tool).schema(schema, "")
+    return close_described(schema) if rules.closes else schema
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of objects and lists, at most `most` (where it stops looking)."""
+    if most == 0 or not isinstance(value, (dict, list)):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
+
+
+# --- what can be held -----------------------------------------------------------------------------
+
+
+class _Taken:
+    """One document on its way to what a grammar holds."""
+
+    def __init__(self, root: Any, at: str, is_lenient: bool, tool: str) -> None:
+        self._root = root
+        self._at = at
+        self._is_lenient = is_lenient
+        self._tool = tool
+        self._num_compared = 0
+
+    def schema(self, schema: Any, path: str) -> Any:
+        """A copy of the schema at `path` of the document."""
+        if isinstance(schema, list):
+            return [self.schema(item, f"{path}[{i}]") for i, item in enumerate(schema)]
+        if not isinstance(schema, dict):
+            return schema
+        taken: dict[str, Any] = {}
+        for key, value in schema.items():
+            at = f"{path}.{_shown(key)}"
+            if key == "x-guidance" or (key == "$id" and path and "$ref" in schema):
+                raise self._refusal(at, "is not taken from a client.")
+            if key in _NAMED and isinstance(value, dict):
+                taken[key] = {
+                    name: self.schema(item, f"{at}.{_shown(name)}") for name, item in value.items()
+                }
+            elif key in _VALUES:
+                taken[key] = value
+            elif not _says_nothing(key, value, schema):
+                taken[key] = self.schema(value, at)
+        for key in [key for key in taken if key in _COUNTS]:
+            taken[key] = _whole(taken[key])
+        for key in [key for key in taken if key in _BOUNDS]:
+            taken[key] = _drawn_in(key, taken[key])
+        for key in [key for key in taken if key in _NOT_HELD]:
+            said = taken.pop(key)
+            if not self._in_other_words(taken, key, said):
+                self._leave_out(f"{path}.{key}", "cannot be held while a text is written")
+                if key == "oneOf":
+                    taken.setdefault("anyOf", said)
+        for key in [key for key in taken if _WITH.get(key, key) not in taken]:
+            del taken[key]
+        pattern = taken.get("pattern")
+        if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern):
+            if "format" not in taken:  # which says the same, as zod writes both
+                self._leave_out(f"{path}.pattern", "looks ahead or behind, which cannot be held")
+            del taken["pattern"]
+        return taken
+
+    def _leave_out(self, path: str, why: str) -> None:
+        if not self._is_lenient:
+            way = "Leave it out, or have it left out by lenient_schemas: true."
+            raise self._refusal(path, f"{why}. {way}")
+
+    def _refusal(self, path: str, why: str) -> UnsupportedFieldError:
+        shown = path.removeprefix(".")
+        if len(shown) > 120:
+            shown = f"...{shown[-117:]}"
+        whose = f"of {self._tool}: " if self._tool else ""
+        return UnsupportedFieldError(f"{whose}{shown} {why}", at=self._at)
+
+    def _in_other_words(self, taken: dict[str, Any], key: str, said: Any) -> bool:
+        """Whether `taken` could be made to say what the keyword says."""
+        if key == "oneOf":
+            if "anyOf" in taken or not isinstance(said, list) or not self._exclude(said):
+                return False
+            taken["anyOf"] = said
+            return True
+        if key == "unevaluatedProperties" and said is False and not _APPLIES & taken.keys():
+            taken.setdefault("additionalProperties", False)
+            return True
+        if key == "unevaluatedItems" and said is False and not _APPLIES & taken.keys():
+            taken.setdefault("items", False)
+            return True
+        return key == "propertyNames" and self._names_members(taken, said)
+
+    def _names_members(self, taken: dict[str, Any], names: Any) -> bool:
+        """Whether the members' names are held by `properties` or `patternProperties` now."""
+        names = self._target(names)
+        if "patternProperties" in taken or not isinstance(names, dict):
+            return False
+        others = taken.get("additionalProperties", True)
+        says = names.keys() - _TEXT_ONLY
+        if names.get("type", "string") != "string" or len(says) != 1:
+            return False
+        [keyword] = says
+        described = taken.get("properties", {})
+        if not isinstance(described, dict):
+            return False
+        if keyword in ("enum", "const"):
+            listed = names["enum"] if keyword == "enum" else [names["const"]]
+            if not isinstance(listed, list):
+                return False
+            texts = [name for name in listed if isinstance(name, str)]
+            if len(texts) * len(json.dumps(others)) > MAX_SOURCE_CHARS:
+                return False
+            taken["properties"] = {name: described.get(name, others) for name in texts}
+        elif keyword in ("pattern", "minLength", "maxLength") and not described:
+            pattern = names.get("pattern")
+            if pattern is None:
+                least, most = names.get("minLength", 0), names.get("maxLength", "")
+                pattern = f"^[\\s\\S]{{{_whole(least)},{_whole(most)}}}$"
+            if not isinstance(pattern, str) or _LOOKS_AROUND.search(pattern):
+                return False
+            taken["patternProperties"] = {pattern: others}
+        else:
+            return False
+        taken["additionalProperties"] = False
+        return True
+
+    # What matches what.
+
+    def _target(self, schema: Any) -> Any:
+        """The schema, or what its only member `$ref` names in this document."""
+        for _ in range(8):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            schema = target(self._root, schema["$ref"])
+        return None
+
+    def _exclude(self, schemas: Sequence[Any]) -> bool:
+        """Whether no value matches two of the schemas, as far as MAX_COMPARED pairs of a document
+        show it."""
+        targets = [self._target(schema) for schema in schemas]
+        return all(
+            self._differ(one, other) for i, one in enumerate(targets) for other in targets[:i]
+        )
+
+    def _differ(self, one: Any, other: Any, depth: int = 0) -> bool:
+        self._num_compared += 1
+        if one is False or other is False:
+            return True
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        if self._num_compared > MAX_COMPARED or depth > MAX_DEPTH:
+            return False
+        kinds, kinds_of_other = _kinds(one), _kinds(other)
+        if not kinds & kinds_of_other:
+            return True
+        values, values_of_other = _listed(one), _listed(other)
+        if values is not None and values_of_other is not None:
+            return not any(same(a, b) for a in values for b in values_of_other)
+        if kinds & kinds_of_other != {"object"}:
+            return False
+        members, members_of_other = _required(one), _required(other)
+        return any(
+            self._differ(self._target(member), self._target(members_of_other[name]), depth + 1)
+            for name, member in members.items()
+            if name in members_of_other
+        )
+
+
+_KINDS = frozenset({"array", "boolean", "null", "number", "object", "string"})
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema may match; integers are numbers."""
+    told = schema.get("type")
+    listed = told if isinstance(told, list) else _KINDS if told is None else [told]
+    kinds = {"number" if kind == "integer" else kind for kind in listed if isinstance(kind, str)}
+    values = _listed(schema)
+    return kinds if values is None else kinds & {kind_of(value) for value in values}
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema lists, None where it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _required(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The members that a schema describes and requires."""
+    members, required = schema.get("properties"), schema.get("required")
+    if not isinstance(members, dict) or not isinstance(required, list):
+        return {}
+    return {name: members[name] for name in required if isinstance(name, str) and name in members}
+
+
+def kind_of(value: Any) -> str:
+    """JSON Schema's type of a value; integers are numbers."""
+    if isinstance(value, bool):
+        return "boolean"
+    for kind, name in ((dict, "object"), (list, "array"), (str, "string"), (type(None), "null")):
+        if isinstance(value, kind):
+            return name
+    return "number"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of JSON: true is not 1."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def target(root: Any, reference: Any) -> Any:
+    """The schema that a reference of this document names, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        if not isinstance(found, dict):
+            return None
+        found = found.get(part.replace("~1", "/").replace("~0", "~"))
+    return found if isinstance(found, (dict, bool)) else None
+
+
+def _shown(name: str) -> str:
+    return echoed(name, 40)[1:-1]
+
+
+def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    if key == "format":
+        return not isinstance(value, str) or value not in FORMATS
+    if key == "uniqueItems":
+        return value is False or schema.get("maxItems") in (1,)
+    if key == "propertyNames":
+        if not isinstance(value, dict):
+            return value is True
+        says = (word for word in value if word not in _TEXT_ONLY)
+        is_text = bool(value.get("type", "string") == "string")
+        return is_text and all(_says_nothing(word, value[word], value) for word in says)
+    if key in _WITH:
+        return _WITH[key] not in schema
+    if key == "if":
+        return "then" not in schema and "else" not in schema
+    if key in ("dependencies", "dependentRequired", "dependentSchemas"):
+        return isinstance(value, dict) and not value
+    if key in ("unevaluatedItems", "unevaluatedProperties"):
+        return value is True or value in ({},)
+    return key == "not" and value is False
+
+
+def _whole(number: Any) -> Any:
+    """2.0 as 2."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _drawn_in(key: str, bound: Any) -> Any:
+    """A bound that is further from 0 than LARGEST_NUMBER, at it, where that allows less."""
+    if not isinstance(bound, (int, float)) or isinstance(bound, bool):
+        return bound
+    if key.lower().endswith("minimum"):
+        return max(bound, -LARGEST_NUMBER)
+    return min(bound, LARGEST_NUMBER)
+
+
+# --- objects that have no other members -----------------------------------------------------------
+
 _SAYS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _MIXES = frozenset({"$ref", "allOf", "anyOf", "if", "oneOf"})
 _TURNS = frozenset({"dependentSchemas", "if", "not"})

@@ -215,6 +215,11 @@ class TaskConfig(Section):
         description="whether objects of a JSON schema that do not say may have members that it "
         "does not describe",
     )
+    lenient_schemas: bool = Field(
+        False,
+        description="whether keywords of JSON schemas that cannot be held are left out; else they "
+        "are refused by name",
+    )
 
     @field_validator("name")
     @classmethod

@@ -17,11 +17,11 @@ from server.api.faces.completions import CompletionBody
 from server.api.grammars import (
     WHITESPACE,
     GrammarChecker,
-    SchemaRules,
     check_with_sampling,
     format_of,
     grammar_of,
 )
+from server.api.schemas import SchemaRules
 from server.errors import (
     ConstraintUnsatisfiableError,
     InvalidRequestError,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.api.bodies import validate
 from server.api.faces.completions import CompletionBody
-from server.api.grammars import SchemaRules, format_of, grammar_of
+from server.api.grammars import format_of, grammar_of, grammar_of_schema
 from server.api.order import rules_of
-from server.api.schemas import close_described
+from server.api.schemas import SchemaRules, close_described, prepared
 from server.api.tools.chosen import Tool, chosen_tools
 from server.config import TaskConfig
+from server.errors import RequestError, UnsupportedFieldError
+from server.grammar_text import grammar_problem
 
 CITY: dict[str, Any] = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
@@ -70,18 +75,18 @@ def test_a_property_called_like_a_keyword() -> None:
 @pytest.mark.parametrize("close", [True, False])
 def test_every_field_that_brings_a_schema(close: bool) -> None:
     wanted, rules = SHUT if close else CITY, SchemaRules(closes=close)
-    for given in (
+    for sent in (
         {"structured_outputs": {"json": CITY}},
         {"json_schema": CITY},
         # the name is optional
         {"response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}},
         {"response_format": {"type": "json_object", "schema": CITY}},
     ):
-        body = validate(CompletionBody, {"prompt": "x", **given})
+        body = validate(CompletionBody, {"prompt": "x", **sent})
         grammar = grammar_of(body, format_of(body.response_format), rules)
         assert grammar is not None and json.loads(grammar[0].source) == wanted
     tool = Tool("f", None, CITY, strict=False, at="tools[0].function")
-    chosen = chosen_tools([tool], None, rules, parallel=True)
+    chosen = chosen_tools([tool], "required", rules, parallel=True)
     assert chosen.callable["f"] == wanted
     assert chosen.shown is not None and chosen.shown[0]["function"]["parameters"] == CITY
 
@@ -94,3 +99,164 @@ def test_a_request_goes_before_its_task() -> None:
     assert [opens(g, t) for g in (None, True, False) for t in (False, True)] == [
         False, True, True, True, False, False,
     ]  # fmt: skip
+
+
+# --- what can be held -----------------------------------------------------------------------------
+
+TEXT = {"type": "string"}
+TAGS = {"type": "array", "items": TEXT, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken"),
+    [
+        # What says nothing is left out.
+        ({"format": "byte"}, {}),
+        ({"format": "uuid"}, {"format": "uuid"}),
+        ({"uniqueItems": False}, {}),
+        ({"uniqueItems": True, "maxItems": 1}, {"maxItems": 1}),
+        ({"propertyNames": {"type": "string", "title": "Key"}}, {}),
+        ({"then": {"not": {}}, "minContains": 2}, {}),
+        ({"unevaluatedProperties": True, "dependentRequired": {}}, {}),
+        # Names stay names.
+        ({"properties": {"format": {"format": "x"}}}, {"properties": {"format": {}}}),
+        ({"const": {"uniqueItems": True}}, {"const": {"uniqueItems": True}}),
+        # The same in other words.
+        ({"minItems": 1.0}, {"minItems": 1}),
+        ({"minimum": -3.4e38, "maximum": 3.4e38}, {"minimum": -1e18, "maximum": 1e18}),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": TEXT},
+            {"properties": {"a": TEXT, "b": TEXT}, "additionalProperties": False},
+        ),
+        (
+            {"propertyNames": {"const": "a"}, "properties": {"a": TEXT, "b": TEXT}},
+            {"properties": {"a": TEXT}, "additionalProperties": False},
+        ),
+        (
+            {"propertyNames": {"pattern": "^x"}, "additionalProperties": TEXT},
+            {"patternProperties": {"^x": TEXT}, "additionalProperties": False},
+        ),
+        ({"unevaluatedProperties": False}, {"additionalProperties": False}),
+        ({"oneOf": [TEXT, {"type": "null"}]}, {"anyOf": [TEXT, {"type": "null"}]}),
+        ({"oneOf": [{"const": 1}, {"const": 2}]}, {"anyOf": [{"const": 1}, {"const": 2}]}),
+        ({"format": "hostname", "pattern": "^(?=a)"}, {"format": "hostname"}),
+    ],
+)
+def test_what_is_taken(schema: dict[str, Any], taken: dict[str, Any]) -> None:
+    assert prepared(schema, "schema", SchemaRules(closes=False)) == taken
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"tags": TAGS}}, "properties.tags.uniqueItems cannot be held"),
+        ({"items": [{}, {"not": TEXT}]}, "items[1].not cannot be held"),
+        ({"$defs": {"a b": {"if": {}, "then": {}}}}, "$defs.a b.if cannot be held"),
+        ({"oneOf": [{"minimum": 1}, {"minimum": 2}]}, "oneOf cannot be held"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf cannot be held"),
+        ({"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}, "oneOf cannot be held"),
+        ({"allOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties cannot"),
+        ({"propertyNames": {"format": "uuid"}}, "propertyNames cannot be held"),
+        ({"pattern": r"\\(?=a)"}, "pattern looks ahead or behind"),
+    ],
+)
+def test_what_is_refused_is_told_with_its_path_and_left_out_when_asked(
+    schema: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(UnsupportedFieldError) as refused:
+        prepared(schema, "response_format.schema", SchemaRules())
+    told = refused.value.message
+    assert told.startswith(f"response_format.schema: {path}")
+    assert "lenient_schemas: true" in told and refused.value.param == "response_format.schema"
+    left = prepared(schema, "response_format.schema", SchemaRules(is_lenient=True))
+    assert left == prepared(left, "response_format.schema", SchemaRules())
+
+
+def test_a_pattern_with_an_escaped_bracket_is_no_look_around() -> None:
+    schema = {"pattern": r"a\(?=b"}
+    assert prepared(schema, "schema", SchemaRules()) == schema
+
+
+@pytest.mark.parametrize("schema", [{"x-guidance": {}}, {"items": {"x-guidance": {}}}])
+def test_a_client_does_not_configure_the_grammar_library(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedFieldError, match="x-guidance is not taken"):
+        prepared(schema, "schema", SchemaRules(is_lenient=True))
+
+
+def test_a_discriminated_union_is_a_choice_of_its_tags() -> None:
+    def tagged(tag: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"tag": {"const": tag}}, "required": ["tag"]}
+
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        "$defs": {"a": tagged("a"), "b": tagged("b")},
+    }
+    assert "anyOf" in prepared(schema, "schema", SchemaRules())
+    schema["$defs"]["b"] = tagged("a")  # type: ignore[index]
+    with pytest.raises(UnsupportedFieldError, match="oneOf"):
+        prepared(schema, "schema", SchemaRules())
+
+
+def test_schemas_that_are_made_to_take_long_do_not() -> None:
+    union = {"oneOf": [{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}] * 2000}
+    wide: dict[str, Any] = {"type": "string"}
+    for _ in range(12):
+        wide = {
+            "propertyNames": {"enum": [f"{i}" for i in range(60)]},
+            "additionalProperties": wide,
+        }
+    for schema in (union, wide):
+        began_s = time.process_time()
+        with pytest.raises(UnsupportedFieldError):
+            prepared(schema, "schema", SchemaRules())
+        assert time.process_time() - began_s < 1.0
+
+
+def test_a_tool_is_judged_where_its_schema_is_held() -> None:
+    def chosen(choice: str, *, strict: bool = False, rules: SchemaRules | None = None) -> Any:
+        parameters = {"type": "object", "properties": {"tags": TAGS}}
+        tool = Tool("find", None, parameters, strict=strict, at="tools[0].function")
+        return chosen_tools([tool], choice, rules or SchemaRules(), parallel=True)
+
+    assert chosen("auto").callable["find"]["properties"] == {"tags": TAGS}
+    for choice, strict in (("required", False), ("auto", True)):
+        with pytest.raises(UnsupportedFieldError) as refused:
+            chosen(choice, strict=strict)
+        assert refused.value.message.startswith(
+            "tools[0].function.parameters: of find: properties.tags.uniqueItems cannot be held"
+        )
+        lenient = chosen(choice, strict=strict, rules=SchemaRules(is_lenient=True))
+        tags = lenient.callable["find"]["properties"]["tags"]
+        assert tags == {"type": "array", "items": TEXT}
+
+
+_KEYWORDS = sorted(
+    {"$ref", "$id", "additionalProperties", "allOf", "anyOf", "const", "contains", "enum", "format",
+     "if", "items", "maxItems", "minItems", "minLength", "minimum", "maximum", "not", "oneOf",
+     "pattern", "properties", "propertyNames", "required", "then", "type", "unevaluatedProperties",
+     "uniqueItems", "$defs", "patternProperties", "dependentRequired", "prefixItems"}
+)  # fmt: skip
+_WORDS = st.sampled_from(
+    ["#", "#/$defs/a", "a", "^(?=a)", "uuid", "string", "object", "integer", "null"]
+)
+_ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.floats(-1e30, 1e30), _WORDS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(_KEYWORDS), inner, max_size=4),
+        st.dictionaries(_WORDS, inner, max_size=3),
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.sampled_from(_KEYWORDS), _ANYTHING, max_size=5), st.booleans())
+def test_whatever_comes_is_taken_or_refused_in_words(schema: dict[str, Any], lenient: bool) -> None:
+    before = json.dumps(schema)
+    try:
+        spec = grammar_of_schema(schema, "schema", SchemaRules(is_lenient=lenient))
+        problem = grammar_problem(spec)
+    except RequestError as error:
+        problem = error.message
+    assert problem.isprintable()
+    assert json.dumps(schema) == before, "the client's own schema is not changed"

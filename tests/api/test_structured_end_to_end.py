@@ -160,7 +160,7 @@ def test_forced_tokens_are_reported_as_a_source(server: LiveServer) -> None:
         ),
         (
             {"structured_outputs": {"json": {"not": {}}}},
-            "invalid_value",
+            "unsupported_parameter",
             "structured_outputs.json",
         ),
         (

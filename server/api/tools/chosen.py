@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from server.api.grammars import SchemaRules
-from server.api.schemas import close_described
+from server.api.schemas import SchemaRules, prepared
 from server.api.tools.calls import ARGUMENTS_KEY, ToolFormat
 from server.api.tools.strict import StrictArguments
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
@@ -77,9 +76,7 @@ def chosen_tools(
             )
         if parameters.get("type", "object") != "object":
             raise InvalidRequestError("the type must be object.", at=f"{tool.at}.parameters")
-        whole = {**parameters, "type": "object"}
-        closes = rules.closes or not tool.parameters
-        schemas[tool.name] = close_described(whole) if closes else whole
+        schemas[tool.name] = {**parameters, "type": "object"}
         entry: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:
             entry["description"] = tool.description
@@ -88,6 +85,15 @@ def chosen_tools(
     mode, allowed = _choice(choice, list(schemas), nests)
     if mode == "none" or not schemas:
         return NO_TOOLS
+    for tool in tools:  # where arguments may be anything, a schema is only shown
+        if tool.name in allowed and (mode == "required" or tool.strict):
+            closes = rules.closes or not tool.parameters
+            schemas[tool.name] = prepared(
+                schemas[tool.name],
+                f"{tool.at}.parameters",
+                replace(rules, closes=closes),
+                tool.name,
+            )
     return ChosenTools(
         shown=tuple(shown),
         callable={name: schemas[name] for name in allowed},

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from server.api.schemas import same, target
 from server.errors import UnsupportedFieldError, echoed
 
 MAX_STEPS = 20_000
@@ -89,7 +90,7 @@ class StrictArguments:
                     self._learn(inner)
             elif key in ("items", "additionalProperties"):
                 self._learn(value)
-            elif key == "$ref" and _target(self._root, value) is None:
+            elif key == "$ref" and target(self._root, value) is None:
                 raise self._refusal(f"the reference {echoed(value, 40)}")
 
     def _refusal(self, what: str) -> UnsupportedFieldError:
@@ -112,14 +113,14 @@ class _Walk:
         if isinstance(schema, bool):
             return schema
         reference = schema.get("$ref")
-        if reference is not None and not self.matches(_target(self._root, reference), value):
+        if reference is not None and not self.matches(target(self._root, reference), value):
             return False
         kinds = schema.get("type", ())
         if kinds and not any(_TYPES[k](value) for k in ([kinds] if type(kinds) is str else kinds)):
             return False
-        if "const" in schema and not _same(schema["const"], value):
+        if "const" in schema and not same(schema["const"], value):
             return False
-        if "enum" in schema and not any(_same(option, value) for option in schema["enum"]):
+        if "enum" in schema and not any(same(option, value) for option in schema["enum"]):
             return False
         if "anyOf" in schema and not any(self.matches(s, value) for s in schema["anyOf"]):
             return False
@@ -169,26 +170,3 @@ def _is_well_formed(key: str, value: Any) -> bool:
 
 def _sized(schema: Mapping[str, Any], what: str, size: int) -> bool:
     return bool(schema.get(f"min{what}", 0) <= size <= schema.get(f"max{what}", size))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equality of JSON: true is not 1."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return bool(a == b)
-
-
-def _target(root: Mapping[str, Any], reference: str) -> Any:
-    """The schema that a reference of this document names, or None."""
-    if not reference.startswith("#"):
-        return None
-    found: Any = root
-    for part in reference[1:].split("/")[1:]:
-        if not isinstance(found, dict):
-            return None
-        found = found.get(part.replace("~1", "/").replace("~0", "~"))
-    return found if isinstance(found, (dict, bool)) else None
