@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from fastapi import FastAPI
 
 from server.api.connection import Connection
 from server.api.engines.client import EngineClient
-from server.config import LimitsConfig
+from server.config import LimitsConfig, ListenConfig
 from server.errors import ConfigError, TailorError
 
 log = logging.getLogger("tailor.server")
@@ -124,6 +125,24 @@ def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     return taken
 
 
+def check_certificate(place: ListenConfig) -> None:
+    """Read what TLS needs, where it is asked for. Raises ConfigError."""
+    if place.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            place.ssl_certfile, place.ssl_keyfile, password=""
+        )
+    except (OSError, ValueError) as error:  # ssl's errors are OSErrors
+        files = " and ".join(filter(None, (place.ssl_certfile, place.ssl_keyfile)))
+        raise ConfigError(
+            f"the certificate of {files} cannot be used: {error.strerror or error}; "
+            "see --ssl-certfile and --ssl-keyfile"
+            if isinstance(error, OSError)
+            else f"the key of {files} is encrypted: give one without a password"
+        ) from None
+
+
 async def serve(
     app: FastAPI,
     client: EngineClient,
@@ -132,6 +151,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     sockets: Sequence[socket.socket] | None = None,
+    certificate: tuple[str, str | None] | None = None,
     on_ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> int:
@@ -139,6 +159,7 @@ async def serve(
 
     limits: drain_s, and of each connection (see server.api.connection) max_header_bytes,
     header_timeout_s and send_timeout_s. sockets: listening sockets to use instead of host and port.
+    certificate: files of a chain and its key, for HTTPS (check_certificate).
     on_ready: called once with the port, when everything is loaded. stop: ends the server like
     SIGTERM (tests; where signals cannot be caught). A second SIGTERM or SIGINT ends the drain.
 
@@ -148,7 +169,7 @@ async def serve(
     SIGHUP reloads the tasks; when the terminal was closed, it ends the server.
     """
     limits = limits or LimitsConfig()
-    server = _Server(_uvicorn_config(app, client, limits, host, port))
+    server = _Server(_uvicorn_config(app, client, limits, host, port, certificate))
     signals = _Signals(app, stop or asyncio.Event())
     signals.catch()
     await client.start()
@@ -175,8 +196,14 @@ async def serve(
 
 
 def _uvicorn_config(
-    app: FastAPI, client: EngineClient, limits: LimitsConfig, host: str, port: int
+    app: FastAPI,
+    client: EngineClient,
+    limits: LimitsConfig,
+    host: str,
+    port: int,
+    certificate: tuple[str, str | None] | None,
 ) -> uvicorn.Config:
+    chain, key = certificate or (None, None)
     connection: Any = functools.partial(
         Connection,
         max_header_bytes=limits.max_header_bytes,
@@ -194,6 +221,8 @@ def _uvicorn_config(
         ws="none",
         lifespan="on",
         server_header=False,
+        ssl_certfile=chain,
+        ssl_keyfile=key,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
     )

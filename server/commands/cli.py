@@ -230,6 +230,19 @@ COMMANDS = (
         "tailor fleet simulate cluster.yaml --log server.log --first-token-ms 500",
     ),
     Command(
+        "doctor",
+        "doctor:doctor",
+        "say what a server would find here, a line a finding: cores, memory, caches, models, "
+        "tasks, port",
+        "tailor doctor --config configs/server.yaml",
+    ),
+    Command(
+        "cache",
+        "doctor:cache",
+        "show what Tailor keeps on this machine, and remove parts of it",
+        "tailor cache --clear costs",
+    ),
+    Command(
         "completion",
         "cli:completion",
         "print what makes a shell complete tailor's commands and options",

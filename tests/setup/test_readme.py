@@ -126,6 +126,17 @@ def test_configuration_reference_is_the_code_s() -> None:
     assert text[begin:end] == expected, "run this test once with TAILOR_WRITE_README=1"
 
 
+def test_every_environment_variable_is_in_the_reference() -> None:
+    """Those of who builds wheels (TAILOR_WHEEL_TARGETS, _MACHINE) stand in setup.py."""
+    table = CONFIGURATION.read_text(encoding="utf-8").split("## Environment variables")[1]
+    told = set(re.findall(r"^\| `(TAILOR_\w+)`", table, re.MULTILINE))
+    code = [p for top in ("server", "drafters", "vocab_store") for p in (ROOT / top).rglob("*.py")]
+    read = {name for path in code for name in re.findall(r"TAILOR_[A-Z]\w+", path.read_text())}
+    assert told == {name for name in read if not name.startswith("TAILOR_WHEEL_")} | {
+        "TAILOR_WHEEL_DIR"
+    }
+
+
 def test_every_key_says_what_it_is() -> None:
     def bare(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
