@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafters.atomic_file import EVERYBODY, replacing
+from drafters.atomic_file import replacing
 from drafters.json_text import parsed
 from vocab_store.errors import EnrichmentFileError
 
@@ -148,7 +148,8 @@ class Enrichment:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically. Raises OSError."""
+        """Write the file atomically, for its owner to read: it spells parts of the data. Raises
+        OSError."""
         body = {
             "kind": _KIND,
             "version": _VERSION,
@@ -161,7 +162,7 @@ class Enrichment:
             "parts": self.parts,
         }
         text = json.dumps(body, separators=(",", ":")) + "\n"
-        with replacing(path, EVERYBODY) as out:
+        with replacing(path) as out:
             out.write(text.encode())
 
     @classmethod

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
+from drafters.atomic_file import replacing
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.options import ModelOptions, SamplingOptions, sampling_of
 from server.commands.progress import Bar, duration
@@ -143,13 +144,13 @@ def _digest(value: Any) -> str:
 
 
 def _written(turns: Sequence[Turn], file: Path) -> None:
-    with file.open("w", encoding="utf-8") as out:
+    with replacing(file) as out:
         for turn in turns:
             row = {"completion": turn.gold, **turn.asked}
             if "messages" in turn.asked:
                 end = {"role": "assistant", "content": turn.gold}
                 row = {"messages": [*turn.asked["messages"], end]}
-            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+            out.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
 
 
 # --- steps that are kept --------------------------------------------------------------------------
@@ -183,7 +184,8 @@ class Steps:
         self._save()
 
     def _save(self) -> None:
-        self._file.write_text(json.dumps(self._known, indent=1) + "\n", encoding="utf-8")
+        with replacing(self._file) as out:
+            out.write((json.dumps(self._known, indent=1) + "\n").encode())
 
 
 class Planned(NamedTuple):

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.commands.tune_choice import (
     Choice,
+    DrafterOf,
+    Options,
     best_of,
     bigram_coverage,
     corpus_fit,
@@ -90,9 +92,10 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="tailor-tune-") as scratch:
         corpora = _build_corpora(settings, material, Path(scratch), fingerprint, progress)
 
-        def drafter_of(name: str, label: str | None) -> Drafter:
+        def drafter_of(name: str, label: str | None, options: Options) -> Drafter:
             path = None if label is None else str(corpora[label][0])
-            return make_drafter(name, settings.name, SpeculationParams(name, 16, (), path), None)
+            given = tuple((f"{name}.{key}", value) for key, value in options)
+            return make_drafter(name, settings.name, SpeculationParams(name, 16, given, path), None)
 
         progress("measuring the host's part of a step", 0, None)
         served_by = served_by_engine(engine, cost, material.held)
@@ -153,7 +156,7 @@ def _build_corpora(
 def _why(
     best: Choice | None,
     material: Material,
-    drafter_of: Callable[[str, str | None], Drafter],
+    drafter_of: DrafterOf,
     corpora: Corpora,
 ) -> dict[str, Any]:
     """What explains the choice: how the outputs repeat themselves, and where drafts came from."""
@@ -175,7 +178,7 @@ def _why(
     why["prompt_bigram_coverage"] = round(prompt_coverage(material.held), 3)
     if best is None:
         return why
-    drafter = drafter_of(best.drafter, best.corpus)
+    drafter = drafter_of(best.drafter, best.corpus, best.options)
     shown = replay(drafter, material.held, budget=best.budget, in_prefill=True)
     if shown.num_accepted:
         why["accepted_by_source"] = {

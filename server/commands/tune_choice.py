@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,32 +30,62 @@ if TYPE_CHECKING:
     from vocab_store.cost import HeadCosts
     from vocab_store.profile import VocabProfile
 
+_VARIED: dict[str, dict[str, tuple[float, ...]]] = {
+    "mix": {"lambda": (0.25, 0.5, 0.9), "n_max": (3, 4)},
+    "trie": {"n": (8, 16), "prefix_length": (2, 4, 5)},
+}
+"""What the papers vary, by drafter; their own values are the defaults."""
+_NEAR = 0.9  # of the best speedup: from there on a drafter's options are varied
 _TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
 WORTH = 1.01  # below this expected speedup a task drafts nothing
 _SLACK = 1.5  # the head may take so many times its share of the bytes
 _WORTH_EXACT = 1.05  # ... and a task's text does not come in groups
 
 
+Options = tuple[tuple[str, float], ...]
+DrafterOf = Callable[[str, "str | None", Options], "Drafter"]
+"""(drafter, corpus, options) -> it, anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to draft, and what it is expected to bring. corpus: which examples it holds."""
+    """One way to draft, and what it is expected to bring. corpus: which examples it holds. options:
+    of the drafter, by key, where they are not the defaults."""
 
     drafter: str
     corpus: str | None
     budget: int
     forecast: Forecast
+    options: Options = ()
+
+    @property
+    def title(self) -> str:
+        """The drafter with its options."""
+        return " ".join([self.drafter, *(f"{key} {value:g}" for key, value in self.options)])
 
 
 def replay_all(
     settings: TuneSettings,
     material: Material,
-    drafter_of: Callable[[str, str | None], Drafter],
+    drafter_of: DrafterOf,
     corpora: Sequence[str],
     served_by: ServedBy,
     progress: Progress,
 ) -> list[Choice]:
-    """Every drafter with every corpus it can use, at every budget; one stream."""
+    """Every drafter with every corpus it can use, at every budget, and where a published one is
+    among the best its options; one stream."""
     from server.engine.forecast import forecast
+
+    def tried(name: str, label: str | None, budget: int, options: Options = ()) -> Choice:
+        drafter = drafter_of(name, label, options)  # anew: a drafter learns from what it sees
+        expected = forecast(
+            drafter,
+            material.held,
+            served_by,
+            max_draft_tokens=budget,
+            max_tokens=material.max_tokens,
+        )
+        return Choice(name, label, budget, expected, options)
 
     budgets = settings.budgets
     cells: list[tuple[str, str | None, int]] = [
@@ -67,30 +97,50 @@ def replay_all(
     choices = []
     for i, (name, label, budget) in enumerate(cells):
         progress("replaying drafters", i, len(cells))
-        expected = forecast(
-            drafter_of(name, label),  # anew: a drafter learns from what it sees
-            material.held,
-            served_by,
-            max_draft_tokens=budget,
-            max_tokens=material.max_tokens,
-        )
-        choices.append(Choice(name, label, budget, expected))
+        choices.append(tried(name, label, budget))
     progress("replaying drafters", len(cells), len(cells))
-    return choices
+    return choices + list(_varied(choices, tried, progress))
+
+
+def _varied(
+    choices: Sequence[Choice], tried: Callable[..., Choice], progress: Progress
+) -> Iterator[Choice]:
+    """The best choice of each drafter of _VARIED that is near the best of all, with other options:
+    one after the other, each beside the best value of those before."""
+
+    def speedup(choice: Choice) -> float:
+        return choice.forecast.speedup
+
+    top = max(map(speedup, choices))
+    for name, options in _VARIED.items():
+        best = max((c for c in choices if c.drafter == name), key=speedup, default=None)
+        if best is None or top < WORTH or speedup(best) < _NEAR * top:
+            continue
+        for key, values in options.items():
+            progress(f"varying {name}'s {key}", 0, None)
+            given = best.options
+            for value in values:
+                choice = tried(name, best.corpus, best.budget, (*given, (key, value)))
+                yield choice
+                best = max(best, choice, key=speedup)
 
 
 def best_of(choices: Sequence[Choice]) -> Choice | None:
     """The choice with the highest expected speedup; None where nothing is worth its drafts.
 
-    Among equals `auto`, whose chances are calibrated while it runs, then fewer nodes, then no
-    corpus, then the largest one.
+    Among equals `auto`, whose chances are calibrated while it runs, then the papers' options, then
+    fewer nodes, then no corpus, then the largest one.
     """
     top = max(choice.forecast.speedup for choice in choices)
     if top < WORTH:
         return None
     near = [choice for choice in choices if choice.forecast.speedup >= top * (1.0 - _TIE)]
     sizes = {None: 0, BOTH: 1, DATA: 2, OWN: 3}
-    return min(near, key=lambda c: (c.drafter != "auto", c.budget, sizes.get(c.corpus, 9)))
+
+    def rank(c: Choice) -> tuple[bool, int, int, int]:
+        return c.drafter != "auto", len(c.options), c.budget, sizes.get(c.corpus, 9)
+
+    return min(near, key=rank)
 
 
 def vocabulary(

@@ -143,6 +143,9 @@ def _body(
         body.append("  drafter: off")
     else:
         body += [f"  drafter: {best.drafter}", f"  max_draft_tokens: {best.budget}"]
+        if best.options:
+            options = ", ".join(f"{key}: {value:g}" for key, value in best.options)
+            body.append(f"  {best.drafter}: {{{options}}}")
     if report["corpus"] is not None:
         body.append(f"  corpus: {json.dumps(Path(report['corpus']).name)}")
     if report["vocabulary"].get("mode") == "exact":
@@ -202,14 +205,18 @@ def _table(settings: TuneSettings, choices: Sequence[Choice], best: Choice | Non
     rows: dict[tuple[str, str | None], dict[int, str]] = {}
     for choice in choices:
         mark = "*" if choice is best else ""
-        rows.setdefault((choice.drafter, choice.corpus), {})[choice.budget] = (
+        rows.setdefault((choice.title, choice.corpus), {})[choice.budget] = (
             f"{choice.forecast.tokens_per_step:.2f} / {choice.forecast.speedup:.2f}{mark}"
         )
-    lines = ["drafter  corpus        " + "".join(f"{budget:<14}" for budget in settings.budgets)]
+    wide = max(8, *(len(name) for name, _ in rows))
+    lines = [
+        f"{'drafter':<{wide}} corpus        "
+        + "".join(f"{budget:<14}" for budget in settings.budgets)
+    ]
     for (name, label), cells in rows.items():
         lines.append(
-            f"{name:<8} {label or '-':<13} "
-            + "".join(f"{cells[budget]:<14}" for budget in settings.budgets)
+            f"{name:<{wide}} {label or '-':<13} "
+            + "".join(f"{cells.get(budget, '-'):<14}" for budget in settings.budgets)
         )
     return lines
 

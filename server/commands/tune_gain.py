@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drafters.catalog import Need, that_use
-from server.commands.tune_choice import Choice
+from server.commands.tune_choice import Choice, DrafterOf
 from server.commands.tune_material import Material, Progress, TuneSettings
 from server.config import SpeculationConfig
 from server.types import SpeculationParams
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
     from server.engine.forecast import Forecast, ServedBy
     from server.engine.served_gain import GainMeter
 
@@ -62,7 +61,7 @@ def expected_gains(
     settings: TuneSettings,
     material: Material,
     best: Choice | None,
-    drafter_of: Callable[[str, str | None], Drafter],
+    drafter_of: DrafterOf,
     served_by: ServedBy,
     meter: GainMeter,
     corpus: str | None,
@@ -76,7 +75,7 @@ def expected_gains(
         return {1: Expected(), MANY_STREAMS: Expected()}
     progress(f"replaying {MANY_STREAMS} streams", 0, None)
     many = forecast(
-        drafter_of(best.drafter, best.corpus), material.held, served_by,
+        drafter_of(best.drafter, best.corpus, best.options), material.held, served_by,
         max_draft_tokens=best.budget, num_streams=MANY_STREAMS, max_tokens=material.max_tokens,
     )  # fmt: skip
     speculation = _as_served(best, corpus)
@@ -103,7 +102,8 @@ def _as_served(best: Choice, corpus: str | None) -> SpeculationParams:
     """Of the task's requests: it learns, where its drafter can."""
     learns = best.drafter in that_use(Need.LEARNED)
     num = SpeculationConfig().learn_max_tokens if learns else 0
-    return SpeculationParams(best.drafter, best.budget, (), corpus, learn_tokens=num)
+    options = tuple((f"{best.drafter}.{key}", value) for key, value in best.options)
+    return SpeculationParams(best.drafter, best.budget, options, corpus, learn_tokens=num)
 
 
 def _that_fit(material: Material, told: Forecast, most_s: float) -> Sequence[Sequence[int]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from drafters.atomic_file import EVERYBODY, replacing
+from drafters.atomic_file import replacing
 from server.errors import ConfigError
 from server.training.examples import TrainExample, collate, microbatches, segmented
 from server.training.lora import Tuned
@@ -305,7 +305,7 @@ class _Run:
             "best": self._best,
             "optimizer": self._optimizer.state_dict(),
         }
-        with replacing(self._file, EVERYBODY) as out:
+        with replacing(self._file) as out:
             torch.save(body, out)
 
     def remove(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drafters.atomic_file import EVERYBODY, replacing
+from drafters.atomic_file import replacing
 from server.errors import ConfigError
 from server.training.examples import Layout, Microbatch
 from server.training.stored import Matrix
@@ -474,7 +474,8 @@ def initial_rows(
 
 def save(tuned: Tuned, folder: Path, saved_as: str = "float32") -> None:
     """Write the adapter into `folder` (made if needed). saved_as: what its matrices are stored in,
-    float32, bfloat16 or float16; rows of new tokens stay as they are. Raises OSError."""
+    float32, bfloat16 or float16; rows of new tokens stay as they are. What was learned from the
+    data is its owner's to read, as a corpus is. Raises OSError."""
     from peft import LoraConfig
     from safetensors.torch import save as to_bytes
 
@@ -501,7 +502,7 @@ def save(tuned: Tuned, folder: Path, saved_as: str = "float32") -> None:
         inference_mode=True,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "adapter_model.safetensors", EVERYBODY) as out:
+    with replacing(folder / "adapter_model.safetensors") as out:
         out.write(to_bytes({n: t.contiguous() for n, t in tensors.items()}, {"format": "pt"}))
     if tuned.enrichment is not None:
         tuned.enrichment.save(folder / ENRICHMENT_FILE)

@@ -133,6 +133,12 @@ def test_from_a_file_to_a_served_task(
     assert "codes: analyze" not in capsys.readouterr().err, "that is done"
     assert f"# Serve: tailor serve --model {folder} --adapter {adapter}" in output.read_text()
     assert 0 < len(Enrichment.load(adapter / "enrichment.json")) <= 50
+    private = (
+        adapter / "adapter_model.safetensors",
+        adapter / "enrichment.json",
+        work / "train.jsonl",
+    )
+    assert all(file.stat().st_mode & 0o077 == 0 for file in private)
     own = Corpus.load(str(load_task(output).speculation.corpus), fingerprint=None)
     assert own.fingerprint != base.fingerprint and own.num_documents == 81
     assert own.num_tokens < 0.6 * base.num_tokens

@@ -87,9 +87,11 @@ def _engine() -> Engine:
 
 
 def _tune(
-    data: Path, *, per_row: float = 1.0, head_s: float = 0.1, first_s: float = 100.0, **more: Any
-) -> dict[str, Any]:
-    """tune() over a fake model, with the drafters that the server would make."""
+    data: Path, *, per_row: float = 1.0, head_s: float = 0.1, first_s: float = 100.0,
+    others: str | None = None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """tune() over a fake model, with the drafters that the server would make. others: what is
+    made instead of those that are no paper's."""
     fields = {"name": "town", "outputs": "gold", "budgets": (4, 16)} | more
     settings = TuneSettings(data=data, output=data.parent / "tasks" / "town.yaml", **fields)
     report = tune(
@@ -98,7 +100,12 @@ def _tune(
         TOKENIZER,
         TABLE,
         lambda name, task, speculation, memory: make_task_drafter(
-            name, FINGERPRINT, (0,), task, speculation, memory=memory
+            others if others and name in ("auto", "suffix", "prompt", "grammys") else name,
+            FINGERPRINT,
+            (0,),
+            task,
+            speculation,
+            memory=memory,
         ),
         _cost(per_row, first_s),
         (head_s, 0.01 * head_s),
@@ -161,6 +168,24 @@ def test_lines_are_held_back_in_blocks(num: int, one_in: int) -> None:
     assert num / one_in - 4 <= sum(held) <= num / one_in + 4 and sum(held) >= 1
     begins = sum(now and not before for before, now in itertools.pairwise([False, *held]))
     assert begins <= 8, "few of them have a neighbour in the corpus"
+
+
+def test_what_the_papers_vary_is_varied_where_their_drafters_are_near(tmp_path: Path) -> None:
+    """Answers that copy their prompts in few letters: the longer the match, the surer the copy."""
+    rng = Random(3)
+    texts = ["".join(rng.choices("abcd", k=40)) for _ in range(80)]
+    lines = [{"prompt": f"Copy {text}:", "completion": text} for text in texts]
+    data, file = _write(tmp_path / "train.jsonl", lines), tmp_path / "tasks" / "town.yaml"
+    report = _tune(data, others="trie", budgets=(8,))
+    told, speculation = file.read_text(), load_task(file).speculation
+    assert report["drafter"] == speculation.drafter == "trie"
+    assert speculation.trie.prefix_length > 3 and "prefix_length 2 -" in told
+    assert "mix lambda" not in told, "far from the best: not looked into"
+    # Answers that the corpus knows: there it is mix.
+    _tune(_write(tmp_path / "known.jsonl", _lines(60)), others="trie", budgets=(8,))
+    told = file.read_text()
+    assert load_task(file).speculation.drafter == "mix"
+    assert "mix lambda 0.5 " in told and "mix lambda 0.9 " in told and "trie n" not in told
 
 
 def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(tmp_path: Path) -> None:
