@@ -615,7 +615,9 @@ class ModelInfo:
 
     dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them. kv_dtype:
     what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = unknown.
-    figures: what the control "figures" answers, in its order.
+    head_bytes_in_file: what the LM head would take, which stays in the model's file and is packed
+    row by row for slices; 0: it is in memory. figures: what the control "figures" answers, in its
+    order.
     """
 
     name: str
@@ -632,4 +634,5 @@ class ModelInfo:
     kernel: str = "torch"
     kv_dtype: str = "float32"
     kv_block_bytes: int = 0
+    head_bytes_in_file: int = 0
     figures: tuple[Figure, ...] = ()

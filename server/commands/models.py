@@ -88,11 +88,30 @@ def show(model: ModelName, /) -> int:
         "made from": _json(folder / "tailor.json").get("source"),
         "supported": _supported(config),
     }
+    facts |= _head(folder, text)
     facts |= _kept(folder, text.get("num_hidden_layers") or 0)
     for name, value in facts.items():
         if value is not None:
             print(f"{name:14} {value}")
     return 0
+
+
+def _head(folder: Path, text: dict[str, Any]) -> dict[str, str]:
+    """What the LM head takes in memory, and where it takes nothing."""
+    from server.model.cpu.integers.forms import BY_NAME
+    from server.model.gguf_folder import gguf_of
+    from server.model.gguf_index import GgufIndex
+
+    size = (text.get("vocab_size") or 0) * (text.get("hidden_size") or 0)
+    gguf, form, num_bytes = gguf_of(folder), "float32", 4 * size
+    if gguf is not None:
+        tensors = GgufIndex(gguf).tensors
+        table = tensors.get("output.weight") or tensors.get("token_embd.weight")
+        if table is None or table.form not in BY_NAME:
+            return {}
+        form, num_bytes = table.form, table.data.nbytes
+    told = f"{_told(num_bytes)} of memory ({form}); none where all tasks say mode: slice"
+    return {"LM head": told} if size else {}
 
 
 def _kept(folder: Path, num_layers: int) -> dict[str, str]:

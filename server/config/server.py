@@ -267,10 +267,13 @@ class EngineConfig(Section):
         le=4096,
         description="adapters in memory at once; hundreds more may be known",
     )
-    full_head: Literal["device", "stream", "cpu"] = Field(
-        "device",
-        description="where the full LM head lies on cuda; stream: in CPU memory, copied through "
-        "the device whenever it is needed; cpu: the same, and `exact` verifies on the CPU",
+    full_head: Literal["auto", "device", "stream", "cpu"] = Field(
+        "auto",
+        description="where the full LM head lies. device: in the device's memory. stream: on cuda "
+        "in CPU memory, on a cpu in the model's file, taken through piece by piece whenever it is "
+        "needed. cpu: on cuda as stream, and `exact` verifies on the CPU. auto: device; on a cpu, "
+        "where all tasks of a model say `vocabulary: {mode: slice}`, its file, and requests that "
+        "need it are refused",
     )
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -119,7 +119,10 @@ class Engine:
         self.budget = DraftBudget(cost)
         self.planner = DraftPlanner(self.budget, info.vocab_size)
         control = settings.exact_control(info.vocab_size)
-        self.slices = SliceBook(runner, profiles, control, capacity=settings.slice_cache_rows)
+        self.slices = SliceBook(
+            runner, profiles, control, capacity=settings.slice_cache_rows,
+            slices_only=settings.slices_only,
+        )  # fmt: skip
         self.sessions = DraftSessions(
             self.drafters, drafts=settings.max_draft_rows > 0, is_beside=info.device != "cpu"
         )

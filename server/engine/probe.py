@@ -65,8 +65,10 @@ def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
 def make_prober(runner: Runner, *, drawn: bool = True) -> Prober:
     """(num_rows, kv_len) -> seconds of one such step on this runner.
 
-    drawn: whether the rows draw; without it the step is that of the body alone, no LM head.
+    drawn: whether the rows draw; without it the step is that of the body alone, no LM head, as it
+    is where the head stays in its file.
     """
+    drawn = drawn and not runner.info.head_bytes_in_file
 
     def probe(num_rows: int, kv_len: int) -> float:
         batch = probe_batch(runner, num_rows, kv_len)
@@ -121,6 +123,8 @@ def measure_likely(runner: Runner, num_likely: int, *, repeats: int = 5) -> floa
     """Seconds that the num_likely likeliest ids of one row take: the difference between steps of 16
     rows with them and without, the least of each. What others on the machine add is bounded."""
     info = runner.info
+    if info.head_bytes_in_file:
+        return 0.0
     many = max(1, min(16, info.max_num_batched_tokens, info.max_model_len // 2))
     plain = probe_batch(runner, many, max(1, min(64, info.max_model_len - many)))
     batches = (plain, replace(plain, num_likely=num_likely))

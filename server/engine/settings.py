@@ -21,7 +21,7 @@ class EngineSettings(EngineSizes):
     steps. max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed
     steps in a row after which the runner counts as broken. max_verify_every: most unverified tokens
     of an `exact` sequence. may_use_full_head: whether `exact` draws from the full head where that
-    is cheaper.
+    is cheaper. slices_only: requests that need the full head are refused: it is in its file.
     """
 
     chunked_prefill_rows: int | None = None
@@ -32,6 +32,7 @@ class EngineSettings(EngineSizes):
     max_failures: int = 8
     max_verify_every: int = 64
     may_use_full_head: bool = True
+    slices_only: bool = False
 
     def exact_control(self, vocab_size: int) -> ExactControl:
         """After how many tokens `exact` verifies, and when it draws from the full head."""

@@ -67,8 +67,10 @@ class SliceBook:
         control: ExactControl,
         *,
         capacity: int,
+        slices_only: bool = False,
     ) -> None:
-        """capacity: dynamic rows. A runner that is no SlicingRunner refuses every slice."""
+        """capacity: dynamic rows. A runner that is no SlicingRunner refuses every slice.
+        slices_only: all other modes are refused."""
         self.control = control
         self._runner = runner if isinstance(runner, SlicingRunner) else None
         self._vocab_size = runner.info.vocab_size
@@ -84,6 +86,7 @@ class SliceBook:
         self._batch: Batch | None = None
         self.last_verify_every = 0
         self._has_warned = False
+        self._slices_only = slices_only
         self._has_left = False  # a sequence in `exact`, since the last step that had one
 
     # -- requests ---------------------------------------------------------------------------
@@ -91,6 +94,13 @@ class SliceBook:
     def refusal(self, request: Request) -> tuple[str, str] | None:
         """(message, code) for a request whose slice cannot be had, or None."""
         asked = request.vocabulary
+        if self._slices_only and asked.mode != "slice":
+            return (
+                f"vocabulary.mode: {asked.mode} needs the whole LM head of {request.model}, which "
+                "stays in its file, because all of the model's tasks say `mode: slice`; ask for "
+                "one of them, or have the server started with `engine.full_head: device`",
+                "unsupported_parameter",
+            )
         if asked.mode == "full":
             return None
         if self._runner is None or self._profiles is None:

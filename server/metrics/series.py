@@ -202,6 +202,9 @@ _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
         Gauge, "Most that keys and values may take, and what they are kept as",
         (*_ENGINE, "dtype"),
     ),
+    "head_bytes_in_file": (
+        Gauge, "Memory that an LM head does not take: it stays in the model's file", _ENGINE,
+    ),
     "corpus_tokens": (Gauge, "Tokens of the task's corpus", ("task",)),
 }  # fmt: skip
 """Families whose series are looked up by a label that comes with each count."""
@@ -361,6 +364,9 @@ class Metrics:
         if info.kv_block_bytes:
             room = info.num_blocks * info.kv_block_bytes
             kv.labels(engine, model, info.kv_dtype).set(room)
+        if info.head_bytes_in_file:
+            head = self._by_label["head_bytes_in_file"]
+            head.labels(engine, model).set(info.head_bytes_in_file)
         self._engine_figures.begin(engine, model, info.figures)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:

@@ -55,7 +55,7 @@ class RunnerSpec:
     kv_dtype: str = "auto"
     max_model_len: int | None = None
     threads: int | None = None
-    full_head: Literal["device", "stream", "cpu"] = "device"
+    full_head: Literal["auto", "device", "stream", "cpu"] = "device"
     cuda_graphs: bool = False
     adapters: tuple[str, ...] = ()
     adapter_places: int = 0
@@ -170,10 +170,13 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
     if form == "file" or form in FORM_OF:
         most_rows = max(max_rows, VERIFY_ROWS)
         weights, how = integer_weights(
-            folder, shape, form=form, max_rows=most_rows, threads=spec.threads
-        )
+            folder, shape, form=form, max_rows=most_rows, threads=spec.threads,
+            head_in_file=spec.full_head == "stream",
+        )  # fmt: skip
     else:
-        weights = PackedWeights(shape, folder.weights, dtype=form)
+        weights = PackedWeights(
+            shape, folder.weights, dtype=form, head_in_file=spec.full_head == "stream"
+        )
     kernel = "float32" if isinstance(weights, PackedWeights) else kernel_name()
     kv_dtype = _kv_dtype(spec, form)
     _log.info(
@@ -182,6 +185,10 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
         weights.num_bytes >> 20, kernel, kv_dtype,
     )  # fmt: skip
     info = _cpu_info(spec, folder, shape, (form, kernel, kv_dtype))
+    if weights.packed_head.in_file:
+        head_bytes = weights.packed_head.row_bytes * shape.vocab_size
+        info = replace(info, head_bytes_in_file=head_bytes)
+        _log.info("the LM head stays in its file: %d MB less", head_bytes >> 20)
     return CpuRunner(
         shape,
         weights,
@@ -295,7 +302,7 @@ def _calculated_reserve(spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype)
     from server.model.kv_memory import step_reserve
 
     sizes, graph_bytes = spec.sizes, 0
-    if spec.cuda_graphs and spec.full_head == "device":
+    if spec.cuda_graphs and spec.full_head in ("auto", "device"):
         rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
         graph_bytes = graph_head_bytes(shape.vocab_size, HEAD_BYTES, rows)
     return step_reserve(
@@ -358,7 +365,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     else:
         dtype = getattr(torch, spec.dtype)
     embedding = head = None
-    if spec.full_head != "device":
+    if spec.full_head in ("stream", "cpu"):
         if by_transformers:
             raise UnsupportedModelError(
                 f"{folder.config.architectures[0]} needs full_head: device: transformers' own "

@@ -55,13 +55,18 @@ def integer_weights(
     form: str,
     max_rows: int,
     threads: int | None,
+    head_in_file: bool = False,
 ) -> tuple[IntegerWeights, str]:
-    """(the weights, a phrase that says how they are kept). form: IntegerWeights.form.
+    """(the weights, a phrase that says how they are kept). form, head_in_file: as IntegerWeights;
+    what is rounded here is mapped from the cache, head and all.
 
     Raises IntegrityError for a kept folder that is damaged.
     """
     if form == "file":
-        return IntegerWeights(shape, folder.weights, form=form, max_rows=max_rows), ""
+        weights = folder.weights
+        return IntegerWeights(
+            shape, weights, form=form, max_rows=max_rows, head_in_file=head_in_file
+        ), ""
     place = _place(folder, form, shape.vocab_size)
     if (place / MARKER).is_file():
         found = KeptWeights(check_kept(place))

@@ -61,6 +61,7 @@ class EngineOrder:
     name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: to be
     compiled before the engine is ready, so that no request waits for it. vocabularies: (mode,
     profile) of those tasks that cut the LM head, to be copied before the engine is ready.
+    slices_only: all do, with `mode: slice`, and the LM head stays in its file.
     namespace: separates what servers of different task folders keep. learns: whether a task
     learns. adapters: that the engine knows when it is ready; checks_adapters: whether one
     that cannot be read keeps the engine from starting, or is only logged. adapter_places: how many
@@ -84,6 +85,7 @@ class EngineOrder:
     log_format: LogFormat = "console"
     log_level: str = "info"
     vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
+    slices_only: bool = False
     adapters: tuple[AdapterOrder, ...] = ()
     checks_adapters: bool = True
     adapter_places: int = 0
@@ -104,7 +106,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         max_model_len=order.max_model_len,
         sizes=order.sizes,
         threads=engine.threads,
-        full_head=engine.full_head,
+        full_head="stream" if order.slices_only else engine.full_head,
         cuda_graphs=engine.cuda_graphs != "off",
         adapters=tuple(one.folder for one in order.adapters),
         adapter_places=order.adapter_places,
@@ -190,7 +192,9 @@ def _engine_settings(order: EngineOrder) -> EngineSettings:
     from server.engine.settings import EngineSettings
 
     kind = order.device.partition(":")[0]
-    return EngineSettings(**asdict(order.sizes), target_step_s=_TARGET_STEP_S[kind])
+    return EngineSettings(
+        **asdict(order.sizes), target_step_s=_TARGET_STEP_S[kind], slices_only=order.slices_only
+    )
 
 
 class _Vocabularies:
@@ -335,6 +339,7 @@ def _cost_file(order: EngineOrder, info: ModelInfo) -> Path:
     threads = order.engine.threads or cores()
     device = f"{order.device}|{_device_name(order.device)}"
     key = f"{device}|{info.fingerprint}|{info.kv_dtype}|{threads}"
+    key += "|head in its file" * (info.head_bytes_in_file > 0)
     return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -361,16 +366,17 @@ def _warm_up(
     for name in drafters:
         if name != "off":
             make_drafter(name)
-    usual = [i for i in range(3, 64) if i not in engine.info.eos_token_ids][:3]
-    runs = [(name, VocabularyParams()) for name in dict.fromkeys(("off", *drafters))]
-    runs += [("off", VocabularyParams(mode, profile)) for mode, profile in vocabularies]
+    prompt = [i for i in range(3, 64) if i not in engine.info.eos_token_ids][:3]
+    runs = [("off", VocabularyParams(mode, profile)) for mode, profile in vocabularies]
+    usual = runs[0][1] if engine.info.head_bytes_in_file and runs else VocabularyParams()
+    runs += [(name, usual) for name in dict.fromkeys(("off", *drafters))]
     for i, (name, vocabulary) in enumerate(runs):
         engine.submit(
             Request(
                 request_id=f"warm-up-{i}",
                 task=WARM_UP,
                 model=engine.info.name,
-                prompt_ids=tuple(usual * 4),
+                prompt_ids=tuple(prompt * 4),
                 sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
                 speculation=SpeculationParams(name, 0 if name == "off" else 4),
                 vocabulary=vocabulary,

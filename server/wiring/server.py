@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters import DRAFTER_NAMES
-from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
+from server.config import DEFAULT_TASK, EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
 from server.machine import cores
 from server.wiring.adapters import AdapterSet
@@ -152,10 +152,13 @@ def _orders(
     tasks: Mapping[str, TaskConfig],
 ) -> list[EngineOrder]:
     """One model's engines, one a device. own: the tasks that run on it."""
+    modes = {task.vocabulary.mode for task in own if task.name != DEFAULT_TASK}
+    slices_only = engine.full_head == "auto" and modes == {"slice"}
+    slices_only = slices_only and all(device == "cpu" for device in model.devices)
     vocabularies = dict.fromkeys(
         (mode, task.vocabulary.profile)
         for task in own
-        for mode in (task.vocabulary.mode, "exact")
+        for mode in (task.vocabulary.mode, *(() if slices_only else ("exact",)))
         if task.vocabulary.profile is not None and mode != "full" and mode in task.vocabulary.modes
     )
     return [
@@ -175,6 +178,7 @@ def _orders(
             namespace=_namespace(config),
             learns=any(task.speculation.learns for task in tasks.values()),
             vocabularies=tuple(vocabularies),
+            slices_only=slices_only,
             log_format=config.log.format,
             log_level=config.log.level,
             adapter_places=_adapter_places(config, model),

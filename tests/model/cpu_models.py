@@ -30,11 +30,15 @@ class ModuleWeights:
         return self._tensors[name]
 
 
-def packed(shape: ModelShape, weights: Weights, dtype: str, max_rows: int) -> RunnerWeights:
+def packed(
+    shape: ModelShape, weights: Weights, dtype: str, max_rows: int, head_in_file: bool = False
+) -> RunnerWeights:
     """Weights of any kind: floats by dtype, integers by the name of `engine.weights`."""
     if dtype in FORM_OF:
-        return IntegerWeights(shape, weights, form=dtype, max_rows=max_rows)
-    return PackedWeights(shape, weights, dtype=dtype)
+        return IntegerWeights(
+            shape, weights, form=dtype, max_rows=max_rows, head_in_file=head_in_file
+        )
+    return PackedWeights(shape, weights, dtype=dtype, head_in_file=head_in_file)
 
 
 def cpu_runner(
@@ -46,6 +50,7 @@ def cpu_runner(
     num_threads: int = 2,
     dtype: str = "float32",
     kv_dtype: str = "float32",
+    head_in_file: bool = False,
 ) -> CpuRunner:
     """A CpuRunner that computes what `module` does."""
     config: Any = module.config
@@ -66,7 +71,7 @@ def cpu_runner(
     )
     return CpuRunner(
         shape,
-        packed(shape, ModuleWeights(module), dtype, max_rows),
+        packed(shape, ModuleWeights(module), dtype, max_rows, head_in_file),
         rope_tables(config, shape, max_model_len),
         info,
         num_blocks=num_blocks,

@@ -10,8 +10,9 @@ import pytest
 
 from server import token_bytes
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig, VocabularyConfig
+from server.engine.engine import Engine
 from server.errors import ConfigError
-from server.types import Request, SamplingParams, VocabularyParams
+from server.types import Delta, Request, SamplingParams, VocabularyParams
 from server.wiring.engine import build_engine
 from server.wiring.profiles import ProfileFiles
 from server.wiring.server import plan_server
@@ -92,10 +93,11 @@ def test_a_map_without_an_eos_or_of_another_tokenizer_is_refused(
         ProfileFiles(_table(folder), [EOS])(str(path))
 
 
-def _config(device: str = "cpu") -> ServerConfig:
+def _config(device: str = "cpu", full_head: str = "auto") -> ServerConfig:
+    engine = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, slice_cache_rows=64)
     return ServerConfig(
         models=(ModelConfig(name="m", path="m", devices=(device,)),),
-        engine=EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, slice_cache_rows=64),
+        engine=engine.model_copy(update={"full_head": full_head}),
     )
 
 
@@ -115,42 +117,64 @@ def test_a_plan_names_the_task_whose_profile_is_wrong(
     with pytest.raises(ConfigError, match=r"task t: vocabulary\.profile: .*lacks"):
         plan_server(_config(), _task(path), folders)
     _full_profile(folder).save(path)
-    for device in ("cpu", "cuda:0"):
-        [order] = plan_server(_config(device), _task(path, "slice"), folders).orders
+    for config in (_config("cuda:0"), _config(full_head="device")):
+        [order] = plan_server(config, _task(path, "slice"), folders).orders
         assert order.vocabularies == (("slice", str(path)), ("exact", str(path)))
+        assert not order.slices_only
+    [order] = plan_server(_config(), _task(path, "slice"), folders).orders
+    assert order.slices_only and order.vocabularies == (("slice", str(path)),)
+    assert not plan_server(_config(), _task(path, "exact"), folders).orders[0].slices_only
 
 
-def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode(
+def _answers(engine: Engine, path: Path) -> dict[str, list[Delta]]:
+    """By mode."""
+    found = {}
+    for mode in ("full", "slice", "exact"):
+        engine.submit(
+            Request(
+                mode,
+                "t",
+                "m",
+                (5, 9, 40, 8),
+                SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
+                vocabulary=VocabularyParams(
+                    mode,  # type: ignore[arg-type]
+                    None if mode == "full" else str(path),
+                ),
+            )
+        )
+        found[mode] = engine.take_deltas()
+        while engine.has_work:
+            found[mode] += engine.step()
+    return found
+
+
+def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode_that_it_holds(
     folder: Path, tmp_path: Path, own_cache: None
 ) -> None:
     path = tmp_path / "t.vocab"
     _full_profile(folder).save(path)
-    [order] = plan_server(_config(), _task(path, "slice"), {"m": folder}).orders
-    engine = build_engine(order)
-    try:
-        assert engine.slices.num_tables == 2 and engine.stats().slice_bytes > 0
-        found: dict[str, list[int]] = {}
-        for mode in ("full", "slice", "exact"):
-            engine.submit(
-                Request(
-                    mode,
-                    "t",
-                    "m",
-                    (5, 9, 40, 8),
-                    SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
-                    vocabulary=VocabularyParams(
-                        mode,  # type: ignore[arg-type]
-                        None if mode == "full" else str(path),
-                    ),
-                )
-            )
-            deltas = engine.take_deltas()
-            while engine.has_work:
-                deltas += engine.step()
-            assert deltas[-1].finish_reason == "length", deltas[-1].error
-            found[mode] = [t for d in deltas for t in d.token_ids]
-        assert found["exact"] == found["full"]
-        allowed = set(_full_profile(folder).slice.ids.tolist()) | {5, 9, 40, 8}
-        assert set(found["slice"]) <= allowed
-    finally:
-        engine.close()
+    ids: dict[str, dict[str, list[int]]] = {}
+    for full_head in ("device", "stream", "auto"):
+        config = _config(full_head=full_head)
+        [order] = plan_server(config, _task(path, "slice"), {"m": folder}).orders
+        engine = build_engine(order)
+        try:
+            assert engine.stats().slice_bytes > 0
+            assert engine.slices.num_tables == (1 if full_head == "auto" else 2)
+            assert (engine.info.head_bytes_in_file > 0) == (full_head != "device")
+            answers = _answers(engine, path)
+        finally:
+            engine.close()
+        if full_head == "auto":  # all tasks are slices: the head stays in its file
+            for mode in ("full", "exact"):
+                told = answers.pop(mode)[-1].error or ""
+                assert told.startswith(f"vocabulary.mode: {mode}") and "full_head: device" in told
+        assert all(deltas[-1].finish_reason == "length" for deltas in answers.values())
+        ids[full_head] = {
+            mode: [t for d in told for t in d.token_ids] for mode, told in answers.items()
+        }
+    assert ids["device"] == ids["stream"] and ids["device"]["exact"] == ids["device"]["full"]
+    assert ids["auto"] == {"slice": ids["device"]["slice"]}
+    allowed = set(_full_profile(folder).slice.ids.tolist()) | {5, 9, 40, 8}
+    assert set(ids["auto"]["slice"]) <= allowed

@@ -36,12 +36,15 @@ class FullHead:
 
     def __init__(self, head: PackedHead, vocab_size: int, work: Work, cap: float = 0.0) -> None:
         self._cap = cap
-        num_panels = head.panels.shape[0]
-        self._weights = head.record(head.panels, num_panels)
+        self._head = head
+        self.in_file = head.in_file
+        # A step multiplies by the whole head itself; one in its file comes in pieces, after it.
+        self._weights = head.record(head.empty(0), 0) if head.in_file else next(head.pieces())
         self._vocab_size = vocab_size
         self._work = work
         self._states = np.zeros((0, head.width), np.float32)
-        self._logits = np.zeros((0, num_panels * head.outputs_per_panel), np.float32)
+        width = -(-vocab_size // head.outputs_per_panel) * head.outputs_per_panel
+        self._logits = np.zeros((0, width), np.float32)
         self._record = self._recorded()
 
     def _recorded(self) -> Head:
@@ -76,7 +79,7 @@ class FullHead:
         wanted.clock[0] = time.perf_counter_ns()
         if num:
             self._states[:num] = states[wanted.rows]
-            product(self._states, num, self._weights, self._logits, self._cap, self._work)
+            self._multiply(num)
             self._logits[:num, self._vocab_size :] = -np.inf
         if wanted.greedy.shape[0]:
             lines = np.arange(num)
@@ -86,6 +89,19 @@ class FullHead:
                 likeliest(lines, lines, self._logits, self._states, *likely)
         wanted.clock[1] = time.perf_counter_ns()
         return int(np.count_nonzero(wanted.greedy == FAILED))
+
+    def _multiply(self, num: int) -> None:
+        """The logits of the first num states."""
+        if not self.in_file:
+            product(self._states, num, self._weights, self._logits, self._cap, self._work)
+            return
+        first = 0
+        for weights in self._head.pieces():
+            piece = np.empty((num, weights.outputs), np.float32)
+            product(self._states, num, weights, piece, self._cap, self._work)
+            last = min(first + weights.outputs, self._logits.shape[1])
+            self._logits[:num, first:last] = piece[:, : last - first]
+            first = last
 
     def found(self, rows: npt.NDArray[Any] = _NO_IDS) -> FullLogits:
         """The logits that a step gave. rows: different ones, to be found in `places`."""

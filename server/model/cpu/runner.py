@@ -411,6 +411,11 @@ class CpuRunner:
 
     def _compute(self, batch: Batch, wanted: Wanted, held: _Held | None) -> None:
         """The layers on the rows, and the head on what is wanted."""
+        if self._head.in_file and wanted.rows.shape[0]:
+            nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
+            self._compute(batch, nothing, None)
+            self._head.fill(wanted, self._scratch.hidden)
+            return
         if held is None and (self._table.kind == READY or self._adapters.brings_embeddings(batch)):
             self._embed(batch)
             self._bound(wanted)(*self._given(batch, wanted, embeds=False))

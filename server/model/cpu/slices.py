@@ -12,6 +12,7 @@ beside it. Pad columns are never gathered, so a pad cannot win.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,14 +34,14 @@ Panels = npt.NDArray[Any]
 class PackedHead(Protocol):
     """An LM head as its weight kind packs it: what products and slices need of it.
 
-    panels: its rows, `outputs_per_panel` of them in each of the first axis. width: K.
-    row_bytes: memory of one row.
+    outputs_per_panel: rows in each of a panel. width: K. row_bytes: memory of one row. in_file:
+    whether the rows stay in the model's file, and are packed when they are asked for.
     """
 
     outputs_per_panel: int
     width: int
-    panels: Any
     row_bytes: int
+    in_file: bool
 
     def empty(self, num_rows: int) -> Any:
         """Zeroed panels for num_rows rows, on a cache line's boundary."""
@@ -51,11 +52,15 @@ class PackedHead(Protocol):
     def record(self, panels: Any, num_panels: int) -> Linear:
         """The first num_panels of some panels as a product's weights."""
 
+    def pieces(self) -> Iterator[Linear]:
+        """All rows as products' weights, one piece after the other; each is good until the next."""
+
 
 class FloatHead:
     """A PackedHead of floats: panels [panels, K, PANEL], float32 or bfloat16 bits."""
 
     outputs_per_panel = PANEL
+    in_file = False
 
     def __init__(self, panels: Panels) -> None:
         self.panels = panels
@@ -80,6 +85,50 @@ class FloatHead:
     def record(self, panels: Panels, num_panels: int) -> Linear:
         """The first num_panels panels as a product's weights."""
         return float_linear(panels)._replace(outputs=num_panels * PANEL)
+
+    def pieces(self) -> Iterator[Linear]:
+        """One, the whole."""
+        yield self.record(self.panels, self.panels.shape[0])
+
+
+class HeadInFile:
+    """A PackedHead whose rows stay in the model's file: for a model whose tasks are all slices.
+
+    pack: some rows by their ids, as a PackedHead of their own. What needs all rows packs them
+    anew, _PIECE of them at a time: right, and slow.
+    """
+
+    in_file = True
+
+    def __init__(self, num_rows: int, pack: Callable[[Int64], PackedHead]) -> None:
+        self._num_rows, self._pack = num_rows, pack
+        self._one = one = pack(np.zeros(1, np.int64))
+        self.outputs_per_panel, self.width = one.outputs_per_panel, one.width
+        self.row_bytes = one.row_bytes
+
+    def empty(self, num_rows: int) -> Any:
+        """Zeroed panels for num_rows rows, on a cache line's boundary."""
+        return self._one.empty(num_rows)
+
+    def copy_rows(self, token_ids: Int64, out: Any, places: Int64) -> None:
+        """Row token_ids[i] of the head to row places[i] of `out`."""
+        if token_ids.shape[0]:
+            own = np.arange(token_ids.shape[0], dtype=np.int64)
+            self._pack(token_ids).copy_rows(own, out, places)
+
+    def record(self, panels: Any, num_panels: int) -> Linear:
+        """The first num_panels panels as a product's weights."""
+        return self._one.record(panels, num_panels)
+
+    def pieces(self) -> Iterator[Linear]:
+        """_PIECE rows each, but the last."""
+        for first in range(0, self._num_rows, _PIECE):
+            last = min(first + _PIECE, self._num_rows)
+            piece = self._pack(np.arange(first, last, dtype=np.int64))
+            yield from piece.pieces()
+
+
+_PIECE = 8192
 
 
 def _bytes(panels: Panels) -> npt.NDArray[np.uint8]:

@@ -6,6 +6,7 @@ float32, or bfloat16 for the *stored* weights: activations, sums and logits are 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from server.model.cpu.records import (
     UInt8,
 )
 from server.model.cpu.sizes import PANEL
-from server.model.cpu.slices import FloatHead, PackedHead
+from server.model.cpu.slices import FloatHead, HeadInFile, PackedHead
 from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
 from server.model.shape import ModelShape
 
@@ -133,7 +134,8 @@ class PackedWeights:
     Peak memory while packing is the arena and one tensor. num_bytes: arena and norms; head_bytes:
     the LM head's panels, a second copy of a tied embedding table (which stays in its file).
     layers: the records of the forward pass. head: the LM head's panels, [panels, hidden_size,
-    PANEL]; packed_head: the same for its users. embedding: the table as a torch tensor.
+    PANEL]; packed_head: the same for its users. head_in_file: there is no `head`, and its rows are
+    packed when they are asked for. embedding: the table as a torch tensor.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class PackedWeights:
         weights: Weights,
         *,
         dtype: str = "float32",
+        head_in_file: bool = False,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"the CPU runner stores weights as float32 or bfloat16, not {dtype}")
@@ -155,7 +158,7 @@ class PackedWeights:
             for i in range(s.num_layers)
             for size in self._of(i).values()
         )
-        head_panels = _num_panels(s.vocab_size)
+        head_panels = 0 if head_in_file else _num_panels(s.vocab_size)
         self._arena = _Arena((items + head_panels * s.hidden_size) * PANEL, self.bf16)
         self._addresses = {kind: np.zeros(s.num_layers, np.int64) for kind in self._sizes}
         for layer in range(s.num_layers):
@@ -165,18 +168,27 @@ class PackedWeights:
             for kind, size in self._sizes.items()
         }
         self.layers = Layers(**matrices, **self._tensors.vectors()._asdict())
-        self.head = self._arena.take(head_panels, s.hidden_size)
-        self._pack_head(self._tensors.head().tensor)
+        table = self._tensors.head().tensor
+        self.packed_head: PackedHead
+        if head_in_file:
+            self.packed_head = HeadInFile(s.vocab_size, partial(self._some_rows, table))
+        else:
+            self.head = self._arena.take(head_panels, s.hidden_size)
+            self._pack_head(table)
+            self.packed_head = FloatHead(self.head)
         self.embedding = self._tensors.embedding().tensor
         self.num_embeddings = int(self.embedding.shape[0])
         self.table = float_table(self.embedding)
-        self.head_bytes = self.head.nbytes
+        self.head_bytes = self.packed_head.row_bytes * s.vocab_size
         self.num_bytes = self._arena.num_bytes + self.layers.norms.nbytes
 
-    @property
-    def packed_head(self) -> FloatHead:
-        """The LM head, for products and for slices."""
-        return FloatHead(self.head)
+    def _some_rows(self, table: Any, token_ids: Int64) -> FloatHead:
+        """A head of some rows of the model's."""
+        rows = as_stored(table[token_ids], self.bf16)
+        arena = _Arena(_num_panels(rows.shape[0]) * PANEL * rows.shape[1], self.bf16)
+        panels = arena.take(_num_panels(rows.shape[0]), rows.shape[1])
+        pack_panels(rows, panels)
+        return FloatHead(panels)
 
     def embed(self, token_ids: Int64) -> Float32:
         """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.

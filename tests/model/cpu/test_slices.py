@@ -38,16 +38,43 @@ V = families.VOCAB_SIZE
 
 
 @pytest.fixture(
-    scope="module", params=["llama", "gemma3", "bfloat16", "int8", "int8-blocks", "int4"]
-)
+    scope="module",
+    params=[
+        "llama", "gemma3", "bfloat16", "int8", "int8-blocks", "int4", "gemma3 in its file",
+        "int4 in its file",
+    ],
+)  # fmt: skip
 def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
-    name = str(request.param)
-    is_family = name in families.FAMILIES
-    made = cpu_runner(
-        families.build(name if is_family else "gemma3"), dtype="float32" if is_family else name
-    )
+    made = _runner(*str(request.param).split(maxsplit=1))
     yield made
     made.close()
+
+
+def _runner(name: str, where: str = "") -> CpuRunner:
+    """Of a family, or of Gemma 3 in a form. where: "in its file" of its head."""
+    is_family = name in families.FAMILIES
+    return cpu_runner(
+        families.build(name if is_family else "gemma3"), dtype="float32" if is_family else name,
+        head_in_file=bool(where),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma3", "bfloat16", "int8", "int4"])
+def test_a_head_in_its_file_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.model.cpu.slices._PIECE", 2 * PANEL)
+    held, read = _runner(form), _runner(form, "in its file")
+    try:
+        assert read.weight_bytes < held.weight_bytes
+        for seed in range(4):
+            batch = batch_of(8, seed, [-1] * 8)
+            assert_equal(run(read, batch), run(held, batch))
+            greedy = replace(draw_params(), sampling=SamplingParams(temperature=0.0))
+            plain = replace(batch, params=(greedy,) * len(batch.params))
+            assert_likely(read, plain, 1e-6)
+            assert_equal(run(read, plain), run(held, plain))
+    finally:
+        held.close()
+        read.close()
 
 
 @pytest.fixture(scope="module")

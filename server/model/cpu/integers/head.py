@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +50,7 @@ class IntegerHead:
     """
 
     outputs_per_panel = PANEL
+    in_file = False
 
     def __init__(self, part: Part, width: int, rows: Activations, factors: Float32) -> None:
         self.width = width
@@ -81,3 +84,7 @@ class IntegerHead:
             INTEGERS, parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]),
             self._rows, self._factors, tile_rows(),
         )  # fmt: skip
+
+    def pieces(self) -> Iterator[Linear]:
+        """One, the whole."""
+        yield self.record(self.panels, self.panels.shape[0])

@@ -8,6 +8,7 @@ Weights that it is given), products (kernels/integer_linear.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,6 +47,7 @@ from server.model.cpu.records import (
     Linear,
     Table,
 )
+from server.model.cpu.slices import HeadInFile, PackedHead
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
 from server.model.cpu.weights import block_table, embedded, float_table
 from server.model.shape import ModelShape
@@ -129,9 +131,10 @@ class IntegerWeights:
     form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are FileWeights, and
     nothing is rounded. max_rows: most rows of a product. measured: of `int8`. kept: the panels of
     an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
-    the embedding. parts: what the panels are, by layer and kind, "head" is the head. num_bytes,
-    head_bytes, layers, embed, table, packed_head, inner_size: as weights.PackedWeights. Peak memory
-    while packing is the panels and one tensor.
+    the embedding. head_in_file: the LM head's rows are packed when they are asked for; not with
+    `kept`, whose pages are a file's already. parts: what the panels are, by layer and kind, "head"
+    is the head. num_bytes, head_bytes, layers, embed, table, packed_head, inner_size: as
+    weights.PackedWeights. Peak memory while packing is the panels and one tensor.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class IntegerWeights:
         measured: Measured | None = None,
         kept: KeptWeights | None = None,
         progress: Callable[[int, int], None] | None = None,
+        head_in_file: bool = False,
     ) -> None:
         self._source = weights
         self._kept = kept
@@ -174,13 +178,14 @@ class IntegerWeights:
         self._table = numbers_of(self._embedding.tensor)
         self.num_embeddings = int(self._embedding.tensor.shape[0])
         self.table = self._embedding_table()
-        head = self._head_part(tensors, shape.vocab_size)
-        self.parts["head"] = [head]
-        inputs = head.inputs if head.form.per_output else 0
-        self.packed_head = IntegerHead(
-            head, shape.hidden_size, self._rows(head.inputs), self._factors("head", inputs)[None]
-        )
-        self.head_bytes = head.panels.nbytes
+        self.packed_head: PackedHead
+        if head_in_file and kept is None:
+            rows = tensors.head()
+            self.packed_head = HeadInFile(shape.vocab_size, partial(self._some_rows, rows))
+        else:
+            self.parts["head"] = [self._head_part(tensors, shape.vocab_size)]
+            self.packed_head = self._head_of(self.parts["head"][0])
+        self.head_bytes = self.packed_head.row_bytes * shape.vocab_size
         panels = sum(part.panels.nbytes for parts in self.parts.values() for part in parts)
         self.num_bytes = panels + self.layers.norms.nbytes
         if form == "file":
@@ -246,6 +251,20 @@ class IntegerWeights:
         if num_inputs not in self._buffers:
             self._buffers[num_inputs] = activations(self._max_rows, num_inputs)
         return self._buffers[num_inputs]
+
+    def _head_of(self, part: Part) -> IntegerHead:
+        inputs = part.inputs if part.form.per_output else 0
+        factors = self._factors("head", inputs)[None]
+        return IntegerHead(part, self._hidden_size, self._rows(part.inputs), factors)
+
+    def _some_rows(self, rows: Rows, token_ids: Int64) -> IntegerHead:
+        """A head of some rows of the model's."""
+        own = Rows(rows.name, rows.tensor[token_ids])
+        head = self._head_of(pack(self._stored("head", own, self._head_form), Arena()))
+        if self._form is None:
+            source: Any = self._source
+            source.release_pages()
+        return head
 
     def _head_part(self, tensors: ModelTensors, num_rows: int) -> Part:
         """The first num_rows rows of the head; the rest pads a table and is never drawn."""
