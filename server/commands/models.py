@@ -110,7 +110,7 @@ def _head(folder: Path, text: dict[str, Any]) -> dict[str, str]:
         if table is None or table.form not in BY_NAME:
             return {}
         form, num_bytes = table.form, table.data.nbytes
-    told = f"{_told(num_bytes)} of memory ({form}); none where all tasks say mode: slice"
+    told = f"{told_size(num_bytes)} of memory ({form}); none where all tasks say mode: slice"
     return {"LM head": told} if size else {}
 
 
