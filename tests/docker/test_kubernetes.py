@@ -138,12 +138,12 @@ def test_a_ray_service_deploys_the_fleet_of_its_cluster_yaml() -> None:
     service = _one("ray", "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     [application] = schema.ServeDeploySchema(**config).applications
-    cluster, server = load_cluster_config(FOLDER / "ray" / Path(application.args["config"]).name)
+    cluster, _ = load_cluster_config(FOLDER / "ray" / Path(application.args["config"]).name)
     assert application.import_path == "server.fleet.app:build"
     assert cluster.ingress.http == "proxy" and config["http_options"]["port"] == 8000
     [head, worker] = _pods(service)
     for pod in (head, worker):
-        assert pod["spec"]["terminationGracePeriodSeconds"] > server.limits.drain_s + 5.0
+        assert pod["spec"]["terminationGracePeriodSeconds"] > cluster.drain_s + 5.0
         [container] = pod["spec"]["containers"]
         folders = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert application.args["config"].startswith(folders["fleet"])
@@ -152,6 +152,33 @@ def test_a_ray_service_deploys_the_fleet_of_its_cluster_yaml() -> None:
     replicas, ingress = cluster.replicas, cluster.ingress
     asked = replicas.most * replicas.num_cpus + ingress.replicas * ingress.num_cpus
     assert asked <= cores * group["minReplicas"]
+
+
+def test_a_ray_service_is_closed_and_outlives_its_head() -> None:
+    service = _one("ray", "RayService")
+    cluster, server = load_cluster_config(FOLDER / "ray" / "cluster.yaml")
+    ray = service["spec"]["rayClusterConfig"]
+    assert (
+        ray["authOptions"] == {"mode": "token"}
+        and "redisAddress" in ray["gcsFaultToleranceOptions"]
+    )
+    head, worker = _pods(service)
+    for pod in (head, worker):
+        [container] = pod["spec"]["containers"]
+        # The keys are files, so that they are in no process's environment.
+        assert not any("valueFrom" in one for one in container["env"])
+        [folder] = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "keys"]
+        assert all(key.file and key.file.startswith(f"{folder}/") for key in server.keys)
+        waits = {one["name"]: one["value"] for one in container["env"]}
+        assert int(waits["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 600
+    before_s = worker["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert worker["spec"]["terminationGracePeriodSeconds"] > before_s >= cluster.drain_s
+    policy = _one("ray", "NetworkPolicy")["spec"]
+    [expression] = policy["podSelector"]["matchExpressions"]
+    labels = {pod["metadata"]["labels"][expression["key"]] for pod in (head, worker)}
+    assert labels == set(expression["values"]) and policy["policyTypes"] == ["Ingress"]
+    open_to_all = [rule for rule in policy["ingress"] if "from" not in rule]
+    assert [[port["port"] for port in rule["ports"]] for rule in open_to_all] == [[8000]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
