@@ -77,7 +77,7 @@ nightly: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy server drafters vocab_store loadtest
+	$(BIN)/mypy server drafters vocab_store loadtest tests
 
 docs: $(STAMP)
 	$(BIN)/python -c 'from server.commands.cli import build_app; print(build_app().generate_docs())' >docs/command-line.md

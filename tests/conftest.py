@@ -21,7 +21,9 @@ register()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Every client of httpx reads the list of authorities, 22 ms each time; tests make thousands.
-ssl.create_default_context = functools.cache(ssl.create_default_context)
+ssl.create_default_context = functools.cache(  # type: ignore[assignment]
+    ssl.create_default_context
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

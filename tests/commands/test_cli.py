@@ -56,7 +56,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_of_before_still_work_and_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "--task", "t", "--in", "a.jsonl", "--out=b.jsonl"]
     assert parse(words) is parse(["run", "--task", "t", "--data", "a.jsonl", "-o", "b.jsonl"])
-    assert parse(["replay", "--drafter", "auto", "--data", "a", "--budget", "4"])
+    replay = ["replay", "--drafter", "auto", "--data", "a"]
+    assert parse([*replay, "--budget", "4"]) is parse([*replay, "--max-draft-tokens", "4"])
     assert parse(["task", "check", "configs/tasks"]) is parse(["tasks", "check", "configs/tasks"])
     assert main(["run", "--help"]) == 0
     assert "--in" not in capsys.readouterr().out.split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_an_adapter_s_tokens_become_added_tokens(folder: Path, tmp_path: Path) -
     enrichment = Enrichment.load(adapter / "enrichment.json")
     out = tmp_path / "out"
     assert export_model(folder, enrichment, table, adapter, out) == 0
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
     texts = [table.join(parts, skip_special=False).decode() for parts in enrichment.parts]
     ids = [tokenizer.convert_tokens_to_ids(text) for text in texts]
     assert tokenizer.encode(f"A{texts[0]}B{texts[3]}")[1::2] == [ids[0], ids[3]]
@@ -66,7 +67,7 @@ def test_enrich_writes_an_export(
     command += ["-o", str(tmp_path / "e.json"), "--export", str(tmp_path / "out")]
     assert main(command) == 0
     assert str(tmp_path / "out") in capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(tokenizer) == model.config.vocab_size > 128
     assert len(tokenizer.encode(" !!ok!! x ##")) < len(" !!ok!! x ##")

@@ -59,8 +59,8 @@ def both_answers(base_url: str, model: str, model_folder: Path) -> dict[str, Any
     )
     with urllib.request.urlopen(request, timeout=600) as answer:
         served = json.load(answer)["choices"][0]["message"]["content"]
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    own = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
+    own: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

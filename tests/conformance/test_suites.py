@@ -71,10 +71,10 @@ def test_only_models_and_amounts_are_narrowed(script: ModuleType) -> None:
 def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType) -> None:
     def asks(name: str) -> dict[str, Any]:
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-        answer = {"200": {"content": {"application/json": {"schema": {}}}}}
+        answer: Any = {"200": {"content": {"application/json": {"schema": {}}}}}
         return {"requestBody": {"content": body}, "responses": answer, "security": [{}]}
 
-    gets = {"responses": {"200": {"content": {"application/json": {"schema": {}}}}}}
+    gets: Any = {"responses": {"200": {"content": {"application/json": {"schema": {}}}}}}
     schemas = {
         "Both": {"properties": {"seed": {"type": "integer"}}, "required": ["seed"]},
         "Chat": {

@@ -31,8 +31,8 @@ for text, problem in (
     told = str(caught.value)
     assert f"{file}:4: speculation.echo.{text.split(':')[0]}: " in told and problem in told, told
 body = SpeculationBody.model_validate({"drafter": "echo", "echo": {"length": 2}})
-assert body.echo.length == 2
-assert make_drafter("echo", length=3).length == 3
+assert getattr(body, "echo").length == 2  # noqa: B009  # a field that this drafter brings
+assert vars(make_drafter("echo", length=3))["length"] == 3
 
 
 def serve(drafter: str) -> tuple[dict[str, list[int]], int]:

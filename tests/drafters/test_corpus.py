@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,8 @@ def test_tables_equal_a_brute_force_count(docs: list[list[int]], p_min: int, n_m
 
 def test_table_parameters_are_checked() -> None:
     ids, starts = flat([[1, 2]])
-    for options in ({"n_max": 0}, {"n_max": 17}, {"p_min": 0}):
+    bad: Any = ({"n_max": 0}, {"n_max": 17}, {"p_min": 0})
+    for options in bad:
         with pytest.raises(ValueError):
             count_ngrams(ids, starts, **options)
     with pytest.raises(ValueError, match="negative"):

@@ -16,6 +16,7 @@ import pytest
 from drafters import library
 from drafters.library import Door
 from drafters.slow_door import Door as SlowDoor
+from drafters.target import chosen
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -119,7 +120,7 @@ def test_clones_share_code_and_old_versions_of_it_are_removed(tmp_path: Path) ->
     """The last eight versions stay, and any that was used this week."""
     code = tmp_path / "code"
     code.mkdir()
-    target = library.chosen().base
+    target = chosen().base
     for age_days in range(12):
         old = code / f"rooms.outer-{target}-{age_days:024}.o"
         old.touch()

@@ -51,7 +51,7 @@ def steps_of(
     for start in range(0, len(token_ids), per_step):
         part = tuple(token_ids[start : start + per_step])
         accepted = len(part) - 1
-        logprobs = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
         if num_top is not None:
             logprobs = tuple(top_entry(t, logprob(start + i), num_top) for i, t in enumerate(part))
             if named:

@@ -25,8 +25,8 @@ from server.fleet.versions import version_of
 from server.machine_code import make_ready
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet
-from tests.api.live import PLAIN_TASK, TABLE, served
-from tests.api.real_engine import CONTEXT, make_engine, make_learning_engine
+from tests.api.live import PLAIN_TASK, served
+from tests.api.real_engine import CONTEXT, TABLE, make_engine, make_learning_engine
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 TASKS = tuple(f"task-{i}" for i in range(24))

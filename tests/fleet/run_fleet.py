@@ -269,7 +269,7 @@ def _learned(task: str) -> dict[str, tuple[int, int]]:
     from ray import serve
 
     engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
-    payload = {"task": task, "drafter": "auto", "options": [], "corpus": None}
+    payload: dict[str, Any] = {"task": task, "drafter": "auto", "options": [], "corpus": None}
     told = {}
     for standing in _standings():
         call = engines.control.remote("task_report", payload, replica=standing.replica_id)

@@ -265,7 +265,11 @@ def test_states_of_adapters_are_merged_over_replicas() -> None:
             "value": [{"id": i, "pending": pending, "problem": no} for i, pending, no in states],
         }
 
-    answers = [told(("a", False, ""), ("b", False, "")), told(("b", True, "")), told(("a", 0, "x"))]
+    answers = [
+        told(("a", False, ""), ("b", False, "")),
+        told(("b", True, "")),
+        told(("a", False, "x")),
+    ]
     assert merged(answers)["value"] == [
         {"id": "a", "pending": False, "problem": "x"},
         {"id": "b", "pending": True, "problem": ""},

@@ -18,7 +18,7 @@ from server import channel
 from server.errors import NoEngineError, error_for_engine_code
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.routing import Job
-from server.types import Delta, Request, SamplingParams
+from server.types import Delta, FinishReason, Request, SamplingParams
 
 LOOPS: tuple[Callable[[], asyncio.AbstractEventLoop], ...] = (
     asyncio.new_event_loop,
@@ -46,7 +46,7 @@ class _Scripted:
             if num == dies_after:
                 raise ReplicaLostError("it was killed")
             ids = tuple(self._tokens[at : at + self._size])
-            ended = "length" if at == starts[-1] else None
+            ended: FinishReason | None = "length" if at == starts[-1] else None
             delta = Delta(order.request_id, 0, ids, finish_reason=ended)
             yield channel.encode(("deltas", [delta]))
 

@@ -9,7 +9,8 @@ import pytest
 
 from server.api.engines.slot import EngineSpec
 from server.engine.host import start_thread
-from tests.api.live import TOKENIZER, LiveServer
+from tests.api.live import LiveServer
+from tests.api.real_engine import TOKENIZER
 from tests.api.test_structured_end_to_end import (  # noqa: F401  # with this file's `server`
     make_engine,
     test_a_dead_end_is_a_clear_error_even_within_a_stream,

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.api.live import LiveServer
+from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_end_to_end import (  # noqa: F401  # collected here with this file's `server`
-    CONTEXT,
-    spec,
     test_a_request_that_no_token_satisfies_fails_alone,
     test_drafts_are_accepted_and_reported,
     test_prompt_logprobs_are_the_drawn_ones,

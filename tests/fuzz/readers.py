@@ -132,8 +132,8 @@ def mutate_arrays(chance: random.Random, data: bytes) -> bytes:
     else:
         entry = chance.choice(list(header["arrays"].values()))
         size = int(np.prod(entry["shape"]))
-        values = np.frombuffer(body, entry["dtype"], size, entry["offset"]) if size else None
-        for _ in range(chance.choice((1, 1, 3, 50)) if values is not None else 0):
+        values: Any = np.frombuffer(body, entry["dtype"], size, entry["offset"]) if size else None
+        for _ in range(chance.choice((1, 1, 3, 50)) if size else 0):
             at = chance.randrange(size)
             new = chance.choice((*NUMBERS, size, size - 1, size + 1, int(values[at]) + 1))
             with np.errstate(all="ignore"):
@@ -404,7 +404,7 @@ def _adapters() -> Sequence[bytes]:
     for i in range(3):
         with tempfile.TemporaryDirectory() as folder:
             if i < 2:
-                more = {"rank_pattern": {"q_proj": 2, "layers.0.mlp.up_proj": 3}} if i else {}
+                more: Any = {"rank_pattern": {"q_proj": 2, "layers.0.mlp.up_proj": 3}} if i else {}
                 lora(tiny_model("llama"), Path(folder), **more)
             else:
                 enriched(tiny_model("llama"), Path(folder))

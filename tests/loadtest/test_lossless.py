@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest import lossless
+from loadtest.prompts import Example
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 
@@ -134,7 +135,7 @@ def test_other_servers_must_say_what_the_first_one_says(
 
 def test_exact_is_compared_with_the_full_head() -> None:
     options = lossless.LosslessOptions(data=Path("x"), exact=True, drafter="auto", at_once="4")
-    example = lossless.Example("snips", "1", "turn on", "")
+    example = Example("snips", "1", "turn on", "")
     settings = [*lossless.EXACT_SETTINGS]
     first, alone, together = lossless.plan(1, settings, options)
     # Alone and without drafts an exact request is no reference: it is compared too.

@@ -44,9 +44,9 @@ def test_a_file_is_rounded_and_keeps_the_rest(tmp_path: Path) -> None:
         gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents() for file in (source, out)
     ]
     assert tokens[0] == tokens[1]
-    for kind, message in (("q3_k", "no form 'q3_k'"), ("big:q8_0", "no shape 'big'")):
+    for form, message in (("q3_k", "no form 'q3_k'"), ("big:q8_0", "no shape 'big'")):
         with pytest.raises(ValueError, match=message):
-            make_file(source, kind, out)
+            make_file(source, form, out)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 

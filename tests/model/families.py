@@ -7,19 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 VOCAB_SIZE = 199
 WINDOW = 8
@@ -35,86 +23,6 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-def llama() -> PreTrainedModel:
-    """Grouped queries (3 per KV head), llama3 rope scaling, head not tied."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **_SIZES,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=16,
-            rope_parameters=rope,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def qwen2() -> PreTrainedModel:
-    """q/k/v biases, tied head, the upper layers with a sliding window."""
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            **_SIZES,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_sliding_window=True,
-            sliding_window=WINDOW,
-            max_window_layers=1,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def qwen3() -> PreTrainedModel:
-    """q/k norm, head_dim that is not hidden_size / num_heads."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **_SIZES,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=32,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def gemma3() -> PreTrainedModel:
-    """Sliding and global layers with their own rope, embedding scale, q/k norm, sandwich norms."""
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **_SIZES,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=32,
-            query_pre_attn_scalar=24,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def mistral() -> PreTrainedModel:
-    """A sliding window in every layer."""
-    return MistralForCausalLM(
-        MistralConfig(
-            **_SIZES,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=12,
-            sliding_window=WINDOW,
-            tie_word_embeddings=False,
-        )
-    )
 
 
 def _own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
@@ -138,11 +46,43 @@ _GRANITE = {
 _LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0]}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": llama,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "gemma3": gemma3,
-    "mistral": mistral,
+    # Grouped queries (3 per KV head), llama3 rope scaling, head not tied.
+    "llama": _own(
+        "LlamaForCausalLM",
+        num_attention_heads=6,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        tie_word_embeddings=False,
+    ),
+    # q/k/v biases, tied head, the upper layers with a sliding window.
+    "qwen2": _own(
+        "Qwen2ForCausalLM",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        tie_word_embeddings=True,
+    ),
+    # q/k norm, head_dim that is not hidden_size / num_heads.
+    "qwen3": _own("Qwen3ForCausalLM", num_key_value_heads=1, head_dim=32, tie_word_embeddings=True),
+    # Sliding and global layers with their own rope, embedding scale, q/k norm, sandwich norms.
+    "gemma3": _own(
+        "Gemma3ForCausalLM",
+        num_key_value_heads=1,
+        head_dim=32,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        tie_word_embeddings=True,
+    ),
+    # A sliding window in every layer.
+    "mistral": _own("MistralForCausalLM", sliding_window=WINDOW, tie_word_embeddings=False),
     "gemma2": _own(
         "Gemma2ForCausalLM",
         query_pre_attn_scalar=24,

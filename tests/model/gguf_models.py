@@ -408,6 +408,7 @@ def named_tensors(
     for name, tensor in module.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             written = names.get_name(rename(name), try_suffixes=(".weight", ".bias"))
+            assert written is not None
             yield name, written, tensor.numpy().copy()
 
 

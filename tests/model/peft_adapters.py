@@ -29,7 +29,7 @@ def lora(model: Any, folder: Path, seed: int = 1, **settings: Any) -> Any:
     config = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
     shaken(wrapped, seed)
-    wrapped.save_pretrained(folder, save_embedding_layers=False)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
     return wrapped
 
 
@@ -49,7 +49,7 @@ def with_tokens(
     )  # fmt: skip
     wrapped = peft.get_peft_model(model, config)
     shaken(wrapped, seed, scale)
-    wrapped.save_pretrained(folder, save_embedding_layers=False)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
     enrichment.save(folder / "enrichment.json")
     return wrapped
 

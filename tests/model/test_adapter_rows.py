@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,9 +43,10 @@ def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> 
     assert opened.config.vocab_size == num + 3
     assert opened.num_token_ids == num + 3
     assert opened.fingerprint != base.fingerprint
+    got: Any = opened.weights
     for table in (EMBEDDING, HEAD):
         assert opened.weights.shape(table) == (num + 3, base.weights.shape(table)[1])
-        assert torch.equal(opened.weights.get(table)[:num], base.weights.get(table))
+        assert torch.equal(got.get(table)[:num], cast("Any", base.weights).get(table))
     merged = tuned.merge_and_unload()
     module = build_module(opened, torch.float32, torch.device("cpu"))
     ids = torch.tensor([[3, num, 11, num + 2, num + 1]])

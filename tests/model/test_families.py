@@ -107,7 +107,7 @@ def test_the_tests_have_a_model_of_every_family() -> None:
 
 # --- the text part of multimodal checkpoints ------------------------------------------------------
 
-_TEXT = {
+_TEXT: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -117,7 +117,7 @@ _TEXT = {
     "head_dim": 12,
     "max_position_embeddings": 256,
 }
-_VISION = {
+_VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -141,7 +141,7 @@ def _gemma3() -> Any:
 
 def _ministral3() -> Any:
     text = transformers.Ministral3Config(**_TEXT, tie_word_embeddings=False)
-    vision = transformers.PixtralVisionConfig(**_VISION, head_dim=16)
+    vision = transformers.PixtralVisionConfig(**{**_VISION, "head_dim": 16})
     return transformers.Mistral3ForConditionalGeneration(
         transformers.Mistral3Config(
             text_config=text, vision_config=vision, image_token_index=198, tie_word_embeddings=False
@@ -242,7 +242,7 @@ def test_longrope_beyond_its_original_context_uses_long_factors_for_all(tmp_path
     assert found[512] == found[256].replace(":", ":longrope:")
     with pytest.raises(ValueError, match="above the model's 1024"):
         build_runner(RunnerSpec("tiny", str(tmp_path), sizes=sizes, max_model_len=1025))
-    rotary = finish_module(module, 512).get_submodule("model").rotary_emb
+    rotary: Any = finish_module(module, 512).get_submodule("model").rotary_emb
     positions = torch.arange(40)[None]  # fewer than the original context
     cos, _ = rotary(torch.zeros(1), positions)
     want, _ = rope_tables(module.config, shape_of(module.config), 512)

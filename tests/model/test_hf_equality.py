@@ -172,7 +172,8 @@ def test_tree_rows_are_the_path_fed_linearly(runner: Runner, truth: Truth, root:
     got = step(runner, builder, [last, *rows])
     close(got[:1], truth(ids)[-1:])
     for i in range(len(TREE)):
-        path, node = [], i
+        path: list[int] = []
+        node = i
         while node >= 0:
             path.insert(0, nodes[node])
             node = TREE[node]

@@ -67,9 +67,11 @@ def test_merge_equals_peft(family: str, settings: dict[str, Any], tmp_path: Path
     opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
     assert opened.fingerprint != base.fingerprint
     changed = 0
+    weights: Any = opened.weights
+    plain: Any = base.weights
     for name, value in merged.state_dict().items():
-        assert torch.equal(opened.weights.get(name), value), name
-        changed += not torch.equal(base.weights.get(name), value)
+        assert torch.equal(weights.get(name), value), name
+        changed += not torch.equal(plain.get(name), value)
     assert changed > 0
     module = build_module(opened, torch.float32, torch.device("cpu"))
     ids = torch.arange(20)[None]
@@ -89,8 +91,8 @@ def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     prefix = "base_model.model.model.layers.0.mlp.up_proj.lora_"
     delta = halves[prefix + "B.weight"].float() @ halves[prefix + "A.weight"].float()
-    base = open_model(tmp_path / "model").weights.get(name)
-    got = open_model(tmp_path / "model", adapter=tmp_path / "adapter").weights.get(name)
+    base: Any = open_model(tmp_path / "model").weights.get(name)
+    got: Any = open_model(tmp_path / "model", adapter=tmp_path / "adapter").weights.get(name)
     assert got.dtype == torch.float32
     assert torch.equal(got, base + delta * 2.0)  # alpha 8 / r 4
 

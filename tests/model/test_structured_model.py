@@ -56,7 +56,7 @@ def _module() -> LlamaForCausalLM:
     torch.manual_seed(11)
     config = tiny_config("llama", vocab_size=VOCAB, eos_token_id=0, bos_token_id=1, pad_token_id=0)
     module: LlamaForCausalLM = LlamaForCausalLM(config)
-    module.eval()  # type: ignore[no-untyped-call]
+    module.eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(3.0)  # so that one id stands out

@@ -17,7 +17,8 @@ from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.machine_code import make_ready
 from server.types import DeviceFigures
-from tests.api.live import TABLE, LiveServer
+from tests.api.live import LiveServer
+from tests.api.real_engine import TABLE
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice

@@ -20,7 +20,9 @@ import yaml
 from server.engine.figures import declared
 from server.metrics.series import Metrics
 
-FIGURES = [SimpleNamespace(name=f"tailor_{figure.name}", type=figure.kind) for figure in declared()]
+FIGURES: list[Any] = [
+    SimpleNamespace(name=f"tailor_{figure.name}", type=figure.kind) for figure in declared()
+]
 """The families of what engines tell."""
 
 GRAFANA = Path(__file__).parents[2] / "configs" / "grafana"

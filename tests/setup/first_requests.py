@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from server.config import ModelConfig, ServerConfig
 from server.engine.engine import Engine
@@ -64,7 +65,7 @@ def run(engine: Engine, request: Request) -> None:
     assert not failed, (request.request_id, failed)
 
 
-def main(folder: str, weights: str) -> None:
+def main(folder: str, weights: Any) -> None:
     """Write, as JSON, what of a compiler was imported for all of them."""
     config = ServerConfig(models=(ModelConfig(name="m", path=folder, weights=weights),))
     plan = plan_server(config, {}, {"m": Path(folder)})

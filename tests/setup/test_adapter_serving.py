@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from drafters import DRAFTER_NAMES
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.commands.cli import main
 from server.config import (
     AdapterConfig,
@@ -75,7 +75,7 @@ class Served:
             model=model, prompt=prompt, extra_body=extra, **body
         )
         [choice] = answer.choices
-        return choice.token_ids, choice.text  # type: ignore[attr-defined]
+        return choice.token_ids, choice.text
 
 
 def _copies(source: Path, target: Path, num: int) -> list[AdapterConfig]:

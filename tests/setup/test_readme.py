@@ -235,7 +235,7 @@ def test_every_pin_takes_the_oldest_python() -> None:
 
     pinned = set((ROOT / "constraints.txt").read_text().splitlines())
     asked = {
-        pin: found.metadata.get("Requires-Python") or ""
+        pin: found.metadata["Requires-Python"] or ""
         for found in distributions()
         if (pin := f"{found.name.lower().replace('_', '-')}=={found.version}") in pinned
     }

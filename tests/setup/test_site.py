@@ -118,6 +118,6 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
         asked = re.findall(r'(?:src|href)="(https?://[^"]+)"[^>]*>', page.read_text())
         hosts = {url.split("/")[2] for url in asked}
         assert not hosts & {"fonts.googleapis.com", "fonts.gstatic.com"}, page.name
-    with (tmp_path / "docs" / "index.md").open("a") as page:
-        page.write("\n[gone](gone.md)\n")
+    with (tmp_path / "docs" / "index.md").open("a") as first:
+        first.write("\n[gone](gone.md)\n")
     assert build().returncode != 0  # it would have said so

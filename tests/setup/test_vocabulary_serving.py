@@ -138,7 +138,7 @@ def _answers(engine: Engine, path: Path) -> dict[str, list[Delta]]:
                 (5, 9, 40, 8),
                 SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
                 vocabulary=VocabularyParams(
-                    mode,  # type: ignore[arg-type]
+                    mode,
                     None if mode == "full" else str(path),
                 ),
             )

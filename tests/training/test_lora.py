@@ -61,7 +61,7 @@ def texts(num: int, vocab_size: int, shared: int = 11) -> list[TrainExample]:
 def losses(given: Tuned, data: list[TrainExample], *, packed: bool) -> tuple[float, list[Any]]:
     """(loss, gradients) of the examples in one pass."""
     loss = given.loss(collate(data, CPU, packed=packed))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = [p.grad for _, p in given.trained()]
     for _, parameter in given.trained():
         parameter.grad = None

@@ -82,7 +82,7 @@ def test_a_base_takes_the_bytes_of_its_form() -> None:
 def loss_of(given: Tuned) -> tuple[float, list[torch.Tensor]]:
     data = [TrainExample((5, 6, 7 + i), (9, 11, 2)) for i in range(3)]
     loss = given.loss(collate(data, CPU, packed=given.is_packed))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return float(loss.detach()), [p.grad for _, p in given.trained() if p.grad is not None]
 
 

@@ -94,7 +94,8 @@ def test_a_prediction_is_followed_and_found_again_after_a_divergence() -> None:
 
 def test_survival_is_the_chance_of_acceptance(corpus: Corpus) -> None:
     drafter = AutoDrafter(corpus=corpus, min_survival=0.05)
-    claimed, hits = [], []
+    claimed: list[float] = []
+    hits: list[bool] = []
     for recording in recordings(120, 6):
         session = drafter.open(recording.prompt_ids)
         session.settle()
@@ -108,7 +109,7 @@ def test_survival_is_the_chance_of_acceptance(corpus: Corpus) -> None:
             session.extend(recording.output_ids[position : position + num])
             session.settle()
             position += num
-    chance, right = np.asarray(claimed), np.asarray(hits, float)
+    chance, right = np.asarray(claimed), np.asarray(hits, np.float64)
     assert chance.shape[0] > 1000
     assert right.mean() == pytest.approx(chance.mean(), abs=0.08)
     likely = chance > 0.8

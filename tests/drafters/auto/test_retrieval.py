@@ -32,7 +32,7 @@ def test_the_last_few_outputs_are_kept_and_equal_ones_once() -> None:
     recent.add(outputs[3].tolist())
     kept = recent.newest_last()
     assert len(kept) == NUM_RECENT and np.array_equal(kept[-1], outputs[3])
-    recent.add(np.arange(2 * MAX_RECENT))
+    recent.add(np.arange(2 * MAX_RECENT, dtype=np.int32))
     assert recent.newest_last()[-1].shape == (MAX_RECENT,)
 
 

@@ -31,7 +31,7 @@ def test_weights_are_those_of_whole_arrays(share: float) -> None:
     rng, trust = np.random.default_rng(int(100 * share)), Trust()
     prior = trust.weights.copy()
     seen = rng.random(prior.shape[0]) < share
-    trust.evidence[0, seen] = rng.exponential(40.0, seen.sum())
+    trust.evidence[0, seen] = rng.exponential(40.0, np.count_nonzero(seen))
     trust.evidence[1] = trust.evidence[0] * rng.random(prior.shape[0]) ** 2
     expected = _fitted(trust, prior)
     trust.update()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,8 @@ def test_a_marked_context_is_all_that_is_used() -> None:
 
 
 def test_bad_parameters_are_refused() -> None:
-    for options in ({"n": 1}, {"prefix_length": 0}, {"n": 4, "prefix_length": 4}, {"num_draft": 0}):
+    bad: Any = ({"n": 1}, {"prefix_length": 0}, {"n": 4, "prefix_length": 4}, {"num_draft": 0})
+    for options in bad:
         with pytest.raises(ValueError):
             TrieDrafter(**options)
 

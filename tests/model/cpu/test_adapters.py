@@ -152,7 +152,8 @@ def test_a_tree_of_an_adapter_has_the_bits_of_its_paths(case: Case) -> None:
     tree = builder.add_tree(table, 8, nodes, parents)
     got = step(case.runner, builder, [*other, last, *tree], [0, 1])[4:]
     for i in range(len(nodes)):
-        path, node = [], i
+        path: list[int] = []
+        node = i
         while node >= 0:
             path.insert(0, nodes[node])
             node = parents[node]

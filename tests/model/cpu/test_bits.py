@@ -136,7 +136,8 @@ def test_tree_rows_and_what_follows_an_accepted_path(runner: CpuRunner, root: in
     alone = Pages(64, seed=1).sequence(root + 1 + len(parents))
     go_on(runner, alone, ids, 0)
     for i in range(len(parents)):
-        path, node = [], i
+        path: list[int] = []
+        node = i
         while node >= 0:
             path.insert(0, node)
             node = parents[node]

@@ -283,8 +283,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     if dynamic.size:
         pool = sliced.pool_logits(dynamic.shape[0], states, 1)[0]
     gather(table, pool, slice_, out)
-    want = np.zeros(1, np.float32)
-    best, best_id = -np.inf, -1
+    best, best_id = np.float32(-np.inf), -1
     for i in ids.tolist():
         want = np.float32(0)
         for k in range(width):

@@ -85,7 +85,8 @@ def product(inputs: Inputs, stored: Stored) -> Float32:
     numbers = stored.numbers.astype(np.int64) - form.zero
     if form.per_output:
         sums = inputs.q.reshape(num, -1) @ numbers.T
-        return sums.astype(np.float32) * (stored.scales[:, 0] * inputs.scales)
+        factors: Float32 = stored.scales[:, 0] * inputs.scales
+        return sums.astype(np.float32) * factors
     per_block = BLOCK // form.sub
     scales = stored.scales.astype(np.float32)
     if stored.tops is not None:

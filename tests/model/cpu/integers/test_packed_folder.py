@@ -18,6 +18,7 @@ from server.engine.batch import Runner
 from server.errors import IntegrityError
 from server.model import packed_folder
 from server.model.build import RunnerSpec, build_runner
+from server.model.cache_folder import cache_dir
 from server.model.cpu.integers import kept, outliers, packed
 from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.outliers import errors, factors_of
@@ -125,7 +126,7 @@ def test_layers_with_outliers_are_in_blocks_and_are_listed(
 ) -> None:
     monkeypatch.setattr(outliers, "errors", _measured(lambda _: (1.0, 0.0)))
     assert np.array_equal(_logprobs(folder, "int8"), _logprobs(folder, "int8-blocks"))
-    for place in (packed_folder.cache_dir() / "models").glob("packed-*"):
+    for place in (cache_dir() / "models").glob("packed-*"):
         for file in place.iterdir():
             file.unlink()
         place.rmdir()
