@@ -13,10 +13,8 @@ All parts run on one Ray of three nodes of this machine. Needs Ray.
     routing     24 tasks with long templates on 3 replicas, whose KV caches hold a third of them and
                 which draft from what they have answered: cached prompt tokens and accepted tokens a
                 step, counted, routed by task and by Ray Serve
-    simulator   the same arrivals on 3 replicas and in the capacity model, fed with the step costs
-                that these replicas tell: simulated seconds over measured ones
-    scaling     a load that steps up and down for 90 s on 1 to 3 replicas, and in the model:
-                replicas over time, and how long whole answers took, of both
+    scaling     a load that steps up and down for 90 s on 1 to 3 replicas: replicas over
+                time, and how long whole answers took
     faults      2,000 requests in flight, half of them streams, while Ray's head, replicas and a
                 node die: none lost, none answered twice, texts those of a single server
 
@@ -35,7 +33,6 @@ import httpx
 from rich.console import Console
 
 from loadtest.fleet_faults import measure_faults
-from loadtest.fleet_model import measure_simulator
 from loadtest.fleet_process import FleetProcess
 from loadtest.fleet_scaling import measure_scaling
 from loadtest.fleet_traffic import (
@@ -160,7 +157,6 @@ PARTS: dict[str, Part] = {
     "throughput": measure_throughput,
     "ingress": measure_ingress,
     "routing": measure_routing,
-    "simulator": measure_simulator,
     "scaling": measure_scaling,
     "faults": measure_faults,  # the last one: of the three nodes it leaves two
 }

@@ -97,14 +97,6 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.pace": {"server.fleet.costs"},
     "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
-    "server.fleet.simulated_scaling": {"server.fleet.scaling"},
-    "server.fleet.simulation": {
-        "server.fleet.costs",
-        "server.fleet.routing",
-        "server.fleet.scaling",
-        "server.fleet.simulated_scaling",
-    },
-    "server.fleet.arrivals": {"server.errors", "server.fleet.simulation"},
     "server.fleet.budgets": {"server.api.keys"},
     "server.fleet.changes": {
         "server.api.adapters",

@@ -224,12 +224,6 @@ COMMANDS = (
         "tailor fleet check cluster.yaml",
     ),
     Command(
-        "fleet simulate",
-        "fleet:simulate",
-        "how many replicas a load needs: a fleet played through with measured step costs",
-        "tailor fleet simulate cluster.yaml --log server.log --first-token-ms 500",
-    ),
-    Command(
         "doctor",
         "doctor:doctor",
         "say what a server would find here, a line a finding: cores, memory, caches, models, "

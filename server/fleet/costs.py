@@ -1,7 +1,7 @@
 """The cost of a replica's steps and the size of a task's requests, measured while serving.
 
-The router weighs a home against another replica with these numbers, the autoscaler turns a queue
-into seconds of work, and the simulator replays a fleet with them.
+The router weighs a home against another replica with these numbers, and the autoscaler turns a
+queue into seconds of work.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtest.fleet import missed_goals
-from loadtest.fleet_scaling import at, num_up, replica_s, stepped
+from loadtest.fleet_scaling import arrivals, at, num_up, replica_s
 from loadtest.fleet_traffic import body, percentile
 
 
@@ -44,6 +44,6 @@ def test_replicas_over_time_are_read_and_summed() -> None:
     assert [at(changes, s) for s in (0.0, 5.0, 10.0, 25.0)] == [1, 1, 3, 2]
     assert replica_s(changes, 30.0) == 9.9 + 3 * 10.0 + 2 * 10.0
     assert replica_s(changes, 15.0) == 9.9 + 3 * 5.0
-    arrivals = stepped()
-    assert arrivals == sorted(arrivals, key=lambda arrival: arrival.at_s)
-    assert 80.0 < arrivals[-1].at_s <= 90.0
+    load = list(arrivals())
+    assert load == sorted(load, key=lambda arrival: arrival.at_s)
+    assert 80.0 < load[-1].at_s <= 90.0
