@@ -80,6 +80,32 @@ def _root_logger() -> Iterator[None]:
     root.setLevel(level)
 
 
+class _Faults(logging.Handler):
+    """What a server in this process logs as its own fault: an exception that nobody expected, and
+    each answer of status 500."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        known = ("path", "status", "code", "error", "at")
+        self.told.append(" ".join(str(getattr(record, name, "")) for name in known).strip())
+
+
+@pytest.fixture(autouse=True)
+def _no_server_error(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A 500 is a fault wherever it comes: it fails the test in which it is seen, except one that
+    asks for it (the mark server_error)."""
+    faults = _Faults()
+    logger = logging.getLogger("tailor.http")
+    logger.addHandler(faults)
+    yield
+    logger.removeHandler(faults)
+    if request.node.get_closest_marker("server_error") is None:
+        assert not faults.told, "the server had an internal error"
+
+
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The converted smollm2-135m-instruct folder. Fetched and converted once into the cache."""

@@ -176,7 +176,8 @@ class Gate:
         if self._traces is not None:
             span = request_span(caller, ended_s, scope["method"], route, status, code)
             fields["trace_id"] = self._traces.send(span, _traceparent(scope))
-        log.info("request", extra=fields)
+        is_fault = status == ServerError.status
+        log.log(logging.ERROR if is_fault else logging.INFO, "request", extra=fields)
 
 
 def _traceparent(scope: Scope) -> str:

@@ -388,6 +388,7 @@ def test_rejected_drafts_are_told(server: LiveServer, engine: ScriptedEngine) ->
     assert streamed == told
 
 
+@pytest.mark.server_error
 def test_errors_before_and_in_a_stream(server: LiveServer, engine: ScriptedEngine) -> None:
     engine.script = lambda r: [
         [steps_of(r, [], finish_reason="error")[0][0]]

@@ -240,6 +240,7 @@ def test_a_flood_of_text_is_refused_before_it_is_tokenized(server: LiveServer) -
     assert response.json()["error"]["code"] in ("context_length_exceeded", "limit_exceeded")
 
 
+@pytest.mark.server_error
 def test_no_probabilities_is_an_error(server: LiveServer, engine: ScriptedEngine) -> None:
     engine.script = scoring(math.nan, math.nan, math.nan)
     try:

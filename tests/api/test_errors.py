@@ -490,6 +490,7 @@ def test_prompts_are_not_logged(server: LiveServer, caplog: pytest.LogCaptureFix
     assert not any("secret" in line for line in lines)
 
 
+@pytest.mark.server_error
 def test_a_bug_is_a_500_without_details(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ def text_of(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+@pytest.mark.server_error
 def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> None:
     def fail(batch: Batch) -> None:
         if MARK in batch.token_ids.tolist():
@@ -66,6 +67,7 @@ def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> Non
         assert live.sample("tailor_request_outcomes_total", outcome="error") == 4
 
 
+@pytest.mark.server_error
 def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() -> None:
     lost = threading.Event()
 
@@ -95,6 +97,7 @@ def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() 
         assert live.client.num_open == 0
 
 
+@pytest.mark.server_error
 def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() -> None:
     engines = [spec(start_process, i, step_s=0.01, drafts=False) for i in range(2)]
     policy = RestartPolicy(first_delay_s=0.05)
@@ -226,6 +229,7 @@ def test_sigterm_under_load_drains_or_tells_and_leaves_no_process(
         process.communicate()
 
 
+@pytest.mark.server_error
 def test_restarts_are_not_for_ever() -> None:
     """A device that never comes back ends the server with status 1, for its supervisor to see."""
 

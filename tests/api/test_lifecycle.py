@@ -111,6 +111,7 @@ def test_a_stream_that_waits_has_headers_after_a_second() -> None:
         s.close()
 
 
+@pytest.mark.server_error
 def test_an_error_before_the_first_token_has_its_status() -> None:
     def script(request: Request) -> Any:
         code = "queue_full" if request.sampling.max_tokens == 1 else "nan_logits"
@@ -144,6 +145,7 @@ def test_an_error_after_the_first_token_is_an_event() -> None:
         assert response.text.endswith("data: [DONE]\n\n") and '"error"' in response.text
 
 
+@pytest.mark.server_error
 def test_one_failed_choice_fails_its_request_and_no_other() -> None:
     long = IDS * 8  # under way when the other choice fails, on a busy machine too
 
@@ -214,6 +216,7 @@ def two_engines(**options: Any) -> list[ScriptedEngine]:
     return [ScriptedEngine(saying(IDS), name=f"engine-{i}", **options) for i in range(2)]
 
 
+@pytest.mark.server_error
 def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
     engines = two_engines(step_s=0.05)
     with LiveServer(engines) as live, ThreadPoolExecutor(8) as threads:
@@ -240,6 +243,7 @@ def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
         assert live.client.num_open == 0 and live.client.num_queued_tokens == 0
 
 
+@pytest.mark.server_error
 def test_the_only_engine_dies_and_comes_back() -> None:
     engine = ScriptedEngine(saying(IDS), step_s=0.02)
     policy = RestartPolicy(first_delay_s=0.5)

@@ -155,7 +155,7 @@ def test_what_others_call_otherwise_is_honoured(
         ({"regex": "a", "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
          "invalid_value"),
         ({"grammar": "root ::= nothing"}, "grammar", "invalid_value"),
-        ({"guided_json": {"not": {}}}, "guided_json", "invalid_value"),
+        ({"guided_json": {"not": {}}}, "guided_json", "unsupported_parameter"),
         ({"n_predict": 10_000, "max_tokens": None}, "n_predict", "context_length_exceeded"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai.types.responses import Response
 
+from server.api.faces.responses import KeptItems, MessageItem, TextPart
 from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
@@ -216,7 +217,7 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_search", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0]",
@@ -306,3 +307,21 @@ def test_an_error_before_the_first_event_is_one_once_the_headers_are_sent(
 
 def test_the_answer_is_openais(server: LiveServer) -> None:
     Response.model_validate(post(server, tools=[TOOL]).json(), strict=True)
+
+
+def test_items_are_kept_for_their_key_and_within_bounds() -> None:
+    def message(i: int, text: str = "x") -> MessageItem:
+        return MessageItem(id=f"msg_{i}", status="completed", content=[TextPart(text=text)])
+
+    kept = KeptItems(max_items=3, max_chars=100)
+    for i in range(4):
+        kept.keep("a", message(i))
+    kept.keep("b", message(9))
+    assert [kept.find("a", f"msg_{i}") is not None for i in (0, 1, 2, 3, 9)] == [
+        False, True, True, True, False,
+    ]  # fmt: skip
+    kept.keep("a", message(5, "x" * 100))
+    assert kept.find("a", "msg_3") is None and kept.find("a", "msg_5") is not None
+    kept.keep("a", message(6, "x" * 101))  # more than a key may have
+    assert kept.find("a", "msg_6") is None and kept.find("b", "msg_9") is not None
+    assert kept.find("b", None) is None and kept.find("c", {}) is None

@@ -197,6 +197,7 @@ def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> Non
             asyncio.run_coroutine_threadsafe(replicas.stop(), live._loop).result(30)
 
 
+@pytest.mark.server_error
 def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
     engines = [_scripted(i, step_s=0.03) for i in range(3)]
     replicas = LocalReplicas([spec for _, spec in engines])

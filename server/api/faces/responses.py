@@ -1,5 +1,5 @@
-"""POST /v1/responses: OpenAI's Responses API. A chat in another form; nothing is kept between
-requests, so references to stored things are refused.
+"""POST /v1/responses: OpenAI's Responses API. A chat in another form. Between requests the last
+items of answers are kept, in memory; other references to stored things are refused.
 
 One ResponseWriter makes the whole answer and OpenAI's events, so they agree.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, UnsetType, field
@@ -58,7 +60,7 @@ from server.types import INT31, Delta
 
 _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
-_NOT_STORED = "nothing is stored here; send the whole conversation as input"
+_NOT_STORED = "conversations are not stored here; send the whole one as input"
 _ONE = "a response is one message"
 
 
@@ -102,7 +104,6 @@ class ResponsesBody(GenerationBody):
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = {
         **GenerationBody.NEUTRAL,
-        "store": ((False,), "nothing is stored here; send false"),
         "background": ((False,), "requests are answered while the client waits"),
         "include": (
             ([], ["reasoning.encrypted_content"]), "there is nothing more to include",
@@ -136,10 +137,55 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
 
 
-def chat_of(body: ResponsesBody) -> Chat:
-    """The Chat of a body. Raises the client's errors (4xx)."""
+_Item = dict[str, Any]
+
+
+class KeptItems:
+    """The last items of each key's answers, as its next input may have them, for clients that send
+    an item's id in place of it (`item_reference`). In memory, and bounded by number and characters
+    per key: no key's items make another's go."""
+
+    def __init__(self, max_items: int = 512, max_chars: int = 1 << 20) -> None:
+        self._max_items = max_items
+        self._max_chars = max_chars
+        self._of: dict[str, OrderedDict[str, tuple[_Item, int]]] = {}
+        self._num_chars: Counter[str] = Counter()
+
+    def keep(self, tenant: str, item: OutputItem) -> None:
+        """Keep one; the key's oldest go."""
+        if isinstance(item, CallItem):
+            said = item.arguments
+            sent = {"type": "function_call", "call_id": item.call_id, "name": item.name,
+                    "arguments": said}  # fmt: skip
+        else:
+            said = "".join(part.text for part in item.content)
+            sent = {"role": "assistant", "content": said}
+        size = len(said)
+        items = self._of.setdefault(tenant, OrderedDict())
+        items[item.id] = sent, size
+        self._num_chars[tenant] += size
+        while len(items) > self._max_items or self._num_chars[tenant] > self._max_chars:
+            _, (_, oldest) = items.popitem(last=False)
+            self._num_chars[tenant] -= oldest
+
+    def find(self, tenant: str, item_id: Any) -> _Item | None:
+        """The item of an answer to this key, None where it is not kept."""
+        items = self._of.get(tenant)
+        if items is None or not isinstance(item_id, str) or item_id not in items:
+            return None
+        return items[item_id][0]
+
+
+def chat_of(body: ResponsesBody, kept: Callable[[Any], _Item | None] = lambda _: None) -> Chat:
+    """The Chat of a body. kept: the item that an id names. Raises the client's errors (4xx)."""
     check_tier(body.service_tier)
-    turns = turns_of(body.input)
+    if body.store:
+        raise UnsupportedFieldError(
+            "responses are not stored, and only the last items are kept in memory; only false is "
+            "taken, got true.",
+            at="store",
+        )
+    turns = turns_of(body.input, kept)
     if body.instructions is not None:
         turns.insert(0, Turn("system", body.instructions, "instructions"))
     text = body.text or TextBody()
@@ -189,8 +235,9 @@ _IGNORED = frozenset({"id", "status", "type", "phase", "annotations", "logprobs"
 """Members of items and parts that do not change the prompt: clients send whole answers back."""
 
 
-def turns_of(given: Any) -> list[Turn]:
-    """The input as Turns. Raises InvalidRequestError and its kin."""
+def turns_of(given: Any, kept: Callable[[Any], _Item | None] = lambda _: None) -> list[Turn]:
+    """The input as Turns. kept: the item that an id names. Raises InvalidRequestError and its
+    kin."""
     if isinstance(given, str):
         return [Turn("user", given, "input")]
     if not isinstance(given, list) or not given:
@@ -205,6 +252,17 @@ def turns_of(given: Any) -> list[Turn]:
         if not isinstance(item, dict):
             raise InvalidRequestError(f"must be an object; got {echoed(item)}.", at=at)
         kind = item.get("type", "message")
+        if kind == "item_reference":
+            refuse_members(item, {"id", "type"}, at)
+            found = kept(item.get("id"))
+            if found is None:
+                raise InvalidRequestError(
+                    f"no item {echoed(item.get('id'), 60)} is kept here: of each key the last ones "
+                    "are, in this process's memory. Send the item itself, as clients do with "
+                    "store: false.",
+                    at=f"{at}.id",
+                )
+            item, kind = found, found.get("type", "message")
         if kind == "reasoning" and all(map(says_nothing, map(item.get, ("content", "summary")))):
             continue
         turn = _turn(item, kind, at)
@@ -240,8 +298,8 @@ def _turn(item: Mapping[str, Any], kind: Any, at: str) -> Turn:
         refuse_members(item, {"call_id", "output", *_IGNORED}, at)
         return Turn("tool", _text_of(item, "output", at), at, call_id=_text(item, "call_id", at))
     raise UnsupportedFieldError(
-        f"{echoed(kind, 40)} is not available; only message, function_call and "
-        "function_call_output are, because nothing is stored and no tools run here.",
+        f"{echoed(kind, 40)} is not available; only message, function_call, "
+        "function_call_output and item_reference are, because no tools run here.",
         at=f"{at}.type",
     )
 
@@ -359,7 +417,7 @@ class Responses(TextFace[ResponsesBody]):
     """The route."""
 
     path = "/v1/responses"
-    summary = "A response; nothing is stored"
+    summary = "A response"
     body = ResponsesBody
     answer = ResponseAnswer
     chunks = (ResponseEvent, ErrorEvent)
@@ -368,15 +426,17 @@ class Responses(TextFace[ResponsesBody]):
     def __init__(self, context: RouteContext, chats: Chats) -> None:
         super().__init__(context)
         self._chats = chats
+        self._kept = KeptItems()
 
     async def generation(self, body: ResponsesBody, target: Target) -> Generation:
-        return await self._chats.generation(chat_of(body), target)
+        chat = chat_of(body, partial(self._kept.find, target.tenant))
+        return await self._chats.generation(chat, target)
 
     async def whole(self, order: Order, submission: Submission) -> ResponseAnswer:
         deltas = await submission.rest()
         writer = ResponseWriter(order, submission)
         writer.take(joined(deltas[0, 0]))
-        writer.finish()
+        self._finish(order, writer)
         return writer.answer
 
     async def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
@@ -395,7 +455,15 @@ class Responses(TextFace[ResponsesBody]):
                 raise
             yield writer.error(error)
             return
-        yield b"".join([_written(event) for event in writer.finish()])
+        yield b"".join([_written(event) for event in self._finish(order, writer)])
+
+    def _finish(self, order: Order, writer: ResponseWriter) -> list[ResponseEvent]:
+        """End the answer, and keep its items unless the client says store: false."""
+        events = writer.finish()
+        if order.body.store is not False:
+            for item in writer.answer.output:
+                self._kept.keep(order.target.tenant, item)
+        return events
 
     def late_error(self, error: TailorError) -> bytes:
         return _error_written(error, 0)

@@ -1,0 +1,168 @@
+"""A client that leaves is no fault: each route counts and logs 499 where its answer was not
+complete, streamed or not, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server.types import Request
+from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.live import LiveServer, wait_until
+from tests.api.test_decisions import CHOICE, scoring
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the", "max_tokens": 50},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the"}], "max_tokens": 50},
+    "/v1/responses": {"input": "the", "max_output_tokens": 50},
+    "/v1/decisions": {"input": "the", "questions": [CHOICE]},
+    "/v1/systemone": {
+        "state": "the", "questions": {"a": {"type": "choice", "instructions": "Which?",
+                                            "criteria": ["a", "b"]}},
+    },
+}  # fmt: skip
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+READ = ("/tokenize", "/detokenize", "/v1/chat/completions/render")
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    says, scores = saying(encode(" over the lazy dog")), scoring(-1.0, -2.0, -4.0)
+
+    def script(request: Request) -> Any:
+        return (scores if request.label_ids else says)(request)
+
+    return ScriptedEngine(
+        script, model="hermes", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
+    )
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
+    with LiveServer([engine], models={"hermes": served("hermes")}) as live:
+        yield live
+
+
+@pytest.fixture(autouse=True)
+def _open_gate(engine: ScriptedEngine) -> Iterator[None]:
+    yield
+    engine.gate.set()
+
+
+class Visitor:
+    """A client on a socket of its own, and what the server told of its request."""
+
+    def __init__(self, server: LiveServer, route: str, log: pytest.LogCaptureFixture) -> None:
+        log.set_level(logging.INFO, logger="tailor.http")
+        self._server, self._route, self._log = server, route, log
+        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        self._before = self._counted("499"), self._counted("200")
+
+    def send(self, body: dict[str, Any], share: float = 1.0) -> None:
+        """A POST of this body; of its bytes only a share."""
+        content = json.dumps({"model": "hermes", **body}).encode()
+        head = (
+            f"POST {self._route} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
+        )
+        self._socket.sendall(head.encode() + content[: int(len(content) * share)])
+
+    def read_until(self, text: bytes) -> None:
+        seen = b""
+        while text not in seen:
+            part = self._socket.recv(4096)
+            assert part, seen
+            seen += part
+
+    def leave(self, *, reset: bool) -> None:
+        if reset:
+            no_linger = struct.pack("ii", 1, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self._socket.close()
+
+    def was_told(self, status: str) -> None:
+        """The server counted and logged this status, and nothing as a fault."""
+        own = 0 if status == "499" else 1
+        wait_until(lambda: self._counted(status) == self._before[own] + 1)
+        assert self._counted("499") + self._counted("200") == sum(self._before) + 1
+        wait_until(lambda: any(hasattr(record, "status") for record in self._log.records))
+        [line] = [record for record in self._log.records if hasattr(record, "status")]
+        assert (line.levelno, str(line.status)) == (logging.INFO, status)  # type: ignore[attr-defined]
+        assert self._server.client.num_open == 0
+
+    def _counted(self, status: str) -> float:
+        name = "tailor_http_responses_total"
+        return self._server.sample(name, route=self._route, status=status)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("route", [*BODIES, *READ])
+def test_before_its_body_is_complete(
+    server: LiveServer, route: str, reset: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    visitor = Visitor(server, route, caplog)
+    visitor.send(BODIES.get(route, {"prompt": "the"}), share=0.5)
+    visitor.leave(reset=reset)
+    visitor.was_told("499")
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+def test_while_its_answer_is_made(
+    server: LiveServer,
+    engine: ScriptedEngine,
+    route: str,
+    stream: bool,
+    reset: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if stream and route not in STREAMED:
+        pytest.skip("the route has no streams")
+    engine.gate.clear()
+    visitor = Visitor(server, route, caplog)
+    visitor.send({**BODIES[route], **({"stream": True} if stream else {})})
+    wait_until(lambda: server.client.num_open >= 1)
+    visitor.leave(reset=reset)
+    visitor.was_told("499")
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("route", STREAMED)
+def test_in_the_middle_of_a_stream(
+    server: LiveServer,
+    engine: ScriptedEngine,
+    route: str,
+    reset: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine.step_s = 0.05
+    try:
+        visitor = Visitor(server, route, caplog)
+        visitor.send({**BODIES[route], "stream": True})
+        visitor.read_until(b"lazy")
+        visitor.leave(reset=reset)
+        visitor.was_told("499")
+    finally:
+        engine.step_s = 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+def test_once_it_has_its_answer(
+    server: LiveServer, route: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if stream and route not in STREAMED:
+        pytest.skip("the route has no streams")
+    visitor = Visitor(server, route, caplog)
+    visitor.send({**BODIES[route], **({"stream": True} if stream else {})})
+    visitor.read_until(b"\r\n0\r\n\r\n" if stream else b'"usage"')
+    visitor.leave(reset=True)
+    visitor.was_told("200")
