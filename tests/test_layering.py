@@ -76,7 +76,6 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.model": {
         *EVERYONE,
         "server.machine",
-        "server.engine.ahead",
         "server.engine.batch",
         "server.engine.reference_sampler",
         *FILES,

@@ -43,7 +43,6 @@ def rows_of(token_ids: Sequence[int], start: int, *, root: int | None, targets: 
     is_chain = root is not None
     return Batch(
         token_ids=np.asarray(token_ids, np.int32),
-        token_from=np.full(num, -1, np.int32),
         positions=positions,
         seq_ids=np.zeros(num, np.int32),
         slots=positions,

@@ -107,7 +107,6 @@ def batch_of(case: Case, vocab_size: int) -> Batch:
     params = DrawParams(s, 0, none, none, none, none, 0)
     return Batch(
         token_ids=np.random.default_rng(1).integers(0, vocab_size, n * per).astype(np.int32),
-        token_from=np.full(n * per, -1, np.int32),
         positions=positions.astype(np.int32),
         seq_ids=seq_ids,
         slots=slots.astype(np.int32),

@@ -88,7 +88,6 @@ def decode(shape: Shape, num_seqs: int, *, logprobs: bool = False) -> Batch:
     s = SamplingParams(temperature=0.0, num_logprobs=1 if logprobs else None)
     return Batch(
         token_ids=np.random.default_rng(1).integers(9, shape.vocab_size, num_seqs, np.int32),
-        token_from=zeros - 1,
         positions=zeros + at,
         seq_ids=rows,
         slots=tables[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE,

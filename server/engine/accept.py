@@ -1,33 +1,30 @@
-"""What becomes of the drawn ids: pure functions, no engine state.
+"""What becomes of the ids of a run: where they end a choice, and what is counted of them.
 
-ahead.follow walks the tree along the drawn ids (docs/DESIGN.md 1.1: only integers are compared).
-`cut` is the one place where EOS, stop ids, stop strings, max_tokens and the context limit end a
-run; usage, logprobs, counts and learning all come from the run that `cut` leaves.
+trees.follow walks the tree along the drawn ids (docs/DESIGN.md 1.1: only integers are compared) and
+ends the run at EOS, stop ids, max_tokens and the context's limit; `cut` ends it at a stop string
+and where a grammar's text is complete. Usage, logprobs, counts and learning all come from the run
+that they leave.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from server.engine.grammar import GrammarState
-from server.engine.stops import StopMatcher
+import numpy as np
+
+from server.engine.sequence import Sequence
+from server.engine.trees import (
+    END,
+    END_ID,
+    LENGTH,
+    NUM_CHOICE_LINES,
+    NUM_FOUND_LINES,
+    SEAT,
+    follow,
+)
 from server.types import FinishReason, StepCounts
-
-
-@dataclass(frozen=True, slots=True)
-class StopRules:
-    """What ends one choice.
-
-    eos_ids, stop_ids: ids that end it (EOS empty under ignore_eos). max_output: most tokens it may
-    have, the context limit included. min_tokens: up to this many tokens no stop string counts.
-    """
-
-    eos_ids: frozenset[int]
-    stop_ids: frozenset[int]
-    max_output: int
-    min_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +36,44 @@ class StopCut:
     stop_reason: int | bytes | None = None
 
 
-_GOES_ON = StopCut(1)  # what most steps end with
+def cut(sequence: Sequence, ids: SequenceOf[int], why: int) -> StopCut:
+    """Where a run ends its choice.
 
-
-def cut(
-    run: Sequence[int],
-    num_output: int,
-    rules: StopRules,
-    matcher: StopMatcher | None,
-    grammar: GrammarState | None = None,
-) -> StopCut:
-    """Where the run of newly drawn ids ends the choice.
-
-    run: ids in order, at least one. num_output: tokens the choice had before. The matcher, if any,
-    has taken exactly those; afterwards it has taken the kept ones too. So has the grammar's state,
-    but for an EOS, stop id or stop string that ends the choice.
+    ids: in order, at least one, not appended yet. why: as `follow` found it: what the last one
+    ends. The sequence's matcher, if any, has taken exactly the tokens before the run; afterwards it
+    has taken the kept ones too. So has the grammar's state, but for an EOS, stop id or stop string
+    that ends the choice.
 
     Order at each token: EOS, stop id, stop string, a grammar that is complete, length. The token
     that ends the choice is kept (usage counts it); the text of an EOS or stop id, and of a stop
     string, is the API's to drop.
     """
-    for i, token in enumerate(run):
-        if token in rules.eos_ids:
-            return StopCut(i + 1, "stop")
-        if token in rules.stop_ids:
-            return StopCut(i + 1, "stop", token)
-        count = num_output + i + 1
+    matcher, grammar = sequence.matcher, sequence.grammar
+    num_output, min_tokens = sequence.num_output, sequence.request.sampling.min_tokens
+    num_text = len(ids) - (why == END_ID)
+    for i in range(num_text if matcher is not None or grammar is not None else 0):
         if matcher is not None:
-            found = matcher.push(token)
-            if found is not None and count > rules.min_tokens:
+            found = matcher.push(ids[i])
+            if found is not None and num_output + i + 1 > min_tokens:
                 return StopCut(i + 1, "stop", found)
-        if grammar is not None and (not grammar.consume(token) or grammar.is_complete):
+        if grammar is not None and (not grammar.consume(ids[i]) or grammar.is_complete):
             return StopCut(i + 1, "stop", b"")
-        if count >= rules.max_output:
-            return StopCut(i + 1, "length")
-    return _GOES_ON if len(run) == 1 else StopCut(len(run))
+    if why == END_ID:
+        return StopCut(len(ids), "stop", None if ids[-1] in sequence.eos_ids else ids[-1])
+    return StopCut(len(ids), "length" if why == LENGTH else None)
+
+
+def why_ended(sequence: Sequence, token: int) -> int:
+    """What one more token ends, as `follow` has it. The sequence is not simple."""
+    table = sequence.table
+    choice = np.zeros((NUM_CHOICE_LINES, 1), np.int32)
+    choice[SEAT] = sequence.seat
+    found, none = np.empty((NUM_FOUND_LINES, 1), np.int32), np.empty((3, 0), np.int32)
+    follow(
+        table.numbers, table.blocks, table.ends, table.block_size, choice, none,
+        np.array([token], np.int32), np.empty((3, 1), np.int32), found, none[:2],
+    )  # fmt: skip
+    return int(found[END, 0])
 
 
 @functools.cache
@@ -83,12 +83,12 @@ def plain_step(no_draft_reason: str) -> StepCounts:
 
 
 def count_step(
-    parents: Sequence[int],
-    source: Sequence[int],
-    accepted: Sequence[int],
-    source_names: Sequence[str],
+    parents: SequenceOf[int],
+    source: SequenceOf[int],
+    accepted: SequenceOf[int],
+    source_names: SequenceOf[str],
     no_draft_reason: str,
-    survival: Sequence[float] = (),
+    survival: SequenceOf[float] = (),
     model_s: float = 0.0,
 ) -> StepCounts:
     """The StepCounts of one decode step of one choice.
@@ -140,7 +140,7 @@ def count_step(
 
 
 def sources_of(
-    accepted: Sequence[int], num_kept: int, source: Sequence[int], source_names: Sequence[str]
+    accepted: SequenceOf[int], num_kept: int, source: SequenceOf[int], source_names: SequenceOf[str]
 ) -> list[str]:
     """Who drafted each kept token of a run: a source's name, "" for the token nothing drafted.
 
@@ -155,10 +155,10 @@ def sources_of(
 
 
 def rejected_paths(
-    token_ids: Sequence[int],
-    parents: Sequence[int],
-    source: Sequence[int],
-    accepted: Sequence[int],
+    token_ids: SequenceOf[int],
+    parents: SequenceOf[int],
+    source: SequenceOf[int],
+    accepted: SequenceOf[int],
 ) -> list[tuple[int, int, tuple[int, ...]]]:
     """What was drafted and not accepted: (place, source, ids) of each path to a rejected leaf.
 

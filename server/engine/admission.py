@@ -25,7 +25,7 @@ from server.engine.blocks import root_key
 from server.engine.drafting import DrafterRegistry
 from server.engine.grammar import GrammarState
 from server.engine.grammar_compiler import GrammarTemplate
-from server.engine.scheduler import Scheduler
+from server.engine.plan import Scheduler
 from server.engine.sequence import Sequence, Status
 from server.engine.settings import EngineSettings
 from server.engine.slices import SliceBook
@@ -205,8 +205,8 @@ class Admission:
                 choice_id,
                 self._num_arrived,
                 max_model_len=self._info.max_model_len,
-                block_size=self._info.block_size,
-                eos_token_ids=self._eos,
+                table=self._scheduler.table,
+                eos_ids=self._eos,
                 stop_table=stops,
                 root_key=key,
             )

@@ -11,9 +11,8 @@ A prompt or last-token row writes its KV into the slot of its own position, so i
 prefix_len = position + 1 and an empty path. A tree node at depth d (1-based) under a root at
 position p has prefix_len = p + 1, position p + d and a path of d slots ending in its own.
 
-Everything here is numpy and frozen. One Batch may be
-launched again once it was waited for, with its rows moved on in place (steady.py): then its
-token_ids, positions, slots, prefix_len, draw_positions and block_tables hold other numbers.
+Everything here is numpy and frozen. A Batch may be launched again once it was waited for, as the
+next step of the same choices (build.py): then its arrays hold other numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.ahead import Ahead
 from server.types import DeviceFigures, ModelInfo, SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -121,11 +119,9 @@ class Batch:
     left out is empty.
 
     Rows (each int32 [R] unless said):
-      token_ids; token_from (-1, or the index of the draw of the previous Batch whose id this row
-      takes, which was not known when the Batch was made: flights.py); positions (depth,
-      not slot); seq_ids (index into block_tables); slots (where this row's K and V are written;
-      unique in the batch);
-      prefix_len; path_start, path_len (into path_slots).
+      token_ids; positions (depth, not slot); seq_ids (index into block_tables); slots (where this
+      row's K and V are written; unique in the batch); prefix_len; path_start, path_len (into
+      path_slots).
     path_slots: int32 [P].
     block_tables: int32 [S, max_blocks], unused entries 0. Slot of position p of sequence s =
       block_tables[s, p // block_size] * block_size + p % block_size.
@@ -151,15 +147,11 @@ class Batch:
 
     num_prefill_rows, num_draft_rows: of the R rows, for metrics and the cost table.
 
-    ahead: None; or what this Batch takes from the draws of the Batch before, which were not known
-      when it was made: it is computed as ahead.resolve makes it. For a FollowingRunner.
-
     seq_adapters: None, or int32 [S]: the place of each sequence's adapter (AdaptingRunner), -1 for
       the base model. None in a step without adapters.
     """
 
     token_ids: Int32
-    token_from: Int32
     positions: Int32
     seq_ids: Int32
     slots: Int32
@@ -185,7 +177,6 @@ class Batch:
     draw_keep: Int32 | None = None
     seq_adapters: Int32 | None = None
     num_likely: int = 0
-    ahead: Ahead | None = None
 
     @property
     def num_rows(self) -> int:
@@ -276,17 +267,6 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Idempotent."""
-
-
-@runtime_checkable
-class FollowingRunner(Runner, Protocol):
-    """A Runner that takes Batches with `ahead`, whatever is sampled, and answers with the draws of
-    the Batch that they resolve to (ahead.resolve; `verify` and slices have no part in it).
-
-    follows_trees: whether it does so without waiting for the step before in `launch`.
-    """
-
-    follows_trees: bool
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from server.engine.plan import Plan
+    from server.engine.plan import Rows
 
 NUM_CLASSES = 8
 """Of numbers of choices that draw in a step: 1, 2, up to 4, 8, 16, 32, 64, more."""
@@ -77,12 +77,12 @@ class HostTimes:
                 times[i] *= scale
         own[at] *= math.exp((self.REFRESH - self.SCALE_REFRESH) * off)
 
-    def observe_step(self, plan: Plan, has_asked: bool, seconds: float) -> None:
+    def observe_step(self, plan: Rows, has_asked: bool, seconds: float) -> None:
         """A step of an engine took so long beside the model. has_asked: as with_drafts."""
         if plan.num_rows > plan.num_prefill_rows:
             self.observe_mix(plan.num_prefill_rows > 0)
         if not plan.num_prefill_rows:
-            self.observe(len(plan.items), has_asked, seconds)
+            self.observe(len(plan.sequences), has_asked, seconds)
 
     def observe_asking(self, seconds: float, num_choices: int) -> None:
         """So many choices might be asked in a step, and some were, which took so long."""

@@ -1,16 +1,16 @@
 """Engine: the step loop. `step` is the loop's body; the other methods are the verbs that it uses.
 
-    schedule -> propose -> build -> launch -> (the device works) -> wait -> accept
+    plan -> draft -> build -> launch -> (the device works) -> wait -> commit
 
 The engine owns its sequences, blocks and queues, runs on one thread, and knows neither torch nor
 HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit` and `abort`, and
 `step` returns Deltas. A request that fails fails alone; the others of its step are computed again.
 
-Its parts hand data back and never call it: admission.py (who may be served), step_drafts.py and
-planner.py (who drafts), steady.py (steps like the one before),
-emission.py (from drawn ids to tokens), exact.py (verification), deltas.py (what is handed out),
-step_figures.py (what it took), recovery.py (after a failed step), control.py (what is kept of
-tasks).
+What it knows of its choices lies in a Table (table.py), which all parts read and write. They hand
+data back and never call it: admission.py (who may be served), plan.py (which rows a step computes),
+step_drafts.py and planner.py (who drafts), build.py (from rows to a Batch), commit.py (from drawn
+ids to tokens and Deltas), exact.py (verification), step_figures.py (what a step took), recovery.py
+(after a failed step), control.py (what is kept of tasks).
 """
 
 from __future__ import annotations
@@ -30,17 +30,14 @@ from server.engine.admission import Admission
 from server.engine.batch import Runner
 from server.engine.blocks import BlockPool
 from server.engine.budget import CostTable, DraftBudget
-from server.engine.build import build_batch
-from server.engine.chunked_prefill import chunked_prefill_rows
+from server.engine.build import Builder
+from server.engine.commit import Committer, Ending
 from server.engine.control import TaskControl
-from server.engine.deltas import Ending, next_delta, refused
 from server.engine.drafting import DrafterFactory, DrafterRegistry
-from server.engine.emission import Emission
 from server.engine.exact import ExactVerifier, Outcome
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
-from server.engine.masks import step_masks
-from server.engine.plan import Plan, Scheduled, Span
+from server.engine.plan import Rows, Scheduler
 from server.engine.planner import DraftPlanner
 from server.engine.recovery import Recovery, RunnerBrokenError
 from server.engine.results import (
@@ -48,26 +45,21 @@ from server.engine.results import (
     StepFailedError,
     draw_failure,
     guarded,
-    take_scores,
     wait_for,
 )
-from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, Status
 from server.engine.sessions import DraftSessions
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
-from server.engine.steady import SteadySteps
-from server.engine.step_drafts import Step, StepDrafts
+from server.engine.step_drafts import NO_DRAFTS, Step, StepDrafts
 from server.engine.step_figures import StepFigures
 from server.engine.stops import StopTable
+from server.engine.table import Table
 from server.engine.task_store import TaskStore
+from server.engine.trees import Trees, no_trees
 from server.types import Delta, EngineStats, Request
 
 _log = logging.getLogger(__name__)
-
-
-def _nothing() -> None:
-    """What `meanwhile` is where nothing is to be done."""
 
 
 class Engine:
@@ -110,12 +102,8 @@ class Engine:
         }
         """What ("control", ...) messages may call, by name, with plain values."""
         self.pool = BlockPool(info.num_blocks, info.block_size, prefix_cache=settings.prefix_cache)
-        self.scheduler = Scheduler(
-            self.pool,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            chunked_prefill_rows=settings.most_prefill_rows,
-        )
+        self.table = Table(block_size=info.block_size, max_model_len=info.max_model_len)
+        self.scheduler = Scheduler(self.table, self.pool, settings, cost)
         self.budget = DraftBudget(cost)
         self.planner = DraftPlanner(self.budget, info.vocab_size)
         control = settings.exact_control(info.vocab_size)
@@ -127,7 +115,6 @@ class Engine:
             self.drafters, drafts=settings.max_draft_rows > 0, is_beside=info.device != "cpu"
         )
         self.recovery = Recovery(settings.max_failures)
-        self._cost = cost
         self._grammars = grammars
         self._open: dict[str, list[Sequence]] = {}
         self.admission = Admission(
@@ -139,9 +126,8 @@ class Engine:
             self.scheduler, self.sessions, self.planner, settings.max_draft_rows
         )
         self._exact = ExactVerifier(self.slices, self.sessions)
-        self._emission = Emission(self.slices, self.sessions, self._exact)
-        self._steady = SteadySteps(self.scheduler, self._drafts, self.admission, self.adapters)
-        self._deltas: list[Delta] = []
+        self._builder = Builder(self.table)
+        self._committer = Committer(self.scheduler, self.slices, self.sessions, self._exact)
         self._figures = StepFigures(cost, self.budget, self.slices)
 
     # -- the loop ---------------------------------------------------------------------------
@@ -152,7 +138,7 @@ class Engine:
         once the step is done, whose Deltas the next call gives. Raises RunnerBrokenError."""
         began = time.perf_counter()
         self.sessions.settle_rest()
-        step = self._steady.next() or self._begin()
+        step = self._begin()
         if step is None:
             return self.take_deltas()
         unheard: Exception | None = None
@@ -160,15 +146,15 @@ class Engine:
             self._launch(step)
             launched = time.perf_counter()
             try:
-                (meanwhile or _nothing)()
+                if meanwhile is not None:
+                    meanwhile()
             except Exception as error:
                 unheard = error
             results = self._complete(step, lambda: time.perf_counter() - launched)
         except StepFailedError as failure:
-            self._steady.drop()
-            self._recover(step.plan, failure.error)
+            self._recover(step.rows, failure.error)
         else:
-            self._figures.observe(step, began, results, is_steady=self._steady.has(step))
+            self._figures.observe(step, began, results)
         if unheard is not None:
             raise unheard
         return self.take_deltas()
@@ -201,7 +187,7 @@ class Engine:
 
     def take_deltas(self) -> list[Delta]:
         """Deltas not handed out yet (of refused and aborted requests too)."""
-        deltas, self._deltas = self._deltas, []
+        deltas, self._committer.deltas = self._committer.deltas, []
         return deltas
 
     @property
@@ -252,12 +238,12 @@ class Engine:
             request = replace(request, speculation=spec)
         refusal = self.admission.refusal(request)
         if refusal is not None:
-            self._deltas += refused(request, refusal.message, refusal.code)
+            self._committer.refuse(request, refusal.message, refusal.code)
             return
         sequences = self.admission.open(request)
         leader = sequences[0]
         self._open[request.request_id] = sequences
-        if leader.rules.max_output == 0 and not (leader.scores_prompt or request.label_ids):
+        if leader.max_output == 0 and not (leader.scores_prompt or request.label_ids):
             for sequence in list(sequences):  # nothing to compute
                 sequence.num_cached_tokens = 0
                 self._finish(sequence, Ending("length"))
@@ -295,7 +281,7 @@ class Engine:
 
     # -- verbs of the step ------------------------------------------------------------------
 
-    def _schedule(self) -> Plan:
+    def _plan(self) -> Rows:
         """The rows of the step. First, requests whose wait is over are queued or failed."""
         self.adapters.poll()
         if self.admission.num_preparing:
@@ -304,119 +290,65 @@ class Engine:
                 self.scheduler.enqueue(leader)
             for failure in failed:
                 self._fail(*failure)
-        self._tend_queue()
-        self.scheduler.chunked_prefill_rows = chunked_prefill_rows(
-            self.settings, self._cost, self.scheduler.running
-        )
-        suspect = self.recovery.suspect
-        plan = self.scheduler.schedule(suspect)
-        if not plan.items and suspect is not None and not plan.failed:
-            self.recovery.give_up()
-            plan = self.scheduler.schedule()
-        for sequence in plan.failed:
-            self._fail(sequence, "the KV cache is too small for this request", "kv_exhausted")
-        now = time.monotonic()
-        for item in plan.items:
-            if item.sequence.first_step_s == 0.0:
-                item.sequence.first_step_s = now
-                self.slices.seat(item.sequence)
-                self.sessions.seat(item.sequence)
-        self.slices.decide(plan.items)
-        return plan
-
-    def _tend_queue(self) -> None:
-        """What has to be looked at in every step, those that are launched ahead too."""
         self.tasks.take_learned(gives_way=bool(self.scheduler.waiting))
         for failure in self.admission.expired():
             self._fail(*failure)
+        suspect = self.recovery.suspect
+        rows = self.scheduler.plan(suspect)
+        if not rows.num_rows and suspect is not None and not rows.failed:
+            self.recovery.give_up()
+            rows = self.scheduler.plan()
+        for sequence in rows.failed:
+            self._fail(sequence, "the KV cache is too small for this request", "kv_exhausted")
+        if not rows.is_plain:
+            now = time.monotonic()
+            for sequence in rows.sequences:
+                if sequence.first_step_s == 0.0:
+                    sequence.first_step_s = now
+                    self.slices.seat(sequence)
+                    self.sessions.seat(sequence)
+            self.slices.decide(rows)
+        return rows
 
     def _begin(self) -> Step | None:
         """Plan the next step; None without rows."""
-        plan = self._schedule()
-        if not plan.items:
+        rows = self._plan()
+        if not rows.num_rows:
             return None
-        is_plain = self.recovery.suspect is not None  # an isolated step runs without drafts
-        drafts = self._drafts.propose(plan, is_plain=is_plain)
-        items, trees = plan.items, drafts.trees
-        masks = step_masks(items, trees)
-        likely = self.sessions.num_likely(items, drafts.ceiling)
-        built = build_batch(items, trees, plan.num_prefill_rows, masks, likely)
-        batch = self.slices.attach(items, built.spans, built.batch, self.scheduler.running)
-        return Step(plan, drafts, replace(built, batch=batch))
+        drafts, likely = NO_DRAFTS, 0
+        has_drafters = self.sessions.has_drafters(rows.sequences)
+        if has_drafters:  # an isolated step runs without drafts
+            drafts = self._drafts.propose(rows, is_plain=self.recovery.suspect is not None)
+            likely = self.sessions.num_likely(rows, drafts.ceiling)
+        trees = Trees.of(drafts.trees) if drafts.trees else no_trees(len(rows.sequences))
+        built = self._builder.build(rows, trees, likely)
+        batch = built.batch
+        if not rows.is_plain:
+            batch = self.slices.attach(rows, built, self.scheduler.running)
+        return Step(rows, drafts, trees, built, batch, has_drafters)
 
     def _launch(self, step: Step) -> None:
         """Give a step to the runner. Raises StepFailedError."""
-        if step.plan.copies:
-            copies = np.array(step.plan.copies, np.int32)
+        if step.rows.copies:
+            copies = np.array(step.rows.copies, np.int32)
             guarded(self.runner.copy_blocks, copies[:, 0].copy(), copies[:, 1].copy())
-        guarded(self.runner.launch, step.built.batch)
+        guarded(self.runner.launch, step.batch)
 
     def _complete(self, step: Step, clock: Callable[[], float]) -> Results:
         """What is done while a step computes, and with what it drew. Raises StepFailedError.
         clock: the step's seconds so far."""
-        if self._steady.has(step):
-            results = wait_for(self.runner.wait, clock)
-            for sequence, draw in self._steady.accept(results, self._deltas):
-                self._conclude(self._emission.emit(sequence, None, draw, results))
-            return results
-        sequences = [item.sequence for item in step.plan.items]
-        self.sessions.settle(sequences, draws_first=step.plan.num_prefill_rows > 0)
+        rows, committer = step.rows, self._committer
+        if step.has_drafters:
+            self.sessions.settle(rows.sequences, draws_first=rows.num_prefill_rows > 0)
         results = wait_for(self.runner.wait, clock)
-        self._accept(step, results)
-        self._verify_exact()
-        self._move()
-        self._steady.keep(step, results)
+        for outcome in committer.commit(rows, step.trees, step.built, results):
+            self._conclude(outcome)
+        self.recovery.step_done(bool(rows.draws.any()))
+        if not rows.is_plain:
+            self._verify_exact()
+        if committer.moves.shape[1]:
+            guarded(self.runner.move_slots, *committer.moves)
         return results
-
-    def _accept(self, step: Step, results: Results) -> None:
-        plan, built = step.plan, step.built
-        for item, tree, span in zip(plan.items, step.drafts.trees, built.spans, strict=True):
-            if item.sequence.status is Status.FINISHED:
-                continue  # another choice of its request has failed in this step
-            item.sequence.num_computed = item.start + item.num_rows
-            take_scores(item.sequence, built.batch, results, span)
-            if not item.draws:
-                self.scheduler.publish(item.sequence)
-            elif item.sequence.rules.max_output == 0:
-                self._finish_scored(item, span, results)
-            elif item.sequence.siblings:
-                self._fork(item.sequence, span, results)
-            else:
-                self._conclude(self._emission.emit(item.sequence, tree, span.draw, results))
-        self.recovery.step_done(any(item.draws for item in plan.items))
-
-    def _finish_scored(self, item: Scheduled, span: Span, results: Results) -> None:
-        """Finish a request that wants logprobs of its prompt or of labels, and no tokens."""
-        sequence = item.sequence
-        self.scheduler.publish(sequence)
-        first = span.score + span.num_scores
-        sequence.label_logprobs = tuple(
-            results.drawn.score_logprobs[first : first + span.num_labels].tolist()
-        )
-        for choice in (*sequence.siblings, sequence):
-            choice.prompt_logprobs = sequence.prompt_logprobs
-            choice.num_cached_tokens = sequence.num_cached_tokens
-            self._finish(choice, Ending("length"))
-
-    def _fork(self, leader: Sequence, span: Span, results: Results) -> None:
-        """Every choice draws its own first token from the prompt's last row, then runs alone."""
-        children, leader.siblings = leader.siblings, []
-        self.scheduler.publish(leader)
-        for child in children:
-            child.prompt_logprobs = leader.prompt_logprobs
-            child.num_cached_tokens = leader.num_cached_tokens
-            child.first_step_s = leader.first_step_s
-            child.no_draft_reason = "prefill"
-            self.slices.seat(child)
-            self.sessions.seat(child)
-        for i, child in enumerate(children):
-            self._conclude(self._emission.emit(child, None, span.draw + 1 + i, results))
-            if leader.status is Status.FINISHED:
-                return  # a choice that failed has taken the request with it
-            if child.status is Status.NEW:
-                self.scheduler.fork(leader, child)
-        leader.no_draft_reason = "prefill"
-        self._conclude(self._emission.emit(leader, None, span.draw, results))
 
     def _verify_exact(self) -> None:
         """Verify the tokens of `exact` sequences, when some are due."""
@@ -427,10 +359,8 @@ class Engine:
         for outcome in self._exact.check():
             self._conclude(outcome)
 
-    def _conclude(self, outcome: Outcome | None) -> None:
+    def _conclude(self, outcome: Outcome) -> None:
         """The verified mark has moved: publish blocks, then finish, fail or release."""
-        if outcome is None:  # its tokens wait to be verified
-            return
         sequence, end = outcome.sequence, outcome.end
         if outcome.problem:
             self._fail(sequence, *draw_failure(outcome.problem, sequence))
@@ -442,21 +372,15 @@ class Engine:
         if sequence.status is Status.RUNNING:
             self.scheduler.trim(sequence)
         if sequence.num_verified > sequence.num_released:
-            self._deltas.append(next_delta(sequence, self.slices))
-
-    def _move(self) -> None:
-        """Copy the KV of accepted nodes to their slots."""
-        moves = self._emission.moves.take()
-        if moves is not None:
-            guarded(self.runner.move_slots, *moves)
+            self._committer.release(sequence)
 
     # -- ends -------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, ending: Ending) -> None:
         """Hand out the last Delta of a choice; give back its blocks, seat and session."""
-        self._deltas.append(next_delta(sequence, self.slices, ending))
+        self._committer.release(sequence, ending)
         self.scheduler.remove(sequence)
-        self._steady.drop()
+        self._builder.forget()
         self.sessions.close(sequence)
         self.slices.leave(sequence)
         request_id = sequence.request.request_id
@@ -468,26 +392,26 @@ class Engine:
                 self.adapters.release(sequence.adapter)
         finished = ending.finish_reason in ("stop", "length")
         self.tasks.remember(sequence, finished, is_last=not sequences)
+        self.table.give_back(sequence.seat)
 
     def _fail(self, sequence: Sequence, message: str, code: str) -> None:
         """Fail a whole request: every open choice gets the error."""
         for choice in list(self._open.get(sequence.request.request_id, ())):
             self._finish(choice, Ending("error", None, message, code))
 
-    def _recover(self, plan: Plan, error: Exception) -> None:
+    def _recover(self, rows: Rows, error: Exception) -> None:
         """The runner raised: drop the step and everything in the KV cache.
 
         Raises RunnerBrokenError after too many failures in a row.
         """
-        self._emission.moves.take()
         self._exact.drop()
         self.pool.drop_cache()
         text = f"{type(error).__name__}: {error}"[:300]
         _log.error("a step failed: %s", text, exc_info=error)
         was_too_large = isinstance(error, MemoryError) and self.scheduler.make_smaller(
-            plan.num_rows
+            rows.num_rows
         )
-        blame = self.recovery.step_failed(plan.items, was_too_large=was_too_large)
+        blame = self.recovery.step_failed(rows.sequences, was_too_large=was_too_large)
         if blame.culprit is not None:
             self._fail(blame.culprit, "the model failed on this request", "engine_error")
         for sequence in blame.others:

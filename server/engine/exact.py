@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from server.engine.accept import StopCut, cut
+from server.engine.accept import StopCut, cut, why_ended
 from server.engine.batch import NO_TOKEN_LEFT
 from server.engine.results import Results, wait_for
 from server.engine.sequence import Sequence, Status
@@ -114,8 +114,8 @@ class ExactVerifier:
 
     def _replace(self, sequence: Sequence, token: int, num_computed: int) -> Outcome:
         """Emit the right token in place of the first wrong one; it is verified already."""
-        rules, grammar = sequence.rules, sequence.grammar
-        end = cut([token], sequence.num_output, rules, sequence.matcher, grammar)
+        grammar = sequence.grammar
+        end = cut(sequence, [token], why_ended(sequence, token))
         if grammar is not None and grammar.problem:
             return Outcome(sequence, end, NO_TOKEN_LEFT)
         if sequence.request.report_sources:

@@ -15,7 +15,7 @@ from server.engine.adapters import AdapterShelf
 from server.engine.admission import Admission
 from server.engine.batch import MeasuredRunner, Runner
 from server.engine.blocks import BlockPool
-from server.engine.scheduler import Scheduler
+from server.engine.plan import Scheduler
 from server.engine.slices import SliceBook
 from server.engine.task_store import TaskStore
 from server.types import (

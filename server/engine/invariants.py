@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from server.engine.blocks import BlockPool
-from server.engine.scheduler import Scheduler
+from server.engine.plan import Scheduler
 from server.engine.sequence import Sequence, Status
 
 
 def check_state(
     pool: BlockPool, scheduler: Scheduler, open_requests: Iterable[list[Sequence]]
 ) -> None:
-    """Raise AssertionError unless blocks, queues and open requests agree."""
+    """Raise AssertionError unless table, blocks, queues and open requests agree."""
     running, waiting = scheduler.running, scheduler.waiting
     alive = [s for sequences in open_requests for s in sequences]
     pool.check([s.blocks() for s in alive])
@@ -21,9 +21,7 @@ def check_state(
     assert running == sorted(running, key=lambda s: s.order)
     assert waiting == sorted(waiting, key=lambda s: s.order)
     assert scheduler.num_waiting_tokens == sum(s.num_tokens for s in waiting)
+    scheduler.table.check([s.seat for s in alive])
     for s in alive:
-        assert s.num_released <= s.num_verified <= s.num_output
-        assert s.num_computed <= s.num_tokens
+        assert s.last_id == s.ids[s.num_tokens - 1]
         assert s.status is Status.RUNNING or s.num_blocks == 0
-        assert s.num_computed <= s.num_blocks * s.block_size
-        assert s.num_published * s.block_size <= s.prompt_len + s.num_verified

@@ -1,54 +1,415 @@
-"""What a step will compute: rows of sequences (Plan), and where a Batch's results lie (Built).
+"""Which rows of which choices a step computes, and whose blocks hold them.
 
-Plain records, each written once: the scheduler writes a Plan, build.py a Built.
+Rows are the only unit. A decoding sequence has one row pending, a prompt many; both are "rows
+that still have to be computed", and so is what a preempted sequence has to recompute. Rules:
+
+- decodes first, then chunks of prompts under way, then admissions; each in the order
+  (due, arrival, choice), where a step of priority moves the due time by PRIORITY_STEP_S: within a
+  priority nothing is overtaken, and nothing starves whatever others ask for;
+- chunked prefill: a long prompt in one step would delay every choice that decodes, so while others
+  decode, prompts get at most `chunked_prefill_rows` rows a step, by the measured cost of rows;
+- when blocks run out the lowest priority, latest arrival is preempted: it loses its blocks and
+  recomputes later. The first in order always makes progress. A sequence that is alone and still
+  does not fit fails, and only it;
+- an admission never preempts anyone. Drafts take what is left and never preempt either.
 """
 
 from __future__ import annotations
 
+import logging
+from bisect import insort
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from server.engine.batch import Batch, Int32
-from server.engine.sequence import Sequence
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Int32
+from server.engine.blocks import BlockPool, chain_key
+from server.engine.budget import CostTable
+from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.settings import EngineSettings
+from server.engine.table import Table
+
+_log = logging.getLogger(__name__)
+
+
+def _order(sequence: Sequence) -> tuple[float, int, int, int]:
+    return sequence.order
 
 
 @dataclass(slots=True)
-class Scheduled:
-    """Rows [start, start + num_rows) of one sequence; `draws` when the last one is drawn from."""
+class Rows:
+    """The rows of a step: of each item, positions [start, start + num) of one choice.
 
-    sequence: Sequence
-    start: int
+    sequences, seats, start, num: by item; int32 [items]. Choices that decode come first. draws:
+    bool, whether an item's last row is drawn from. num_rows: of all items; num_prefill_rows: of
+    them those of prompts and of what is computed again. copies: blocks (from, to) to be copied
+    before. failed: choices that no memory is large enough for. is_plain: whether all are (see the
+    table). While the same choices decode and nobody else does anything, `seats` is the same array
+    from step to step.
+    """
+
+    sequences: SequenceOf[Sequence]
+    seats: Int32
+    start: Int32
+    num: Int32
+    draws: npt.NDArray[np.bool_]
     num_rows: int
-    draws: bool
+    num_prefill_rows: int
+    copies: list[tuple[int, int]]
+    failed: list[Sequence]
+    is_plain: bool
 
 
 @dataclass(slots=True)
-class Plan:
-    """One step: its rows, the block copies that must come before, and who failed for space."""
+class _Plan:
+    """Rows as they are granted: choices that decode, then (choice, rows) of others."""
 
-    items: list[Scheduled] = field(default_factory=list)
+    decoding: SequenceOf[Sequence] = ()
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)
-    num_rows: int = 0
-    num_prefill_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where one item's results lie: its root draw, its scores [score, score + num_scores), and
-    right after them the scores of its num_labels label ids."""
+class Scheduler:
+    """Owns the queues and every block table. Not thread safe: one engine owns it."""
 
-    draw: int
-    score: int
-    num_scores: int
-    num_labels: int = 0
+    def __init__(
+        self,
+        table: Table,
+        pool: BlockPool,
+        settings: EngineSettings,
+        cost: CostTable | None = None,
+    ) -> None:
+        """cost: of rows, for chunks of prompts (None: not measured).
 
+        Raises ValueError when a step could not hold one row of every sequence.
+        """
+        if settings.max_num_seqs < 1 or settings.most_prefill_rows < 1:
+            raise ValueError("max_num_seqs and chunked_prefill_rows must be at least 1")
+        if settings.max_num_batched_tokens < settings.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+        self.table = table
+        self.pool = pool
+        self.max_num_seqs = settings.max_num_seqs
+        self.max_num_batched_tokens = settings.max_num_batched_tokens
+        self._settings = settings
+        self._cost = cost
+        self._seats: Int32 | None = None  # of `running`; None: somebody has come or gone
+        self.running: list[Sequence] = []  # in order
+        self.waiting: list[Sequence] = []  # in order
+        self.num_waiting_tokens = 0
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # prompt tokens looked up, prompt tokens found
+        self.prefix_hits = 0
 
-@dataclass(slots=True)
-class Built:
-    """A Batch, a Span per item, and the KV entries its rows attend to. columns: of a step of plain
-    decode rows alone, int32 [4, rows]: their ids, positions, slots and prefix_len."""
+    # -- queues -----------------------------------------------------------------------------
 
-    batch: Batch
-    spans: list[Span]
-    num_keys: int
-    columns: Int32 | None = None
+    def enqueue(self, sequence: Sequence) -> None:
+        """A new sequence, or one that lost its blocks, waits in its order."""
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=_order)
+        self.num_waiting_tokens += sequence.num_tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares the parent's blocks up to the prompt's end and runs on, if a seat is
+        free.
+
+        Full blocks stay shared; the tail block is copied by the first that writes into it. Without
+        a seat the child waits and recomputes what the prefix cache no longer holds.
+        """
+        if len(self.running) >= self.max_num_seqs:
+            self.enqueue(child)
+            return
+        table, size = self.table, self.table.block_size
+        num = -(-parent.prompt_len // size)
+        table.blocks[child.seat, :num] = table.blocks[parent.seat, :num]
+        child.num_blocks = num
+        for block in child.blocks():
+            self.pool.acquire(block)
+        parent.room = min(parent.room, parent.prompt_len // size * size)  # the tail block is shared
+        child.num_computed = min(parent.prompt_len, child.num_tokens - 1)
+        child.keys = parent.keys[: parent.prompt_len // size]
+        child.num_published = len(child.keys)
+        self._run(child)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queues and return all its blocks: finished, failed or
+        aborted."""
+        if sequence.status is Status.RUNNING:
+            self._stop(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+            self.num_waiting_tokens -= sequence.num_tokens
+        sequence.status = Status.FINISHED
+        self.release_blocks(sequence, 0)
+
+    def release_blocks(self, sequence: Sequence, keep: int) -> None:
+        """Give back the blocks after the first `keep`."""
+        num = sequence.num_blocks
+        if num > keep:
+            blocks = self.table.blocks[sequence.seat, keep:num]
+            self.pool.release(reversed(blocks.tolist()))
+            blocks[:] = 0
+            sequence.num_blocks = keep
+            sequence.room = min(sequence.room, keep * self.table.block_size)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks that only held draft nodes; none past the last known token stays."""
+        self.release_blocks(sequence, -(-sequence.num_tokens // self.table.block_size))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take all blocks of a running sequence; it waits and recomputes. Not a finish.
+
+        Tokens that are emitted but not verified are dropped: they will be drawn again, the same.
+        """
+        self._stop(sequence)
+        sequence.rollback(SequenceMark(sequence.num_verified))
+        self.release_blocks(sequence, 0)
+        sequence.num_computed = 0
+        sequence.num_published = 0
+        self.num_preemptions += 1
+        self.enqueue(sequence)
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def make_smaller(self, num_rows: int) -> bool:
+        """A step of num_rows rows did not fit the device's memory: from now on a step has at most
+        half as many, and never fewer than max_num_seqs. False when it was already that small."""
+        smaller = max(self.max_num_seqs, num_rows // 2)
+        if smaller >= num_rows:
+            return False
+        self.max_num_batched_tokens = min(self.max_num_batched_tokens, smaller)
+        _log.warning("a step of %d rows did not fit the memory: now %d at most", num_rows, smaller)
+        return True
+
+    def plan(self, only: Sequence | None = None) -> Rows:
+        """The rows of the next step. only: the one sequence that may run (a failed step is
+        isolated)."""
+        table, plan, running = self.table, _Plan(), self.running
+        seats = self._running_seats()
+        if only is not None:
+            running = [s for s in running if s is only]
+            seats = np.array([s.seat for s in running], np.int32)
+        start = table.num_computed[seats]
+        decodes = table.num_tokens[seats] - start == 1
+        plan.decoding = [running[i] for i in np.flatnonzero(decodes)]
+        others = [running[i] for i in np.flatnonzero(~decodes)]
+        for sequence in [
+            running[i] for i in np.flatnonzero(decodes & (start >= table.room[seats]))
+        ]:
+            if sequence.status is Status.RUNNING:
+                self._reserve(sequence, 1, plan)
+        left = self.max_num_batched_tokens - len(plan.decoding)
+        if len(plan.decoding) and (others or self.waiting):
+            left = min(left, self._chunked_prefill_rows(plan.decoding))
+        for sequence in others:
+            if left > 0 and sequence.status is Status.RUNNING:
+                left -= self._grant(sequence, left, plan)
+        while left > 0 and self.waiting:
+            sequence = self._next_waiting() if only is None else only
+            if sequence.status is not Status.WAITING or not self._admit(sequence):
+                break
+            left -= self._grant(sequence, left, plan)
+        return self._rows(plan)
+
+    def _next_waiting(self) -> Sequence:
+        """Who of the waiting is served next: the one place that decides it."""
+        return self.waiting[0]
+
+    def _rows(self, plan: _Plan) -> Rows:
+        """What was planned, in columns."""
+        table, num_decoding = self.table, len(plan.decoding)
+        sequences = plan.decoding
+        if num_decoding == len(self.running) and self._seats is not None:
+            seats = self._seats
+        else:
+            sequences = [*plan.decoding, *(sequence for sequence, _ in plan.chunks)]
+            seats = np.array([s.seat for s in sequences], np.int32)
+        start, num = table.num_computed[seats], np.ones(len(sequences), np.int32)
+        num[num_decoding:] = [num_rows for _, num_rows in plan.chunks]
+        draws = start + num == table.num_tokens[seats]
+        prompts = (num > 1) | (start < table.prompt_len[seats])
+        num_rows, num_prefill = int(num.sum()), int(num[prompts].sum())
+        is_plain = bool(table.is_plain[seats].all())
+        return Rows(
+            sequences, seats, start, num, draws, num_rows, num_prefill, plan.copies, plan.failed,
+            is_plain,
+        )  # fmt: skip
+
+    def _chunked_prefill_rows(self, decoding: SequenceOf[Sequence]) -> int:
+        """Most prompt rows of a step in which these decode: see EngineSettings."""
+        settings, cost = self._settings, self._cost
+        if cost is None or settings.target_step_s <= 0.0:
+            return settings.most_prefill_rows
+        num_keys = int(self.table.num_tokens[[s.seat for s in decoding]].sum())
+        alone_s = cost.cost(len(decoding), num_keys)
+        return max(
+            settings.min_chunked_prefill_rows,
+            cost.rows_within(settings.target_step_s),
+            min(settings.most_prefill_rows, cost.rows_within(settings.prefill_ratio * alone_s)),
+        )
+
+    @property
+    def num_awaiting_first(self) -> int:
+        """Choices without a first token that the next steps serve: those whose prompt is under way,
+        and those in the queue that free seats would take. A request without a free seat is not
+        counted: it waits for others to end, and drafts make them end sooner."""
+        table, seats = self.table, self._running_seats()
+        first = np.flatnonzero(table.num_tokens[seats] == table.prompt_len[seats])
+        num_siblings = sum(len(self.running[i].siblings) for i in first)
+        num_free = max(0, self.max_num_seqs - len(seats) - num_siblings)
+        return first.shape[0] + num_siblings + min(len(self.waiting), num_free)
+
+    def reserve_drafts(self, sequence: Sequence, num_nodes: int) -> int:
+        """Reserve room for tree nodes after the root, from free blocks only. Returns how many
+        fit."""
+        first, size = sequence.num_tokens, self.table.block_size  # first: slot of node 0
+        num_nodes = min(num_nodes, self.table.blocks.shape[1] * size - first)
+        while sequence.room < first + num_nodes and self.pool.num_free > 0:
+            self._add_block(sequence)
+        return max(0, min(num_nodes, sequence.room - first))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Publish full blocks whose tokens are verified and whose KV is computed.
+
+        The block of the last verified token stays open until the next one is verified, so that a
+        rollback to the verified mark never has to write into a published block.
+        """
+        if not self.pool.prefix_cache:
+            return
+        table, seat = self.table, sequence.seat
+        verified = table.prompt_len[seat] + table.num_verified[seat] - 1
+        num = int(min(table.num_computed[seat], verified)) // table.block_size
+        if num <= table.num_published[seat]:
+            return
+        self._extend_keys(sequence, num)
+        for i in range(sequence.num_published, num):
+            block = int(self.table.blocks[sequence.seat, i])
+            if self.pool.writable(block):
+                self.pool.publish(block, sequence.keys[i])
+        sequence.num_published = num
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _extend_keys(self, sequence: Sequence, num: int) -> None:
+        size, keys = self.table.block_size, sequence.keys
+        parent = keys[-1] if keys else sequence.root_key
+        for i in range(len(keys), num):
+            parent = chain_key(parent, sequence.ids[i * size : (i + 1) * size].tobytes())
+            keys.append(parent)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a seat and its cached prefix, if seat and blocks allow."""
+        if self.running:
+            num_seats = sum(1 + len(s.siblings) for s in self.running)
+            if num_seats + 1 + len(sequence.siblings) > self.max_num_seqs:
+                return False
+        size, pool = self.table.block_size, self.pool
+        hits: list[int] = []
+        reads_cache = pool.prefix_cache and not sequence.scores_prompt
+        if reads_cache:
+            most = (sequence.num_tokens - 1) // size  # one token at least is recomputed
+            self._extend_keys(sequence, most)
+            for key in sequence.keys[:most]:
+                block = pool.lookup(key)
+                if block is None:
+                    break
+                hits.append(block)
+        if self.running:
+            table, seats = self.table, self._running_seats()
+            wanted = -(-table.num_tokens[seats] // size) - table.num_blocks[seats]
+            promised = int(np.maximum(wanted, 0).sum())
+            idle_hits = sum(pool.ref_count(block) == 0 for block in hits)
+            need = -(-(sequence.num_tokens + 1) // size) - len(hits)
+            if need > pool.num_free - idle_hits - promised:
+                return False
+        self.waiting.remove(sequence)
+        self.num_waiting_tokens -= sequence.num_tokens
+        for block in hits:
+            pool.acquire(block)
+        num = len(hits)
+        self.table.blocks[sequence.seat, :num] = hits
+        sequence.num_blocks = sequence.num_published = num
+        sequence.num_computed = num * size
+        if reads_cache and sequence.num_cached_tokens < 0:
+            self.prefix_queries += sequence.prompt_len
+            self.prefix_hits += num * size
+        if sequence.num_cached_tokens < 0:
+            sequence.num_cached_tokens = num * size
+        self._run(sequence)
+        return True
+
+    def _running_seats(self) -> Int32:
+        """int32: of those that run, in order; the same array while nobody comes or goes."""
+        if self._seats is None:
+            self._seats = np.array([s.seat for s in self.running], np.int32)
+        return self._seats
+
+    def _run(self, sequence: Sequence) -> None:
+        """Add a sequence to those that run."""
+        sequence.status = Status.RUNNING
+        adapter = sequence.adapter
+        self.table.adapter[sequence.seat] = -1 if adapter is None else adapter.place
+        insort(self.running, sequence, key=_order)
+        self._seats = None
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take a sequence out of those that run."""
+        self.running.remove(sequence)
+        self._seats = None
+
+    def _grant(self, sequence: Sequence, left: int, plan: _Plan) -> int:
+        """Plan the next rows of a running sequence, `left` at most; how many (0: it lost its
+        blocks)."""
+        num_rows = min(left, sequence.num_pending)
+        if not self._reserve(sequence, num_rows, plan):
+            return 0
+        plan.chunks.append((sequence, num_rows))
+        return num_rows
+
+    def _reserve(self, sequence: Sequence, num_rows: int, plan: _Plan) -> bool:
+        """Writable blocks for the next rows of a sequence. Preempts from the back of the order."""
+        table, seat, pool = self.table, sequence.seat, self.pool
+        size, blocks, start = table.block_size, table.blocks[seat], int(table.num_computed[seat])
+        at, end = start // size, start + num_rows
+        while True:
+            # A victim may have shared the block that is to be copied.
+            num_blocks = int(table.num_blocks[seat])
+            copy = at < num_blocks and not pool.writable(int(blocks[at]))
+            if pool.num_free >= max(0, -(-end // size) - num_blocks) + copy:
+                break
+            victim = self.running[-1]
+            self._unplan(victim, plan)
+            if victim is sequence and len(self.running) == 1:
+                plan.failed.append(sequence)
+                self.remove(sequence)
+                return False
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        if copy:
+            shared, own = int(blocks[at]), pool.allocate()
+            plan.copies.append((shared, own))
+            pool.release((shared,))
+            blocks[at] = own
+        table.room[seat] = num_blocks * size
+        while table.room[seat] < end:
+            self._add_block(sequence)
+        return True
+
+    def _add_block(self, sequence: Sequence) -> None:
+        """One more block at a sequence's end."""
+        table, seat = self.table, sequence.seat
+        num = int(table.num_blocks[seat])
+        table.blocks[seat, num] = self.pool.allocate()
+        table.num_blocks[seat] = num + 1
+        table.room[seat] = (num + 1) * table.block_size
+
+    def _unplan(self, sequence: Sequence, plan: _Plan) -> None:
+        """Its rows are not computed in this step; its blocks are still its own."""
+        plan.decoding = [s for s in plan.decoding if s is not sequence]
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not sequence]
+        own = set(sequence.blocks())
+        plan.copies = [(src, dst) for src, dst in plan.copies if dst not in own]

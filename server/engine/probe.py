@@ -43,7 +43,6 @@ def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
     # Row r is at depth r: its path is the slots of rows 1..r, a slice of one array.
     return Batch(
         token_ids=rows % np.int32(info.vocab_size),
-        token_from=zeros - 1,
         positions=slots,
         seq_ids=zeros,
         slots=slots,

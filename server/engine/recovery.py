@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.engine.plan import Scheduled
 from server.engine.sequence import Sequence, Status
 
 
@@ -60,16 +59,16 @@ class Recovery:
         if self._suspects and has_drawn:
             self._suspects.pop(0)
 
-    def step_failed(self, items: Iterable[Scheduled], *, was_too_large: bool = False) -> Blame:
-        """A step with these items failed. was_too_large: later steps are smaller, so no sequence is
-        blamed."""
+    def step_failed(self, sequences: Iterable[Sequence], *, was_too_large: bool = False) -> Blame:
+        """A step of these sequences failed. was_too_large: later steps are smaller, so no sequence
+        is blamed."""
         self.num_failed_steps += 1
-        items = list(items)
-        alive = [i.sequence for i in items if i.sequence.status is Status.RUNNING]
+        sequences = list(sequences)
+        alive = [s for s in sequences if s.status is Status.RUNNING]
         if was_too_large:
             return Blame(None, alive)
         self._num_in_a_row += 1
-        if len(alive) == 1 and len(items) == 1:
+        if len(alive) == 1 and len(sequences) == 1:
             return Blame(alive[0], [])
         self._suspects = sorted(
             {id(s): s for s in (*self._suspects, *alive)}.values(), key=lambda s: s.order

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, Likely
-from server.engine.plan import Span
+from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn, Likely
 from server.engine.sequence import Sequence
 from server.types import TokenLogprob
 
@@ -75,20 +74,6 @@ def wait_for(draw: Callable[[], Drawn], clock: Callable[[], float] = lambda: 0.0
     except Exception as error:
         raise StepFailedError(error) from error
     return Results(drawn, drawn.token_ids.tolist(), problems, drawn.model_s or clock())
-
-
-def take_scores(sequence: Sequence, batch: Batch, results: Results, span: Span) -> None:
-    """Append the prompt logprobs that this step computed to the sequence."""
-    drawn = results.drawn
-    for c in range(span.score, span.score + span.num_scores):
-        sequence.prompt_logprobs.append(
-            TokenLogprob(
-                int(batch.score_targets[c]),
-                float(drawn.score_logprobs[c]),
-                int(drawn.score_ranks[c]),
-                tuple(drawn.score_top[c]),
-            )
-        )
 
 
 def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:

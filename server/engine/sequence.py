@@ -1,6 +1,7 @@
 """Sequence: the engine's mutable state of one choice of a Request.
 
-Fields are grouped by the one module that writes them. A sequence has three marks over its output
+Its numbers lie in the engine's Table, at its seat; here is what only Python can hold. Fields are
+grouped by the one module that writes them. A sequence has three marks over its output
 tokens, emitted >= verified >= released: emitted ids exist and may be extended, verified ids can
 no longer change, released ids were handed out in a Delta. With a full LM head the three move
 together; an `exact` slice lets `verified` lag and cuts the sequence back with `rollback`
@@ -16,13 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.base import Drafter, DraftSession
-from server.engine.accept import StopRules
 from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, Int32
 from server.engine.draft_record import DraftRecord
 from server.engine.grammar import GrammarState
 from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
+from server.engine.table import (
+    LAST_ID,
+    MAX_OUTPUT,
+    NUM_TOKENS,
+    PROMPT_LEN,
+    Column,
+    Table,
+)
 from server.types import Request, StepCounts, TokenLogprob
 
 _NO_IDS: Int32 = np.empty(0, np.int32)
@@ -70,19 +78,23 @@ class Sequence:
     arrival_no: int
     _: KW_ONLY
     max_model_len: InitVar[int]
-    block_size: int
-    eos_token_ids: InitVar[frozenset[int]]
+    table: Table
+    eos_ids: frozenset[int]
+    """EOS of the model. Those that end this choice: none under ignore_eos."""
     stop_table: InitVar[StopTable | None]
     root_key: bytes
     adapter: Adapter | None = None
     order: tuple[float, int, int, int] = field(init=False)
-    prompt_len: int = field(init=False)
-    rules: StopRules = field(init=False)
+    seat: int = field(init=False)
+    prompt_len = Column()
+    max_output = Column()
+    """Most tokens it may have, the context's limit included."""
     banned_until: Int32 = field(default_factory=_no_ids)
 
     # Tokens: written by append() and rollback() only.
     ids: Int32 = field(init=False)
-    num_tokens: int = field(init=False)
+    num_tokens = Column()
+    last_id = Column()
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_sources: list[str] = field(default_factory=list)
     """One per emitted token, when the request asks."""
@@ -96,17 +108,17 @@ class Sequence:
     grammar: GrammarState | None = None
 
     # Marks (beside num_tokens): written by the engine through verify() and release().
-    num_verified: int = 0
-    num_released: int = 0
+    num_verified = Column()
+    num_released = Column()
 
     # KV: written by the scheduler and, after a step, by the engine.
     status: Status = Status.NEW
-    table: Int32 = field(init=False)
-    num_blocks: int = 0
-    num_computed: int = 0
+    num_blocks = Column()
+    room = Column()
+    num_computed = Column()
     keys: list[bytes] = field(default_factory=list)
     """Content keys of the leading full blocks, computed lazily."""
-    num_published: int = 0
+    num_published = Column()
     num_cached_tokens: int = -1
     """-1: not admitted yet."""
     siblings: list[Sequence] = field(default_factory=list)
@@ -121,8 +133,15 @@ class Sequence:
     rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     """When it asks."""
     first_step_s: float = 0.0
-    num_steps: int = 0
+    num_steps = Column()
     """Decode steps so far."""
+
+    # Both written by speak().
+    is_plain = Column()
+    """Whether nothing but its length changes from step to step for the runner."""
+    is_simple = Column()
+    """Whether its tokens need nothing but numbers either: no text is looked at, and nothing is told
+    of them but themselves."""
 
     # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
     head: SequenceHead | None = None
@@ -141,33 +160,30 @@ class Sequence:
     num_told: int = 0
     """Output tokens that the session was told of."""
 
-    def __post_init__(
-        self, max_model_len: int, eos_token_ids: frozenset[int], stop_table: StopTable | None
-    ) -> None:
+    def __post_init__(self, max_model_len: int, stop_table: StopTable | None) -> None:
         request, sampling = self.request, self.request.sampling
         # Ageing: each step of priority is worth so many seconds of waiting, so a request is
         # overtaken by those that arrive within that time and by no others; nobody starves.
         level = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
         due_s = request.arrival_s + level * PRIORITY_STEP_S
         self.order = (due_s, request.priority, self.arrival_no, self.choice_id)
-        self.prompt_len = self.num_tokens = len(request.prompt_ids)
-        max_output = max(0, min(sampling.max_tokens, max_model_len - self.prompt_len))
-        self.rules = StopRules(
-            frozenset() if sampling.ignore_eos else eos_token_ids,
-            frozenset(sampling.stop_token_ids),
-            max_output,
-            sampling.min_tokens,
-        )
+        prompt_len = len(request.prompt_ids)
+        max_output = max(0, min(sampling.max_tokens, max_model_len - prompt_len))
+        if sampling.ignore_eos:
+            self.eos_ids = frozenset()
+        end_ids = sorted(self.eos_ids.union(sampling.stop_token_ids))
         if sampling.min_tokens > 0:
-            ends = sorted(self.rules.eos_ids | self.rules.stop_ids)
-            self.banned_until = np.asarray(ends, np.int32)
-        self.ids = np.empty(self.prompt_len + max_output, np.int32)
-        self.ids[: self.prompt_len] = request.prompt_ids
-        self.table = np.zeros(-(-max_model_len // self.block_size), np.int32)
+            self.banned_until = np.asarray(end_ids, np.int32)
         if sampling.stop:
             if stop_table is None:
                 raise ValueError("stop strings need the id -> bytes table")
             self.match_stops(stop_table)
+        self.ids = np.empty(prompt_len + max_output, np.int32)
+        self.ids[:prompt_len] = request.prompt_ids
+        self.seat = self.table.take_seat(end_ids)
+        lines = (PROMPT_LEN, NUM_TOKENS, MAX_OUTPUT, LAST_ID)
+        numbers = (prompt_len, prompt_len, max_output, request.prompt_ids[-1])
+        self.table.numbers[lines, self.seat] = numbers
         if sampling.has_penalties:
             self._recount()
         if request.echo_logprobs is not None:
@@ -187,12 +203,27 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that may still be emitted."""
-        return self.rules.max_output - self.num_output
+        return self.max_output - self.num_output
 
-    @property
-    def has_fixed_params(self) -> bool:
-        """Whether draw_params() gives the same for each of its tokens."""
-        return self._params is not None
+    def speak(self) -> None:
+        """Its first Delta, which tells more than others, goes out: note whether later steps need
+        more of it than numbers. They never need more than they did."""
+        request, sampling = self.request, self.request.sampling
+        self.has_spoken = True
+        is_plain = (
+            self.grammar is None
+            and self.head is None
+            and not sampling.has_penalties
+            and sampling.min_tokens == 0
+        )
+        self.is_plain = is_plain
+        self.is_simple = (
+            is_plain
+            and self.matcher is None
+            and sampling.num_logprobs is None
+            and not request.report_sources
+            and not request.report_rejected
+        )
 
     @property
     def num_pending(self) -> int:
@@ -208,7 +239,7 @@ class Sequence:
 
     def blocks(self) -> list[int]:
         """The blocks in position order."""
-        blocks: list[int] = self.table[: self.num_blocks].tolist()
+        blocks: list[int] = self.table.blocks[self.seat, : self.num_blocks].tolist()
         return blocks
 
     def output_ids(self, start: int = 0) -> tuple[int, ...]:
@@ -239,18 +270,10 @@ class Sequence:
         end = start + len(token_ids)
         self.ids[start:end] = token_ids
         self.num_tokens = end
+        self.last_id = token_ids[-1]
         if self.request.sampling.has_penalties:
             for token in token_ids:
                 self._count(token)
-
-    def append_one(self, token: int) -> None:
-        """Emit, verify and release one token, where nothing else is told of it and all before it
-        are released."""
-        at = self.num_tokens
-        self.ids[at] = token
-        self.num_tokens = at + 1
-        self.num_verified = self.num_released = at + 1 - self.prompt_len
-        self.num_steps += 1
 
     def checkpoint(self) -> SequenceMark:
         """A mark of the emitted tokens; rollback() accepts it until tokens past it are verified."""
@@ -277,13 +300,14 @@ class Sequence:
         if num_output == self.num_output:
             return
         self.num_tokens = self.prompt_len + num_output
+        self.last_id = int(self.ids[self.num_tokens - 1])
         self.num_computed = min(self.num_computed, self.num_tokens - 1)
         del self.logprobs[num_output:]
         del self.token_sources[num_output:]
         self.rejected_drafts = [d for d in self.rejected_drafts if d[0] < num_output]
         if self.head is not None:
             self.head.drop_after(num_output - self.num_verified)
-        del self.keys[self.num_tokens // self.block_size :]
+        del self.keys[self.num_tokens // self.table.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())
         if self.grammar is not None:

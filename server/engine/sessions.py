@@ -27,7 +27,7 @@ from server.engine.batch import Likely
 from server.engine.draft_worth import WorthBook
 from server.engine.drafting import CheckedTree, DrafterRegistry
 from server.engine.grammar import FORCED
-from server.engine.plan import Scheduled
+from server.engine.plan import Rows
 from server.engine.planner import Ask
 from server.engine.sequence import Sequence, SequenceMark, Status
 
@@ -89,6 +89,14 @@ class DraftSessions:
         except Exception as error:
             self.disable(sequence, error)
 
+    def has_drafters(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether any of a step's choices drafts, or will; else the reason of all is noted."""
+        if self._first or any(s.drafter is not None for s in sequences):
+            return True
+        for sequence in sequences:
+            sequence.no_draft_reason = "off"
+        return False
+
     def settle(self, sequences: Iterable[Sequence], *, draws_first: bool) -> None:
         """Let every session do its deferred work; called while the device works. Where that takes
         the host's cores away from first tokens, settle_rest() does it instead.
@@ -135,7 +143,7 @@ class DraftSessions:
             return "off"
         if sequence.siblings:
             return "prefill"
-        if sequence.rules.max_output - sequence.num_output <= 1:
+        if sequence.num_left <= 1:
             return "length"
         return "prefill" if is_first else ""
 
@@ -177,7 +185,7 @@ class DraftSessions:
             session,
             sequence.draft_record,
             sequence.request.speculation.max_draft_tokens,
-            sequence.rules.max_output - sequence.num_output - 1,
+            sequence.num_left - 1,
             sequence.grammar,
             len(sequence.sources) - 1,
             allowed,
@@ -185,7 +193,7 @@ class DraftSessions:
             sequence.is_resting,
         )
 
-    def num_likely(self, items: Iterable[Scheduled], most_drafts: int) -> int:
+    def num_likely(self, rows: Rows, most_drafts: int) -> int:
         """How many likeliest ids the rows of a step return: the most that any of its sessions
         wants.
 
@@ -193,12 +201,11 @@ class DraftSessions:
         nothing is returned except in a step that ends a prompt: the steps after it draft.
         """
         wanted = 0
-        for item in items:
-            sequence = item.sequence
-            if sequence.is_resting:
+        for sequence, draws in zip(rows.sequences, rows.draws.tolist(), strict=True):
+            if sequence.is_resting or sequence.session is None:
                 continue
             drafts = most_drafts or sequence.no_draft_reason != "budget"
-            if item.draws and (drafts or not sequence.num_output):
+            if draws and (drafts or not sequence.num_output):
                 wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
         return wanted
 
@@ -206,7 +213,8 @@ class DraftSessions:
         self, sequence: Sequence, tree: CheckedTree | None, likely: Likely | None
     ) -> None:
         """Tell the sessions that want them which ids were likeliest in a step's rows: at the last
-        token, and behind each node of the tree. Called before `learn`."""
+        token, and behind each node of the tree. Called before `learn`: those that do not rest know
+        all tokens before the step."""
         session = sequence.session
         if likely is None or sequence.is_resting or not getattr(session, "num_likely", 0):
             return
@@ -215,7 +223,6 @@ class DraftSessions:
         if tree is not None:
             nodes = (tree.token_ids, tree.parents)
         try:
-            _opened(sequence)
             cast("LikelySession", session).note_likely(*nodes, likely.ids, likely.chances)
         except Exception as error:
             self.disable(sequence, error)

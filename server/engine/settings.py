@@ -12,7 +12,7 @@ from server.types import EngineSizes
 class EngineSettings(EngineSizes):
     """An engine's sizes, and the numbers of its step loop.
 
-    chunked_prefill_rows: prompt rows a step while others decode (chunked_prefill.py), None for half
+    chunked_prefill_rows: prompt rows a step while others decode (plan.py), None for half
     of max_num_batched_tokens. target_step_s: if above 0 and costs are measured, prompt rows are
     chosen so that a step takes about so long (never below min_chunked_prefill_rows). prefill_ratio:
     where a step is slow, prompt rows may take this many times as long as the decoding rows alone,

@@ -38,10 +38,12 @@ from server.engine.batch import (
     SlicingRunner,
     UInt32,
 )
+from server.engine.build import Built
 from server.engine.exact_control import ExactControl
-from server.engine.plan import Scheduled, Span
+from server.engine.plan import Rows
 from server.engine.sequence import Sequence
 from server.engine.sequence_head import ScopedProfile, SequenceHead, Unverified
+from server.engine.trees import DRAW, END_NODE, FIRST_NODE
 from server.types import Request, VocabularyParams
 from vocab_store.errors import SliceCapacityError
 from vocab_store.profile import VocabProfile
@@ -264,59 +266,52 @@ class SliceBook:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def decide(self, items: Iterable[Scheduled]) -> None:
+    def decide(self, rows: Rows) -> None:
         """Which sequences draw from their slice in this step.
 
         `exact` draws its first token from the full head, and every token while that is cheaper:
         by the measured costs, or because others in the batch read the full head anyway.
         """
-        items = list(items)
-        heads = [item.sequence.head for item in items]
+        heads = [sequence.head for sequence in rows.sequences]
         if all(head is None for head in heads):
             return
         if any(head is not None and head.mode == "exact" for head in heads):
             self.control.observe_ends(self._has_left)
             self._has_left = False
-        is_read = any(item.draws and head is None for item, head in zip(items, heads, strict=True))
-        for item, head in zip(items, heads, strict=True):
+        is_read = any(draws and head is None for draws, head in zip(rows.draws, heads, strict=True))
+        for sequence, head in zip(rows.sequences, heads, strict=True):
             if head is None:
                 continue
             if head.mode == "slice":
                 head.proposes = True
-            elif item.sequence.num_output == 0 or head.where is None or head.where.table < 0:
+            elif sequence.num_output == 0 or head.where is None or head.where.table < 0:
                 head.proposes = False
             else:
                 head.proposes = bool(head.unverified) or (
                     not is_read and self.control.plan(head.key).uses_slice
                 )
 
-    def attach(
-        self,
-        items: SequenceOf[Scheduled],
-        spans: SequenceOf[Span],
-        batch: Batch,
-        running: Iterable[Sequence],
-    ) -> Batch:
-        """The Batch with the slices of its draws. spans: of each item, its root's draw.
+    def attach(self, rows: Rows, built: Built, running: Iterable[Sequence]) -> Batch:
+        """The Batch of a step with the slices of its draws.
 
         running: sequences whose unverified tokens have hidden states that must stay.
         """
         self._draw_keep = None
         self._batch = None
-        if not any(item.sequence.head is not None for item in items):
+        batch, choices = built.batch, built.choices
+        if rows.is_plain or not any(sequence.head is not None for sequence in rows.sequences):
             return batch
-        num = batch.num_draws
-        draw_slice = np.full(num, -1, np.int32)
-        draw_keep = np.full(num, -1, np.int32)
+        draw_slice = np.full(batch.num_draws, -1, np.int32)
+        draw_keep = np.full(batch.num_draws, -1, np.int32)
         slices: list[HeadSlice] = []
         used = {kept.place for s in running if s.head is not None for kept in s.head.unverified}
         place = 0
-        for i, item in enumerate(items):
-            head = item.sequence.head
-            if head is None or not item.draws or not head.proposes:
+        for c, item in enumerate(built.item_of):
+            head = rows.sequences[item].head
+            if head is None or not head.proposes:
                 continue
-            first = spans[i].draw
-            last = spans[i + 1].draw if i + 1 < len(items) else num
+            first = int(choices[DRAW, c])
+            last = first + 1 + int(choices[END_NODE, c] - choices[FIRST_NODE, c])
             assert head.where is not None
             draw_slice[first:last] = len(slices)
             slices.append(head.where)
@@ -460,7 +455,6 @@ class SliceBook:
         zeros = np.zeros(num, np.int32)
         batch = Batch(
             token_ids=np.array(token_ids, np.int32),
-            token_from=zeros - 1,
             positions=np.array(positions, np.int32) - 1,
             seq_ids=zeros,
             slots=zeros,

@@ -9,19 +9,24 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
+
+from drafters.arrays import Int32
+from server.engine.batch import Batch
+from server.engine.build import Built
 from server.engine.draft_record import DraftRecord
 from server.engine.draft_worth import MANY
 from server.engine.drafting import CheckedTree
-from server.engine.plan import Built, Plan, Scheduled
+from server.engine.plan import Rows, Scheduler
 from server.engine.planner import DraftPlanner, StepShape
-from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.engine.sessions import DraftSessions
+from server.engine.trees import Trees
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """trees: one or None per item of the step's plan. seconds: that proposing took. ceiling: the
+    """trees: one or None per item of the step's rows. seconds: that proposing took. ceiling: the
     most nodes that could have paid. has_asked: whether any session was asked, or could have been.
     """
 
@@ -31,13 +36,21 @@ class Proposed:
     has_asked: bool = False
 
 
+NO_DRAFTS = Proposed(())
+"""Of a step in which nobody has a drafter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step as it is given to the runner."""
+    """A step as it is given to the runner. batch: that of `built`, with slices. has_drafters:
+    whether any of its choices has one."""
 
-    plan: Plan
+    rows: Rows
     drafts: Proposed
+    trees: Trees
     built: Built
+    batch: Batch
+    has_drafters: bool
 
 
 @dataclass(slots=True)
@@ -45,7 +58,7 @@ class _Rest:
     """Steps of the same choices in which all of them rest, so that none is looked at. num_left: of
     them that are still to come; num_done: that the choices' scopes have not been told of."""
 
-    sequences: list[Sequence]
+    seats: Int32
     records: list[DraftRecord]
     num_left: int
     num_done: int = 0
@@ -67,35 +80,41 @@ class StepDrafts:
         self._max_draft_rows = max_draft_rows
         self._rest: _Rest | None = None
 
-    def propose(self, plan: Plan, *, is_plain: bool) -> Proposed:
+    def propose(self, rows: Rows, *, is_plain: bool) -> Proposed:
         """Trees for a step; what is chosen has its blocks. is_plain: nobody may draft."""
-        if self.rests_on(plan):
-            return Proposed([None] * len(plan.items))
-        trees: list[CheckedTree | None] = [None] * len(plan.items)
-        drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
-        for _, item in drawing:
-            sequence, reason = item.sequence, self._sessions.no_draft_reason(item.sequence)
+        trees: list[CheckedTree | None] = [None] * len(rows.sequences)
+        if self._rests_on(rows):
+            return Proposed(trees)
+        drawing = np.flatnonzero(rows.draws)
+        places: list[int] = []
+        for i in drawing.tolist():
+            sequence = rows.sequences[i]
+            reason = self._sessions.no_draft_reason(sequence)
             if not reason and self._sessions.begins_blank(sequence):
                 reason = "prefill"
             sequence.no_draft_reason = reason
-        places = [i for i, item in drawing if not item.sequence.no_draft_reason]
+            if not reason:
+                places.append(i)
         if not places or is_plain:
             return Proposed(trees)
         began = time.perf_counter()
-        shape = self._shape([item for _, item in drawing], plan.num_rows)
-        sequences = [plan.items[i].sequence for i in places]
+        mean_len = float((rows.start + rows.num)[drawing].mean())
+        num_waiting = self._scheduler.num_awaiting_first
+        shape = StepShape(drawing.shape[0], rows.num_rows, mean_len, num_waiting)
+        sequences = [rows.sequences[i] for i in places]
         resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
-        may_draft = self._who_may_draft(sequences, resting, len(drawing))
+        may_draft = self._who_may_draft(sequences, resting, shape.num_draws)
         places = [i for i, may in zip(places, may_draft, strict=True) if may]
         if not places:
-            self._begin_rest(plan, sequences)
+            self._begin_rest(rows, sequences)
             return Proposed(trees, time.perf_counter() - began)
-        asks = [self._sessions.ask(plan.items[i].sequence) for i in places]
-        drafts = self._planner.plan(asks, shape, self._room(plan.num_rows))
+        asks = [self._sessions.ask(rows.sequences[i]) for i in places]
+        room = self._scheduler.max_num_batched_tokens - rows.num_rows
+        drafts = self._planner.plan(asks, shape, min(self._max_draft_rows, room))
         for at, error in drafts.errors:
-            self._sessions.disable(plan.items[places[at]].sequence, error)
+            self._sessions.disable(rows.sequences[places[at]], error)
         for i, tree, reason in zip(places, drafts.trees, drafts.reasons, strict=True):
-            sequence = plan.items[i].sequence
+            sequence = rows.sequences[i]
             sequence.no_draft_reason = reason
             if tree is not None:
                 trees[i] = self._fit(sequence, tree)
@@ -125,47 +144,31 @@ class StepDrafts:
     # Most steps of a server with many clients are like the one before and draft nothing. What is
     # known not to pay must not cost a tenth of a millisecond in each of them either.
 
-    def _begin_rest(self, plan: Plan, sequences: SequenceOf[Sequence]) -> None:
+    def _begin_rest(self, rows: Rows, sequences: SequenceOf[Sequence]) -> None:
         """Nobody drafts in this step. How many like it may follow without a look at each choice:
         none that ends a rest or brings a choice to its last token. sequences: that might draft."""
-        if plan.num_rows != len(plan.items) or len(sequences) != len(plan.items):
+        if rows.num_rows != len(rows.sequences) or len(sequences) != len(rows.sequences):
             return  # a prompt's rows, or choices without a drafter
         records = [sequence.draft_record for sequence in sequences]
-        num_left = min(s.rules.max_output - s.num_output - 2 for s in sequences)
+        num_left = min(s.num_left - 2 for s in sequences)
         num_left = min(num_left, self._planner.rest_left(records))
         if num_left > 0:
-            self._rest = _Rest([item.sequence for item in plan.items], records, num_left)
+            self._rest = _Rest(rows.seats, records, num_left)
 
-    @property
-    def is_resting(self) -> bool:
-        """Whether all choices of the last step rest, and those of the next one may."""
-        return self._rest is not None
-
-    def rests_on(self, plan: Plan) -> bool:
+    def _rests_on(self, rows: Rows) -> bool:
         """Whether a step is one of those that _begin_rest foresaw; it is counted. False ends the
-        rest."""
+        rest, and tells the scopes how long they have rested."""
         rest = self._rest
         if rest is None:
             return False
-        if rest.num_left and rest.sequences == [item.sequence for item in plan.items]:
+        if rest.num_left and rest.seats is rows.seats:
             rest.num_left -= 1
             rest.num_done += 1
             return True
-        self._end_rest()
-        return False
-
-    def _end_rest(self) -> None:
-        """Tell the scopes how long they have rested."""
-        rest, self._rest = self._rest, None
-        if rest is not None and rest.num_done:
+        self._rest = None
+        if rest.num_done:
             self._planner.rested(rest.records, rest.num_done)
-
-    def _shape(self, drawing: SequenceOf[Scheduled], num_rows: int) -> StepShape:
-        mean_len = sum(item.start + item.num_rows for item in drawing) / len(drawing)
-        return StepShape(len(drawing), num_rows, mean_len, self._scheduler.num_awaiting_first)
-
-    def _room(self, num_rows: int) -> int:
-        return min(self._max_draft_rows, self._scheduler.max_num_batched_tokens - num_rows)
+        return False
 
     def _fit(self, sequence: Sequence, tree: CheckedTree) -> CheckedTree | None:
         """As much of a tree as gets blocks; drafts never preempt anybody for theirs."""

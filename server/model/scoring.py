@@ -38,12 +38,10 @@ def prompt_batch(text: Text, num_top: int = 1) -> Batch:
     likeliest ids beside each. Slots and blocks are the first ones."""
     num = len(text.ids) - 1
     rows = np.arange(num, dtype=np.int32)
-    minus = np.full(num, -1, np.int32)
     zeros = np.zeros(num, np.int32)
     scored = rows[text.start - 1 :]
     return Batch(
         token_ids=np.array(text.ids[:-1], np.int32),
-        token_from=minus,
         positions=rows,
         seq_ids=zeros,
         slots=rows,

@@ -369,7 +369,7 @@ def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:
 
 
 def test_masks_of_two_lengths_stand_in_one_batch() -> None:
-    from server.engine.build import _together
+    from server.engine.build import as_wide
 
-    together = _together([np.full((2, 1), 7, np.uint32), np.full((1, 2), 9, np.uint32)])
+    together = as_wide([np.full((2, 1), 7, np.uint32), np.full((1, 2), 9, np.uint32)])
     assert together.tolist() == [[7, 0], [7, 0], [9, 9]]

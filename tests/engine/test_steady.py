@@ -1,4 +1,4 @@
-"""Plain decode steps that follow each other: kept and moved on, and the same texts."""
+"""Decode steps of the same choices: one Batch is written anew in place, and the texts stay."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ from tests.profiles import examples
 MODEL = FakeModel(16, seed=5)
 
 
-def _counted(engine: Engine) -> list[int]:
-    """[0], where steps that are launched without a plan are counted from now on."""
-    steady: Any = engine._steady
-    step_after, num = steady.next, [0]
+def _counted(runner: FakeRunner) -> list[int]:
+    """[0], where steps are counted from now on whose Batch is the last one, written anew."""
+    launch, num, last = runner.launch, [0], [None]
 
-    def counting() -> Any:
-        step = step_after()
-        num[0] += step is not None
-        return step
+    def counting(batch: Batch) -> None:
+        num[0] += batch is last[0]
+        last[0] = batch
+        launch(batch)
 
-    steady.next = counting
+    runner.launch = counting  # type: ignore[method-assign]
     return num
 
 
@@ -56,11 +55,10 @@ def _request(name: str, num: int = 100, **sampling: Any) -> Request:
 
 
 def _alone(request: Request) -> list[int]:
-    """Its text, every step of it planned."""
-    engine, _ = _engine()
-    engine._steady.keep = lambda step, results: None  # type: ignore[method-assign]
-    num = _counted(engine)
-    results = run_requests(engine, [(0, request)])
+    """Its text, every Batch of it made anew."""
+    engine, runner = _engine()
+    num = _counted(runner)
+    results = run_requests(engine, [(0, request)], each_step=lambda _: engine._builder.forget())
     assert num == [0]
     return results[request.request_id, 0].ids
 
@@ -79,7 +77,7 @@ def test_steps_that_follow_each_other_give_the_one_token_loop(seed: int) -> None
     engine.pool.check([])
 
 
-def test_most_plain_steps_are_not_planned() -> None:
+def test_most_steps_are_like_the_one_before() -> None:
     """Nor is who comes, leaves or ends kept waiting for one: their texts are those of each alone,
     and their blocks are published as they are filled."""
     requests = {
@@ -90,7 +88,7 @@ def test_most_plain_steps_are_not_planned() -> None:
         "e": _request("e", 60),
     }
     engine, runner = _engine()
-    num = _counted(engine)
+    num = _counted(runner)
     arrivals = [(9 * at, request) for at, request in enumerate(requests.values())]
     results = run_requests(engine, arrivals, aborts=[(60, "e")])
     for name, request in requests.items():
@@ -116,8 +114,8 @@ def test_a_failed_step_is_computed_again(nth: int) -> None:
         if seen[0] == nth:
             raise RuntimeError("a passing fault")
 
-    engine, _ = _engine(fail=fail)
-    num = _counted(engine)
+    engine, runner = _engine(fail=fail)
+    num = _counted(runner)
     a, b = _request("a"), _request("b")
     results = run_requests(engine, [(0, a), (0, b)])
     assert engine.num_failed_steps == 1 and num[0] > 60
@@ -149,8 +147,8 @@ def test_what_is_raised_meanwhile_loses_no_token() -> None:
     assert results["b", 0].ids == _alone(b)[16:]
 
 
-def test_a_kept_batch_is_the_engine_s_own() -> None:
-    """The Batch of a planned step is never changed; one that is launched again is moved on."""
+def test_a_prompt_s_batch_is_never_changed() -> None:
+    """Those of the decode steps behind it are one, whose positions move on."""
     engine, runner = _engine()
     seen: list[tuple[Batch, np.ndarray]] = []
     launch = runner.launch
@@ -161,7 +159,7 @@ def test_a_kept_batch_is_the_engine_s_own() -> None:
 
     runner.launch = noting  # type: ignore[method-assign]
     run_requests(engine, [(0, _request("a", 20))])
-    planned, *kept = seen[1:]
-    assert len({id(batch) for batch, _ in kept}) == 1 and planned[0] is not kept[0][0]
-    assert planned[0].positions == planned[1]
-    assert [int(at[0]) for _, at in seen[1:]] == list(range(3, 22))
+    (prompt, positions), *decoded = seen
+    assert prompt.positions.tolist() == positions.tolist() == [0, 1, 2]
+    assert len({id(batch) for batch, _ in decoded}) == 1
+    assert [int(at[0]) for _, at in decoded] == list(range(3, 22))

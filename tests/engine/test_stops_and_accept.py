@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,19 +11,71 @@ from hypothesis import strategies as st
 
 from server.engine.accept import (
     StopCut,
-    StopRules,
     count_step,
     cut,
     merge_counts,
     rejected_paths,
     sources_of,
+    why_ended,
 )
-from server.engine.ahead import follow
+from server.engine.sequence import Sequence
 from server.engine.stops import StopMatcher, StopTable
-from server.types import StepCounts
+from server.engine.table import Table
+from server.engine.trees import (
+    DRAW,
+    END,
+    END_ID,
+    END_NODE,
+    FAILED,
+    GOES_ON,
+    LENGTH,
+    NUM_ACCEPTED,
+    NUM_CHOICE_LINES,
+    NUM_FOUND_LINES,
+    NUM_IDS,
+    SEAT,
+    TODO,
+    follow,
+)
+from server.types import Request, SamplingParams, StepCounts
 
 TABLE = StopTable.from_list([b"", b"a", b"b", b"ab", b"\xe4\xb8", b"\xad", b"<end>"], [6])
-RULES = StopRules(frozenset({9}), frozenset({7, 8}), 100, 0)
+
+
+def choice(num_output: int = 0, table: Table | None = None, **sampling: Any) -> Sequence:
+    """A choice of at most 100 tokens that 9 (EOS), 7 and 8 end, and that has so many."""
+    values = {"max_tokens": 100, "stop_token_ids": (7, 8)} | sampling
+    sequence = Sequence(
+        Request("r", "task", "fake", (3, 4), SamplingParams(**values)),
+        0,
+        1,
+        max_model_len=256,
+        table=table or Table(block_size=4, max_model_len=256),
+        eos_ids=frozenset({9}),
+        stop_table=TABLE,
+        root_key=b"",
+    )
+    if num_output:
+        sequence.append([5] * num_output)
+    return sequence
+
+
+def followed(
+    sequence: Sequence, nodes: list[tuple[int, int]], drawn: list[int]
+) -> tuple[list[int], list[int], int]:
+    """(ids that stand, accepted nodes, what the last one ends) of a tree of (id, parent)."""
+    table, num = sequence.table, len(nodes)
+    choices = np.zeros((NUM_CHOICE_LINES, 1), np.int32)
+    choices[[SEAT, END_NODE], 0] = sequence.seat, num
+    runs, found = np.empty((3, num + 1), np.int32), np.empty((NUM_FOUND_LINES, 1), np.int32)
+    tree = np.zeros((3, num), np.int32)
+    tree[:2] = np.array(nodes, np.int32).reshape(num, 2).T
+    follow(
+        table.numbers, table.blocks, table.ends, table.block_size, choices, tree,
+        np.array(drawn, np.int32), runs, found, np.empty((2, num), np.int32),
+    )  # fmt: skip
+    ids = runs[0, : found[NUM_IDS, 0]].tolist()
+    return ids, runs[2, : found[NUM_ACCEPTED, 0]].tolist(), int(found[END, 0])
 
 
 def test_a_stop_string_is_found_across_tokens_and_inside_a_character() -> None:
@@ -77,12 +131,12 @@ def test_checkpoint_and_rollback_are_exact(
 
 
 def test_follow_takes_the_child_that_was_drawn() -> None:
-    # root -> 0:5 -> 2:6 -> 4:7, root -> 1:8 -> 3:6
-    tokens, parents = [5, 8, 6, 6, 7], [-1, -1, 0, 1, 2]
-    assert follow(5, tokens, parents, [6, 0, 7, 0, 1]) == [0, 2, 4]
-    assert follow(8, tokens, parents, [6, 6, 7, 0, 1]) == [1, 3]
-    assert follow(9, tokens, parents, [6, 6, 7, 0, 1]) == []
-    assert follow(5, tokens, parents, [1, 6, 7, 0, 1]) == [0]
+    # root -> 0:5 -> 2:6 -> 4:10, root -> 1:11 -> 3:6
+    nodes, one = [(5, -1), (11, -1), (6, 0), (6, 1), (10, 2)], choice()
+    assert followed(one, nodes, [5, 6, 0, 10, 0, 1]) == ([5, 6, 10, 1], [0, 2, 4], GOES_ON)
+    assert followed(one, nodes, [11, 6, 6, 10, 0, 1]) == ([11, 6, 0], [1, 3], GOES_ON)
+    assert followed(one, nodes, [0, 6, 6, 10, 0, 1]) == ([0], [], GOES_ON)
+    assert followed(one, nodes, [5, 1, 6, 10, 0, 1]) == ([5, 1], [0], GOES_ON)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +151,54 @@ def test_follow_takes_the_child_that_was_drawn() -> None:
     ],
 )
 def test_cut(run: list[int], num_output: int, want: StopCut) -> None:
-    assert cut(run, num_output, RULES, None) == want
+    """Of a chain all of whose nodes are drawn."""
+    one = choice(num_output)
+    ids, path, why = followed(one, [(id_, i - 1) for i, id_ in enumerate(run[:-1])], run)
+    assert ids == run[: want.num_kept] and cut(one, ids, why) == want
+    assert path == list(range(min(want.num_kept, len(run) - 1)))
+
+
+def test_a_draw_without_an_answer_leaves_the_last_token_to_be_computed() -> None:
+    nodes = [(5, -1), (6, 0)]
+    assert followed(choice(), nodes, [5, 6, -1]) == ([5, 6], [0], FAILED)
+    assert followed(choice(), nodes, [-1, 6, 0]) == ([], [], FAILED)
+
+
+def test_a_simple_choice_is_emitted_into_its_columns_and_others_are_left_alone() -> None:
+    table = Table(block_size=4, max_model_len=256)
+    plain, other = choice(3, table), choice(3, table)
+    plain.is_simple = 1
+    plain.num_computed = other.num_computed = 5
+    plain.num_blocks, plain.num_verified = 3, 3
+    choices = np.zeros((NUM_CHOICE_LINES, 2), np.int32)
+    choices[SEAT], choices[DRAW] = (plain.seat, other.seat), (0, 3)
+    choices[END_NODE, 0] = 2
+    found = np.empty((NUM_FOUND_LINES, 2), np.int32)
+    follow(
+        table.numbers, table.blocks, table.ends, 4, choices,
+        np.array([[5, 6], [-1, 0], [1, 2]], np.int32), np.array([5, 6, 2, 1], np.int32),
+        np.empty((3, 4), np.int32), found, np.empty((2, 2), np.int32),
+    )  # fmt: skip
+    assert (plain.num_tokens, plain.last_id, plain.num_computed) == (8, 2, 7)
+    assert plain.num_verified == plain.num_released == plain.num_output == 6
+    assert found[TODO, 0] and not found[TODO, 1]
+    assert (other.num_tokens, other.last_id, other.num_computed) == (5, 5, 5)
+
+
+def test_one_token_ends_what_it_ends_in_a_run() -> None:
+    assert [why_ended(choice(), token) for token in (1, 7, 9)] == [GOES_ON, END_ID, END_ID]
+    assert why_ended(choice(99), 1) == LENGTH
 
 
 def test_a_stop_string_cuts_inside_a_run_and_leaves_the_matcher_there() -> None:
-    matcher = StopMatcher((b"bb",), TABLE, True)
-    assert cut([1, 2, 2, 1], 0, RULES, matcher) == StopCut(3, "stop", b"bb")
-    assert matcher.checkpoint() == b"b"
+    one = choice(stop=(b"bb",))
+    assert cut(one, [1, 2, 2, 1], GOES_ON) == StopCut(3, "stop", b"bb")
+    assert one.matcher is not None and one.matcher.checkpoint() == b"b"
 
 
 def test_min_tokens_ignores_strings_that_end_early() -> None:
-    rules = StopRules(frozenset(), frozenset(), 100, 2)
-    matcher = StopMatcher((b"a",), TABLE, True)
-    assert cut([1, 1, 1], 0, rules, matcher) == StopCut(3, "stop", b"a")
+    one = choice(stop=(b"a",), min_tokens=2, stop_token_ids=())
+    assert cut(one, [1, 1, 1], GOES_ON) == StopCut(3, "stop", b"a")
 
 
 def test_every_kept_token_names_the_source_of_its_draft() -> None:

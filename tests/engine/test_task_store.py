@@ -184,7 +184,7 @@ def test_aborted_failed_and_half_aborted_requests_teach_nothing(
         if steps == 3:
             engine.abort("aborted")
             half = engine._open["half"]
-            half[0].rules = replace(half[0].rules, max_output=half[0].num_output + 1)
+            half[0].max_output = half[0].num_output + 1
         if len(engine._open.get("half", ())) == 2:
             engine.abort("half")
     engine.close()

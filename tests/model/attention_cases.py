@@ -180,7 +180,7 @@ def _run(p: Problem, made: attention.Attention) -> torch.Tensor:
 def rows_alone(batch: Batch) -> list[tuple[slice, Batch]]:
     """Every run of rows of one sequence as a batch of its own, with the rows it was cut from."""
     starts = [*attention.run_starts(batch.seq_ids).tolist(), batch.num_rows]
-    names = "token_ids token_from positions seq_ids slots prefix_len path_start path_len".split()
+    names = "token_ids positions seq_ids slots prefix_len path_start path_len".split()
     result = []
     for start, end in itertools.pairwise(starts):
         own = slice(start, end)

@@ -90,17 +90,13 @@ class BatchBuilder:
         table: Pages.Table,
         token_ids: Sequence[int],
         start: int,
-        token_from: Sequence[int] | None = None,
     ) -> list[int]:
         """Prompt or last-token rows at positions start, start + 1, ..."""
         first = len(self.rows)
         seq_id = self._seq_id(table)
         for i, token in enumerate(token_ids):
             position = start + i
-            source = -1 if token_from is None else token_from[i]
-            self.rows.append(
-                (token, source, position, seq_id, table.slot(position), position + 1, 0, 0)
-            )
+            self.rows.append((token, position, seq_id, table.slot(position), position + 1, 0, 0))
         return list(range(first, len(self.rows)))
 
     def add_tree(
@@ -116,9 +112,7 @@ class BatchBuilder:
             paths.append(path)
             start = len(self.path_slots)
             self.path_slots.extend(path)
-            self.rows.append(
-                (token, -1, root + len(path), seq_id, slot, root + 1, start, len(path))
-            )
+            self.rows.append((token, root + len(path), seq_id, slot, root + 1, start, len(path)))
         self.num_draft_rows += len(token_ids)
         return list(range(first, len(self.rows)))
 
@@ -136,7 +130,7 @@ class BatchBuilder:
 
     def draw(self, row: int, params: int, parent: int = -1, mask: int = -1) -> int:
         """A draw from a row's logits; parent: the draw of the tree parent."""
-        self.draws.append((row, params, parent, self.rows[row][2] + 1, mask))
+        self.draws.append((row, params, parent, self.rows[row][1] + 1, mask))
         return len(self.draws) - 1
 
     def score(self, row: int, target: int, num_top: int) -> int:
@@ -146,25 +140,24 @@ class BatchBuilder:
 
     def build(self) -> Batch:
         """The Batch."""
-        rows = np.asarray(self.rows, np.int32).reshape(-1, 8)
+        rows = np.asarray(self.rows, np.int32).reshape(-1, 7)
         draws = np.asarray(self.draws, np.int32).reshape(-1, 5)
         scores = np.asarray(self.scores, np.int32).reshape(-1, 3)
         width = max(len(t.blocks) for t in self.tables)
         tables = np.zeros((len(self.tables), width), np.int32)
         for i, table in enumerate(self.tables):
             tables[i, : len(table.blocks)] = table.blocks
-        column = [np.ascontiguousarray(rows[:, i]) for i in range(8)]
+        column = [np.ascontiguousarray(rows[:, i]) for i in range(7)]
         drawn = [np.ascontiguousarray(draws[:, i]) for i in range(5)]
         scored = [np.ascontiguousarray(scores[:, i]) for i in range(3)]
         return Batch(
             token_ids=column[0],
-            token_from=column[1],
-            positions=column[2],
-            seq_ids=column[3],
-            slots=column[4],
-            prefix_len=column[5],
-            path_start=column[6],
-            path_len=column[7],
+            positions=column[1],
+            seq_ids=column[2],
+            slots=column[3],
+            prefix_len=column[4],
+            path_start=column[5],
+            path_len=column[6],
             path_slots=np.asarray(self.path_slots, np.int32) if self.path_slots else _NONE,
             block_tables=tables,
             draw_rows=drawn[0],

@@ -392,15 +392,6 @@ class Table(NamedTuple):
 NO_TABLE = Table(0, 0, 0, READY, np.float32(1.0))
 
 
-class Tokens(NamedTuple):
-    """The rows' ids. taken int32 [R]: -1, or the index in `drawn`, the ids of the step before, of
-    the id that a row takes instead; negative ones there are unused, and taken as 0."""
-
-    ids: Int32
-    taken: Int32
-    drawn: Int32
-
-
 class Head(NamedTuple):
     """The LM head. states float32 [room, H], logits float32 [room, outputs in whole panels]: of the
     rows that have logits, in their order. Past vocab_size logits are -inf. cap: soft-capping, 0 =

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from server.engine.ahead import resolve
-from server.engine.batch import Batch, DrawError, Drawn, Int32
+from server.engine.batch import Batch, Drawn, Int32
 from server.machine import cores
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
@@ -39,7 +37,6 @@ from server.model.cpu.records import (
     Rows,
     Scratch,
     Shape,
-    Tokens,
     Wanted,
     one_layer,
 )
@@ -180,9 +177,6 @@ class CpuRunner:
     sizes that do not fit together.
     """
 
-    max_in_flight = 2
-    follows_trees = True
-
     def __init__(
         self,
         shape: ModelShape,
@@ -222,7 +216,6 @@ class CpuRunner:
             shape, weights.layers, weights.num_embeddings, max_rows, self._work
         )
         self._draws = Draws(self._adapters.vocab_size)
-        self._last_ids = _NOTHING
         self._clock = np.zeros(2, np.int64)
         scale = np.float32(shape.embedding_scale)
         self._table = weights.table._replace(scale=scale)
@@ -233,26 +226,27 @@ class CpuRunner:
         self._held: _Held | None = None  # the last step, if its Batch may come again
         self._worker = Worker("cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
-        self._in_flight: deque[Pending[Drawn]] = deque()
+        self._in_flight: Pending[Drawn] | None = None
         self.body_s = 0.0
         self.head_s = 0.0
         self.draw_s = 0.0
 
     def launch(self, batch: Batch) -> None:
-        """Queue a step for the worker thread. Raises RuntimeError when two are in flight."""
-        if len(self._in_flight) >= self.max_in_flight:
-            raise RuntimeError("two steps are in flight already")
+        """Queue a step for the worker thread. Raises RuntimeError when one is in flight."""
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight already")
         if batch.num_rows > self._scratch.x.shape[0]:
             raise ValueError(f"{batch.num_rows} rows, at most {self._scratch.x.shape[0]} fit")
         if batch.num_rows:
             self._pages.use(max(batch.slots.tolist()) // BLOCK_SIZE)
-        self._in_flight.append(self._worker.submit(self._step, batch))
+        self._in_flight = self._worker.submit(self._step, batch)
 
     def wait(self) -> Drawn:
-        """The ids of the oldest step in flight; raises what the step raised."""
-        if not self._in_flight:
+        """The ids of the step in flight; raises what the step raised."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             raise RuntimeError("no step is in flight")
-        return self._in_flight.popleft().result()
+        return in_flight.result()
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
@@ -307,7 +301,7 @@ class CpuRunner:
 
         Runs on the worker thread, so that the products' threads are the same ones.
         """
-        if self._in_flight:
+        if self._in_flight is not None:
             raise RuntimeError("a step is in flight")
         return self._worker.submit(self._verify, batch, kept).result()
 
@@ -327,11 +321,10 @@ class CpuRunner:
         memory = (one_layer(self._positions, layer), self._cache, self._scratch)
         layers, adapters = one_layer(self._weights.layers, layer), self._adapters
         nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
-        tokens = Tokens(batch.token_ids, batch.token_from, _NOTHING)
         spans = adapters.spans(batch)
         kernels.step(
             self._table, layers, memory, self._record_shape, adapters.record, self._head.record(0),
-            False, tokens, batch_rows(batch), _EVERY_ROW, spans, nothing, self._work,
+            False, batch.token_ids, batch_rows(batch), _EVERY_ROW, spans, nothing, self._work,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -345,11 +338,6 @@ class CpuRunner:
             held = None
         started = time.perf_counter()
         self._kernel_threads.wake()
-        if batch.ahead is not None:
-            resolved = resolve(batch, self._last_ids, BLOCK_SIZE)
-            if resolved.src.shape[0]:
-                self.move_slots(resolved.src, resolved.dst)
-            batch = resolved.batch
         plain = held is not None or takes_argmax(batch)
         if held is not None:
             wanted, answers = held.wanted, held.answers
@@ -372,12 +360,8 @@ class CpuRunner:
             elif FAILED in answers.token_ids.tolist():
                 self._draws.tell_failed(self._head.found().states, answers)
             drawn = answers.drawn(time.perf_counter() - started, head_s)
-        except DrawError as error:
-            self._last_ids = error.drawn.token_ids  # a step ahead may read it
-            raise
         finally:
             self._kernel_threads.rest()
-        self._last_ids = drawn.token_ids
         self.body_s = after_body - started - head_s
         self.head_s = head_s
         self.draw_s = time.perf_counter() - after_body
@@ -400,14 +384,6 @@ class CpuRunner:
         full = self._head.logits_of(rows, self._scratch.hidden)
         self._adapters.put_head(batch, full)
         return full
-
-    def _ids(self, batch: Batch) -> Int32:
-        """The rows' token ids; some are those that the previous step has drawn."""
-        taken = batch.token_from >= 0
-        if not taken.any():
-            return batch.token_ids
-        # A draw without an answer has id 0 here: its row is nobody's.
-        return np.where(taken, np.maximum(self._last_ids[batch.token_from], 0), batch.token_ids)
 
     def _compute(self, batch: Batch, wanted: Wanted, held: _Held | None) -> None:
         """The layers on the rows, and the head on what is wanted."""
@@ -443,15 +419,14 @@ class CpuRunner:
 
     def _given(self, batch: Batch, wanted: Wanted, *, embeds: bool) -> tuple[Any, ...]:
         """The arguments of kernels.step that a step has of its own."""
-        tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
         rows = batch_rows(batch)
         spans = self._adapters.spans(batch)
-        return embeds, tokens, rows, _ends(batch, rows), spans, wanted, self._work
+        return embeds, batch.token_ids, rows, _ends(batch, rows), spans, wanted, self._work
 
     def _embed(self, batch: Batch) -> None:
         """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""
         num, x = batch.num_rows, self._scratch.x
-        ids = self._ids(batch)
+        ids = batch.token_ids
         x[:num] = self._weights.embed(self._adapters.base_ids(ids))
         self._adapters.embed(batch, ids, x)
         if self._shape.embedding_scale != 1.0:

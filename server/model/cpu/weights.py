@@ -26,7 +26,6 @@ from server.model.cpu.records import (
     Int64,
     Layers,
     Table,
-    Tokens,
     UInt8,
 )
 from server.model.cpu.sizes import PANEL
@@ -100,9 +99,8 @@ def block_table(form: Form, rows: UInt8) -> Table:
 def embedded(table: Table, token_ids: Int64, width: int) -> Float32:
     """float32 [n, width]: rows of a table that kernels read."""
     num = token_ids.shape[0]
-    tokens = Tokens(token_ids.astype(np.int32), np.full(num, -1, np.int32), _NO_IDS)
     rows = np.empty((num, width), np.float32)
-    embed_rows(0, num, tokens, table, rows, 1)
+    embed_rows(0, num, token_ids.astype(np.int32), table, rows, 1)
     return rows
 
 

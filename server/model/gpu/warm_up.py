@@ -151,7 +151,6 @@ def warm_up_batch(
     params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
     return Batch(
         token_ids=zeros,
-        token_from=np.full(total, -1, np.int32),
         positions=positions,
         seq_ids=np.repeat(np.arange(num_seqs, dtype=np.int32), rows),
         slots=np.arange(total, dtype=np.int32),

@@ -12,7 +12,7 @@ from server.engine.batch import Batch, DrawError
 from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.cpu.kernels import embed_rows
-from server.model.cpu.records import NO_TABLE, Tokens
+from server.model.cpu.records import NO_TABLE
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.weights import block_table, float_table
 from server.types import SamplingParams
@@ -27,13 +27,11 @@ from tests.model.cpu_models import cpu_runner
 def test_rows_are_those_of_the_table(dtype: torch.dtype, scale: float) -> None:
     table = torch.randn(40, 70, generator=torch.Generator().manual_seed(3)).to(dtype)[:, 3:67]
     ids = np.array([7, 39, 0, 7, 50, 5, 5], np.int32)  # 50: of an adapter, whose rows come later
-    taken = np.array([-1, -1, 1, -1, -1, 0, 2], np.int32)
-    drawn = np.array([11, 12, -1], np.int32)  # -1: a draw without an answer, nobody's row
     x = np.full((8, 64), np.nan, np.float32)
     record = float_table(table)._replace(scale=np.float32(scale))
     for thread in range(2):
-        embed_rows(thread, ids.shape[0], Tokens(ids, taken, drawn), record, x, 2)
-    rows = table[torch.tensor([7, 39, 12, 7, 0, 11, 0])].float().numpy() * np.float32(scale)
+        embed_rows(thread, ids.shape[0], ids, record, x, 2)
+    rows = table[torch.tensor([7, 39, 0, 7, 0, 5, 5])].float().numpy() * np.float32(scale)
     assert x[:7].tobytes() == rows.tobytes()
     assert np.isnan(x[7]).all()
 
@@ -43,10 +41,9 @@ def test_rows_are_those_of_the_table(dtype: torch.dtype, scale: float) -> None:
 def test_rows_of_a_gguf_are_the_numbers_that_its_blocks_stand_for(form: str, scale: float) -> None:
     raw = ggml_rows(form, 40, 512, seed=7)
     ids = np.array([7, 39, 0, 7], np.int32)
-    minus = np.full(4, -1, np.int32)
     x = np.full((4, 512), np.nan, np.float32)
     record = block_table(BY_NAME[form], raw)._replace(scale=np.float32(scale))
-    embed_rows(0, 4, Tokens(ids, minus, minus[:0]), record, x, 1)
+    embed_rows(0, 4, ids, record, x, 1)
     assert x.tobytes() == (dequantised(from_ggml(form, raw[ids])) * np.float32(scale)).tobytes()
 
 

@@ -252,6 +252,6 @@ class GenericRunner(CpuRunner):
 
     def _compute(self, batch: Batch, wanted: Wanted, held: Any) -> None:
         """Run the module on the rows, and the head on what is wanted."""
-        ids = self._ids(batch).astype(np.int64)
+        ids = batch.token_ids.astype(np.int64)
         self._scratch.hidden[: batch.num_rows] = self._states(ids, batch_rows(batch))
         self._head.fill(wanted, self._scratch.hidden)

@@ -73,7 +73,6 @@ from server.model.cpu.records import (
     Shape,
     StepAdapters,
     Table,
-    Tokens,
     Wanted,
     Work,
 )  # fmt: skip
@@ -311,13 +310,11 @@ def _now(b: Any) -> Any:
 @entry
 @borrowing
 def embed_rows(
-    thread: int, num: int, tokens: Tokens, table: Table, x: Float32x2, threads: int
+    thread: int, num: int, token_ids: Int32, table: Table, x: Float32x2, threads: int
 ) -> None:
     """x[r] = the embedding of this thread's rows r < num."""
     for r in range(thread, num, threads):
-        token = tokens.ids[r]
-        if tokens.taken[r] >= 0:
-            token = max(tokens.drawn[tokens.taken[r]], 0)
+        token = token_ids[r]
         if token >= table.num_rows:
             token = 0
         row = table.address + token * table.row_bytes
@@ -362,7 +359,7 @@ def _head_share(hidden, head, wanted, work):
 @borrowing
 def step(
     thread: int, table: Table, layers: Layers, memory: tuple[Positions, Cache, Scratch],
-    shape: Shape, adapters: StepAdapters, head: Head, embeds: bool, tokens: Tokens, rows: Rows,
+    shape: Shape, adapters: StepAdapters, head: Head, embeds: bool, token_ids: Int32, rows: Rows,
     ends: Ends, spans: Int64x2, wanted: Wanted, work: Work,
 ) -> None:  # fmt: skip
     """A whole step: Scratch.hidden of the rows that Ends has, logits of the wanted ones, and what
@@ -370,17 +367,13 @@ def step(
 
     The first six stay the same from step to step. embeds: whether rows have their embeddings from
     the table; else they are in Scratch.x. spans: of the rows that have an adapter, StepAdapters'.
-    Raises IndexError for a row that takes an id that was not drawn.
     """
-    for r in range(rows.num):
-        if tokens.taken[r] >= tokens.drawn.shape[0]:
-            raise IndexError("a row takes its token from a draw that the previous batch lacks")
     scratch = memory[2]
     own = Work(work.sync, work.pairs, work.threads, thread)
     if thread == 0:
         wanted.clock[0] = wanted.clock[1] = 0
     if embeds:  # by the thread that norms the row first
-        embed_rows(thread, rows.num, tokens, table, scratch.x, work.threads)
+        embed_rows(thread, rows.num, token_ids, table, scratch.x, work.threads)
     of_rows = StepAdapters(
         spans, adapters.inputs, adapters.parts, adapters.alternate, adapters.up, adapters.inner,
         adapters.wide,

@@ -1,0 +1,117 @@
+"""Table: what the engine knows of its open choices, in columns by seat. See docs/architecture.md.
+
+A *seat* is a line of the table. A choice has one from its arrival to its end; `Sequence` names its
+numbers one by one, and what a step does for all choices reads and writes whole columns: plan.py,
+build.py, commit.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from drafters.arrays import Int32, Int32x2
+
+(
+    PROMPT_LEN, MAX_OUTPUT, NUM_TOKENS, LAST_ID, NUM_COMPUTED, NUM_VERIFIED, NUM_RELEASED,
+    NUM_BLOCKS, ROOM, NUM_PUBLISHED, NUM_STEPS, ADAPTER, IS_PLAIN, IS_SIMPLE,
+    NUM_COLUMNS,
+) = range(15)  # fmt: skip
+"""The lines of Table.numbers. Compiled code knows the columns by these."""
+
+_FIRST_SEATS = 16
+
+
+class Column:
+    """A number of a Sequence that lies in a column of its table, under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sequence: Any, owner: type | None = None) -> int:
+        return int(getattr(sequence.table, self._name)[sequence.seat])
+
+    def __set__(self, sequence: Any, value: int) -> None:
+        getattr(sequence.table, self._name)[sequence.seat] = value
+
+
+class Table:
+    """Columns by seat, int32. docs/architecture.md has what each holds, who writes it, and what is
+    true between steps.
+
+    numbers: [NUM_COLUMNS, seats], whose lines are the columns below. blocks: [seats, blocks of the
+    longest text], the KV blocks of each seat in the order of positions, 0 past num_blocks. ends:
+    [seats, most], the ids that end a choice, -1 where there are fewer. They move when the table
+    grows, as a choice arrives: nobody keeps them from step to step.
+    """
+
+    prompt_len: Int32
+    max_output: Int32
+    num_tokens: Int32
+    last_id: Int32
+    num_computed: Int32
+    num_verified: Int32
+    num_released: Int32
+    num_blocks: Int32
+    room: Int32
+    num_published: Int32
+    num_steps: Int32
+    adapter: Int32
+    is_plain: Int32
+    is_simple: Int32
+
+    def __init__(self, *, block_size: int, max_model_len: int) -> None:
+        self.block_size = block_size
+        self.numbers: Int32x2 = np.zeros((NUM_COLUMNS, 0), np.int32)
+        self.blocks: Int32x2 = np.zeros((0, -(-max_model_len // block_size)), np.int32)
+        self.ends: Int32x2 = np.full((0, 4), -1, np.int32)
+        self._free: list[int] = []
+        self._grow(_FIRST_SEATS)
+
+    def take_seat(self, end_ids: list[int]) -> int:
+        """A seat whose numbers are 0. end_ids: that end its choice."""
+        if not self._free:
+            self._grow(2 * self.numbers.shape[1])
+        seat = self._free.pop()
+        self.numbers[:, seat] = 0
+        self.blocks[seat] = 0
+        if len(end_ids) > self.ends.shape[1]:
+            wider = len(end_ids) - self.ends.shape[1]
+            self.ends = np.pad(self.ends, ((0, 0), (0, wider)), constant_values=-1)
+        self.ends[seat] = -1
+        self.ends[seat, : len(end_ids)] = end_ids
+        return seat
+
+    def give_back(self, seat: int) -> None:
+        """The seat's choice has ended."""
+        self._free.append(seat)
+
+    def check(self, seats: list[int]) -> None:
+        """Raise AssertionError unless what is true between steps is true of exactly these seats."""
+        num = self.numbers.shape[1]
+        assert sorted(seats + self._free) == list(range(num)), "a seat is lost or taken twice"
+        at = np.array(seats, np.int64)
+        size, output = self.block_size, (self.num_tokens - self.prompt_len)[at]
+        computed, verified = self.num_computed[at], self.num_verified[at]
+        blocks = self.num_blocks[at]
+        assert (self.num_released[at] <= verified).all() and (verified <= output).all()
+        assert (output <= self.max_output[at]).all()
+        assert (computed <= self.num_tokens[at]).all() and (computed <= blocks * size).all()
+        assert (self.room[at] <= blocks * size).all()
+        assert (self.num_published[at] * size <= self.prompt_len[at] + verified).all()
+        places = np.arange(self.blocks.shape[1])
+        assert not self.blocks[at][places >= blocks[:, None]].any(), "a block behind the last"
+
+    def _grow(self, num_seats: int) -> None:
+        old = self.numbers.shape[1]
+        more = num_seats - old
+        self.numbers = np.pad(self.numbers, ((0, 0), (0, more)))
+        self.blocks = np.pad(self.blocks, ((0, more), (0, 0)))
+        self.ends = np.pad(self.ends, ((0, more), (0, 0)), constant_values=-1)
+        self._free += range(num_seats - 1, old - 1, -1)
+        (
+            self.prompt_len, self.max_output, self.num_tokens, self.last_id, self.num_computed,
+            self.num_verified, self.num_released, self.num_blocks, self.room, self.num_published,
+            self.num_steps, self.adapter, self.is_plain, self.is_simple,
+        ) = self.numbers  # fmt: skip
