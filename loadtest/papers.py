@@ -390,7 +390,7 @@ def vocabtailor(*, sets: SetOptions = _SETS, options: PaperOptions = _PAPER) -> 
     """
     from loadtest.slice_quality import LANGUAGES, SliceOptions, load_task, make_rows, open_files
     from server.model.catalog import model_folder
-    from vocab_store.command import model_facts
+    from vocab_store.profile import model_facts
 
     own, files = Sets(sets, SLICE_SETS), open_files(sets.model)
     row_mb = 4e-6 * model_facts(model_folder(sets.model))[1]

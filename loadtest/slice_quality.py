@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -43,15 +43,16 @@ from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
 from server.commands.quality import METRICS
+from server.datasets import tokenize_in_place
 from server.engine.engine import Engine
 from server.token_bytes import TokenBytes
 from server.types import Request, SamplingParams, VocabularyParams
-from vocab_store.command import model_facts
-from vocab_store.documents import Example, tokenize_pairs
+from vocab_store.documents import Example
 from vocab_store.profile import (
     VocabProfile,
     document_frequencies,
     measure_coverage,
+    model_facts,
     tolerance_filter,
 )
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -192,6 +193,17 @@ class TaskData:
     golds: list[str]
 
 
+def in_ids(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> list[Example]:
+    """(prompt, output) in ids: prompts as they are served, outputs as they stand behind them."""
+    return [
+        Example(
+            np.asarray(tokenizer.encode(prompt).ids, np.int32),
+            np.asarray(tokenize_in_place(tokenizer, prompt, out, 0)[1][:-1], np.int32),
+        )
+        for prompt, out in pairs
+    ]
+
+
 def load_task(files: ModelFiles, task: str, options: SliceOptions) -> TaskData:
     """Read, tokenize, and put the shots in front: the first short examples of the training part.
     All test documents, or those that are answered. Raises OSError, KeyError or ValueError."""
@@ -211,12 +223,12 @@ def load_task(files: ModelFiles, task: str, options: SliceOptions) -> TaskData:
     # Training prompts are joined to the shots in ids, which is enough for counting.
     documents = [
         Example(np.concatenate((head_ids, e.input_ids)), e.output_ids)
-        for e in tokenize_pairs([(e.prompt, e.completion) for e in train], files.tokenizer)
+        for e in in_ids(((e.prompt, e.completion) for e in train), files.tokenizer)
     ]
     prompts = [head + e.prompt for e in tests]
-    pairs = list(zip(prompts, (e.completion for e in tests), strict=True))
+    pairs = zip(prompts, (e.completion for e in tests), strict=True)
     golds = [e.completion.split("\n")[0].strip() for e in tests]
-    return TaskData(documents, tokenize_pairs(pairs, files.tokenizer), prompts, golds)
+    return TaskData(documents, in_ids(pairs, files.tokenizer), prompts, golds)
 
 
 class Texts:

@@ -26,6 +26,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -453,3 +454,29 @@ def _table_versions(settings: ProfileSettings) -> dict[str, str]:
     from importlib.metadata import version
 
     return {"fonttools": version("fonttools"), "langcodes": version("langcodes")}
+
+
+def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
+    """(vocabulary size, hidden size, EOS ids of the generation config, else of the config).
+
+    Raises VocabStoreError when the folder's JSON files lack one.
+    """
+    root = Path(folder)
+
+    def read(name: str) -> dict[str, Any]:
+        path = root / name
+        if not path.exists():
+            return {}
+        loaded = parsed(path.read_text(encoding="utf-8"))
+        return loaded if isinstance(loaded, dict) else {}
+
+    config, generation = read("config.json"), read("generation_config.json")
+    text = config.get("text_config") or config
+    eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
+    if eos is None or "vocab_size" not in text or "hidden_size" not in text:
+        raise VocabStoreError(f"{root}: config.json lacks vocab_size, hidden_size or eos_token_id")
+    return (
+        int(text["vocab_size"]),
+        int(text["hidden_size"]),
+        tuple(int(i) for i in (eos if isinstance(eos, list) else [eos])),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,9 @@ def profile(
     from server.model.gguf_folder import text_folder
     from server.token_bytes import enriched
     from server.wiring.model import enrichment_of
-    from vocab_store import command
-    from vocab_store.profile import ProfileSettings
+    from vocab_store.edge_llm import export_vocab_map
+    from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
+    from vocab_store.slice import RequiredIds
 
     with Stages() as stages:
         folder = text_folder(ids.model, report=stages)
@@ -90,16 +92,29 @@ def profile(
             extra_blocks=filters.block,
             tolerance=filters.tolerance,
         )
-        order = command.ProfileOrder(
-            folder,
-            _documents(text, data, own, bar),
-            output,
-            None if heldout is None else _documents(text, [heldout], own, bar),
-            export_edge_llm,
-            own,
+        _, hidden_size, eos_ids = model_facts(folder)
+        required = RequiredIds.from_tokens(tokens, eos_ids)
+        if own is not None:
+            required = required.with_own(own.ids)
+        examples = _documents(text, data, own, bar)
+        if heldout is not None:
+            judged = _documents(text, [heldout], own, bar)
+        else:
+            judged = examples[9::10]
+            examples = [example for i, example in enumerate(examples) if i % 10 != 9]
+        made = build_profile(
+            examples,
+            tokens,
+            required,
+            settings,
+            heldout=judged,
+            head_row_bytes=4 * hidden_size,
+            progress=bar,
         )
-        report = command.profile(order, settings, tokens, bar)
-    print(report)
+        made.save(output)
+        if export_edge_llm is not None:
+            export_vocab_map(made.slice, export_edge_llm)
+    print(f"{report_of(made.manifest).text()}\nwritten to         {output}")
     return 0
 
 
@@ -125,11 +140,16 @@ def _documents(
 
 
 def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /) -> int:
-    from vocab_store import command
+    from vocab_store.profile import VocabProfile, report_of
 
     with _errors():
-        shown = command.show(profile)
-    print(shown)
+        made = VocabProfile.load(profile)
+    print(f"profile            {made.version}")
+    print(f"tokenizer          {made.manifest['fingerprint'][:16]}")
+    print(f"corpus             {made.manifest['corpus_sha256'][:16]}")
+    print(f"settings           {json.dumps(made.manifest['settings'], sort_keys=True)}")
+    print(f"fill order         {made.fill_ids.shape[0]} ids")
+    print(report_of(made.manifest).text())
     return 0
 
 

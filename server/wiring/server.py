@@ -206,7 +206,7 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
 
     Raises ConfigError that names the task.
     """
-    from vocab_store.command import model_facts
+    from vocab_store.profile import model_facts
 
     cut = [t for t in tasks if t.vocabulary.profile is not None]
     if not cut:

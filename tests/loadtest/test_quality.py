@@ -20,7 +20,7 @@ from loadtest import quality, slice_quality
 from loadtest.answers import answer_all
 from loadtest.peer import Peer, PeerFailed
 from loadtest.quality import apart, best, divergence, llamacpp_tops, read_texts, spread
-from loadtest.slice_quality import ModelFiles, Row, SliceOptions, Texts, make_rows
+from loadtest.slice_quality import ModelFiles, Row, SliceOptions, Texts, in_ids, make_rows
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
 from server.commands.cli import main as tailor
@@ -35,7 +35,6 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.loadtest.test_load import last_json
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.vocab_store.test_slice import Texts as Letters
-from vocab_store.documents import tokenize_pairs
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -193,7 +192,7 @@ def test_rows_of_the_table() -> None:
     tokens = token_bytes.build(tokenizer)
     required = RequiredIds.from_tokens(tokens, [0])
     pairs = [("the cat", "the dog"), ("a cat", "the cat"), ("the dog", "the end")]
-    train = tokenize_pairs(pairs, tokenizer)
+    train = in_ids(pairs, tokenizer)
     rows = make_rows(train, ("en",), ModelFiles(tokenizer, tokens, required))
     assert not rows["static only, tau 0.01"].dynamic and rows["tau 0.1"].dynamic
     sizes = [rows[name].num_t for name in ("unfiltered", "+ input-aware", "tau 0.0", "tau 0.1")]
@@ -205,7 +204,7 @@ def test_rows_of_the_table() -> None:
     for prompt, _ in pairs:  # what the pruned tokenizer writes lies in VP, under the old ids
         old = pruned.slice.ids[pruned.tokenizer.encode(prompt).ids]
         assert tokenizer.decode(old.tolist()) == prompt
-    test = tokenize_pairs([("the cat", "the cat")], tokenizer)
+    test = in_ids([("the cat", "the cat")], tokenizer)
     only = rows["dynamic only"]
     assert only.figures(test)["recall"] > replace(only, dynamic=False).figures(test)["recall"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from tokenizers import Tokenizer
 from loadtest.pruning import close_under_merges, prune_tokenizer, static_pruning_ids
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
-from vocab_store.documents import Example, corpus_hash, read_pairs, tokenize_pairs
-from vocab_store.edge_llm import export_vocab_map, import_vocab_map
-from vocab_store.errors import MissingIdsError, ProfileFileError, VocabStoreError
+from vocab_store.documents import Example, corpus_hash
+from vocab_store.edge_llm import export_vocab_map
+from vocab_store.errors import MissingIdsError, ProfileFileError
 from vocab_store.profile import (
     ProfileSettings,
     VocabProfile,
@@ -225,7 +224,7 @@ def test_the_corpus_hash_sees_borders_between_documents() -> None:
 
 
 def test_edge_llm_maps_are_exchanged(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import load_file
 
     made = VocabSlice.make([0, 1, 9, 12], REQUIRED)
     export_vocab_map(made, tmp_path)
@@ -234,45 +233,6 @@ def test_edge_llm_maps_are_exchanged(tmp_path: Path) -> None:
     assert tensors["vocab_map"].tolist() == [0, 1, 9, 12]
     info = json.loads((tmp_path / "reduced_vocab.json").read_text())
     assert info == {"vocab_size": V, "reduced_vocab_size": 4}
-    assert import_vocab_map(tmp_path, REQUIRED) == made
-    with pytest.raises(ProfileFileError, match="for 30 tokens"):
-        import_vocab_map(tmp_path, RequiredIds.of(V + 1, eos_ids=[0]))
-    for ids, error, text in (
-        ([1, 9], MissingIdsError, "EOS"),
-        ([0, 1, 1], ProfileFileError, "ascending"),
-        ([0, 1, V], ProfileFileError, "outside"),
-    ):
-        (tmp_path / "reduced_vocab.json").unlink(missing_ok=True)
-        save_file({"vocab_map": np.asarray(ids, np.int32)}, str(tmp_path / "vocab_map.safetensors"))
-        with pytest.raises(error, match=text):
-            import_vocab_map(tmp_path, REQUIRED)
-
-
-PAIRS = [
-    ("Where is the dog?", "the lazy dog"),
-    ("What is the answer?\n", "The answer is 42."),
-    ("SELECT", "name FROM users"),
-    ("", "hello world"),
-]
-
-
-@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
-def test_outputs_are_tokenized_in_place(make: Any) -> None:
-    tokenizer: Tokenizer = make()
-    for (prompt, out), found in zip(PAIRS, tokenize_pairs(PAIRS, tokenizer), strict=True):
-        assert found.input_ids.tolist() == tokenizer.encode(prompt).ids
-        joint = "" if not prompt or prompt.endswith("\n") else " "
-        whole = tokenizer.encode(prompt + joint + out).ids
-        assert whole[len(whole) - len(found.output_ids) :] == found.output_ids.tolist()
-        common = len(whole) - len(found.output_ids)
-        assert whole[:common] == found.input_ids[:common].tolist()
-
-
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"}\n')
-    with pytest.raises(VocabStoreError, match=r"train\.jsonl:3"):
-        list(read_pairs(path))
 
 
 def test_a_pruned_tokenizer_writes_kept_texts_as_before() -> None:
