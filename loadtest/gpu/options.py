@@ -1,8 +1,8 @@
-"""What a request or a configuration may ask for beside the plain path: top-p, adapters and tokens
-of their own, weights in 8 bits.
+"""What a request or a configuration may ask for beside the plain path: adapters, tokens of
+their own, weights in 8 bits.
 
-Each is compared with another way to the same numbers on the same device (a sort on the host, a
-model with the adapter merged, weights as they are), and timed beside the plain way.
+Each is compared with another way to the same numbers on the same device (a model with the
+adapter merged, weights as they are), and timed beside the plain way.
 """
 
 from __future__ import annotations
@@ -16,65 +16,21 @@ import torch
 
 from loadtest.gpu.correct import PROMPT, apart_bound, random_ids, rows_of, run
 from loadtest.gpu.shapes import SHAPES, Asked, build, info_of
-from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure, timed
+from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch
 from server.errors import UnsupportedModelError
 from server.model.adapter import TokenRows
-from server.model.gpu import nucleus
-from server.model.gpu.draw_plan import DrawPlan
 from server.model.gpu.lora import GpuAdapter, adapted_sizes
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.spec import TorchModel, Ways
 from server.model.shape import shape_of
 
-__all__ = ["adapters", "eight_bits", "own_tokens", "top_p"]
+__all__ = ["adapters", "eight_bits", "own_tokens"]
 
-ROWS = 16
 RANK = 8
 NEW = 40
 """Tokens of an adapter's own."""
-TOP_P = 0.9
 _DECODED = Case("decode", 4, 1, 32)
-
-
-def top_p(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Rows of peaked, usual and flat logits cut at top_p: the ids that a sort on the host keeps. A
-    flat row's cut is beyond the values that are selected: on CUDA a kernel searches for it."""
-    device, size = asked.device, max(4096, SHAPES[asked.name].vocab_size)
-    beyond: nucleus.Beyond = nucleus.by_sort
-    if device.type == "cuda":
-        from server.model.gpu import nucleus_kernels
-
-        beyond = nucleus_kernels.find_cut
-    host = {"top_k": np.full(ROWS, size, np.int64), "top_p": np.full(ROWS, TOP_P)}
-    arrays = {name: torch.from_numpy(array).to(device) for name, array in host.items()}
-    plan = DrawPlan(host, ROWS, False, -1, True, True)
-    for what, scale in (("peaked", 6.0), ("usual", 2.0), ("flat", 0.01)):
-        x = np.random.default_rng(5).standard_normal((ROWS, size)) * scale
-        there = torch.from_numpy(x).to(device)
-        stays = torch.isfinite(nucleus.keep_nucleus(there, plan, arrays, beyond)).cpu().numpy()
-        order = np.argsort(-x, axis=1)
-        shares = np.exp(np.take_along_axis(x, order, axis=1) - x.max(axis=1, keepdims=True))
-        running = np.cumsum(shares, axis=1)
-        wanted = (running < TOP_P * running[:, -1:]).sum(axis=1) + 1
-        kept = stays.sum(axis=1)
-        # The sums are of another order, so that a cut may fall one id beside.
-        likeliest = all(
-            row[ids[:num]].all() for row, ids, num in zip(stays, order, kept, strict=True)
-        )
-        times = [
-            1e3 * min(timed(work, device) for _ in range(asked.repeats))
-            for work in (
-                lambda x=there: nucleus.keep_nucleus(x, plan, arrays, beyond),
-                lambda x=there: torch.sort(x, dim=1),
-            )
-        ]
-        yield {
-            "what": f"top-p of {what} logits", "shape": asked.name, "rows": ROWS,
-            "kept": int(kept.mean()), "apart": int(np.abs(kept - wanted).max()),
-            "ms": round(times[0], 4), "sort_ms": round(times[1], 4),
-            "ok": bool(likeliest and (np.abs(kept - wanted) <= 1).all()),
-        }  # fmt: skip
 
 
 def _runner(asked: Asked, module: Any, *, graphs: bool = True, **ways: Any) -> TorchRunner:

@@ -23,7 +23,6 @@ from loadtest.gpu import (
     options,
     peers,
     reserve,
-    sampled,
     steps,
     vocabulary,
 )
@@ -110,8 +109,6 @@ def profile(asked: Asked) -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Part] = {
     "machine": machine,
     "correct": correct.check,
-    "top-p": options.top_p,
-    "sampled": sampled.check,
     "adapters": options.adapters,
     "own-tokens": options.own_tokens,
     "eight-bits": options.eight_bits,
@@ -139,9 +136,6 @@ PLAN = (
     Planned("correct", "smollm2-135m", 60),
     Planned("correct", "qwen3-0.6b", 60),
     Planned("correct", "gemma-3-270m", 60),
-    Planned("top-p", "smollm2-135m", 30),
-    Planned("sampled", "smollm2-135m", 60),
-    Planned("sampled", "gemma-3-270m", 60),
     Planned("adapters", "smollm2-135m", 40),
     Planned("own-tokens", "smollm2-135m", 40),
     Planned("eight-bits", "smollm2-135m", 80),

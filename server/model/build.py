@@ -298,13 +298,14 @@ def _kv_block_bytes(
 def _calculated_reserve(spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype) -> int:
     """Bytes that a step takes beside weights and KV, where they are not measured."""
     from server.model.gpu.graphs import MAX_GRAPH_ROWS
-    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_bytes
+    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
     from server.model.kv_memory import step_reserve
 
     sizes, graph_bytes = spec.sizes, 0
     if spec.cuda_graphs and spec.full_head in ("auto", "device"):
         rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
-        graph_bytes = graph_head_bytes(shape.vocab_size, HEAD_BYTES, rows)
+        kept = graph_head_rows(shape.vocab_size, HEAD_BYTES, rows)  # of logits
+        graph_bytes = 4 * shape.vocab_size * kept
     return step_reserve(
         rows=sizes.max_num_batched_tokens,
         hidden_size=shape.hidden_size,

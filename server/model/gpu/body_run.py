@@ -21,16 +21,14 @@ from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
 from server.model.gpu.convolution import input_slots
 from server.model.gpu.delta import ITEMS_A_ROW, DeltaItems, DeltaStates, delta_rule
-from server.model.gpu.graph_draws import GraphDraws
-from server.model.gpu.graph_head import GraphHead, Widens
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.grouped import SPAN_FIELDS
 from server.model.gpu.kv_cache import KvCache
-from server.model.gpu.lm_head import LmHead
+from server.model.gpu.lm_head import GraphHead, LmHead, Widens
 from server.model.gpu.lora import lora_spans
 from server.model.gpu.own_rows import graph_arrays
 from server.model.gpu.slices import gathered
-from server.model.gpu.spec import graph_draw_rows, graph_head_rows
+from server.model.gpu.spec import graph_head_rows
 from server.model.gpu.transfers import Upload
 
 Array = npt.NDArray[Any]
@@ -53,17 +51,12 @@ class BodyPlan:
         """Whether the full head's rows go through it in the graph."""
         return self.graph_key is not None and self.graph_key.has_head
 
-    @property
-    def head_rows(self) -> int:
-        """Rows, as padded, of the graph that has the head; 0 without one."""
-        return self.graph_key.rows if self.graph_key is not None and self.has_head else 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
     """Last hidden states [num_rows (or more, in a graph), hidden_size]; where the head was in the
-    graph, logits float32 of its rows (GraphHead), and the ids int32 that these draw, if a graph has
-    drawn them. Valid until the next step."""
+    graph, logits float32 of its rows (GraphHead), and their argmax int32, if that is what is
+    drawn. Valid until the next step."""
 
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
@@ -118,19 +111,15 @@ class BodyRun:
         tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         self.head: GraphHead | None = None
-        self.draws: GraphDraws | None = None
         self._num_graph = self._num_plain = 0
         if graph_rows:
             self.graphs = StepGraphs(device, graph_rows)
 
     def add_head(self, head: LmHead, head_bytes: int) -> None:
-        """Graphs have the full head, too, and draw. head_bytes: see Ways."""
+        """Graphs have the full head, too, and its argmax. head_bytes: see Ways."""
         assert self.graphs is not None
-        sizes = (head.weight.shape[0], head_bytes, self.graphs.largest)
-        self.head = GraphHead(head, graph_head_rows(*sizes))
-        if num_rows := graph_draw_rows(*sizes):
-            graphs = StepGraphs(head.weight.device, num_rows)
-            self.draws = GraphDraws(self.head.logits, head.vocab_size, num_rows, graphs)
+        num_rows = graph_head_rows(head.weight.shape[0], head_bytes, self.graphs.largest)
+        self.head = GraphHead(head, num_rows)
 
     def plan(
         self,

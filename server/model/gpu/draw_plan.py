@@ -33,22 +33,19 @@ class DrawPlan:
       temperature float64 [m] (1 for greedy); top_k int64 [m] (the logits' width when off); top_p
       float64 [m]; log_min_p float64 [m] (-inf when off); noise int64 [m, 3]: the bits of
       reference_sampler.noise_stream, the position of the token that is drawn, and 1 where noise is
-      added.
+      added. ordered int32: processed draws with top-k or top-p.
       logprob_rows, logprob_at int32: draws whose logprobs are wanted.
     Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
-    num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i. in_order: draw i
-      is from logits row i, for every i.
+    num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
     num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
-    has_order: whether a draw has top-k or top-p. noisy: whether a draw is not greedy.
+    noisy: whether a draw is not greedy.
     """
 
     arrays: Mapping[str, Array]
     num_draws: int
     plain_is_all: bool
     num_top: int
-    has_order: bool
     noisy: bool
-    in_order: bool = False
 
 
 def has_choice(batch: Batch, draw_id: int, ids: Array) -> bool:
@@ -117,13 +114,10 @@ def plan_draws(
         "logprob_at": np.asarray(logprob_at, np.int32),
     }
     num_draws = int(draw_ids.shape[0])
-    in_order = bool((logits_rows == np.arange(num_draws)).all())
-    is_all = not processed.num and in_order
+    is_all = not processed.num and bool((logits_rows == np.arange(num_draws)).all())
     if processed.num:
         arrays |= processed.arrays()
-    return DrawPlan(
-        arrays, num_draws, is_all, num_top, processed.has_order, processed.noisy, in_order
-    )
+    return DrawPlan(arrays, num_draws, is_all, num_top, processed.noisy)
 
 
 class _Processed:
@@ -133,7 +127,6 @@ class _Processed:
         self._batch = batch
         self._width = width
         self.num = 0
-        self.has_order = False
         self.noisy = False
         self._columns: dict[str, list[Any]] = {name: [] for name in _DTYPES}
 
@@ -212,7 +205,8 @@ class _Processed:
         stream = noise_stream(s.seed, params.choice_id)
         self._columns["noise"].extend((stream, int(self._batch.draw_positions[draw_id]), 1))
         self.noisy = True
-        self.has_order |= s.top_p < 1.0 or top_k < width
+        if s.top_p < 1.0 or top_k < width:
+            self._append(ordered=self.num)
 
 
 _DTYPES: dict[str, type[np.generic]] = {
@@ -224,6 +218,6 @@ _DTYPES: dict[str, type[np.generic]] = {
     "penalty_row": np.int32, "penalty_id": np.int32,
     "repetition": np.float64, "subtract": np.float64,
     "temperature": np.float64, "top_k": np.int64, "top_p": np.float64, "log_min_p": np.float64,
-    "noise": np.uint64,
+    "noise": np.uint64, "ordered": np.int32,
 }  # fmt: skip
 """Columns of the processed draws as DrawPlan describes them; `masks` as the rows of Batch.masks."""

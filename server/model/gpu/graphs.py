@@ -2,15 +2,15 @@
 
 A step whose sequences have few rows each (last tokens, trees, ends of prompts) has its number of
 rows padded to a bucket and its number of splits to a level; for every such pair the body, with the
-full LM head and the argmax behind it (graph_head.py) or without, is captured once, at first use,
-and replayed afterwards. Padded rows read nothing and write to the cache's trash slot. So a drafted
-step costs what a decode step of as many rows costs.
+full LM head and the argmax behind it (lm_head.GraphHead) or without, is captured once, at first
+use, and replayed afterwards. Padded rows read nothing and write to the cache's trash slot. So a
+drafted step costs what a decode step of as many rows costs.
 
 What makes this possible lives elsewhere and must stay: all inputs of the body are views into one
 device buffer at offsets that a bucket fixes (server.model.gpu.body_run), launches have grids
 known on the host, and nothing between the upload and the last hidden state syncs.
 
-Where more is drawn than an argmax, a second graph is replayed behind it (graph_draws.py).
+Where more is drawn than an argmax, the sampler is launched behind it.
 
 Adapters' rows are in graphs of their own, and so are those of adapters with rows of embedding and
 head: their tables keep their addresses until larger ones are needed, and the graphs are captured

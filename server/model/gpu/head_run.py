@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from server.model.gpu import sampler
 from server.model.gpu.body_run import Computed
 from server.model.gpu.head_plan import Slab, rows_of, sharing
 from server.model.gpu.lm_head import FullHead
 from server.model.gpu.own_rows import OwnRows
 from server.model.gpu.results import Segment, Step
-from server.model.gpu.sampler import Sampler, token_logprobs
+from server.model.gpu.sampler import token_logprobs
 from server.model.gpu.slices import TorchSlices
 
 
@@ -38,7 +39,6 @@ class HeadRun:
         computed: Computed,
         tensors: Mapping[str, torch.Tensor],
         head: FullHead,
-        sampler: Sampler,
     ) -> None:
         """Multiply every slab's rows of `hidden` by the head, and draw and score."""
         shared: list[Slab] = []
@@ -69,7 +69,7 @@ class HeadRun:
                 seen, ids = self._slices.pick(
                     seen, own["slice_rows"], own["slice_slots"], own["slice_nums"], slab.view.width
                 )
-            self._finish(step, slab, seen, ids, own, sampler, computed.ids)
+            self._finish(step, slab, seen, ids, own, computed.ids)
 
     @contextlib.contextmanager
     def _timed(self, step: Step) -> Iterator[None]:
@@ -92,7 +92,6 @@ class HeadRun:
         logits: torch.Tensor,
         ids: torch.Tensor | None,
         tensors: Mapping[str, torch.Tensor],
-        sampler: Sampler,
         done: torch.Tensor | None,
     ) -> None:
         """Draw and score on a slab's logits; queue the results for the way back.

@@ -7,11 +7,13 @@ of the head: slices.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from server.model.gpu.sampler import argmax_ids
 from server.model.gpu.transfers import Fence, HostTable, SideStream
 
 _CPU_SLAB = 8192  # vocabulary rows upcast at once where there is no float32-output product
@@ -104,6 +106,38 @@ class LmHead:
         if self.bias is not None:
             logits += self.bias
         return soft_capped(logits[:, : self.vocab_size], self.cap)
+
+
+Widens = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""OwnRows.widened in a graph: (hidden, logits, cap) of the head's rows -> their wide logits."""
+
+
+class GraphHead:
+    """What a CUDA graph computes behind the body: the full head and the likeliest ids.
+
+    A step whose draws are all the argmax of the full head's logits (greedy decode and trees) is
+    then one replay. Where more is drawn, the sampler reads the graph's logits and is launched
+    behind it. Slices, and heads that are copied through the device, have the body's graph alone.
+    head: on the device. num_rows: most rows of a graph that has it; the graphs share one buffer of
+    logits, float32 [num_rows, rows of the head].
+    """
+
+    def __init__(self, head: LmHead, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._head = head
+        shape = (num_rows, head.weight.shape[0])
+        self._logits = torch.empty(shape, dtype=torch.float32, device=head.weight.device)
+
+    def __call__(
+        self, hidden: torch.Tensor, rows: torch.Tensor, widens: Widens | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits float32 [n, V], their argmax int32 [n], as in sampler.py) of rows int32 [n] of
+        `hidden`. Both are overwritten by the next step. widens: where adapters have own rows."""
+        states = hidden.index_select(0, rows)
+        logits = self._head.logits(states, self._logits[: rows.shape[0]])
+        if widens is not None:
+            logits = widens(states, logits, self._head.cap)
+        return logits, argmax_ids(logits)
 
 
 class StreamedHead:

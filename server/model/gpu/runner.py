@@ -3,8 +3,8 @@
 It serves every supported family on "cuda", and on "cpu" as the reference of the CPU fast path. A
 step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed
 and more than an argmax is drawn), the body on all rows with our paged attention (body_run.py), the
-LM head on the rows that draw or are scored (head_plan.py, head_run.py; graph_head.py in a graph),
-the sampler (graph_draws.py in a second graph), one download (results.py).
+LM head on the rows that draw or are scored (head_plan.py, head_run.py),
+the sampler (sampler.py), one download (results.py).
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 One step is in flight. All work is queued on one stream of the runner, KV moves included, but for
@@ -41,14 +41,12 @@ from server.model.gpu.batch_check import check_batch, check_sizes
 from server.model.gpu.body import Body, narrow_layers
 from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.device import DeviceMeter
-from server.model.gpu.graph_draws import draw_form
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays, whole_head_rows
 from server.model.gpu.head_run import HeadRun
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
 from server.model.gpu.results import Step
-from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
 from server.model.gpu.spec import TorchModel, Ways
 from server.model.gpu.transfers import HostTable, SideStream, Upload
@@ -96,7 +94,6 @@ class TorchRunner:
         if embedding is not None and embedding.dtype != dtype:
             raise ValueError(f"the embedding is {embedding.dtype}, the head {dtype}")
         self._max_blocks = -(-info.max_model_len // info.block_size)
-        self._sampler, self._cpu_sampler = Sampler(use_triton=self._on_gpu), Sampler()
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         self._body = self._make_body(module, dtype, embedding, ways)
@@ -258,14 +255,10 @@ class TorchRunner:
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
             if self._cpu_head is None:
-                self._head_run.run(
-                    step, slabs, Computed(hidden), tensors, self._head, self._sampler
-                )
+                self._head_run.run(step, slabs, Computed(hidden), tensors, self._head)
             else:
                 there = {k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}
-                self._head_run.run(
-                    step, slabs, Computed(hidden.cpu()), there, self._cpu_head, self._cpu_sampler
-                )
+                self._head_run.run(step, slabs, Computed(hidden.cpu()), there, self._cpu_head)
             step.mark_end(on_gpu=self._on_gpu)
         return step.finish()
 
@@ -338,10 +331,7 @@ class TorchRunner:
     def warm_up(self) -> int:
         """Compile kernels and capture graphs before any KV is kept, which otherwise the first steps
         of each kind do while a client waits (seconds, with Triton); how many steps it ran."""
-        num_steps = self.try_out(self.trials.kernels())
-        with torch.inference_mode(), self._on_stream():
-            self._sampler.warm_up(self._device)
-        return num_steps
+        return self.try_out(self.trials.kernels())
 
     @property
     def trials(self) -> Trials:
@@ -350,7 +340,6 @@ class TorchRunner:
         return Trials(
             self.info, body.shape, 0 if graphs is None else graphs.largest, self._max_blocks,
             has_head=body.head is not None,
-            draw_rows=0 if body.draws is None else body.draws.num_rows,
         )  # fmt: skip
 
     def try_out(self, batches: Iterable[Batch]) -> int:
@@ -383,8 +372,6 @@ class TorchRunner:
         """Drop all graphs, and their memory: they are captured again."""
         if self._body.graphs is not None:
             self._body.graphs.forget()
-        if self._body.draws is not None:
-            self._body.draws.graphs.forget()
 
     # One step.
 
@@ -418,27 +405,22 @@ class TorchRunner:
             arrays["keep_places"] = batch.draw_keep[keep]
             self._make_room_to_keep(int(arrays["keep_places"].max()) + 1)
         arrays |= self._slices.arrays(step.placed)
-        draws = self._body.draws
-        form = draw_form(plan.head_rows, slabs, draws)
-        if form == "eager" or not slabs[0].only_draws or batch.num_likely:
+        takes_argmax = plan.has_head and slabs[0].plan.plain_is_all
+        if not takes_argmax or not slabs[0].only_draws or batch.num_likely:
             arrays |= slab_arrays(batch, slabs)
         if plan.graph_key is None:
             tensors = self._upload(plan.arrays | arrays)
         else:
             tensors = self._body.upload(plan.arrays)
             tensors |= self._upload(arrays) if arrays else {}
-        drawing = None
-        if form == "sampled" and draws is not None:
-            drawing = draws.upload(slabs[0].plan, plan.head_rows)
         self._slices.write(step.placed, tensors)
         computed = self._body.run(batch, tensors, plan)
-        if form != "argmax":
-            ids = None if drawing is None or draws is None else draws.run(drawing)
-            computed = replace(computed, ids=ids)
+        if not takes_argmax:
+            computed = replace(computed, ids=None)
         if keep.shape[0]:
             rows = computed.hidden.index_select(0, tensors["keep_rows"])
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
-        self._head_run.run(step, slabs, computed, tensors, self._head, self._sampler)
+        self._head_run.run(step, slabs, computed, tensors, self._head)
         step.mark_end(on_gpu=self._on_gpu)
 
     def _make_room_to_keep(self, num: int) -> None:

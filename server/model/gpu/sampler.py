@@ -1,10 +1,11 @@
 """The coupling sampler on a device: many draws at once, the reference sampler's integers.
 
-`Sampler.draw` runs a DrawPlan (draw_plan.py) on float32 logits with torch operations that never
-sync. Draws that only take the argmax of raw logits go a fast way
-that reads the logits once; the others are processed in float64 in the fixed order (bias, allowed
-ids and grammar, min_tokens, penalties, temperature, top-k, top-p, min-p) and drawn by Gumbel-max
-with the shared counter hash.
+`draw` runs a DrawPlan (draw_plan.py) on float32 logits with torch operations that never sync. Draws
+that only take the argmax of raw logits go a fast way that reads the logits once; the others are
+processed in float64 in the fixed order (bias, allowed ids and grammar, min_tokens, penalties,
+temperature, top-k, top-p, min-p) and drawn by Gumbel-max with the shared counter hash. On CUDA
+torch.compile makes noise, sum and argmax one pass over the logits; rows with top-k or top-p are
+sorted, and no others.
 
 Against the reference: every comparison, order and tie rule is the same; exp and log of the device
 may differ from numpy's in the last bit of a float64, and CUDA's running sum associates differently,
@@ -13,15 +14,15 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from server.model.gpu.draw_plan import DrawPlan
-from server.model.gpu.nucleus import Beyond, Cut, by_sort, keep_nucleus
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1
@@ -66,21 +67,39 @@ def _shifted(z: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def gumbel_max(
-    logits: torch.Tensor, noise: torch.Tensor, ids: torch.Tensor | None = None
+    logits: torch.Tensor, words: torch.Tensor, is_noisy: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value float64 [n], its lowest column int32 [n]) of logits float64 [n, V] + noise.
 
-    noise: int64 [n, 3], see DrawPlan.arrays. ids: int32 [n, V], the columns' vocabulary ids where
-    they are not 0, 1, ...
+    words: of noise_words. is_noisy: bool [n, 1]. ids: int64 [V] or [n, V], the columns' vocabulary
+    ids.
     """
-    words = noise_words(noise)
-    if ids is None:
-        ids = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
-    ids = ids.long()
     u = (noise_hash(ids, words).double() + 0.5) / 4294967296.0
-    noisy = logits + torch.where(noise[:, 2:] != 0, -torch.log(-torch.log(u)), 0.0)
+    noisy = logits + torch.where(is_noisy, -torch.log(-torch.log(u)), 0.0)
     value, which = noisy.max(dim=1)
     return value, which.int()
+
+
+@cache
+def _gumbel_max(device_type: str) -> Callable[..., Any]:
+    """gumbel_max as it runs on a kind of device; compiled for any number of rows and columns."""
+    return torch.compile(gumbel_max, dynamic=True) if device_type == "cuda" else gumbel_max
+
+
+def keep_nucleus(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """x float64 [m, V] with -inf where top-k, then top-p leaves an id out: by (value descending, id
+    ascending), with a running sum in that order. top_k: int64 [m], top_p: float64 [m]."""
+    values, order = torch.sort(x, dim=1, descending=True, stable=True)
+    num_left = torch.minimum(top_k, torch.isfinite(values).sum(dim=1))
+    rank = torch.arange(x.shape[1], device=x.device)[None, :]
+    share = torch.exp(values - values[:, :1]).masked_fill_(rank >= num_left[:, None], 0.0)
+    running = torch.cumsum(share, dim=1)
+    goal = top_p * running.gather(1, (num_left.clamp(min=1) - 1)[:, None]).squeeze(1)
+    # The smallest prefix whose share reaches top_p, the id that crosses it included.
+    below = ((running < goal[:, None]) & (rank < num_left[:, None])).sum(dim=1) + 1
+    kept = torch.where(top_p < 1.0, torch.minimum(num_left, below), num_left)
+    leaves = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, rank >= kept[:, None])
+    return x.masked_fill(leaves, float("-inf"))
 
 
 def _order_key(x: torch.Tensor) -> torch.Tensor:
@@ -170,86 +189,50 @@ def adjusted(
     return x
 
 
-def _cut(
-    x: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor], beyond: Beyond
-) -> torch.Tensor:
-    """x with -inf where top-k, top-p or min-p leaves an id out."""
-    if plan.has_order:
-        x = keep_nucleus(x, plan, arrays, beyond)
+def _cut(x: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor]) -> None:
+    """Put -inf into x where top-k, top-p or min-p leaves an id out."""
+    if plan.arrays["ordered"].shape[0]:
+        rows = arrays["ordered"]
+        given = (arrays[name].index_select(0, rows) for name in ("top_k", "top_p"))
+        x.index_copy_(0, rows.long(), keep_nucleus(x.index_select(0, rows), *given))
     if np.isfinite(plan.arrays["log_min_p"]).any():
         floor = x.amax(dim=1) + arrays["log_min_p"]
         x.masked_fill_(x < floor[:, None], float("-inf"))
-    return x
 
 
-class Sampler:
-    """Runs DrawPlans. use_triton: draw by the Triton kernels (CUDA) instead of torch; a slice's
-    rows, which are short, by torch in any case."""
+def draw(
+    logits: torch.Tensor,
+    plan: DrawPlan,
+    arrays: Mapping[str, torch.Tensor],
+    ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Drawn columns int32 [n]; NAN_LOGITS or NOTHING_LEFT where there is no answer.
 
-    def __init__(self, *, use_triton: bool = False) -> None:
-        self._kernels: Any = None
-        self._beyond: Beyond = by_sort
-        if use_triton:
-            from server.model.gpu import draw_kernels, nucleus_kernels
-
-            self._kernels = draw_kernels
-            self._beyond = nucleus_kernels.find_cut
-
-    def warm_up(self, device: torch.device) -> None:
-        """Compile what cuts slices, whose widths are multiples of 16; a vocabulary's may not be."""
-        if self._kernels is not None:
-            x = torch.zeros((1, 16), dtype=torch.float64, device=device)
-            floats, whole = x[:, 0].clone(), torch.zeros(1, dtype=torch.int64, device=device)
-            self._beyond(x, x, whole, Cut(whole, floats, floats, whole))
-
-    def draw(
-        self,
-        logits: torch.Tensor,
-        plan: DrawPlan,
-        arrays: Mapping[str, torch.Tensor],
-        ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Drawn columns int32 [n]; NAN_LOGITS or NOTHING_LEFT where there is no answer.
-
-        logits: float32 [rows, V], left unchanged. arrays: plan.arrays on the logits' device. ids:
-        None where a column is a vocabulary id, else the columns' ids, int32 [rows, V].
-        """
-        if plan.plain_is_all:
-            return argmax_ids(logits[: plan.num_draws])
-        drawn = torch.empty(plan.num_draws, dtype=torch.int32, device=logits.device)
-        num_plain = plan.arrays["plain_rows"].shape[0]
-        if num_plain:
-            answer = argmax_ids(logits.index_select(0, arrays["plain_rows"]))
-            drawn.index_copy_(0, arrays["plain_at"].long(), answer)
-        if plan.num_draws > num_plain:
-            raw = logits.index_select(0, arrays["rows"])
-            own = None if ids is None else ids.index_select(0, arrays["rows"])
-            x = adjusted(raw, plan, arrays, own)
-            drawn.index_copy_(0, arrays["at"].long(), self._drawn(raw, x, plan, arrays, own))
-        return drawn
-
-    def _drawn(
-        self,
-        raw: torch.Tensor,
-        x: torch.Tensor,
-        plan: DrawPlan,
-        arrays: Mapping[str, torch.Tensor],
-        ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """int32 [m] of the processed draws; x: `adjusted` logits, which it may change."""
-        is_nan = raw.isnan().any(dim=1)
-        kernels = self._kernels
-        if kernels is not None and ids is None:
-            parts = kernels.num_parts(x.shape[1])
-            given = kernels.Given(*(arrays[name] for name in kernels.Given._fields))
-            nans = is_nan.int()[:, None].expand(-1, parts).contiguous()
-            found: torch.Tensor = kernels.drawn(x, nans, given, has_order=plan.has_order)
-            return found
+    logits: float32 [rows, V], left unchanged. arrays: plan.arrays on the logits' device. ids: None
+    where a column is a vocabulary id, else the columns' ids, int32 [rows, V].
+    """
+    if plan.plain_is_all:
+        return argmax_ids(logits[: plan.num_draws])
+    drawn = torch.empty(plan.num_draws, dtype=torch.int32, device=logits.device)
+    num_plain = plan.arrays["plain_rows"].shape[0]
+    if num_plain:
+        answer = argmax_ids(logits.index_select(0, arrays["plain_rows"]))
+        drawn.index_copy_(0, arrays["plain_at"].long(), answer)
+    if plan.num_draws > num_plain:
+        raw = logits.index_select(0, arrays["rows"])
+        own = None if ids is None else ids.index_select(0, arrays["rows"])
+        x = adjusted(raw, plan, arrays, own)
         if plan.noisy:
-            value, which = gumbel_max(_cut(x, plan, arrays, self._beyond), arrays["noise"], ids)
+            _cut(x, plan, arrays)
+            noise, best = arrays["noise"], _gumbel_max(x.device.type)
+            if own is None:
+                own = torch.arange(x.shape[1], device=x.device)
+            value, which = best(x, noise_words(noise), noise[:, 2:] != 0, own.long())
         else:
             value, which = x.max(dim=1)
-        return _answer(torch.where(is_nan, float("nan"), value), which)
+        value = torch.where(raw.isnan().any(dim=1), float("nan"), value)
+        drawn.index_copy_(0, arrays["at"].long(), _answer(value, which))
+    return drawn
 
 
 def argmax_ids(logits: torch.Tensor) -> torch.Tensor:

@@ -12,28 +12,15 @@ from server.types import NarrowForm
 
 HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
-LOGIT_BYTES = 48
+LOGIT_BYTES = 64
 """Peak bytes of one logit of a slab whose draws are processed: 4 for its float32, float64 copies,
 sorted values with their indices and running sums; int64 order keys for logprobs."""
-_DRAWN_BYTES = 24
-"""Of one logit in the graphs of sampled rows: a float64 copy, its share, and what selects."""
 
 
 def graph_head_rows(head_rows: int, head_bytes: int, graph_rows: int) -> int:
     """Rows whose logits (float32 [rows, head_rows], kept beside a step's own) graphs compute: of
     graphs of at most graph_rows, and no more than head_bytes hold."""
     return min(head_bytes // (4 * head_rows), graph_rows)
-
-
-def graph_draw_rows(head_rows: int, head_bytes: int, graph_rows: int) -> int:
-    """Rows that a graph of sampled rows draws from: those of one slab of the head."""
-    return min(head_bytes // (LOGIT_BYTES * head_rows), graph_rows)
-
-
-def graph_head_bytes(head_rows: int, head_bytes: int, graph_rows: int) -> int:
-    """Bytes that graphs keep for logits and what is drawn from them."""
-    sizes = (head_rows, head_bytes, graph_rows)
-    return head_rows * (4 * graph_head_rows(*sizes) + _DRAWN_BYTES * graph_draw_rows(*sizes))
 
 
 class TorchModel(NamedTuple):

@@ -19,11 +19,8 @@ from server.types import ModelInfo, SamplingParams
 
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, num_logprobs=20)
 """Draws that take the most memory: float64 logits, their order, and logprobs."""
-_KINDS = (
-    SamplingParams(temperature=1.0, top_p=0.9, top_k=0),
-    SamplingParams(temperature=1.0, top_p=1.0, top_k=0),
-)
-"""Sampled draws whose kernels, or graphs, differ."""
+_NOISY = SamplingParams(temperature=1.0)
+"""Draws whose noise is compiled: for one row, and for several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,6 @@ class Trials:
     """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
     of its largest graph, 0 for none. max_blocks: of a row of its block tables. has_head: whether
     graphs have the full head; they are captured with and without it, as steps with slices have it.
-    draw_rows: of the largest graph of sampled rows, 0 for none.
     """
 
     info: ModelInfo
@@ -39,21 +35,18 @@ class Trials:
     graph_rows: int
     max_blocks: int
     has_head: bool = False
-    draw_rows: int = 0
 
     def kernels(self) -> Iterator[Batch]:
         """One for every kernel that serving needs, and for every graph."""
         yield from self._of(warm_up_shapes(self.info.max_model_len, self.shape, self.graph_rows))
-        yield from self._sampled([b for b in reversed(ROW_BUCKETS) if b <= self.draw_rows])
         one = warm_up_batch(1, 1, 1, self.max_blocks)
-        for sampling in _KINDS:
-            yield _choices(one, sampling)
+        yield _drawing(one, 1, _NOISY)
+        yield _choices(one, _NOISY)
 
     def graphs(self) -> Iterator[Batch]:
         """One for each of the largest graphs: smaller ones fit into the memory that they took."""
         largest = [b for b in ROW_BUCKETS if b <= self.graph_rows][-1:]
         yield from self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
-        yield from self._sampled([b for b in ROW_BUCKETS if b <= self.draw_rows][-1:])
 
     @property
     def graphs_a_size(self) -> int:
@@ -71,15 +64,6 @@ class Trials:
         whole = replace(whole, slots=whole.slots % (info.num_blocks * info.block_size))
         yield _drawing(whole, whole.num_rows, SamplingParams(temperature=0.0))
         yield _drawing(whole, min(whole.num_rows, info.max_num_seqs), _SAMPLED)
-
-    def _sampled(self, buckets: list[int]) -> Iterator[Batch]:
-        """A sampled draw in graphs of these numbers of rows, with top-p and without."""
-        for bucket in buckets:
-            num_seqs = -(-bucket // paged.MAX_TREE_RUN)
-            rows = bucket // num_seqs
-            for batch in self._of([(num_seqs, rows, rows)]):
-                if batch.num_draws:
-                    yield from (_drawing(batch, 1, sampling) for sampling in _KINDS)
 
     def _of(self, shapes: list[tuple[int, int, int]]) -> Iterator[Batch]:
         """Those of the shapes that fit."""

@@ -6,14 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 
 from server.model.gpu.generic import take_over
-from server.model.gpu.graph_draws import GraphDraws
-from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import WARM_UP_RUNS, Forward, Outputs
-from server.model.gpu.lm_head import LmHead
+from server.model.gpu.lm_head import GraphHead, LmHead
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from tests.model import families, generic_models
@@ -48,19 +45,13 @@ class FirstCalls:
         self._captured.clear()
 
 
-def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> FirstCalls:
-    """What the runner would have made on a GPU; the graphs that draw."""
+def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
+    """What the runner would have made on a GPU."""
     body = runner._body
     body.graphs = graphs  # type: ignore[assignment]
     body.inputs = Upload(CPU, 1 << 16)
     assert isinstance(runner._head, LmHead)
     body.head = GraphHead(runner._head, graphs.largest)
-    drawing = FirstCalls(graphs.largest, graphs.num_runs)
-    body.draws = GraphDraws(
-        body.head.logits, runner._head.vocab_size, graphs.largest,
-        drawing,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return drawing
 
 
 def module_of(name: str) -> Any:
@@ -70,13 +61,3 @@ def module_of(name: str) -> Any:
     module = generic_models.build(name)
     take_over(module, families.VOCAB_SIZE)
     return module
-
-
-def draw_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that draw walk few lanes that no id has: the interpreter is slow."""
-    from server.model.gpu import draw_kernels, nucleus_kernels
-
-    for module, name in (
-        (draw_kernels, "_PART"), (draw_kernels, "_BLOCK"), (nucleus_kernels, "_BLOCK")
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, 256)

@@ -137,7 +137,7 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
 def test_a_graph_larger_than_a_step_counts() -> None:
     """Its memory is held beside the step's, which a private pool cannot take."""
     runner = small(largest=192)
-    assert reserve_of(runner, Device(runner), 0).steps == (192 + 20 + 2 * 192) * MIB
+    assert reserve_of(runner, Device(runner), 0).steps == (192 + 2 * 192) * MIB
 
 
 def test_a_resized_runner_draws_the_same() -> None:

@@ -19,12 +19,11 @@ from drafters.tree import DraftTree
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.sampler import Sampler
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import Collector
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
-from tests.model.gpu.graph_stand_in import FirstCalls, draw_in_small_blocks, use_graphs
+from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.torch_runners import runner_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,20 +102,18 @@ def _serve(runner: TorchRunner) -> Engine:
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("with_graphs", [True, False])
 def test_triton_nothing_is_compiled_or_captured_after_warming_up(
-    with_graphs: bool, programs: set[Program], monkeypatch: pytest.MonkeyPatch
+    with_graphs: bool, programs: set[Program]
 ) -> None:
-    draw_in_small_blocks(monkeypatch)
     runner = runner_over(
         families.build("llama"), attention="triton", max_model_len=64, num_blocks=16,
         max_num_seqs=2, max_num_batched_tokens=16,
     )  # fmt: skip
-    runner._sampler = Sampler(use_triton=True)
     graphs = FirstCalls(4, num_runs=0)
-    drawing = use_graphs(runner, graphs) if with_graphs else FirstCalls(0)
+    if with_graphs:
+        use_graphs(runner, graphs)
     assert runner.warm_up() > 4
-    before, captured = set(programs), (graphs.num_captured, drawing.num_captured)
+    before, captured = set(programs), graphs.num_captured
     _serve(runner)
     assert not programs - before
-    assert (graphs.num_captured, drawing.num_captured) == captured
-    assert bool(drawing.keys[captured[1] :]) == with_graphs, "sampled rows were replayed"
+    assert graphs.num_captured == captured
     runner.close()
