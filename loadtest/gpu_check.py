@@ -1,22 +1,20 @@
 """One command for a machine with a GPU: is the CUDA path right there, and how fast is a step?
 
-    python loadtest/gpu_check.py --out results.jsonl [--device cuda:0] [--dtype bfloat16]
+    python loadtest/gpu_check.py [--out gpu_check.json] [--device cuda:0] [--dtype bfloat16]
+    python loadtest/gpu_check.py --tables          # then, if there is time: figures of many shapes
 
-Its parts run one after the other, each in a process of its own with a time limit, what says most
-first (loadtest/gpu/parts.py): versions, bandwidth and launch costs; logprobs against transformers
-and graphs against the plain path, in bfloat16; our decoder against transformers' modules, and its
-few launches beside more; top-p, sampled rows in a graph, adapters and weights in 8 and 4 bits; a
-profile; step tables of nine public models' shapes with random weights, decode and trees, plain and
-in graphs, beside the memory floor; transformers' own generate, prompt lookup and continuous
-batching; the engine with drafts off and on; prompt chunks beside torch's own attention and
-FlashInfer's; the reserve beside KV; vocabulary slices. tests/gpu runs last (needs pytest). Every
-result is in --out as soon as it is there, so that a part that hangs, or a run that is cut off,
-loses nothing.
+The verdict takes at most nine minutes, what says most first: versions, bandwidth and launch costs;
+a slice of a real model against texts that were recorded on a CPU (loadtest/gpu/real.py; carry the
+folder build/gpu-slice); logprobs against transformers and graphs against the plain path, in
+bfloat16; adapters and weights in 8 bits; the part of tests/gpu that is marked `verdict` (needs
+pytest); steps and vocabulary slices beside the memory floor. Parts share a process, which imports
+once; one that dies or hangs is ended, and the parts behind it go on in another. Every result is in
+--out, a whole file at any time, as soon as it is known.
 
 Needs torch >= 2.11, transformers, numpy, numba (Python 3.11 or newer) and this repository; none of
-the web stack. The last line is JSON. Exits 1 when something was wrong, failed or ran out of time, 2
-without a CUDA device. `--device cpu --tiny` is a dry run of the whole plan on a machine without
-one. It was written on such a machine.
+the web stack, and no network. The last line is JSON. Exits 1 when something was wrong, failed or
+ran out of time, 2 without a CUDA device. `--device cpu --tiny` is a dry run of the whole plan on a
+machine without one. It was written on such a machine.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,73 +39,78 @@ if __package__ in (None, ""):
 
 import torch  # noqa: E402
 
-from loadtest.gpu.parts import PARTS, PLAN, Planned  # noqa: E402
+from drafters.atomic_file import replacing  # noqa: E402
+from loadtest.gpu.parts import TABLES, VERDICT, Planned  # noqa: E402
+
+TOTAL_S = 540.0
+TESTS_S = 150.0
 
 
 class Results:
-    """Results as they come: a line of JSON each, on the disk before the next part begins. What a
-    run that is cut off has found is then in the file. path: None keeps nothing."""
+    """Results as they come, in one JSON file that is whole at any time. path: None keeps none."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("a", encoding="utf-8")
+        self._path = path
+        self.lines: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
         """Append one result."""
-        if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._file is not None:
-            self._file.close()
+        self.lines.append(line)
+        if self._path is not None:
+            text = "[\n" + ",\n".join(map(json.dumps, self.lines)) + "\n]\n"
+            with replacing(self._path) as file:
+                file.write(text.encode())
 
 
-def run_part(command: Sequence[str], limit_s: float) -> Iterable[dict[str, Any] | str]:
-    """The lines that a process prints, those of JSON as objects, as they come; then {"exit": its
-    code} or {"exit": None, "after_s": limit_s} when it was ended with all that it had started."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    ended = threading.Event()
+class Watched:
+    """A process and the lines that it prints; it is ended, with all that it had started, when
+    `limit_s` have passed since `restart`."""
 
-    def end() -> None:
-        ended.set()
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        self._timer: threading.Timer | None = None
+        self.was_ended = False
+
+    def restart(self, limit_s: float) -> None:
+        """Time for the next part."""
+        self._stop()
+        self._timer = threading.Timer(max(0.1, limit_s), self._end)
+        self._timer.start()
+
+    def lines(self) -> Iterator[str]:
+        """As they come."""
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            for text in self._process.stdout:
+                yield text.rstrip("\n")
+
+    def close(self) -> int:
+        """Its exit code; it is ended if it has not ended by itself."""
+        self._stop()
+        if self._process.stdout is not None and not self._process.stdout.closed:
+            self._end()
+        return self._process.wait()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        self.was_ended = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit_s, end)
-    timer.start()
-    try:
-        assert process.stdout is not None
-        with process.stdout:
-            for text in process.stdout:
-                yield _parsed(text.rstrip("\n"))
-        code = process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            end()
-            process.wait()
-    yield {"exit": None, "after_s": limit_s} if ended.is_set() else {"exit": code}
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _parsed(text: str) -> dict[str, Any] | str:
+def parsed(text: str) -> dict[str, Any] | None:
+    """A line that is a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def tests_command() -> list[str]:
-    """pytest over tests/gpu, on several processes where xdist is there."""
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-W", "default"]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(min(8, os.cpu_count() or 1))]
-    return [*command, "-p", "no:cacheprovider", "tests/gpu"]
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def described(line: dict[str, Any]) -> str:
@@ -116,33 +119,73 @@ def described(line: dict[str, Any]) -> str:
     return "  " + "  ".join(f"{k} {v}" for k, v in shown.items())
 
 
-def run_plan(
-    plan: Sequence[tuple[str, list[str], float]], results: Results, total_s: float
+def run_parts(
+    plan: Sequence[Planned], base: Sequence[str], results: Results, end: float
 ) -> list[dict[str, Any]]:
-    """Run (name, command, limit) one after the other; what became of each. A part that begins late
-    has what is left of total_s."""
-    began = time.monotonic()
-    outcomes: list[dict[str, Any]] = []
-    for name, command, limit_s in plan:
-        left_s = total_s - (time.monotonic() - began)
-        outcome: dict[str, Any] = {"name": name, "lines": 0, "wrong": 0}
-        outcomes.append(outcome)
-        if left_s < 1.0:
-            outcome["exit"] = "no time left"
-            continue
-        print(f"{name}:", flush=True)
-        for line in run_part(command, min(limit_s, left_s)):
-            if isinstance(line, str):
-                print(f"  | {line}", flush=True)
-            elif "exit" in line:
-                outcome |= line
-            else:
-                outcome["lines"] += 1
-                outcome["wrong"] += "error" in line or not line.get("ok", True)
-                results.add(line)
-                print(described(line), flush=True)
-        results.add({"part": "outcome", **outcome})
+    """Run parts in as few processes as they need; what became of each. base: the command, to which
+    parts are added. end: time.monotonic() by which all must be over."""
+    left, outcomes = list(plan), list[dict[str, Any]]()
+    while left and time.monotonic() < end:
+        process = Watched([*base, *(part.word for part in left)])
+        outcome: dict[str, Any] = {}
+
+        def begin(process: Watched = process) -> dict[str, Any]:
+            process.restart(min(left[0].limit_s, end - time.monotonic()))
+            print(f"{left[0].word}:", flush=True)
+            return {"name": left[0].word, "lines": 0, "wrong": 0, "exit": "ended early"}
+
+        outcome = begin()
+        try:
+            for text in process.lines():
+                line = parsed(text)
+                if line is None:
+                    print(f"  | {text}", flush=True)
+                elif "done" in line:
+                    outcome |= {"exit": 0, "s": line["s"]}
+                    outcomes.append(outcome)
+                    results.add({"part": "outcome", **outcome})
+                    del left[0]
+                    if not left:
+                        break
+                    outcome = begin()
+                else:
+                    outcome["lines"] += 1
+                    outcome["wrong"] += "error" in line or not line.get("ok", True)
+                    results.add(line)
+                    print(described(line), flush=True)
+        finally:
+            code = process.close()
+        if left:  # the process died or was ended in this part
+            outcome["exit"] = f"no end after {left[0].limit_s} s" if process.was_ended else code
+            outcomes.append(outcome)
+            results.add({"part": "outcome", **outcome})
+            del left[0]
+    for part in left:
+        outcomes.append({"name": part.word, "lines": 0, "wrong": 0, "exit": "no time left"})
     return outcomes
+
+
+def run_tests(results: Results, end: float) -> dict[str, Any]:
+    """pytest over what is marked in tests/gpu, on several processes where xdist is there."""
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-W", "default"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    process = Watched([*command, "-p", "no:cacheprovider", "-m", "verdict", "tests/gpu"])
+    process.restart(min(TESTS_S, end - time.monotonic()))
+    print("tests:", flush=True)
+    began, tail = time.monotonic(), list[str]()
+    try:
+        for text in process.lines():
+            print(f"  | {text}", flush=True)
+            tail = [*tail[-40:], text]
+    finally:
+        code = process.close()
+    outcome = {
+        "name": "tests", "lines": 0, "wrong": 0, "s": round(time.monotonic() - began, 2),
+        "exit": f"no end after {TESTS_S} s" if process.was_ended else code,
+    }  # fmt: skip
+    results.add({"part": "outcome", **outcome, "tail": tail})
+    return outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,41 +196,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default=None, choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--parts", help="only these, of " + ", ".join([*PARTS, "tests"]))
+    parser.add_argument("--tables", action="store_true", help="figures instead of the verdict")
+    parser.add_argument("--parts", help="only these, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="every part once, on a tiny shape")
-    parser.add_argument("--out", type=Path, help="append each result to this file as it comes")
-    parser.add_argument("--limit", type=float, default=570.0, metavar="S", help="of all parts")
-    parser.add_argument("--tests-limit", type=float, default=240.0, metavar="S")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--limit", type=float, default=TOTAL_S, metavar="S", help="of all parts")
     options = parser.parse_args(arguments)
-    chosen = options.parts.split(",") if options.parts else [*PARTS, "tests"]
-    if unknown := [name for name in chosen if name not in (*PARTS, "tests")]:
-        parser.error(f"no part {unknown[0]!r}: choose from {', '.join([*PARTS, 'tests'])}")
+    planned: Sequence[Planned] = TABLES if options.tables else VERDICT
+    known = [*dict.fromkeys(p.part for p in (*VERDICT, *TABLES)), "tests"]
+    chosen = options.parts.split(",") if options.parts else known
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(f"no part {unknown[0]!r}: choose from {', '.join(known)}")
     on_gpu = torch.device(options.device).type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         print("There is no CUDA device here (torch.cuda.is_available() is False).")
         print(json.dumps({"check": "gpu", "ok": False, "error": "no CUDA device"}))
         return 2
-    planned: Sequence[Planned] = PLAN
     if options.tiny:
         tiny = {"vocabulary": "tiny-gemma"}
-        planned = [Planned(part, tiny.get(part, "tiny"), 120.0) for part in PARTS]
-    words = ["--device", options.device, "--repeats", str(options.repeats)]
-    words += ["--dtype", options.dtype or ("bfloat16" if on_gpu else "float32")]
-    base = [sys.executable, "-m", "loadtest.gpu.parts"]
-    plan = [
-        (f"{p.part} {p.shape}", [*base, p.part, "--shape", p.shape, *words], p.limit_s)
-        for p in planned
-        if p.part in chosen
-    ]
-    if on_gpu and "tests" in chosen:  # last: compiling may take the time there is
-        plan.append(("tests", tests_command(), options.tests_limit))
-    results = Results(options.out)
-    try:
-        outcomes = run_plan(plan, results, options.limit)
-    finally:
-        results.close()
+        parts = dict.fromkeys(p.part for p in planned)
+        planned = [Planned(part, tiny.get(part, "tiny"), 120.0) for part in parts]
+    planned = [p for p in planned if p.part in chosen]
+    base = [sys.executable, "-m", "loadtest.gpu.parts", "--device", options.device]
+    base += ["--repeats", str(options.repeats)]
+    base += ["--dtype", options.dtype or ("bfloat16" if on_gpu else "float32")]
+    results, end = Results(options.out), time.monotonic() + options.limit
+    timed = [p for p in planned if p.part in ("steps", "vocabulary")]
+    outcomes = run_parts([p for p in planned if p not in timed], base, results, end)
+    if on_gpu and "tests" in chosen and not options.tables:
+        outcomes.append(run_tests(results, end))
+    outcomes += run_parts(timed, base, results, end)
     fine = all(o["exit"] == 0 and not o["wrong"] for o in outcomes)
-    print(json.dumps({"check": "gpu", "parts": outcomes, "ok": fine}))
+    results.add({"check": "gpu", "parts": outcomes, "ok": fine})
+    print(json.dumps(results.lines[-1]))
     return 0 if fine else 1
 
 

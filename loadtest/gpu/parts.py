@@ -1,8 +1,9 @@
-"""One part of the GPU check, in this process: a line of JSON for each result, as it comes.
+"""Parts of the GPU check, in this process: a line of JSON for each result, as it comes.
 
-    python -m loadtest.gpu.parts steps --shape llama-3.2-1b --device cuda:0 --dtype bfloat16
+    python -m loadtest.gpu.parts steps:llama-3.2-1b machine:tiny --device cuda:0 --dtype bfloat16
 
-The parts and their order are PLAN's; `python loadtest/gpu_check.py` runs them all.
+Behind each part's results stands a line with `done`, its seconds. The parts and their order are
+VERDICT's and TABLES'; `python loadtest/gpu_check.py` runs them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +24,14 @@ from loadtest.gpu import (
     correct,
     options,
     peers,
+    real,
     reserve,
     steps,
     vocabulary,
 )
 from loadtest.gpu.shapes import SHAPES, Asked, build
 
-__all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
+__all__ = ["PARTS", "TABLES", "VERDICT", "Planned", "lines_of", "main"]
 
 Part = Callable[[Asked], Iterator[dict[str, Any]]]
 
@@ -108,6 +111,7 @@ def profile(asked: Asked) -> Iterator[dict[str, Any]]:
 
 PARTS: dict[str, Part] = {
     "machine": machine,
+    "real": real.check,
     "correct": correct.check,
     "adapters": options.adapters,
     "own-tokens": options.own_tokens,
@@ -129,24 +133,37 @@ class Planned:
     shape: str
     limit_s: float
 
+    @property
+    def word(self) -> str:
+        """How the command line names it."""
+        return f"{self.part}:{self.shape}"
+
 
 # What says most comes first: a run that is cut off after any part has been worth its time.
-PLAN = (
+VERDICT = (
     Planned("machine", "smollm2-135m", 40),
-    Planned("correct", "smollm2-135m", 60),
-    Planned("correct", "qwen3-0.6b", 60),
-    Planned("correct", "gemma-3-270m", 60),
-    Planned("adapters", "smollm2-135m", 40),
-    Planned("own-tokens", "smollm2-135m", 40),
-    Planned("eight-bits", "smollm2-135m", 80),
+    Planned("real", "tiny", 60),
+    Planned("correct", "smollm2-135m", 40),
+    Planned("correct", "qwen3-0.6b", 40),
+    Planned("correct", "gemma-3-270m", 40),
+    Planned("adapters", "smollm2-135m", 30),
+    Planned("own-tokens", "smollm2-135m", 30),
+    Planned("eight-bits", "smollm2-135m", 40),
+    Planned("steps", "smollm2-135m", 50),
+    Planned("steps", "qwen3-0.6b", 50),
+    Planned("vocabulary", "gemma-3-270m", 50),
+)
+"""The whole verdict, within nine minutes with the tests that stand before its steps."""
+
+TABLES = (
     Planned("profile", "smollm2-135m", 60),
     *(Planned("steps", name, 60) for name in SHAPES if not name.startswith("tiny")),
     Planned("transformers", "qwen3-0.6b", 90),
     Planned("engine", "qwen3-0.6b", 60),
     Planned("engine", "smollm2-135m", 60),
     Planned("reserve", "qwen3-0.6b", 90),
-    Planned("vocabulary", "gemma-3-270m", 60),
 )
+"""Figures beside the verdict: what takes how long."""
 
 
 def lines_of(
@@ -161,22 +178,24 @@ def lines_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one part; 1 when a line has an error or is not ok."""
+    """Run parts; 1 when a line has an error or is not ok."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=tuple(PARTS))
-    parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
+    parser.add_argument("parts", nargs="+", metavar="PART:SHAPE")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=10)
     chosen = parser.parse_args(arguments)
-    planned = Planned(chosen.part, chosen.shape, 0.0)
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     fine = True
-    for line in lines_of(planned, device, dtype, chosen.repeats):
-        fine = fine and "error" not in line and line.get("ok", True)
-        print(json.dumps(line), flush=True)
+    for word in chosen.parts:
+        part, _, shape = word.partition(":")
+        began = time.monotonic()
+        for line in lines_of(Planned(part, shape, 0.0), device, dtype, chosen.repeats):
+            fine = fine and "error" not in line and line.get("ok", True)
+            print(json.dumps(line), flush=True)
+        print(json.dumps({"done": word, "s": round(time.monotonic() - began, 2)}), flush=True)
     return 0 if fine else 1
 
 

@@ -34,6 +34,8 @@ from tests.model.slice_cases import batch_of
 from tests.model.torch_runners import runner_over
 
 pytestmark = pytest.mark.gpu
+verdict = pytest.mark.verdict
+BFLOAT16 = pytest.param(torch.bfloat16, marks=verdict)
 
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
@@ -65,7 +67,7 @@ def run(runner: TorchRunner, batch: Batch) -> Drawn:
     return runner.wait()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", list(cases.SHAPES))
 @pytest.mark.parametrize("implementation", [cases.run_torch, cases.run_triton])
@@ -80,7 +82,7 @@ def test_every_row_attends_to_exactly_its_keys(
     torch.testing.assert_close(got.double().cpu(), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("shape", ["odd_dim", "grouped_by_7", "wide"])
 def test_a_row_has_the_same_bits_whatever_its_neighbours(shape: str, dtype: torch.dtype) -> None:
     whole = cases.problem(cases.batch_of("mixed"), cases.SHAPES[shape], dtype, CUDA)
@@ -120,6 +122,7 @@ def decode_step(tables: list[Pages.Table], position: int, seed: int) -> Batch:
     return builder.build()
 
 
+@verdict
 def test_draws_are_the_cpu_s() -> None:
     """Of a vocabulary of many parts: top-p within the selection and beyond it, top-k, min-p."""
     size = 30_011
@@ -140,7 +143,13 @@ def test_draws_are_the_cpu_s() -> None:
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("family", [*families.FAMILIES, *GENERIC])
+FAMILIES = [
+    pytest.param(name, marks=verdict if name in ("llama", "gemma3", "lfm2") else ())
+    for name in [*families.FAMILIES, *GENERIC]
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family_are_the_cpu_s(family: str) -> None:
     """A chunked prompt, a tree off its last row, decode rows of a neighbour, an accepted path."""
     results = []
@@ -199,6 +208,7 @@ def sampled_batch(table: Pages.Table, position: int) -> Batch:
     return builder.build()
 
 
+@verdict
 def test_draws_are_the_reference_s_on_the_device_s_own_logits() -> None:
     """The sampler on CUDA against numpy, row by row, over the logits that the device computed."""
     runner = make("qwen3", CUDA)
@@ -232,6 +242,7 @@ def no_syncs() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@verdict
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_launch_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
     runner = make("gemma3", CUDA, cuda_graphs=cuda_graphs)
@@ -277,6 +288,7 @@ def test_slices_and_verify_draw_what_the_cpu_draws(family: str, place: str) -> N
         assert_close(got, want)
 
 
+@verdict
 @pytest.mark.parametrize("place", ["device", "stream", "cpu"])
 def test_exact_is_full_on_the_device(place: str) -> None:
     """Texts of a real engine, with drafts, misses, preemption and neighbours in other modes."""
@@ -319,6 +331,7 @@ def test_launch_with_slices_does_not_sync(no_syncs: None, cuda_graphs: bool) -> 
     plain.close()
 
 
+@verdict
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_graphs_draw_what_the_plain_path_draws(family: str) -> None:
     """Decode of several sequences that come and go within buckets."""
@@ -367,6 +380,7 @@ def test_sampled_rows_behind_a_graph_draw_what_the_plain_path_draws(family: str)
     assert found[1] == found[0]
 
 
+@verdict
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_after_warming_up_nothing_is_compiled_or_captured(cuda_graphs: bool) -> None:
     """Triton's programs and graphs, while requests of all kinds are served."""
@@ -421,6 +435,7 @@ def test_trees_in_graphs_have_the_plain_path_s_logits(family: str) -> None:
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=0, atol=5e-4)
 
 
+@verdict
 def test_memory_goes_back() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -435,6 +450,8 @@ def test_memory_goes_back() -> None:
     assert torch.cuda.memory_allocated() - before < 64 << 20
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float32, 2e-5), pytest.param(torch.bfloat16, 5e-2, marks=verdict)]
+)
 def test_adapters_are_added_as_by_the_reference(dtype: torch.dtype, atol: float) -> None:
     check_kernels(dtype, atol, "cuda")

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from loadtest import gpu_check
-from loadtest.gpu import parts, steps
-from loadtest.gpu.shapes import SHAPES, build, weight_bytes
+from loadtest.gpu import parts, real, steps
+from loadtest.gpu.shapes import SHAPES, Asked, build, weight_bytes
 from server.model.gpu.own_rows import OwnRows
 
 CPU = torch.device("cpu")
@@ -37,10 +37,29 @@ def found(part: str, shape: str) -> list[dict[str, Any]]:
 
 
 def test_every_part_of_the_plan_is_known() -> None:
-    assert {p.part for p in parts.PLAN} == set(parts.PARTS)
-    assert {p.shape for p in parts.PLAN if p.part == "steps"} == {
-        name for name in SHAPES if not name.startswith("tiny")
-    }
+    assert {p.part for p in (*parts.VERDICT, *parts.TABLES)} == set(parts.PARTS)
+    assert sum(p.limit_s for p in parts.VERDICT) + gpu_check.TESTS_S < 1.2 * gpu_check.TOTAL_S
+    assert gpu_check.TOTAL_S <= 540
+
+
+def test_trained_weights_are_compared_with_what_was_recorded(tmp_path: Path) -> None:
+    """A slice that is made here, of a model with tied tables; one text that is another is told."""
+    asked = Asked("tiny", CPU, torch.float32, 1)
+    assert "skipped" in next(real.check(asked, tmp_path))
+    build(SHAPES["tiny"], CPU, torch.float32).save_pretrained(tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"VOCABULARY": 200, "LAYERS": 1, "PROMPTS": 2, "NEW": 9}.items():
+            patch.setattr(real, name, value)
+        patch.setattr(real, "FIRST_ID", 3)
+        real.make(tmp_path / "whole", tmp_path / "slice")
+        recorded = json.loads((tmp_path / "slice" / real.RECORDED).read_text())
+        assert [len(one["text"]) for one in recorded] == [9, 9]
+        wide, narrow = real.check(asked, tmp_path / "slice")
+        assert wide["ok"] and wide["same_ids"] == wide["same_drafted_ids"] == 1.0
+        assert narrow["dtype"] == "torch.bfloat16"
+        recorded[1]["text"][4] = (recorded[1]["text"][4] + 1) % 200
+        (tmp_path / "slice" / real.RECORDED).write_text(json.dumps(recorded))
+        assert not next(real.check(asked, tmp_path / "slice"))["ok"]
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
@@ -152,42 +171,49 @@ def test_a_part_that_raises_ends_in_its_error(monkeypatch: pytest.MonkeyPatch) -
     assert [line.get("error") for line in found("engine", "tiny")] == [None, "TypeError: no more"]
 
 
-def test_what_came_before_a_hang_is_kept(
+SCRIPT = """
+import json, os, subprocess, sys, time
+for word in sys.argv[1:]:
+    print("words")
+    print(json.dumps({"what": word, "ok": True}), flush=True)
+    if word == "dies:x":
+        os._exit(3)
+    if word == "hangs:x":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        time.sleep(60)
+    print(json.dumps({"done": word, "s": 0.1}), flush=True)
+"""
+
+
+def test_what_came_before_a_hang_is_kept_and_what_is_behind_it_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parts of other processes: one that ends well, one that dies, one that never ends and has a
-    child; then there is no time left."""
-    says = "import json, sys; print('words'); print(json.dumps({'what': 'a', 'ok': True}))"
-    hangs = (
-        'import subprocess, sys, time; print(\'{"what": "b"}\', flush=True);'
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
-    )
-    plan = [
-        ("well", [sys.executable, "-c", says], 30.0),
-        ("dies", [sys.executable, "-c", says + "; sys.exit(3)"], 30.0),
-        ("hangs", [sys.executable, "-c", hangs], 5.0),
-    ]
-    out = tmp_path / "results.jsonl"
+    """A part that ends well, one that dies, one that never ends and has a child, one behind them,
+    and one for which there is no time left."""
+    names = ("well", "dies", "hangs", "behind")
+    plan = [parts.Planned(name, "x", 3.0 if name == "hangs" else 60.0) for name in names]
+    out = tmp_path / "results.json"
     results = gpu_check.Results(out)
     began = time.monotonic()
-    outcomes = gpu_check.run_plan(plan, results, 300.0)
+    base = [sys.executable, "-c", SCRIPT]
+    outcomes = gpu_check.run_parts(plan, base, results, began + 300)
     assert time.monotonic() - began < 40.0, "the child of the part that hangs was waited for"
-    late = gpu_check.run_plan(plan[:1], results, 0.5)
-    results.close()
-    assert [o["exit"] for o in outcomes] == [0, 3, None] and late[0]["exit"] == "no time left"
-    assert [o["lines"] for o in outcomes] == [1, 1, 1] and outcomes[2]["after_s"] == 5.0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line.get("what") for line in lines] == ["a", None, "a", None, "b", None]
+    [late] = gpu_check.run_parts(plan[:1], base, results, time.monotonic())
+    assert late["exit"] == "no time left"
+    assert [o["exit"] for o in outcomes] == [0, 3, "no end after 3.0 s", 0]
+    assert [o["lines"] for o in outcomes] == [1, 1, 1, 1]
+    lines = json.loads(out.read_text())
+    assert [line["what"] for line in lines if "what" in line] == [f"{name}:x" for name in names]
     assert "| words" in capsys.readouterr().out
 
 
 def test_one_part_through_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "results.jsonl"
+    out = tmp_path / "results.json"
     words = ["--device", "cpu", "--tiny", "--parts", "steps", "--repeats", "1", "--out", str(out)]
     assert gpu_check.main(words) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["ok"] and report["parts"][0]["lines"] == 4
-    assert len(out.read_text().splitlines()) == 5
+    assert json.loads(out.read_text())[-1] == report
     with pytest.raises(SystemExit):
         gpu_check.main(["--device", "cpu", "--parts", "nothing"])
 

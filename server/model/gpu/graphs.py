@@ -101,7 +101,9 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             # On the runner's own stream: torch's is one per process, on the device that came first.
             stream = torch.cuda.current_stream(self._device)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            # Another thread's allocation, or a question to the driver, does not end a capture.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode=mode):
                 outputs = forward()
             found = self._graphs[key] = (graph, outputs)
             self.num_captured += 1

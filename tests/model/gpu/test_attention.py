@@ -261,7 +261,7 @@ def test_triton_in_the_interpreter() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) passed", done.stdout)
