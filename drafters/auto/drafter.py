@@ -449,7 +449,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             self._weigh_near()
 
     def _forget_step(self) -> None:
-        """What is known of the last step's rows and trees leads nowhere."""
+        """Discard the last step's rows and trees."""
         self._noted, self._echo = None, NO_ECHO
         self._grown, self._rivals = (), []
 

@@ -154,7 +154,7 @@ def tune_task(
 ) -> dict[str, Any]:
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
     from server.commands.tune_forms import compare_forms
-    from server.commands.tune_machine import Others, refuse_if_busy
+    from server.commands.tune_machine import OtherProcesses, refuse_if_busy
     from server.commands.tune_material import TuneSettings, check_data
     from server.wiring.model import enrichment_of
 
@@ -168,7 +168,7 @@ def tune_task(
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")
     check_data(data, recording.outputs, fields.field, fields.prompt_field)
-    others = Others()
+    others = OtherProcesses()
     time.sleep(0.5)
     if not even_if_busy:
         refuse_if_busy(others.share())

@@ -24,7 +24,7 @@ _NUM_MEASURED = 3
 _NUM_REPLAYED = 8  # recordings
 
 
-class Others:
+class OtherProcesses:
     """What other processes use of the machine's cores, since this was made."""
 
     def __init__(self) -> None:

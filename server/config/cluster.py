@@ -247,7 +247,7 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
 
 
 def _check_storage(url: str, document: Document) -> None:
-    """Whether something here can reach such a place; the place is not asked."""
+    """Whether something here can reach such a place; no connection is made."""
     at = ("learning", "storage")
     try:
         import fsspec

@@ -30,7 +30,7 @@ from server.fleet.budgets import Budgets, Claim, Grant
 from server.fleet.changes import ChangeLog, Changes
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
-from server.fleet.ingress import IngressApp, Others
+from server.fleet.ingress import IngressApp, OtherIngresses
 from server.fleet.learning.sharing import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
 from server.fleet.replica import EngineReplica
@@ -324,7 +324,7 @@ async def _ingress(
 ) -> IngressApp:
     """engines: the handles of the engine deployments, by model."""
     logs.configure(parts.server.log.format, parts.server.log.level)
-    others = Others(
+    others = OtherIngresses(
         serve.get_replica_context().replica_id.unique_id, cluster.ingress.replicas, ServeDesk(desk)
     )
     front: Front = await asyncio.to_thread(parts.front)

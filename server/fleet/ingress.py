@@ -40,7 +40,7 @@ class IngressDesk(ChangeDesk, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class OtherIngresses:
     """The other ingresses, through the desk. ingress_id: this one's. num_ingresses: of all."""
 
     ingress_id: str
@@ -63,7 +63,7 @@ class IngressApp:
         config: ServerConfig,
         front: Front,
         start: StartFleet,
-        others: Others | None = None,
+        others: OtherIngresses | None = None,
         requests_only_port: int | None = None,
     ) -> None:
         self._config = config

@@ -24,7 +24,7 @@ from server.model.wheels import Report
 __all__ = ["describe", "write_floats"]
 
 _SHARD_BYTES = 2 << 30
-"""Of a file of weights, which is held in memory while it is made."""
+"""The largest file of weights; one is held in memory while it is made."""
 
 
 def describe(gguf: Path, out: Path, report: Report) -> tuple[Any, Mapping[str, tuple[int, ...]]]:

@@ -229,7 +229,7 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def _progress(wheel: Wheel, report: Report) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line now and then in a log. Gives what is told the bytes so far."""
+    """A bar on a terminal, a line now and then in a log. Returns a callback(bytes_done)."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn

@@ -19,7 +19,7 @@ from server.commands.cli import main
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, best_of, corpus_fit
 from server.commands.tune_gain import within
-from server.commands.tune_machine import Others, cost_now
+from server.commands.tune_machine import OtherProcesses, cost_now
 from server.commands.tune_material import TuneSettings, is_held
 from server.config import load_task, load_tasks
 from server.engine.budget import CostTable, row_grid
@@ -352,7 +352,7 @@ def test_what_others_use_is_told_from_what_this_process_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = _Times(monkeypatch)
-    others = Others()
+    others = OtherProcesses()
     times.all, times.busy, times.own = 110.0, 109.0, 107.0
     assert others.share() == pytest.approx(0.2)
     times.own = 200.0  # clocks that are read one after the other
@@ -368,7 +368,7 @@ def test_a_busy_machine_decides_nothing(
 ) -> None:
     """Refused before the model is loaded, or before anything is recorded with it."""
     told = iter(shares)
-    monkeypatch.setattr(Others, "share", lambda self: next(told))
+    monkeypatch.setattr(OtherProcesses, "share", lambda self: next(told))
     words = ("--data", str(_write(tmp_path / "train.jsonl", _lines(20))), "--name", "town")
     output = tmp_path / "tasks" / "town.yaml"
     told_user = run("tasks", "tune", *words, "-o", str(output), status=1)
