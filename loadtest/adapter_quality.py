@@ -2,15 +2,18 @@
 
 Both adapters answer the same test prompts greedily, merged into the model, one after the other in
 this process. Reported of each: the share of exact answers and word F1, with the paired difference
-and its 95 % bootstrap interval; ids an answer; base ids an answer; forward passes an answer without
-drafts and with 2, 4 and 16 nodes of `auto` with a corpus of --train (answers replayed, the first
-tree in the prefill pass); adoption: enriched ids that the model wrote over those in the fewest ids
-for the same text. (Speed of such adapters in servers: `python -m loadtest.load --mix`, by
-characters a second.)
+and its 95 % bootstrap interval (of answers "intent: I, slot fills: {slot: value, ...}" also the
+share of right intents and the mean F1 of an answer's slots; exact is then the joint accuracy); ids
+an answer; base ids an answer; forward passes an answer without drafts and with 2, 4 and 16 nodes of
+`auto` with a corpus of --train (answers replayed, the first tree in the prefill pass); adoption:
+enriched ids that the model wrote over those in the fewest ids for the same text. (Speed of such
+adapters in servers: `python -m loadtest.load --mix`, by characters a second.)
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +37,9 @@ from vocab_store.enrichment import Enrichment
 
 Pairs = Sequence[tuple[list[int], list[int]]]
 Metric = Callable[[str, str], float]
+
+_FILLED = re.compile(r"\s*intent: (\w*)(?:, slot fills: \{(.*)\})?", re.DOTALL)
+_SLOT = re.compile(r"(\w+): (.*?)(?=, \w+: |$)", re.DOTALL)
 
 
 @Parameter(name="*")
@@ -81,6 +87,31 @@ def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
         return Side(outputs, texts)
 
 
+def filled(answer: str) -> tuple[str, Counter[tuple[str, str]]]:
+    """(intent, slots with their values) of an answer; ("", none) where it has another form."""
+    found = _FILLED.match(answer)
+    if found is None:
+        return "", Counter()
+    return found[1], Counter((name, value.strip()) for name, value in _SLOT.findall(found[2] or ""))
+
+
+def intent(gold: str, output: str) -> float:
+    """Whether it is the right one."""
+    return float(filled(gold)[0] == filled(output)[0])
+
+
+def slots(gold: str, output: str) -> float:
+    """F1 of the slots with their values; 1 where neither has any."""
+    theirs, ours = filled(gold)[1], filled(output)[1]
+    num = theirs.total() + ours.total()
+    return 2 * (theirs & ours).total() / num if num else 1.0
+
+
+def metrics_of(golds: Sequence[str]) -> tuple[Metric, ...]:
+    """Those that the data's answers can be judged by."""
+    return (exact, f1, intent, slots) if all(filled(gold)[0] for gold in golds) else (exact, f1)
+
+
 def scores(metric: Metric, side: Side, golds: Sequence[str]) -> list[float]:
     """A metric of each answer."""
     return [metric(gold, text) for gold, text in zip(golds, side.texts, strict=True)]
@@ -91,8 +122,7 @@ def figures(side: Side, enrichment: Enrichment | None, golds: Sequence[str]) -> 
     num = len(side.outputs)
     base = [ids if enrichment is None else enrichment.expand(ids) for ids in side.outputs]
     found: dict[str, Any] = {
-        "exact": asdict(estimate(scores(exact, side, golds))),
-        "f1": asdict(estimate(scores(f1, side, golds))),
+        **{m.__name__: asdict(estimate(scores(m, side, golds))) for m in metrics_of(golds)},
         "ids": sum(map(len, side.outputs)) / num,
         "base_ids": sum(map(len, base)) / num,
     }
@@ -129,7 +159,7 @@ def measure_adapters(
             scores(metric, sides["enriched"], golds), scores(metric, sides["base"], golds),
             strict=True,
         )
-        for metric in (exact, f1)
+        for metric in metrics_of(golds)
     }  # fmt: skip
     found["difference"] = {
         name: asdict(estimate([a - b for a, b in both])) for name, both in pairs.items()

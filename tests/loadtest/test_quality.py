@@ -17,6 +17,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from loadtest import quality, slice_quality
+from loadtest.adapter_quality import filled, intent, metrics_of, slots
 from loadtest.answers import answer_all
 from loadtest.peer import Peer, PeerFailed
 from loadtest.quality import apart, best, divergence, llamacpp_tops, read_texts, spread
@@ -239,6 +240,17 @@ def test_slices_of_a_model_with_and_without_its_texts(
 
 # peft 0.21 asks transformers 5.23 by an old name.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_intents_and_slots_are_judged_by_themselves() -> None:
+    gold = "intent: play_music, slot fills: {song: one, two: and three, artist: u2}"
+    assert filled(gold)[1] == {("song", "one"): 1, ("two", "and three"): 1, ("artist", "u2"): 1}
+    other = " intent: play_music, slot fills: {artist: u2, song: two}"
+    assert intent(gold, other) == 1.0 and intent(gold, "play_music") == 0.0
+    assert slots(gold, other) == pytest.approx(2 / 5) and slots(gold, "no answer") == 0.0
+    empty = "intent: a, slot fills: {}"
+    assert slots(empty, empty) == slots(empty, "intent: b") == 1.0
+    assert metrics_of([gold, empty])[2:] == (intent, slots) != metrics_of([gold, "7"])[2:] == ()
+
+
 def test_both_adapters_are_measured_on_the_same_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
