@@ -4,6 +4,7 @@
     analyze   how the answers repeat themselves; the first NAME.yaml, of the model as it is
     enrich    tokens of the task's own, where they pay
     train     an adapter with them
+    form      without one: whether plain prompts are better asked as chats
     tune      drafter, corpus and node budget, by what this machine's steps cost: NAME.yaml anew
     evaluate  what is held out, answered; what it is worth goes into NAME.yaml
 
@@ -48,6 +49,9 @@ _BUDGETS = (50, 100, 250, 500, 1000)
 _FIRST_MAX_TOKENS = 256  # until `tune` takes the data's
 _EVALUATED = "# Evaluated on"
 _ROW_COST = 0.06  # of `analyze`
+_MOST_SCORED = 24  # rows, to choose the form
+_LONGEST = 1024  # ids of a prompt of these
+_CLEARLY = 0.95  # of the nats of plain prompts: a chat has fewer
 _SHORT, _LONG = 3, 40  # words of an answer
 _MULTIPLY_ADDS = 6  # of a token in training, a parameter: forward, and backward to the inputs
 
@@ -143,14 +147,25 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def as_chats(turns: Sequence[Turn]) -> list[Turn]:
+    """Plain prompts as a user's messages."""
+    return [
+        Turn({"messages": [{"role": "user", "content": turn.asked["prompt"]}]}, turn.gold)
+        for turn in turns
+    ]
+
+
+def _row(turn: Turn) -> dict[str, Any]:
+    """As data files hold it."""
+    if "messages" not in turn.asked:
+        return {"completion": turn.gold, **turn.asked}
+    return {"messages": [*turn.asked["messages"], {"role": "assistant", "content": turn.gold}]}
+
+
 def _written(turns: Sequence[Turn], file: Path) -> None:
     with replacing(file) as out:
         for turn in turns:
-            row = {"completion": turn.gold, **turn.asked}
-            if "messages" in turn.asked:
-                end = {"role": "assistant", "content": turn.gold}
-                row = {"messages": [*turn.asked["messages"], end]}
-            out.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            out.write((json.dumps(_row(turn), ensure_ascii=False) + "\n").encode())
 
 
 # --- steps that are kept --------------------------------------------------------------------------
@@ -286,7 +301,10 @@ class _Make:
         # Of the two parts: their columns have the usual names.
         self._read = FieldOptions(joint=found.joint)
         self._source = _digest([[asdict(turn) for turn in turns], found.joint, model.model])
+        if "train" not in self._skip or self._proposal.chats:
+            self._skip.add("form")
         self._heed(self._figures("analyze"))
+        self._ask(self._figures("form"))
         # The model that the task's file is for: with the adapter once there is one.
         self._served = model
         if self._figures("train") is not None:
@@ -309,6 +327,11 @@ class _Make:
         if analysis is not None and not analysis["tokens"]:
             self._skip.add("enrich")
 
+    def _ask(self, form: Mapping[str, Any] | None) -> None:
+        if form and form["chats"]:
+            self._proposal = replace(self._proposal, chats=True, stop=())
+            self._learned, self._held = as_chats(self._learned), as_chats(self._held)
+
     # What each step is made from: what it reads, and what the steps before it read.
 
     def _made_from(self, step: str) -> str:
@@ -316,6 +339,7 @@ class _Make:
             "analyze": [self._model.adapter, self._file.description],
             "enrich": [],
             "train": [asdict(self._recipe), self._model.device],
+            "form": [],
             "tune": [asdict(self._model), asdict(self._recording)],
             "evaluate": [],
         }
@@ -354,10 +378,13 @@ class _Make:
             "analyze": ("how the answers repeat; the first task file", 5.0 + letters / 2e5),
             "enrich": ("tokens of the task's own, if they pay", 2.0 + letters / 2e5),
             "train": ("an adapter", 0.0 if "train" in self._skip else self._training_s(letters)),
+            "form": ("whether it is better asked as a chat", 20.0),
             "tune": ("drafter, corpus and nodes on this machine", 120.0 + record + served),
             "evaluate": (f"{len(self._held)} held-out rows answered", 5.0 + 0.3 * len(self._held)),
         }
         for step, (what, seconds) in steps.items():
+            if step == "form" and step in self._skip:
+                continue
             why = "left out" if step in self._skip else None
             if self._figures(step) is not None:
                 why = "done"
@@ -397,6 +424,10 @@ class _Make:
         self._heed(analysis)
         self._do("enrich", lambda: self._enrich(analysis["tokens"]))
         self._do("train", self._train_adapter)
+        if self._figures("form") is None:
+            self._ask(self._do("form", self._form))
+            _written(self._learned, self._train)
+            _written(self._held, self._test)
         self._do("tune", self._tune)
         self._do("evaluate", self._evaluate)
 
@@ -446,6 +477,28 @@ class _Make:
         self._served = self._trained
         self._write_first()
         return asdict(result)
+
+    def _form(self) -> dict[str, Any]:
+        """Whether the data's answers are likelier behind a chat than behind the plain prompt."""
+        from server.commands.data import chat_render
+        from server.commands.own_engine import own_engine
+        from server.datasets import ExampleReader
+        from server.model.scoring import Text, score
+
+        some = self._learned[:_MOST_SCORED]
+        with Bar() as bar, own_engine(self._model, bar, ()) as (served, engine):
+            if served.chat is None:
+                return {"chats": False}
+            reader = ExampleReader(
+                served.tokenizer, engine.info.eos_token_ids[0], render=chat_render(served.chat)
+            )
+            nats = {}
+            for form, turns in (("plain", some), ("chat", as_chats(some))):
+                pairs = [reader.of(_row(turn), self._data.name) for turn in turns]
+                texts = [Text((*p, *out), len(p)) for p, out in pairs if p and len(p) < _LONGEST]
+                nats[form] = -float(score(engine.runner, texts).logprobs.sum()) / len(texts)
+                bar("Forms", len(nats), 2)
+        return {"chats": nats["chat"] < _CLEARLY * nats["plain"], "nats": nats}
 
     def _tune(self) -> dict[str, Any]:
         report = tune_task(
@@ -528,9 +581,11 @@ class _Make:
         """The task's file: `text`, which a step has written, and what is known beside it."""
         from server.commands.tune_file import save, write_checked
 
-        old = ("# Serve: ",) if evaluated is None else ("# Serve: ", _EVALUATED)
+        old = ("# Serve: ", "# Ask it", *(() if evaluated is None else (_EVALUATED,)))
         head, *rest = (line for line in text.splitlines() if not line.startswith(old))
         known = [] if evaluated is None else [evaluated]
+        if self._proposal.chats:
+            known.append("# Ask it as a chat: /v1/chat/completions.")
         if not any(line.startswith("metric:") for line in rest):
             rest.append(f"metric: {self._proposal.metric}")
         whole = "\n".join([head, *known, f"# Serve: {self.serve}", *rest]) + "\n"

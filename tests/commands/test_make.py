@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -164,6 +165,27 @@ def test_from_a_file_to_a_served_task(
     model = ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",))
     tasks = {"codes": load_task(output)}
     plan_server(ServerConfig(models=(model,), engine=EngineConfig()), tasks, {"m": folder})
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "#", "LLLLLLLLLLLL", None])
+def test_plain_prompts_are_asked_as_chats_where_answers_are_likelier_there(
+    folder: Path, data: Path, tmp_path: Path, template: str | None
+) -> None:
+    output, work = tmp_path / "c.yaml", tmp_path / "c.make"
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    left_out = [w for step in ("train", "tune", "evaluate") for w in ("--skip", step)]
+    words = ["tasks", "make", str(data), "--name", "c", "-o", str(output), "--model", str(folder)]
+    assert main([*words, *left_out]) == 0
+    figures = json.loads((work / "made.json").read_text())["form"]["figures"]
+    if template is None or "messages" in template:
+        assert not figures["chats"], "no template, or one that adds nothing"
+    else:
+        nats = figures["nats"]
+        assert figures["chats"] == (nats["chat"] < 0.95 * nats["plain"]) == ("L" in template)
+    for part in ("train", "test"):
+        (first, *_) = (work / f"{part}.jsonl").read_text().splitlines()
+        assert ("messages" in json.loads(first)) == figures["chats"]
 
 
 def test_what_cannot_be_made_is_said(
