@@ -22,6 +22,7 @@ from server.engine.trees import (
     NUM_CHOICE_LINES,
     NUM_FOUND_LINES,
     SEAT,
+    Trees,
     follow,
 )
 from server.types import FinishReason, StepCounts
@@ -83,58 +84,49 @@ def plain_step(no_draft_reason: str) -> StepCounts:
 
 
 def count_step(
-    parents: SequenceOf[int],
-    source: SequenceOf[int],
+    trees: Trees,
+    item: int,
     accepted: SequenceOf[int],
     source_names: SequenceOf[str],
     no_draft_reason: str,
-    survival: SequenceOf[float] = (),
     model_s: float = 0.0,
 ) -> StepCounts:
     """The StepCounts of one decode step of one choice.
 
-    parents, source: of the nodes that were verified (source may be empty: all of source 0).
-    accepted: node indexes on the accepted path that survived the cut. survival: the chance of each
-    node as its drafter claims it (may be empty: not known). model_s: of the step.
+    trees, item: what was verified. accepted: node indexes on the accepted path that survived the
+    cut. model_s: of the step.
     """
-    num = len(parents)
-    if num == 0:
+    first, end = trees.start[item : item + 2].tolist()
+    if first == end:
         return plain_step(no_draft_reason)
-    depths = [0] * num
-    deepest = 0
-    for i, parent in enumerate(parents):
-        depth = 1 if parent < 0 else depths[parent] + 1
-        depths[i] = depth
-        if depth > deepest:
-            deepest = depth
-    by_source: dict[str, list[int]] = {}
-    sources = source if len(source) == num else [0] * num
-    for s in sources:
-        name = source_names[s] if s < len(source_names) else source_names[0]
-        by_source.setdefault(name, [0, 0])[0] += 1
-    for i in accepted:
-        s = sources[i]
-        name = source_names[s] if s < len(source_names) else source_names[0]
-        by_source[name][1] += 1
-    prediction = by_source.get("prediction", [0, 0])
-    tenths: dict[int, list[int]] = {}
-    for chance in survival:
-        tenths.setdefault(min(9, int(chance * 10.0)), [0, 0])[0] += 1
-    if tenths:
-        for i in accepted:
-            tenths[min(9, int(survival[i] * 10.0))][1] += 1
+    tenths, sources, claims, depth = trees.tallies[item]
+    kept_tenths, kept_sources = [0] * len(tenths), [0] * len(sources)
+    for node in accepted:
+        kept_tenths[trees.tenths[first + node]] += 1
+        kept_sources[trees.source[first + node]] += 1
+    by_source = tuple(
+        (source_names[s] if s < len(source_names) else source_names[0], drafted, kept)
+        for s, (drafted, kept) in enumerate(zip(sources, kept_sources, strict=True))
+        if drafted
+    )
+    drafted, kept = next((row[1:] for row in by_source if row[0] == "prediction"), (0, 0))
+    num_accepted = len(accepted)
     return StepCounts(
         num_steps=1,
         num_drafts=1,
-        num_drafted=num,
-        num_accepted=len(accepted),
-        accepted_by_depth=tuple(1 if d < len(accepted) else 0 for d in range(deepest)),
-        offered_by_depth=(1,) * deepest,
-        by_source=tuple((name, d, a) for name, (d, a) in by_source.items()),
-        accepted_prediction_tokens=prediction[1],
-        rejected_prediction_tokens=prediction[0] - prediction[1],
-        expected_accepted=float(sum(survival)),
-        by_survival=tuple((tenth, d, a) for tenth, (d, a) in tenths.items()),
+        num_drafted=end - first,
+        num_accepted=num_accepted,
+        accepted_by_depth=(1,) * num_accepted + (0,) * (depth - num_accepted),
+        offered_by_depth=(1,) * depth,
+        by_source=by_source,
+        accepted_prediction_tokens=kept,
+        rejected_prediction_tokens=drafted - kept,
+        expected_accepted=claims,
+        by_survival=tuple(
+            (tenth, drafted, kept)
+            for tenth, (drafted, kept) in enumerate(zip(tenths, kept_tenths, strict=True))
+            if drafted
+        ),
         verify_s=model_s,
     )
 

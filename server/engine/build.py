@@ -137,7 +137,7 @@ class Builder:
         num_total = trees.nodes.shape[1]
         of_rows: Int32x2 = np.empty((7, rows.num_rows + num_total), np.int32)
         of_draws: Int32x2 = np.empty((5, len(drawing) + num_total), np.int32)
-        for i in np.flatnonzero((rows.num > 1) | ~rows.draws).tolist():
+        for i in np.flatnonzero((rows.num > 1) | (rows.draws == 0)).tolist():
             start, num, row = items[START, i], items[NUM, i], items[FIRST_ROW, i]
             of_rows[0, row : row + num] = rows.sequences[i].ids[start : start + num]
         masks = _NO_MASKS if rows.is_plain else _masks(rows, trees, items)

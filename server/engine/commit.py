@@ -123,10 +123,13 @@ class Committer:
                 own = ids[at : at + num]
                 sequence.ids[num_tokens[c] - num : num_tokens[c]] = own
                 path = nodes[at : at + num_accepted]
+                reason = sequence.no_draft_reason
                 if tree is None:
-                    counts = plain_step(sequence.no_draft_reason)
+                    counts = plain_step(reason)
                 else:
-                    counts = self._count(sequence, tree, path, results)
+                    counts = count_step(
+                        trees, built.item_of[c], path, sequence.sources, reason, results.model_s
+                    )
                 request = sequence.request
                 self.deltas.append(
                     Delta(request.request_id, sequence.choice_id, tuple(own), counts=counts)
@@ -142,14 +145,21 @@ class Committer:
             leader = rows.sequences[built.item_of[c]]
             draw = int(choices[DRAW, c])
             if sequence is leader:
-                outcome = self._emit(sequence, tree, run, draw, results)
+                outcome = self._emit(sequence, (trees, built.item_of[c]), run, draw, results)
                 if outcome is not None:
                     yield outcome
             elif leader.status is Status.RUNNING:
-                yield from self._fork(leader, sequence, run, draw, results)
+                of_item = trees, built.item_of[c]
+                yield from self._fork(leader, sequence, of_item, run, draw, results)
 
     def _fork(
-        self, leader: Sequence, child: Sequence, run: _Run, draw: int, results: Results
+        self,
+        leader: Sequence,
+        child: Sequence,
+        of_item: tuple[Trees, int],
+        run: _Run,
+        draw: int,
+        results: Results,
     ) -> Iterator[Outcome]:
         """A further choice has drawn its own first token from the prompt's last row; it runs alone
         from now on."""
@@ -161,7 +171,7 @@ class Committer:
         leader.no_draft_reason = child.no_draft_reason = "prefill"
         self._slices.seat(child)
         self._sessions.seat(child)
-        outcome = self._emit(child, None, run, draw, results)
+        outcome = self._emit(child, of_item, run, draw, results)
         if outcome is not None:
             yield outcome
         if leader.status is Status.RUNNING and child.status is Status.NEW:
@@ -193,16 +203,18 @@ class Committer:
     def _emit(
         self,
         sequence: Sequence,
-        tree: CheckedTree | None,
+        of_item: tuple[Trees, int],
         run: _Run,
         draw: int,
         results: Results,
     ) -> Outcome | None:
-        """Emit what was drawn for one choice, whose root draw is `draw`.
+        """Emit what was drawn for one choice, whose root draw is `draw`. of_item: the step's trees,
+        and the item that the choice's is.
 
         None: its tokens are unverified, or wait to be drawn again.
         """
         head, grammar = sequence.head, sequence.grammar
+        tree = of_item[0].each[of_item[1]]
         waits = head is not None and head.mode == "exact" and head.proposes
         is_due = run.why == FAILED
         if not run.ids:
@@ -230,7 +242,9 @@ class Committer:
             sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
         if tree is not None and sequence.request.report_rejected:
             _note_rejected(sequence, tree, run)
-        counts = self._count(sequence, tree, run.path, results)
+        counts = count_step(
+            *of_item, run.path, sequence.sources, sequence.no_draft_reason, results.model_s
+        )
         sequence.counts = merge_counts(sequence.counts, counts)
         self._slices.count_step(sequence)
         sequence.num_computed += len(run.path)
@@ -244,18 +258,6 @@ class Committer:
             self._slices.learn(sequence, run.ids)
         sequence.verify(sequence.num_output)
         return Outcome(sequence, end)
-
-    @staticmethod
-    def _count(
-        sequence: Sequence, tree: CheckedTree | None, path: list[int], results: Results
-    ) -> StepCounts:
-        """Of one step of a choice. path: the accepted nodes that stand."""
-        if tree is None:
-            return plain_step(sequence.no_draft_reason)
-        return count_step(
-            tree.parents, tree.tree.source.tolist(), path, sequence.sources,
-            sequence.no_draft_reason, tree.survival.tolist(), results.model_s,
-        )  # fmt: skip
 
     def _teach(
         self,

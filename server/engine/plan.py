@@ -20,16 +20,16 @@ import logging
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from server.engine.batch import Int32
 from server.engine.blocks import BlockPool, chain_key
 from server.engine.budget import CostTable
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.settings import EngineSettings
-from server.engine.table import Table
+from server.engine.table import CHUNK, LACKS_ROOM, Table, describe, scan
 
 _log = logging.getLogger(__name__)
 
@@ -38,28 +38,34 @@ def _order(sequence: Sequence) -> tuple[float, int, int, int]:
     return sequence.order
 
 
+@cache
+def _ones(num: int) -> Int32:
+    """int32 [num] of ones, which nobody changes."""
+    return np.ones(num, np.int32)
+
+
 @dataclass(slots=True)
 class Rows:
     """The rows of a step: of each item, positions [start, start + num) of one choice.
 
     sequences, seats, start, num: by item; int32 [items]. Choices that decode come first. draws:
-    bool, whether an item's last row is drawn from. num_rows: of all items; num_prefill_rows: of
-    them those of prompts and of what is computed again. copies: blocks (from, to) to be copied
-    before. failed: choices that no memory is large enough for. is_plain: whether all are (see the
-    table). While the same choices decode and nobody else does anything, `seats` is the same array
-    from step to step.
+    int32, 1 where an item's last row is drawn from, else 0. num_rows: of all items;
+    num_prefill_rows: of them those of prompts and of what is computed again. is_plain: whether all
+    choices are (see the table). copies: blocks (from, to) to be copied before. failed: choices that
+    no memory is large enough for. While the same choices decode and nobody else does anything,
+    `seats` is the same array from step to step.
     """
 
     sequences: SequenceOf[Sequence]
     seats: Int32
     start: Int32
     num: Int32
-    draws: npt.NDArray[np.bool_]
+    draws: Int32
     num_rows: int
     num_prefill_rows: int
+    is_plain: bool
     copies: list[tuple[int, int]]
     failed: list[Sequence]
-    is_plain: bool
 
 
 @dataclass(slots=True)
@@ -187,20 +193,20 @@ class Scheduler:
     def plan(self, only: Sequence | None = None) -> Rows:
         """The rows of the next step. only: the one sequence that may run (a failed step is
         isolated)."""
-        table, plan, running = self.table, _Plan(), self.running
-        seats = self._running_seats()
+        plan, running, seats = _Plan(), self.running, self._running_seats()
         if only is not None:
             running = [s for s in running if s is only]
             seats = np.array([s.seat for s in running], np.int32)
-        start = table.num_computed[seats]
-        decodes = table.num_tokens[seats] - start == 1
-        plan.decoding = [running[i] for i in np.flatnonzero(decodes)]
-        others = [running[i] for i in np.flatnonzero(~decodes)]
-        for sequence in [
-            running[i] for i in np.flatnonzero(decodes & (start >= table.room[seats]))
-        ]:
-            if sequence.status is Status.RUNNING:
-                self._reserve(sequence, 1, plan)
+        found = np.empty(len(running), np.int32)
+        every = scan(self.table.numbers, seats, found)
+        plan.decoding, others = running[:], []
+        if every & CHUNK:
+            plan.decoding = [running[i] for i in np.flatnonzero(found != CHUNK)]
+            others = [running[i] for i in np.flatnonzero(found == CHUNK)]
+        if every & LACKS_ROOM:
+            for sequence in [running[i] for i in np.flatnonzero(found == LACKS_ROOM)]:
+                if sequence.status is Status.RUNNING:
+                    self._reserve(sequence, 1, plan)
         left = self.max_num_batched_tokens - len(plan.decoding)
         if len(plan.decoding) and (others or self.waiting):
             left = min(left, self._chunked_prefill_rows(plan.decoding))
@@ -220,23 +226,16 @@ class Scheduler:
 
     def _rows(self, plan: _Plan) -> Rows:
         """What was planned, in columns."""
-        table, num_decoding = self.table, len(plan.decoding)
-        sequences = plan.decoding
-        if num_decoding == len(self.running) and self._seats is not None:
+        sequences, num = plan.decoding, _ones(len(plan.decoding))
+        if len(sequences) == len(self.running) and self._seats is not None:
             seats = self._seats
         else:
             sequences = [*plan.decoding, *(sequence for sequence, _ in plan.chunks)]
             seats = np.array([s.seat for s in sequences], np.int32)
-        start, num = table.num_computed[seats], np.ones(len(sequences), np.int32)
-        num[num_decoding:] = [num_rows for _, num_rows in plan.chunks]
-        draws = start + num == table.num_tokens[seats]
-        prompts = (num > 1) | (start < table.prompt_len[seats])
-        num_rows, num_prefill = int(num.sum()), int(num[prompts].sum())
-        is_plain = bool(table.is_plain[seats].all())
-        return Rows(
-            sequences, seats, start, num, draws, num_rows, num_prefill, plan.copies, plan.failed,
-            is_plain,
-        )  # fmt: skip
+            num = np.array([*num, *(num_rows for _, num_rows in plan.chunks)], np.int32)
+        start, draws = np.empty((2, len(sequences)), np.int32)
+        counts = describe(self.table.numbers, seats, num, start, draws)
+        return Rows(sequences, seats, start, num, draws, *counts, plan.copies, plan.failed)
 
     def _chunked_prefill_rows(self, decoding: SequenceOf[Sequence]) -> int:
         """Most prompt rows of a step in which these decode: see EngineSettings."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from drafters.arrays import Int32, Int32x2
+from drafters.jit import compiled, entry
 
 (
     PROMPT_LEN, MAX_OUTPUT, NUM_TOKENS, LAST_ID, NUM_COMPUTED, NUM_VERIFIED, NUM_RELEASED,
@@ -19,6 +20,10 @@ from drafters.arrays import Int32, Int32x2
     NUM_COLUMNS,
 ) = range(15)  # fmt: skip
 """The lines of Table.numbers. Compiled code knows the columns by these."""
+
+CHUNK, LACKS_ROOM = 1, 2
+"""What `scan` finds of a seat: more than one row is pending; its one row has no block to be written
+to."""
 
 _FIRST_SEATS = 16
 
@@ -115,3 +120,41 @@ class Table:
             self.num_verified, self.num_released, self.num_blocks, self.room, self.num_published,
             self.num_steps, self.adapter, self.is_plain, self.is_simple,
         ) = self.numbers  # fmt: skip
+
+
+@entry
+@compiled
+def scan(numbers: Int32x2, seats: Int32, found: Int32) -> int:
+    """Look at the seats that run, before a step is planned. numbers: of the Table. found: int32
+    [seats], written: CHUNK, LACKS_ROOM or 0. Returns all of these."""
+    every = 0
+    for i in range(seats.shape[0]):
+        seat = seats[i]
+        start, found[i] = numbers[NUM_COMPUTED, seat], 0
+        if numbers[NUM_TOKENS, seat] - start > 1:
+            found[i] = CHUNK
+        elif start >= numbers[ROOM, seat]:
+            found[i] = LACKS_ROOM
+        every |= found[i]
+    return every
+
+
+@entry
+@compiled
+def describe(
+    numbers: Int32x2, seats: Int32, num: Int32, start: Int32, draws: Int32
+) -> tuple[int, int, bool]:
+    """Of the next num[i] rows of each seat: written, int32, the first position and whether the last
+    row is drawn from; returned, (all rows, those of prompts and of what is computed again, whether
+    all seats are plain)."""
+    num_rows, num_prefill, is_plain = 0, 0, True
+    for i in range(seats.shape[0]):
+        seat = seats[i]
+        start[i] = numbers[NUM_COMPUTED, seat]
+        draws[i] = start[i] + num[i] == numbers[NUM_TOKENS, seat]
+        num_rows += num[i]
+        if num[i] > 1 or start[i] < numbers[PROMPT_LEN, seat]:
+            num_prefill += num[i]
+        if not numbers[IS_PLAIN, seat]:
+            is_plain = False
+    return num_rows, num_prefill, is_plain

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Int32, Int32x2
+from drafters.arrays import Float64, Int32, Int32x2, Int64
 from drafters.jit import compiled, entry
 from server.engine.table import (
     IS_SIMPLE,
@@ -58,11 +58,15 @@ class Trees:
 
     start: int32 [items + 1], the nodes of item i are [start[i], start[i + 1]). nodes: int32
     [3, N]: ids, parents (within the tree; -1: its root is the item's last row; parents come
-    first), depths (1 below the root). each: the trees one by one, None for none.
+    first), depths (1 below the root). survival: float64 [N], the chance of each as its drafter
+    claims it. source: int64 [N], an index into the names of its choice's sources. each: the trees
+    one by one, None for none.
     """
 
     start: Int32
     nodes: Int32x2
+    survival: Float64
+    source: Int64
     each: Sequence[Any]
 
     @classmethod
@@ -70,16 +74,41 @@ class Trees:
         """From CheckedTrees."""
         start = np.zeros(len(each) + 1, np.int32)
         np.cumsum([0 if tree is None else len(tree.token_ids) for tree in each], out=start[1:])
-        nodes = np.empty((3, int(start[-1])), np.int32)
+        num_nodes = int(start[-1])
+        nodes = np.empty((3, num_nodes), np.int32)
+        survival, source = np.empty(num_nodes), np.zeros(num_nodes, np.int64)
         for i, tree in enumerate(each):
             if tree is not None:
-                nodes[:, start[i] : start[i + 1]] = tree.token_ids, tree.parents, tree.depths
-        return cls(start, nodes, each)
+                at = slice(start[i], start[i + 1])
+                nodes[:, at] = tree.token_ids, tree.parents, tree.depths
+                survival[at] = tree.survival
+                if tree.tree.source.shape[0]:
+                    source[at] = tree.tree.source
+        return cls(start, nodes, survival, source, each)
 
     @cached_property
     def num_path_slots(self) -> int:
         """Slots that the nodes' paths name."""
         return int(self.nodes[2].sum()) if self.nodes.shape[1] else 0
+
+    @cached_property
+    def tenths(self) -> Int64:
+        """int64 [N]: the tenth, 0..9, in which each node's claimed chance lies."""
+        return np.minimum(self.survival * 10.0, 9.0).astype(np.int64)
+
+    @cached_property
+    def tallies(self) -> list[tuple[list[int], list[int], float, int]]:
+        """By item: how many nodes claim a chance in each tenth, and are of each source; the sum of
+        all chances; the depth of the deepest node."""
+        num, item = len(self.each), np.repeat(np.arange(len(self.each)), np.diff(self.start))
+        num_sources = int(self.source.max()) + 1
+        tenths = np.bincount(item * 10 + self.tenths, minlength=num * 10).reshape(num, 10)
+        sources = np.bincount(item * num_sources + self.source, minlength=num * num_sources)
+        depths = np.zeros(num, np.int32)
+        np.maximum.at(depths, item, self.nodes[2])
+        claims = np.bincount(item, self.survival, num)
+        by_source = sources.reshape(num, num_sources).tolist()
+        return list(zip(tenths.tolist(), by_source, claims.tolist(), depths.tolist(), strict=True))
 
 
 @cache
