@@ -153,13 +153,14 @@ class Scheduler:
 
     def release_blocks(self, sequence: Sequence, keep: int) -> None:
         """Give back the blocks after the first `keep`."""
-        num = sequence.num_blocks
+        table, seat = self.table, sequence.seat
+        num = int(table.num_blocks[seat])
         if num > keep:
-            blocks = self.table.blocks[sequence.seat, keep:num]
+            blocks = table.blocks[seat, keep:num]
             self.pool.release(reversed(blocks.tolist()))
             blocks[:] = 0
-            sequence.num_blocks = keep
-            sequence.room = min(sequence.room, keep * self.table.block_size)
+            table.num_blocks[seat] = keep
+            table.room[seat] = min(table.room[seat], keep * table.block_size)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks that only held draft nodes; none past the last known token stays."""

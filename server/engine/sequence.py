@@ -24,10 +24,19 @@ from server.engine.grammar import GrammarState
 from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.engine.table import (
+    IS_PLAIN,
+    IS_SIMPLE,
     LAST_ID,
     MAX_OUTPUT,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    NUM_PUBLISHED,
+    NUM_RELEASED,
+    NUM_STEPS,
     NUM_TOKENS,
+    NUM_VERIFIED,
     PROMPT_LEN,
+    ROOM,
     Column,
     Table,
 )
@@ -86,15 +95,15 @@ class Sequence:
     adapter: Adapter | None = None
     order: tuple[float, int, int, int] = field(init=False)
     seat: int = field(init=False)
-    prompt_len = Column()
-    max_output = Column()
+    prompt_len = Column(PROMPT_LEN)
+    max_output = Column(MAX_OUTPUT)
     """Most tokens it may have, the context's limit included."""
     banned_until: Int32 = field(default_factory=_no_ids)
 
     # Tokens: written by append() and rollback() only.
     ids: Int32 = field(init=False)
-    num_tokens = Column()
-    last_id = Column()
+    num_tokens = Column(NUM_TOKENS)
+    last_id = Column(LAST_ID)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_sources: list[str] = field(default_factory=list)
     """One per emitted token, when the request asks."""
@@ -108,17 +117,17 @@ class Sequence:
     grammar: GrammarState | None = None
 
     # Marks (beside num_tokens): written by the engine through verify() and release().
-    num_verified = Column()
-    num_released = Column()
+    num_verified = Column(NUM_VERIFIED)
+    num_released = Column(NUM_RELEASED)
 
     # KV: written by the scheduler and, after a step, by the engine.
     status: Status = Status.NEW
-    num_blocks = Column()
-    room = Column()
-    num_computed = Column()
+    num_blocks = Column(NUM_BLOCKS)
+    room = Column(ROOM)
+    num_computed = Column(NUM_COMPUTED)
     keys: list[bytes] = field(default_factory=list)
     """Content keys of the leading full blocks, computed lazily."""
-    num_published = Column()
+    num_published = Column(NUM_PUBLISHED)
     num_cached_tokens: int = -1
     """-1: not admitted yet."""
     siblings: list[Sequence] = field(default_factory=list)
@@ -133,13 +142,13 @@ class Sequence:
     rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     """When it asks."""
     first_step_s: float = 0.0
-    num_steps = Column()
+    num_steps = Column(NUM_STEPS)
     """Decode steps so far."""
 
     # Both written by speak().
-    is_plain = Column()
+    is_plain = Column(IS_PLAIN)
     """Whether nothing but its length changes from step to step for the runner."""
-    is_simple = Column()
+    is_simple = Column(IS_SIMPLE)
     """Whether its tokens need nothing but numbers either: no text is looked at, and nothing is told
     of them but themselves."""
 
@@ -198,12 +207,14 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Tokens emitted."""
-        return self.num_tokens - self.prompt_len
+        item, seat = self.table.numbers.item, self.seat
+        return int(item(NUM_TOKENS, seat) - item(PROMPT_LEN, seat))
 
     @property
     def num_left(self) -> int:
         """Tokens that may still be emitted."""
-        return self.max_output - self.num_output
+        item, seat = self.table.numbers.item, self.seat
+        return int(item(MAX_OUTPUT, seat) + item(PROMPT_LEN, seat) - item(NUM_TOKENS, seat))
 
     def speak(self) -> None:
         """Its first Delta, which tells more than others, goes out: note whether later steps need
@@ -244,7 +255,9 @@ class Sequence:
 
     def output_ids(self, start: int = 0) -> tuple[int, ...]:
         """Emitted ids from output index `start` on."""
-        return tuple(self.ids[self.prompt_len + start : self.num_tokens].tolist())
+        item, seat = self.table.numbers.item, self.seat
+        first = item(PROMPT_LEN, seat) + start
+        return tuple(self.ids[first : item(NUM_TOKENS, seat)].tolist())
 
     def draw_params(self) -> DrawParams:
         """What the sampler needs at the current root."""

@@ -29,16 +29,17 @@ _FIRST_SEATS = 16
 
 
 class Column:
-    """A number of a Sequence that lies in a column of its table, under the same name."""
+    """A number of a Sequence that lies in a column of its table. line: of Table.numbers."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def __init__(self, line: int) -> None:
+        self._line = line
 
     def __get__(self, sequence: Any, owner: type | None = None) -> int:
-        return int(getattr(sequence.table, self._name)[sequence.seat])
+        number: int = sequence.table.numbers.item(self._line, sequence.seat)
+        return number
 
     def __set__(self, sequence: Any, value: int) -> None:
-        getattr(sequence.table, self._name)[sequence.seat] = value
+        sequence.table.numbers[self._line, sequence.seat] = value
 
 
 class Table:
