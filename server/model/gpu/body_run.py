@@ -24,9 +24,8 @@ from server.model.gpu.delta import ITEMS_A_ROW, DeltaItems, DeltaStates, delta_r
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.grouped import SPAN_FIELDS
 from server.model.gpu.kv_cache import KvCache
-from server.model.gpu.lm_head import GraphHead, LmHead, Widens
+from server.model.gpu.lm_head import GraphHead, LmHead
 from server.model.gpu.lora import lora_spans
-from server.model.gpu.own_rows import graph_arrays
 from server.model.gpu.slices import gathered
 from server.model.gpu.spec import graph_head_rows
 from server.model.gpu.transfers import Upload
@@ -125,11 +124,9 @@ class BodyRun:
         self,
         batch: Batch,
         head_rows: Int32 | None = None,
-        head_places: Int32 | None = None,
     ) -> BodyPlan:
         """What a step's body reads. head_rows: the rows that go through
-        the full head, if all go through it at once and none through a slice of it; head_places:
-        Slab.own_places of them."""
+        the full head, if all go through it at once and none through a slice of it."""
         arrays = self._row_arrays(batch)
         if self._attention == "torch":
             arrays |= {
@@ -151,12 +148,10 @@ class BodyRun:
             has = {"has_adapters": "adapters" in arrays, "has_own_rows": "own_places" in arrays}
             key = key._replace(**has)
             tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
-            if head_rows is not None and key.rows <= self._most_head_rows(head_places):
-                key = key._replace(has_head=True, has_own_head=head_places is not None)
+            if head_rows is not None and self.head is not None and key.rows <= self.head.num_rows:
+                key = key._replace(has_head=True)
                 arrays["graph_rows"] = np.zeros(key.rows, np.int32)  # padded: row 0's logits
                 arrays["graph_rows"][: head_rows.shape[0]] = head_rows
-                if head_places is not None:
-                    arrays |= graph_arrays(head_places, key.rows)
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
@@ -188,13 +183,6 @@ class BodyRun:
         if own_places is not None:
             arrays["own_places"] = own_places
         return arrays
-
-    def _most_head_rows(self, head_places: Int32 | None) -> int:
-        """Rows of the largest graph that has the head, and its own rows at these places."""
-        most = 0 if self.head is None else self.head.num_rows
-        if head_places is None or self.own is None:
-            return most
-        return min(most, self.own.most_graph_rows)
 
     def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> GraphKey | None:
         """The graph for a step of short runs, or None to run it plainly."""
@@ -241,13 +229,12 @@ class BodyRun:
         )  # fmt: skip
 
         head = self.head if plan.has_head else None
-        widens = self._widens(plan, tensors)
 
         def forward() -> tuple[torch.Tensor, ...]:
             hidden = self.body(ids, step, paged_step)
             if head is None:
                 return (hidden,)
-            return hidden, *head(hidden, tensors["graph_rows"], widens)
+            return hidden, *head(hidden, tensors["graph_rows"])
 
         if plan.graph_key is None or self.graphs is None:
             self._num_plain += 1
@@ -283,12 +270,6 @@ class BodyRun:
             self._partials,
             self._cache.block_size,
         )
-
-    def _widens(self, plan: BodyPlan, tensors: Mapping[str, torch.Tensor]) -> Widens | None:
-        """What puts adapters' own head rows into a graph, where it has some."""
-        if self.own is None or plan.graph_key is None or not plan.graph_key.has_own_head:
-            return None
-        return partial(self.own.widened_in_graph, tensors)
 
     def steps(self) -> tuple[int, int, int]:
         """Steps since the start: replayed, captured first, and without a graph."""

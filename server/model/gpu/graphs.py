@@ -12,11 +12,11 @@ known on the host, and nothing between the upload and the last hidden state sync
 
 Where more is drawn than an argmax, the sampler is launched behind it.
 
-Adapters' rows are in graphs of their own, and so are those of adapters with rows of embedding and
-head: their tables keep their addresses until larger ones are needed, and the graphs are captured
-again then. Vocabulary slices work beside graphs: theirs ends
-at the hidden states, their products and draws are outside. Embeddings that are gathered in CPU
-memory are inputs like the others.
+Adapters' rows are in graphs of their own, and so are those of adapters with rows of the embedding:
+their tables keep their addresses until larger ones are needed, and the graphs are captured again
+then. Their own head rows, like a slice's, are multiplied behind the graph. Vocabulary slices
+work beside graphs: theirs ends at the hidden states, their products and draws are outside.
+Embeddings that are gathered in CPU memory are inputs like the others.
 
 The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
 the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
@@ -61,14 +61,13 @@ def split_level(num_splits: int, max_splits: int) -> int:
 
 class GraphKey(NamedTuple):
     """rows, splits: as padded. has_head, has_adapters: whether the full LM head and rows' adapters
-    are in the graph. has_own_rows, has_own_head: the adapters' own rows of embedding and head."""
+    are in the graph. has_own_rows: the adapters' own rows of the embedding."""
 
     rows: int
     splits: int
     has_head: bool = False
     has_adapters: bool = False
     has_own_rows: bool = False
-    has_own_head: bool = False
 
 
 Outputs = tuple[torch.Tensor, ...]

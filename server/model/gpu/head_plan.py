@@ -261,12 +261,12 @@ def _named_columns(batch: Batch, slab: Slab) -> Array:
     return columns
 
 
-def whole_head_rows(slabs: Sequence[Slab]) -> tuple[Int32 | None, Int32 | None]:
-    """The rows of a step that go through the full head, if they do so at once, none sees a slice,
-    and all or none see wide logits (else None), and their Slab.own_places."""
-    if len(slabs) == 1 and slabs[0].view is None:
-        return slabs[0].rows, slabs[0].own_places
-    return None, None
+def whole_head_rows(slabs: Sequence[Slab]) -> Int32 | None:
+    """The rows of a step that go through the full head, if they do so at once, and none sees a
+    slice or own rows; else None."""
+    if len(slabs) == 1 and slabs[0].view is None and slabs[0].own_places is None:
+        return slabs[0].rows
+    return None
 
 
 def rows_of(

@@ -7,7 +7,6 @@ of the head: slices.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -108,10 +107,6 @@ class LmHead:
         return soft_capped(logits[:, : self.vocab_size], self.cap)
 
 
-Widens = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""OwnRows.widened in a graph: (hidden, logits, cap) of the head's rows -> their wide logits."""
-
-
 class GraphHead:
     """What a CUDA graph computes behind the body: the full head and the likeliest ids.
 
@@ -129,14 +124,12 @@ class GraphHead:
         self._logits = torch.empty(shape, dtype=torch.float32, device=head.weight.device)
 
     def __call__(
-        self, hidden: torch.Tensor, rows: torch.Tensor, widens: Widens | None = None
+        self, hidden: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits float32 [n, V], their argmax int32 [n], as in sampler.py) of rows int32 [n] of
-        `hidden`. Both are overwritten by the next step. widens: where adapters have own rows."""
+        `hidden`. Both are overwritten by the next step."""
         states = hidden.index_select(0, rows)
         logits = self._head.logits(states, self._logits[: rows.shape[0]])
-        if widens is not None:
-            logits = widens(states, logits, self._head.cap)
         return logits, argmax_ids(logits)
 
 

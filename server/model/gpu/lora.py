@@ -176,10 +176,10 @@ class LoraBank:
 
         return hook
 
-    def bytes_for(self, folders: Iterable[str], most: int, *, has_graphs: bool) -> int:
+    def bytes_for(self, folders: Iterable[str], most: int) -> int:
         """Bytes of the tables once `most` adapters are held, in the lowest places, each as large as
-        the largest of these folders, or as small as one can be where there is none; with the wide
-        logits that graphs share. Reads no matrices; a folder that cannot be served counts nothing.
+        the largest of these folders, or as small as one can be where there is none. Reads no
+        matrices; a folder that cannot be served counts nothing.
         """
         if not most:
             return 0
@@ -195,7 +195,7 @@ class LoraBank:
             own += [part for part in parts if part is not None]
         places = power_of_two(most)
         a_column = _column_values(self.shape) * self.dtype.itemsize + 4 * len(self._sizes)
-        own_bytes = self.own.bytes_for(own, places, has_graphs=has_graphs) if own else 0
+        own_bytes = self.own.bytes_for(own, places) if own else 0
         return places * columns * a_column + own_bytes
 
     def hold(self, place: int, adapter: GpuAdapter) -> bool:

@@ -13,7 +13,7 @@ come from PEFT's `trainable_token_indices` (server.model.adapter).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,9 @@ import torch
 
 from server.engine.batch import Batch, Int32
 from server.model.adapter import TokenRows
-from server.model.gpu.grouped import SPAN_FIELDS, Grouped, power_of_two, spans_of
+from server.model.gpu.grouped import Grouped, power_of_two
 from server.model.gpu.lm_head import soft_capped
 from server.model.gpu.slices import gathered
-
-GRAPH_BYTES = 64 << 20
-"""Of the wide logits that CUDA graphs share: larger graphs end at the hidden states."""
 
 _LEAST_ROWS = 16  # of a tensor core's tile
 _LEAST_NEW = 64
@@ -56,13 +53,12 @@ class OwnRows:
 
     num_base: rows of the base's tables, of `size` numbers. product: of own head rows. width:
     columns of logits with own rows: at least the ids of every adapter; 0 while none was held.
-    most_graph_rows: rows of wide logits that graphs share.
     """
 
     def __init__(
         self, num_base: int, size: int, dtype: torch.dtype, device: torch.device, product: Grouped
     ) -> None:
-        self.width = self.most_graph_rows = 0
+        self.width = 0
         self._num_base, self._size = num_base, size
         self._product = product
         self._embeddings: dict[int, TokenRows] = {}
@@ -70,7 +66,6 @@ class OwnRows:
         at = torch.zeros((0, 0), dtype=torch.int32, device=device)
         rows = torch.zeros((0, 0, size), dtype=dtype, device=device)
         self._embedding = self._head = OwnPart(at, rows)
-        self._graph_logits = torch.empty((0, 0), device=device)
 
     def hold(self, place: int, embedding: TokenRows | None, head: TokenRows | None) -> bool:
         """Put an adapter's rows at a free place; whether the tables have moved for it."""
@@ -83,7 +78,6 @@ class OwnRows:
         if moves:
             places = max(num_places, power_of_two(place + 1))
             self.width = max(width, self.width)
-            self.most_graph_rows = GRAPH_BYTES // (4 * self.width)
             shape = places, max(most, num_rows)
             self._embedding = self._grown(self._embedding, *shape)
             self._head = self._grown(self._head, *shape)
@@ -99,12 +93,11 @@ class OwnRows:
                 held[place] = own
         return moves
 
-    def bytes_for(self, parts: Sequence[TokenRows], places: int, *, has_graphs: bool) -> int:
-        """Bytes of the tables of so many places with room for each of these parts, and of the wide
-        logits of graphs, if there are some."""
+    def bytes_for(self, parts: Sequence[TokenRows], places: int) -> int:
+        """Bytes of the tables of so many places with room for each of these parts."""
         width, num = part_sizes(self._num_base, parts)
         a_place = 4 * width + num * self._size * self._embedding.rows.element_size()
-        return 2 * places * a_place + (GRAPH_BYTES if has_graphs else 0)
+        return 2 * places * a_place
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine."""
@@ -162,16 +155,13 @@ class OwnRows:
         spans: torch.Tensor,
         places: torch.Tensor,
         cap: float,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
 
         places: of head_places; spans: their spans_of. cap: soft-capping of logits, 0 = none.
-        out: where they are written, or None.
         """
         num, part = hidden.shape[0], self._head
-        if out is None:
-            out = torch.empty((num, self.width), dtype=torch.float32, device=hidden.device)
+        out = torch.empty((num, self.width), dtype=torch.float32, device=hidden.device)
         shape = num, part.rows.shape[1]
         own = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         self._product(hidden, spans, part.rows.transpose(1, 2), own)
@@ -181,28 +171,6 @@ class OwnRows:
         out[:, logits.shape[1] :] = float("-inf")
         mine = soft_capped(own, cap).gather(1, at.clamp(min=0).long())
         return out.copy_(torch.where(at >= 0, mine, out))
-
-    def widened_in_graph(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        cap: float,
-    ) -> torch.Tensor:
-        """`widened`, into memory that all graphs share."""
-        shape = self.most_graph_rows, self.width
-        if self._graph_logits.shape != shape:  # never under a capture: plain runs come before it
-            self._graph_logits = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-        out = self._graph_logits[: hidden.shape[0]]
-        spans, places = tensors["graph_spans"], tensors["graph_places"]
-        return self.widened(hidden, logits, spans, places, cap, out)
-
-
-def graph_arrays(places: Int32, num_rows: int) -> dict[str, Int32]:
-    """What OwnRows.widened_in_graph reads, in a graph of num_rows rows. places: head_places."""
-    spans, own = np.zeros((num_rows, SPAN_FIELDS), np.int32), spans_of(places)
-    spans[: own.shape[0]] = own
-    return {"graph_places": with_no_places(places, num_rows), "graph_spans": spans}
 
 
 def with_no_places(places: Int32, num: int) -> Int32:

@@ -282,8 +282,8 @@ class TorchRunner:
 
     def adapter_bytes(self, folders: Iterable[str], most: int) -> int:
         """As LoraBank.bytes_for; 0 where adapters are not computed."""
-        bank, has_graphs = self._body.body.adapters, self._body.graphs is not None
-        return 0 if bank is None else bank.bytes_for(folders, most, has_graphs=has_graphs)
+        bank = self._body.body.adapters
+        return 0 if bank is None else bank.bytes_for(folders, most)
 
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
@@ -396,7 +396,7 @@ class TorchRunner:
         check_batch(batch, self.info, self._cache.num_slots, own_ids)
         step.mark_begin(on_gpu=self._on_gpu)
         slabs, step.placed = self._planner.plan(batch)
-        plan = self._body.plan(batch, *whole_head_rows(slabs))
+        plan = self._body.plan(batch, whole_head_rows(slabs))
         keep = kept_draws(batch)
         arrays: dict[str, Array] = {}
         if keep.shape[0]:

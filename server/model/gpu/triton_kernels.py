@@ -10,7 +10,7 @@ splits. There are no atomics.
 Split keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023); online
 softmax: Milakov and Gimelshein (arXiv 1805.02867).
 
-Run under TRITON_INTERPRET=1 by tests/model/test_triton_kernels.py; tests/gpu runs the same cases
+Run under TRITON_INTERPRET=1 by tests/model/gpu/test_attention.py; tests/gpu runs the same cases
 on CUDA. The tile sizes below were chosen from the sizes of registers and shared memory, not
 measured.
 """

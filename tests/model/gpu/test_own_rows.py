@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from server.engine.adapters import Vocabulary
 from server.engine.batch import Batch, Drawn
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
-from server.model.gpu import own_rows
 from server.model.gpu.graphs import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
@@ -35,7 +33,6 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
-from tests.model.gpu.launches import Launched
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
@@ -297,57 +294,18 @@ def decoded(num: int, places: Sequence[int], **settings: Any) -> Batch:
 @needs_peft
 @quiet
 def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
-    """Greedy steps have own rows in the graph, embedding and head, to the bit of the plain path
-    (eight rows, which fill their bucket), and launch nothing beside it but the copy of the ids;
-    others leave the head outside."""
-    adapters("llama", tmp_path)
-    runner, plain = (made("llama", tmp_path, attention="triton") for _ in range(2))
-    graphs, launched = FirstCalls(16), Launched()
-    use_graphs(runner, graphs)
-
-    @contextmanager
-    def unseen() -> Iterator[None]:
-        before = launched.num
-        yield
-        launched.num = before
-
-    graphs.watch = unseen
-    orders = [(1, -1), (-1, 2), (2, 1), (0, -1)]
-    keys = []
-    for order in orders:
-        for settings in ({}, {"temperature": 0.9, "seed": 3, "num_logprobs": 2}):
-            batch = decoded(2, order, **settings)
-            want, launched.num = step(plain, batch, order), 0
-            with launched:
-                got = step(runner, batch, order)
-            assert launched.num <= 1 or settings
-            assert got.token_ids.tolist() == want.token_ids.tolist()
-            assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
-            keys.append(graphs.keys[-1])
-    has = dict.fromkeys(("has_adapters", "has_own_rows"), True)
-    with_head = GraphKey(8, 1, **has, has_head=True, has_own_head=True)
-    assert keys[:4] == [with_head, GraphKey(8, 1, **has)] * 2
-    assert keys[4:6] == [with_head] * 2, "all rows have wide logits"
-    assert keys[6:] == [GraphKey(8, 1, has_head=True, has_adapters=True)] * 2
-    runner.close()
-    plain.close()
-
-
-@needs_interpreter
-@needs_peft
-@quiet
-def test_triton_graphs_without_room_for_wide_logits_end_at_the_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(own_rows, "GRAPH_BYTES", 4 * 4 * (V + 128))
+    """The embedding's are in the graph (eight rows, which fill their bucket), the head's behind it:
+    the same ids and logprobs as on the plain path."""
     adapters("llama", tmp_path)
     runner, plain = (made("llama", tmp_path, attention="triton") for _ in range(2))
     graphs = FirstCalls(16)
     use_graphs(runner, graphs)
-    for num, order, has_head in ((1, (1,), True), (3, (1, -1), False)):
-        batch = decoded(num, order)
+    for order, settings in (((1, -1), {}), ((2, 1), {"temperature": 0.9, "num_logprobs": 2})):
+        batch = decoded(2, order, **settings)
         got, want = (step(one, batch, order) for one in (runner, plain))
         assert got.token_ids.tolist() == want.token_ids.tolist()
-        assert graphs.keys[-1].has_head == has_head
+        assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
+    assert graphs.keys == [GraphKey(8, 1, has_adapters=True, has_own_rows=True)] * 2
+    assert graphs.num_captured == 1
     runner.close()
     plain.close()

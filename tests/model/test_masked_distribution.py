@@ -1,0 +1,238 @@
+"""Masks, sampling, trees and forced tokens together draw from the masked model's distribution.
+
+The masked model is the one whose next id is drawn from its softmax over what the grammar still
+allows, after temperature and top-k. For a small language all texts are enumerated, and the chance
+of each is the product of transformers' own chances: what the engine draws over many choices is held
+against that by chi-square, with drafts of several branches and without, which must be the same
+texts. Seeds are fixed, so that no run differs; a right sampler would fail one of 10,000 such tests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drafters.tree import DraftTree
+from server.engine.engine import Engine
+from server.engine.grammar import GrammarState
+from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.settings import EngineSettings
+from server.model.build import RunnerSpec, build_runner
+from server.types import EngineSizes, GrammarSpec, Request, SamplingParams, SpeculationParams
+from tests.engine.scenarios import Collector
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
+from tests.fakes.fake_drafters import FakeDrafter
+from tests.model.cpu_models import cpu_runner
+from tests.model.test_structured_model import TOKENIZER, VOCAB, _module
+
+Path_ = tuple[int, ...]
+Logits = Callable[[list[int]], torch.Tensor]
+
+# Texts share beginnings, "the " is forced in one branch, and some ends are.
+GRAMMAR = GrammarSpec(
+    "lark", 'start: "a" ("nd" | "ll the " x | "s") | "the " x "."\nx: "fo" /[xnr]/'
+)
+TEMPERATURE, TOP_K = 1.4, 3
+
+
+@dataclass
+class Language:
+    """Its texts in ids, with the chance of each, and how many places had one allowed id alone."""
+
+    chances: dict[Path_, float]
+    num_forced: int
+
+
+def enumerated(compiler: GrammarCompiler, spec: GrammarSpec, prompt: Path_, of: Logits, eos: int,
+               top_k: int) -> Language:  # fmt: skip
+    """Every text of a grammar and its chance. of: raw logits behind ids, by transformers."""
+    grammar = compiler.compile(spec).result()
+    found, num_forced = dict[Path_, float](), 0
+    open_paths: list[tuple[Path_, float]] = [((), 1.0)]
+    while open_paths:
+        path, chance = open_paths.pop()
+        state = GrammarState(grammar)
+        for token in path:
+            assert state.consume(token)
+        row = np.zeros(state.num_words, np.uint32)
+        state.fill_mask(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        if state.is_complete and set(allowed.tolist()) <= {eos}:
+            found[path] = chance
+            continue
+        num_forced += allowed.shape[0] == 1
+        logits = of([*prompt, *path]).double()[torch.from_numpy(allowed)] / TEMPERATURE
+        kept = torch.topk(logits, min(top_k, allowed.shape[0]) if top_k else allowed.shape[0])
+        shares = torch.softmax(kept.values, 0).tolist()
+        for which, share in zip(kept.indices.tolist(), shares, strict=True):
+            token = int(allowed[which])
+            if token == eos:
+                found[path] = found.get(path, 0.0) + chance * share
+            else:
+                open_paths.append(((*path, token), chance * share))
+    return Language(found, int(num_forced))
+
+
+def knowing(language: Language, prompt: Path_) -> FakeDrafter:
+    """Proposes all that may still come, as a tree, however unlikely."""
+
+    def propose(ids: list[int], budget: int, max_depth: int) -> DraftTree:
+        said = tuple(ids[len(prompt) :])
+        nodes: dict[Path_, int] = {}
+        tokens, parents, survival = [], [], []
+        for path in sorted(language.chances):
+            if path[: len(said)] != said:
+                continue
+            for end in range(len(said) + 1, min(len(path), len(said) + max_depth) + 1):
+                if path[:end] in nodes or len(tokens) >= budget:
+                    continue
+                if end - 1 > len(said) and path[: end - 1] not in nodes:
+                    break
+                nodes[path[:end]] = len(tokens)
+                tokens.append(path[end - 1])
+                parents.append(nodes.get(path[: end - 1], -1))
+                survival.append(0.9 ** (end - len(said)))
+        order = sorted(range(len(tokens)), key=lambda i: (-survival[i], i))
+        at = {old: new for new, old in enumerate(order)}
+        return DraftTree(
+            np.array([tokens[i] for i in order], np.int32),
+            np.array([at.get(parents[i], -1) for i in order], np.int32),
+            np.array([survival[i] for i in order], np.float32),
+            np.zeros(len(order), np.uint8),
+        )  # fmt: skip
+
+    return FakeDrafter(propose)
+
+
+def drawn(engine: Engine, prompt: Path_, spec: GrammarSpec, *, drafts: bool, num: int,
+          top_k: int) -> tuple[list[Path_], int]:  # fmt: skip
+    """Texts of num choices, in their order, and the forced and drafted tokens accepted for them."""
+    at_once = 40
+    for i in range(num // at_once):
+        sampling = SamplingParams(temperature=TEMPERATURE, top_k=top_k, seed=i, max_tokens=24)
+        engine.submit(
+            Request(
+                f"{i:04d}", "task", "tiny", prompt, sampling,
+                SpeculationParams("known", 12) if drafts else SpeculationParams(),
+                num_choices=at_once, grammar=spec,
+            )
+        )  # fmt: skip
+    collector = Collector()
+    while engine.num_open:
+        collector.take(engine.step())
+    collector.take(engine.take_deltas())
+    assert not engine.num_failed_steps
+    results = [collector.results[key] for key in sorted(collector.results)]
+    assert not any(result.error_code for result in results)
+    accepted = sum(n for r in results for c in r.counts for _, _, n in c.by_source)
+    return [
+        tuple(i for i in r.ids if i not in engine.info.eos_token_ids) for r in results
+    ], accepted
+
+
+def check(language: Language, texts: list[Path_]) -> None:
+    """Chi-square at one false alarm in 10,000; texts of less than 5 expected draws are a class."""
+    assert sum(language.chances.values()) == pytest.approx(1.0)
+    counts = Counter(texts)
+    assert set(counts) <= set(language.chances), "a text that the grammar, or top-k, leaves out"
+    num, small, statistic, freedom = len(texts), [0.0, 0.0], 0.0, -1
+    for path, chance in language.chances.items():
+        if num * chance < 5:
+            small = [small[0] + counts[path], small[1] + num * chance]
+            continue
+        statistic += (counts[path] - num * chance) ** 2 / (num * chance)
+        freedom += 1
+    if small[1] >= 5:
+        statistic += (small[0] - small[1]) ** 2 / small[1]
+        freedom += 1
+    assert freedom >= 2
+    # Wilson and Hilferty's approximation (1931) of the quantile.
+    spread = 2 / (9 * freedom)
+    assert statistic < freedom * (1 - spread + 3.719 * spread**0.5) ** 3
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    made = GrammarCompiler(partial(read_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("top_k", [0, TOP_K])
+def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
+    compiler: GrammarCompiler, top_k: int
+) -> None:
+    module: Any = _module()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)  # flat enough that every text is drawn
+    prompt = tuple(TOKENIZER.encode("The answer is").ids)
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            row: torch.Tensor = module(torch.tensor([ids])).logits[0, -1]
+        return row
+
+    language = enumerated(compiler, GRAMMAR, prompt, logits, 0, top_k)
+    assert len(language.chances) > 6 and language.num_forced > 4
+    found = []
+    for drafts in (False, True):
+        runner = cpu_runner(module, num_blocks=512)
+        runner.info = replace(runner.info, eos_token_ids=(0,))
+        engine = Engine(
+            runner, {"known": knowing(language, prompt)},
+            EngineSettings(max_num_seqs=16, max_num_batched_tokens=256), grammars=compiler,
+        )  # fmt: skip
+        texts, accepted = drawn(engine, prompt, GRAMMAR, drafts=drafts, num=800, top_k=top_k)
+        assert bool(accepted) == drafts
+        found.append(texts)
+        runner.close()
+    check(language, found[0])
+    assert found[1] == found[0], "drafts change no text, so their distribution is the same"
+    flat = replace(language, chances=dict.fromkeys(language.chances, 1 / len(language.chances)))
+    with pytest.raises(AssertionError):
+        check(flat, found[0])
+
+
+@pytest.mark.slow
+def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder: Path) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(real_model_folder / "tokenizer.json"))
+    sizes = EngineSizes(max_num_seqs=40, max_num_batched_tokens=512, kv_bytes=64 << 20)
+    spec = RunnerSpec("real", str(real_model_folder), sizes, weights="float32", max_model_len=256)
+    runner: Any = build_runner(spec)
+    eos = runner.info.eos_token_ids
+    load = partial(
+        read_grammar_tokenizer, real_model_folder / "tokenizer.json", runner.info.vocab_size, eos
+    )
+    compiler = GrammarCompiler(load, runner.info.vocab_size)
+    module: Any = AutoModelForCausalLM.from_pretrained(real_model_folder, dtype=torch.float32)
+    prompt = tuple(tokenizer.encode("Is the sky blue? Answer with one word:").ids)
+    grammar = GrammarSpec("regex", " (yes|no|not (always|often|here)|sometimes blue)")
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            row: torch.Tensor = module(torch.tensor([ids])).logits[0, -1]
+        return row
+
+    language = enumerated(compiler, grammar, prompt, logits, eos[0], 0)
+    engine = Engine(
+        runner, {"known": knowing(language, prompt)},
+        EngineSettings(max_num_seqs=40, max_num_batched_tokens=512), grammars=compiler,
+    )  # fmt: skip
+    texts, accepted = drawn(engine, prompt, grammar, drafts=True, num=600, top_k=0)
+    assert accepted
+    check(language, texts)
+    engine.close()
