@@ -88,7 +88,7 @@ def knowing(language: Language, prompt: Path_) -> FakeDrafter:
     def propose(ids: list[int], budget: int, max_depth: int) -> DraftTree:
         said = tuple(ids[len(prompt) :])
         nodes: dict[Path_, int] = {}
-        tokens, parents, survival = [], [], []
+        tokens, parents, survival = list[int](), list[int](), list[float]()
         for path in sorted(language.chances):
             if path[: len(said)] != said:
                 continue
