@@ -41,7 +41,8 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # Nothing is installed again while these files stay as they are. torch comes first: what is
-# installed after it takes the build that is there. Machine code is made once a machine: other
+# installed after it takes the build that is there; its bytecode, 110 MB, is made of what is
+# imported, when it is. Machine code is made once a machine: other
 # clones find it in the user's cache folder.
 $(SERVES): pyproject.toml constraints.txt setup.py | $(BIN)/python
 	@echo "Setting up $(VENV) (a few minutes the first time)"
@@ -49,7 +50,8 @@ $(SERVES): pyproject.toml constraints.txt setup.py | $(BIN)/python
 	@if test -n "$(TORCH_INDEX)"; then $(PIP) --index-url "$(TORCH_INDEX)" torch==2.13.0; \
 	elif command -v nvidia-smi >/dev/null; then false; \
 	else $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu -c constraints.txt torch==2.13.0; \
-	fi || { echo "  (from pip's usual index)"; $(PIP) torch==2.13.0; }
+	fi || { echo "  (from pip's usual index)"; $(PIP) --no-compile torch==2.13.0; }
+	@$(BIN)/python -m pip uninstall --quiet --yes uv 2>/dev/null
 	@echo "  everything else"
 	@$(PIP) -e '.[compile]'
 	@command -v cc >/dev/null || $(PIP) ziglang
