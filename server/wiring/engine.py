@@ -149,7 +149,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
-        log.info("the first start of this model here: compiling and measuring, a minute or two")
+        log.info("the first start of this model here: measuring what its steps cost, some seconds")
     grammars = _grammars(order, runner.info, table)
     engine = Engine(
         runner,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig
 from server.errors import ModelError, UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
@@ -113,6 +116,18 @@ def test_the_numbers_are_those_of_the_converted_model(model: Path) -> None:
     assert both[0].tokenizer_fingerprint == both[1].tokenizer_fingerprint
     assert both[0].eos_token_ids == both[1].eos_token_ids
     assert both[0].fingerprint != both[1].fingerprint
+
+
+def test_what_was_fetched_is_opened_without_torch(model: Path) -> None:
+    assert main(["models", "fetch", str(model)]) == 0
+    code = (
+        "import sys; from server.model.loader import open_model;"
+        f"found = open_model({str(file_folder(str(model)))!r}, remembers=True);"
+        "assert found.ropes(16)[0].shape[1] and found.num_token_ids;"
+        "print(*{'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout.strip(), done.stdout + done.stderr
 
 
 def test_it_runs_near_the_dequantised_model(model: Path) -> None:
