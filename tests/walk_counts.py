@@ -308,9 +308,9 @@ def _info(**numbers: Any) -> Any:
 def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
     """Decode steps of so many requests, all of which draft in each or none in any."""
     from drafters import make_drafter
-    from server.engine.budget import CostTable
     from server.engine.engine import Engine
     from server.engine.settings import EngineSettings
+    from server.engine.step_times import CostTable
     from server.types import Request, SamplingParams, SpeculationParams
 
     made = {} if drafter == "off" else {drafter: make_drafter(drafter)}

@@ -56,9 +56,9 @@ from server.types import SpeculationParams
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from drafters.corpus import Corpus
-    from server.engine.budget import CostTable
     from server.engine.engine import Engine
     from server.engine.served_gain import MakeDrafter
+    from server.engine.step_times import CostTable
     from server.token_bytes import TokenBytes
     from vocab_store.profile import VocabProfile
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from drafters.base import Drafter
     from drafters.corpus import Corpus
     from drafters.replay import Recording
-    from server.engine.budget import CostTable
     from server.engine.engine import Engine
     from server.engine.forecast import Forecast, ServedBy
+    from server.engine.step_times import CostTable
     from server.token_bytes import TokenBytes
     from vocab_store.cost import HeadCosts
     from vocab_store.profile import VocabProfile

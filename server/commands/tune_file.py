@@ -19,8 +19,8 @@ from server.errors import ConfigError
 from server.types import CORPUS_FITS
 
 if TYPE_CHECKING:
-    from server.engine.budget import CostTable
     from server.engine.engine import Engine
+    from server.engine.step_times import CostTable
 
 _MADE_BY = "Made by `tailor tasks tune`"
 _OURS = "# Made by `tailor tasks "

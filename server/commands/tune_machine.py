@@ -16,9 +16,9 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from drafters.replay import Recording
     from server.engine.batch import Runner
-    from server.engine.budget import CostTable
     from server.engine.engine import Engine
     from server.engine.forecast import ServedBy
+    from server.engine.step_times import CostTable
 
 _NUM_MEASURED = 3
 _NUM_REPLAYED = 8  # recordings
@@ -73,7 +73,7 @@ def cost_now(engine: Engine) -> CostTable:
     on which the machine was busy, and steps since then refresh the sizes alone that they had."""
     from server.engine.probe import load_or_measure
 
-    known = engine.budget.cost
+    known = engine.gain.cost
     assert known is not None  # build_engine measures it
     table = load_or_measure(engine.runner, None, max_rows=max(128, known.max_rows))
     engine.pool.drop_cache()  # the steps that were measured wrote over its blocks

@@ -114,10 +114,10 @@ class CheckedTree:
     """A DraftTree that was checked, with its fields as lists.
 
     depths[i] is 1 for a child of the root. survival: float64, clipped to [0, 1] and to the
-    parent's.
+    parent's. num_certain: of its first nodes, how many a grammar forces from the root on.
     """
 
-    __slots__ = ("depths", "parents", "survival", "token_ids", "tree")
+    __slots__ = ("depths", "num_certain", "parents", "survival", "token_ids", "tree")
 
     def __init__(
         self,
@@ -132,14 +132,7 @@ class CheckedTree:
         self.parents = parents
         self.depths = depths
         self.survival = np.asarray(survival, np.float64)
-
-    def chances(self, trust: float) -> npt.NDArray[np.float64]:
-        """The survivals times the trust in the drafter: the draft budget ranks by them."""
-        return self.survival * trust
-
-    def evidence(self, accepted: Sequence[int]) -> tuple[float, int] | None:
-        """(tokens that were claimed, tokens that were accepted) for the drafter's record."""
-        return float(self.survival.sum()), len(accepted)
+        self.num_certain = 0
 
     def for_session(self, accepted: Sequence[int]) -> tuple[DraftTree, Sequence[int]] | None:
         """The tree and the accepted nodes as the session that proposed it knows them."""

@@ -29,12 +29,12 @@ from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
 from server.engine.batch import Runner
 from server.engine.blocks import BlockPool
-from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import Builder
 from server.engine.commit import Committer, Ending
 from server.engine.control import TaskControl
 from server.engine.drafting import DrafterFactory, DrafterRegistry
 from server.engine.exact import ExactVerifier, Outcome
+from server.engine.gain import Gain
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
 from server.engine.plan import Rows, Scheduler
@@ -53,6 +53,7 @@ from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
 from server.engine.step_drafts import NO_DRAFTS, Step, StepDrafts
 from server.engine.step_figures import StepFigures
+from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.engine.table import Table
 from server.engine.task_store import TaskStore
@@ -104,16 +105,17 @@ class Engine:
         self.pool = BlockPool(info.num_blocks, info.block_size, prefix_cache=settings.prefix_cache)
         self.table = Table(block_size=info.block_size, max_model_len=info.max_model_len)
         self.scheduler = Scheduler(self.table, self.pool, settings, cost)
-        self.budget = DraftBudget(cost)
-        self.planner = DraftPlanner(self.budget, info.vocab_size)
+        self.gain = Gain(cost)
+        self.planner = DraftPlanner(self.gain, info.vocab_size)
         control = settings.exact_control(info.vocab_size)
         self.slices = SliceBook(
             runner, profiles, control, capacity=settings.slice_cache_rows,
             slices_only=settings.slices_only,
         )  # fmt: skip
         self.sessions = DraftSessions(
-            self.drafters, drafts=settings.max_draft_rows > 0, is_beside=info.device != "cpu"
-        )
+            self.drafters, self.gain,
+            drafts=settings.max_draft_rows > 0, is_beside=info.device != "cpu",
+        )  # fmt: skip
         self.recovery = Recovery(settings.max_failures)
         self._grammars = grammars
         self._open: dict[str, list[Sequence]] = {}
@@ -128,7 +130,7 @@ class Engine:
         self._exact = ExactVerifier(self.slices, self.sessions)
         self._builder = Builder(self.table)
         self._committer = Committer(self.scheduler, self.slices, self.sessions, self._exact)
-        self._figures = StepFigures(cost, self.budget, self.slices)
+        self._figures = StepFigures(cost, self.gain, self.slices)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -319,7 +321,7 @@ class Engine:
         has_drafters = self.sessions.has_drafters(rows.sequences)
         if has_drafters:  # an isolated step runs without drafts
             drafts = self._drafts.propose(rows, is_plain=self.recovery.suspect is not None)
-            likely = self.sessions.num_likely(rows, drafts.ceiling)
+            likely = self.sessions.num_likely(rows)
         trees = Trees.of(drafts.trees) if drafts.trees else no_trees(len(rows.sequences))
         built = self._builder.build(rows, trees, likely)
         batch = built.batch

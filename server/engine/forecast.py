@@ -23,14 +23,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from drafters.base import Drafter, DraftSession
 from drafters.replay import Recording, follow, note_rows
-from server.engine.budget import CostTable, DraftBudget
-from server.engine.draft_record import DraftRecord
-from server.engine.draft_worth import DraftWorth
 from server.engine.drafting import CheckedTree
+from server.engine.gain import Gain, StepShape
 from server.engine.host_cost import HostCosts
-from server.engine.planner import Ask, DraftPlanner, StepShape
+from server.engine.planner import Ask, DraftPlanner
+from server.engine.step_times import CostTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +113,12 @@ def ratio_error(above: Sequence[float], below: Sequence[float]) -> float:
 class _Seat:
     """One recording under way: prompt rows computed, output tokens emitted, its shares of steps."""
 
-    __slots__ = ("num_computed", "position", "record", "recording", "seconds", "session")
+    __slots__ = ("num_computed", "position", "recording", "seat", "seconds", "session")
 
-    def __init__(
-        self, recording: Recording, session: DraftSession | None, worth: DraftWorth | None = None
-    ) -> None:
+    def __init__(self, recording: Recording, session: DraftSession | None, seat: int) -> None:
         self.recording = recording
         self.session = session
-        self.record = DraftRecord(worth)
+        self.seat = seat
         self.num_computed = 0
         self.position = 0
         self.seconds = 0.0
@@ -229,8 +228,11 @@ class _Load:
         self._recordings = recordings
         self._drafter = drafter if max_draft_tokens > 0 else None
         self._served_by = served_by
-        self._planner = DraftPlanner(DraftBudget(served_by.cost), served_by.vocab_size)
-        self._worth = DraftWorth()
+        self._planner = DraftPlanner(Gain(served_by.cost), served_by.vocab_size)
+        known = self._planner.gain.seat("load")  # a scope in which as much comes as is claimed
+        for claim in (0.05, 0.25, 0.5, 0.75, 0.95):
+            claims = np.full(100, claim)
+            self._planner.gain.observe_drafts(known, claims, range(round(100 * claim)))
         costs = HostCosts() if served_by.host is None else served_by.host
         self._host = (costs.plain, costs.plain if self._drafter is None else costs.drafted)
         self._cache = _PrefixCache(served_by.block_size)
@@ -252,7 +254,7 @@ class _Load:
                 session = None
                 if self._drafter is not None:
                     session = self._drafter.open([int(i) for i in recording.prompt_ids])
-                seat = _Seat(recording, session, self._worth)
+                seat = _Seat(recording, session, self._planner.gain.seat("load"))
                 seat.num_computed = self._cache.find(recording.prompt_ids)
                 seats.append(seat)
                 seated.append(seat)
@@ -306,11 +308,10 @@ class _Load:
             host_s += time.thread_time() - began
         else:
             host_s = 0.0
-        self._planner.budget.observe_host(host_s)
         if num_decoding:
-            self._planner.budget.host.observe_mix(num_rows > num_decoding)
+            self._planner.gain.host.observe_mix(num_rows > num_decoding)
         if num_rows == len(drawing):
-            self._planner.budget.host.observe(num_rows, has_asked, host_s)
+            self._planner.gain.host.observe(num_rows, has_asked, host_s)
         self.num_rows += num_nodes
         num_draws = len(drawing) + num_nodes
         self.seconds += self._served_by.step_s(num_rows + num_nodes, num_draws, keys) + host_s
@@ -334,31 +335,33 @@ class _Load:
             return [None] * len(drawing), False
         mean_len = sum(seat.length for seat in drawing) / len(drawing)
         shape = StepShape(len(drawing), num_rows, mean_len, num_waiting)
-        resting = self._planner.who_rests([seat.record for seat in drawing], shape)
+        room = self._max_rows - num_rows
+        room = min(room, self._max_draft_tokens * len(drawing))
+        most = self._planner.gain.most(shape, room)
+        if not most:
+            return [None] * len(drawing), False
         asks: list[Ask] = []
         places: list[int] = []
         for place, seat in enumerate(drawing):
             assert seat.session is not None
-            if resting[place]:
-                continue
             depth = min(self._max_tokens - seat.position - 1, self._max_draft_tokens)
             if depth > 0:
                 places.append(place)
-                asks.append(Ask(seat.session, seat.record, self._max_draft_tokens, depth))
-        plan = self._planner.plan(asks, shape, self._max_rows - num_rows)
+                asks.append(Ask(seat.session, seat.seat, self._max_draft_tokens, depth))
+        plan = self._planner.plan(asks, shape, most, room)
         if plan.errors:
             raise plan.errors[0][1]
         trees: list[CheckedTree | None] = [None] * len(drawing)
         for place, tree in zip(places, plan.trees, strict=True):
             trees[place] = tree
-        return trees, not all(resting)
+        return trees, bool(asks)
 
     def _accept(self, seat: _Seat, tree: CheckedTree | None) -> None:
         output = seat.recording.output_ids
         accepted: list[int] = []
         if tree is not None:
             accepted = follow(tree.tree, output, seat.position)
-            seat.record.observe(float(tree.survival.sum()), len(accepted), len(tree.token_ids))
+            self._planner.gain.observe_drafts(seat.seat, tree.survival, accepted)
         num = min(len(accepted) + 1, len(output) - seat.position)
         self.num_steps += seat.position > 0
         if seat.session is not None:

@@ -28,7 +28,7 @@ from server.engine.drafting import CheckedTree
 from server.engine.grammar_compiler import MAX_FORCED_TOKENS, GrammarTemplate, one_line
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    pass
 
 FORCED = "forced"
 """The name of the source that forced tokens are counted under."""
@@ -124,12 +124,11 @@ class GrammarState:
 class ConstrainedTree(CheckedTree):
     """A CheckedTree that was walked with a grammar.
 
-    own: per node its index in the session's tree, -1 for a forced one. num_certain: length of the
-    chain of first nodes that the grammar forces from the root on; they are always accepted.
-    session_tree: what the session proposed, or None.
+    own: per node its index in the session's tree, -1 for a forced one. session_tree: what the
+    session proposed, or None. The num_certain first nodes are a chain that is always accepted.
     """
 
-    __slots__ = ("num_certain", "own", "session_tree")
+    __slots__ = ("own", "session_tree")
 
     def __init__(
         self,
@@ -146,12 +145,6 @@ class ConstrainedTree(CheckedTree):
         self.own = own
         self.num_certain = num_certain
         self.session_tree = session_tree
-
-    def chances(self, trust: float) -> npt.NDArray[np.float64]:
-        """As CheckedTree.chances; forced nodes at the root have chance 1."""
-        chances = self.survival * trust
-        chances[: self.num_certain] = 1.0
-        return chances
 
     def prune(self, num_nodes: int) -> CheckedTree:
         """See CheckedTree.prune."""
@@ -170,13 +163,6 @@ class ConstrainedTree(CheckedTree):
             min(self.num_certain, num_nodes),
             self.session_tree,
         )
-
-    def evidence(self, accepted: Sequence[int]) -> tuple[float, int] | None:
-        """As CheckedTree.evidence; only nodes that the drafter proposed count."""
-        if len(self.token_ids) == self.num_certain:
-            return None
-        claimed = float(self.survival[self.num_certain :].sum())
-        return claimed, sum(node >= self.num_certain for node in accepted)
 
     def for_session(self, accepted: Sequence[int]) -> tuple[DraftTree, list[int]] | None:
         """The session's own nodes among these, and which of them were accepted."""

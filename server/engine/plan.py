@@ -26,9 +26,9 @@ import numpy as np
 
 from server.engine.batch import Int32
 from server.engine.blocks import BlockPool, chain_key
-from server.engine.budget import CostTable
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.settings import EngineSettings
+from server.engine.step_times import CostTable
 from server.engine.table import CHUNK, LACKS_ROOM, Table, describe, scan
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Measures what a step costs on the real runner, and keeps the figures for the next start.
 
-The draft budget (budget.py) needs cost(rows, keys) of *this* model on *this* device with *this*
+Gain (gain.py) needs cost(rows, keys) of *this* model on *this* device with *this*
 dtype and thread count. The prober runs real steps before the first request: one sequence with a
 history of `kv_len` positions, its last token and a draft of num_rows - 1 nodes, every row drawn, as
 in decoding with drafts. No block is published, so what it writes into the KV memory is never read.
@@ -19,8 +19,7 @@ import numpy as np
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
 from server.engine.batch import Batch, DrawParams, Runner
-from server.engine.budget import CostTable, Prober
-from server.engine.table_watch import TableWatch
+from server.engine.step_times import CostTable, Prober
 from server.types import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -159,20 +158,19 @@ def load_or_measure(
     """The runner's CostTable: from `path` when it holds one, else measured and written there.
 
     path: a file whose name says device, model, dtype and threads; None measures every time. A
-    damaged file is measured again, and so is one that served steps made doubtful (table_watch.py);
-    steps of a few rows that are quicker now than in the file take their place there. Sizes beyond
+    damaged file is measured again; steps of a few rows that are quicker now than in the file take
+    their place there. Whatever it says, served steps correct it (step_times.py). Sizes beyond
     max_rows are extrapolated in proportion. num_likely: likeliest ids of a row that drafters ask
     for.
     """
     if path is not None:
         try:
             plain = parsed(path.read_text(encoding="utf-8"))
-            if plain["version"] == _VERSION and not plain.get("doubted", False):
+            if plain["version"] == _VERSION:
                 known = CostTable.from_dict(plain)
                 table = _improved(known, runner, _short_len(runner))
                 if table.as_dict() != known.as_dict():
                     _write(path, {"version": _VERSION, **table.as_dict()})
-                _watch(table, path)
                 return table
         except FileNotFoundError:
             pass
@@ -195,21 +193,7 @@ def load_or_measure(
     )
     if path is not None:
         _write(path, {"version": _VERSION, **table.as_dict()})
-        _watch(table, path)
     return table
-
-
-def _watch(table: CostTable, path: Path) -> None:
-    """Have served steps say whether the file still holds; the one who doubts it writes that into
-    it."""
-    plain = table.as_dict()
-
-    def doubt(is_doubted: bool) -> None:
-        if is_doubted:
-            _log.warning("steps take other times than %s says: the next start measures anew", path)
-        _write(path, {"version": _VERSION, "doubted": is_doubted, **plain})
-
-    table.watch = TableWatch(CostTable.from_dict(plain), doubt)
 
 
 def _short_len(runner: Runner) -> int:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from drafters.base import Drafter, DraftSession
 from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, Int32
-from server.engine.draft_record import DraftRecord
 from server.engine.grammar import GrammarState
 from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
@@ -163,9 +162,10 @@ class Sequence:
     drafter_name: str = "off"
     no_draft_reason: str = "off"
     sources: tuple[str, ...] = ("off",)
-    draft_record: DraftRecord = field(default_factory=DraftRecord)
+    gain_seat: int = -1
+    """Of Gain, while it has a drafter."""
     is_resting: bool = False
-    """Drafts do not pay for its scope now: its session is asked nothing and told nothing."""
+    """Gain does not ask it now: its session is told nothing, or is not there yet."""
     num_told: int = 0
     """Output tokens that the session was told of."""
 

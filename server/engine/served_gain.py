@@ -26,7 +26,7 @@ from server.types import Delta, Request, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
-    from server.engine.budget import CostTable
+    from server.engine.step_times import CostTable
     from server.engine.stops import StopTable
 
 MakeDrafter = Callable[[str, str, SpeculationParams, "TaskStore | None"], "Drafter"]

@@ -15,7 +15,6 @@ If a drafter raises, its session is closed and the request goes on without draft
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import cast
 
@@ -24,8 +23,8 @@ import numpy.typing as npt
 
 from drafters.base import DraftSession, LikelySession
 from server.engine.batch import Likely
-from server.engine.draft_worth import WorthBook
 from server.engine.drafting import CheckedTree, DrafterRegistry
+from server.engine.gain import Gain
 from server.engine.grammar import FORCED
 from server.engine.plan import Rows
 from server.engine.planner import Ask
@@ -39,16 +38,21 @@ class DraftSessions:
     `is_resting`."""
 
     def __init__(
-        self, drafters: DrafterRegistry, *, drafts: bool = True, is_beside: bool = True
+        self,
+        drafters: DrafterRegistry,
+        gain: Gain,
+        *,
+        drafts: bool = True,
+        is_beside: bool = True,
     ) -> None:
-        """drafts: whether the engine has rows for drafts at all. is_beside: whether the host works
-        beside a step that computes, and not on its cores."""
+        """gain: gives seats, and learns what became of drafts. drafts: whether the engine has rows
+        for drafts at all. is_beside: whether the host works beside a step that computes, and not on
+        its cores."""
         self.num_errors = 0
-        self._spent_s = 0.0
+        self._gain = gain
         self._drafts = drafts
         self._drafters = drafters
         self._logged: set[str] = set()
-        self._worths = WorthBook()
         self._is_beside = is_beside
         self._first: list[Sequence] = []  # the first of their scopes, whose drafters wait
         self._unsettled: list[Sequence] = []  # of a step with prompts
@@ -60,7 +64,7 @@ class DraftSessions:
         may_wait = not spec.prediction_ids and sequence.grammar is None
         if (
             may_wait
-            and self._worth_key(sequence) not in self._worths
+            and not self._gain.knows(self._scope(sequence))
             and spec.max_draft_tokens > 0
             and self._drafters.may_wait(request.task, spec)
         ):
@@ -69,7 +73,7 @@ class DraftSessions:
             self._find_drafter(sequence)
 
     @staticmethod
-    def _worth_key(sequence: Sequence) -> tuple[str, str, str]:
+    def _scope(sequence: Sequence) -> tuple[str, str, str]:
         request = sequence.request
         return request.task, request.scope, request.speculation.drafter
 
@@ -80,9 +84,8 @@ class DraftSessions:
             if drafter is None:
                 return
             sequence.drafter, sequence.drafter_name = drafter, drafter.name
-            worth = self._worths.of(self._worth_key(sequence))
-            sequence.draft_record.worth = worth
-            sequence.is_resting = worth.is_resting
+            sequence.gain_seat = self._gain.seat(self._scope(sequence))
+            sequence.is_resting = not self._gain.is_asked(sequence.gain_seat)
             sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
             if sequence.grammar is not None:
                 sequence.sources = (*sequence.sources, FORCED)
@@ -119,22 +122,13 @@ class DraftSessions:
         for sequence in first:
             if sequence.status is not Status.FINISHED:
                 self._find_drafter(sequence)
-        began = 0.0
         for sequence in sequences:
             if sequence.is_resting or (sequence.session is None and self.no_draft_reason(sequence)):
                 continue
-            began = began or time.perf_counter()
             try:
                 _opened(sequence).settle()
             except Exception as error:
                 self.disable(sequence, error)
-        if began:
-            self._spent_s += time.perf_counter() - began
-
-    def take_spent(self) -> float:
-        """Seconds that sessions were settled and told things, since the last call."""
-        spent, self._spent_s = self._spent_s, 0.0
-        return spent
 
     def no_draft_reason(self, sequence: Sequence) -> str:
         """Why the planner does not consider a sequence that draws, or ""."""
@@ -183,29 +177,22 @@ class DraftSessions:
 
         return Ask(
             session,
-            sequence.draft_record,
+            sequence.gain_seat,
             sequence.request.speculation.max_draft_tokens,
             sequence.num_left - 1,
             sequence.grammar,
             len(sequence.sources) - 1,
             allowed,
             0 if sequence.adapter is None else sequence.adapter.order.vocab_size,
-            sequence.is_resting,
+            sequence.no_draft_reason,
         )
 
-    def num_likely(self, rows: Rows, most_drafts: int) -> int:
-        """How many likeliest ids the rows of a step return: the most that any of its sessions
-        wants.
-
-        most_drafts: the most nodes that could pay in this step. Where it is 0 nobody drafts, and
-        nothing is returned except in a step that ends a prompt: the steps after it draft.
-        """
+    def num_likely(self, rows: Rows) -> int:
+        """How many likeliest ids the rows of a step return: the most that any session wants that is
+        asked now, or in the step after its prompt."""
         wanted = 0
         for sequence, draws in zip(rows.sequences, rows.draws.tolist(), strict=True):
-            if sequence.is_resting or sequence.session is None:
-                continue
-            drafts = most_drafts or sequence.no_draft_reason != "budget"
-            if draws and (drafts or not sequence.num_output):
+            if draws and not sequence.is_resting:
                 wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
         return wanted
 
@@ -218,7 +205,6 @@ class DraftSessions:
         session = sequence.session
         if likely is None or sequence.is_resting or not getattr(session, "num_likely", 0):
             return
-        began = time.perf_counter()
         nodes: tuple[list[int], list[int]] = ([], [])
         if tree is not None:
             nodes = (tree.token_ids, tree.parents)
@@ -226,7 +212,6 @@ class DraftSessions:
             cast("LikelySession", session).note_likely(*nodes, likely.ids, likely.chances)
         except Exception as error:
             self.disable(sequence, error)
-        self._spent_s += time.perf_counter() - began
 
     def learn(
         self,
@@ -237,13 +222,12 @@ class DraftSessions:
         """Tell a session what was emitted since it was last told, and which nodes of its tree were
         accepted. Called after the tokens were appended."""
         accepted = accepted or []
-        evidence = None if tree is None else tree.evidence(accepted)
-        if tree is not None and evidence is not None:
-            sequence.draft_record.observe(*evidence, len(tree.token_ids))
+        if tree is not None and len(tree.token_ids) > tree.num_certain and sequence.gain_seat >= 0:
+            came = [node - tree.num_certain for node in accepted if node >= tree.num_certain]
+            self._gain.observe_drafts(sequence.gain_seat, tree.survival[tree.num_certain :], came)
         session = sequence.session
         if session is None or sequence.is_resting:
             return
-        began = time.perf_counter()
         try:
             known = None if tree is None else tree.for_session(accepted)
             if known is not None:
@@ -252,7 +236,6 @@ class DraftSessions:
             session.extend(sequence.output_ids(told))
         except Exception as error:
             self.disable(sequence, error)
-        self._spent_s += time.perf_counter() - began
 
     def roll_back(self, sequence: Sequence, num_output: int) -> None:
         """Take a sequence back to its first num_output tokens; a session that cannot go back is
@@ -277,6 +260,9 @@ class DraftSessions:
     def close(self, sequence: Sequence) -> None:
         """End a session: the sequence drafts no more. Idempotent."""
         sequence.drafter = None
+        if sequence.gain_seat >= 0:
+            self._gain.leave(sequence.gain_seat)
+            sequence.gain_seat = -1
         try:
             sequence.close_session()
         except Exception as error:

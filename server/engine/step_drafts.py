@@ -14,11 +14,10 @@ import numpy as np
 from drafters.arrays import Int32
 from server.engine.batch import Batch
 from server.engine.build import Built
-from server.engine.draft_record import DraftRecord
-from server.engine.draft_worth import MANY
 from server.engine.drafting import CheckedTree
+from server.engine.gain import REST, StepShape
 from server.engine.plan import Rows, Scheduler
-from server.engine.planner import DraftPlanner, StepShape
+from server.engine.planner import DraftPlanner
 from server.engine.sequence import Sequence
 from server.engine.sessions import DraftSessions
 from server.engine.trees import Trees
@@ -27,13 +26,12 @@ from server.engine.trees import Trees
 @dataclass(frozen=True, slots=True)
 class Proposed:
     """trees: one or None per item of the step's rows. seconds: that proposing took. ceiling: the
-    most nodes that could have paid. has_asked: whether any session was asked, or could have been.
-    """
+    most nodes that could have paid. num_asked: sessions that were asked."""
 
     trees: SequenceOf[CheckedTree | None]
     seconds: float = 0.0
     ceiling: int = 0
-    has_asked: bool = False
+    num_asked: int = 0
 
 
 NO_DRAFTS = Proposed(())
@@ -55,11 +53,12 @@ class Step:
 
 @dataclass(slots=True)
 class _Rest:
-    """Steps of the same choices in which all of them rest, so that none is looked at. num_left: of
-    them that are still to come; num_done: that the choices' scopes have not been told of."""
+    """Steps of the same choices in which nobody is asked, so that none is looked at. gain_seats: of
+    those that have a drafter. num_left: of them that are still to come; num_done: that were."""
 
     seats: Int32
-    records: list[DraftRecord]
+    gain_seats: list[int]
+    shape: StepShape
     num_left: int
     num_done: int = 0
 
@@ -102,15 +101,15 @@ class StepDrafts:
         num_waiting = self._scheduler.num_awaiting_first
         shape = StepShape(drawing.shape[0], rows.num_rows, mean_len, num_waiting)
         sequences = [rows.sequences[i] for i in places]
-        resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
-        may_draft = self._who_may_draft(sequences, resting, shape.num_draws)
-        places = [i for i, may in zip(places, may_draft, strict=True) if may]
+        reasons, ceiling = self._decide(sequences, shape)
+        places = [
+            i for i, why in zip(places, reasons, strict=True) if self._may_draft(rows, i, why)
+        ]
         if not places:
-            self._begin_rest(rows, sequences)
+            self._begin_rest(rows, sequences, shape)
             return Proposed(trees, time.perf_counter() - began)
         asks = [self._sessions.ask(rows.sequences[i]) for i in places]
-        room = self._scheduler.max_num_batched_tokens - rows.num_rows
-        drafts = self._planner.plan(asks, shape, min(self._max_draft_rows, room))
+        drafts = self._planner.plan(asks, shape, ceiling, self._room(shape))
         for at, error in drafts.errors:
             self._sessions.disable(rows.sequences[places[at]], error)
         for i, tree, reason in zip(places, drafts.trees, drafts.reasons, strict=True):
@@ -118,46 +117,51 @@ class StepDrafts:
             sequence.no_draft_reason = reason
             if tree is not None:
                 trees[i] = self._fit(sequence, tree)
-        seconds, has_asked = time.perf_counter() - began, not all(ask.rests for ask in asks)
-        if has_asked:
-            spent_s = seconds + self._sessions.take_spent()
-            self._planner.budget.host.observe_asking(spent_s, resting.count(False))
-        return Proposed(trees, seconds, drafts.ceiling, has_asked)
+        num_asked = sum(not ask.why_not for ask in asks)
+        return Proposed(trees, time.perf_counter() - began, ceiling, num_asked)
 
-    def _who_may_draft(
-        self, sequences: SequenceOf[Sequence], resting: SequenceOf[bool], num_draws: int
-    ) -> list[bool]:
-        """Which of the sequences are planned for. resting: whose scopes rest. Where many choices
-        decode, one that sits out by itself is told nothing meanwhile, as if its scope did."""
-        may_draft: list[bool] = []
-        for sequence, is_resting in zip(sequences, resting, strict=True):
-            if not sequence.num_output:  # an answer's first tree says little about the others
-                sequence.draft_record.note_in(None)
-            sits_out = is_resting
-            if is_resting:
-                sequence.no_draft_reason = "budget"
-            elif num_draws >= MANY and sequence.draft_record.sits_out():
-                sequence.no_draft_reason, sits_out = "cooldown", True
-            may_draft.append(self._sessions.may_draft(sequence, sits_out))
-        return may_draft
+    def _decide(
+        self, sequences: SequenceOf[Sequence], shape: StepShape
+    ) -> tuple[SequenceOf[str], int]:
+        """Who is asked. Those that rested are watched first."""
+        gain = self._planner.gain
+        for sequence in sequences:
+            if sequence.is_resting:
+                told = sequence.prompt_len + sequence.num_told
+                gain.watch(sequence.gain_seat, sequence.ids[: sequence.num_tokens], told)
+        wanted = sum(s.request.speculation.max_draft_tokens for s in sequences)
+        return gain.ask([s.gain_seat for s in sequences], shape, min(wanted, self._room(shape)))
+
+    def _may_draft(self, rows: Rows, i: int, why_not: str) -> bool:
+        """Whether an item's choice is planned for: it is asked, or a grammar may force tokens."""
+        sequence = rows.sequences[i]
+        sequence.no_draft_reason = why_not
+        if not sequence.num_output and self._planner.gain.is_asked(sequence.gain_seat):
+            # Its prompt leaves no room for nodes: the step after it drafts from this one's rows.
+            return self._sessions.may_draft(sequence, is_resting=False) and not why_not
+        return self._sessions.may_draft(sequence, bool(why_not))
+
+    def _room(self, shape: StepShape) -> int:
+        """Nodes that fit into a step."""
+        room = self._scheduler.max_num_batched_tokens - shape.num_rows
+        return min(self._max_draft_rows, room)
 
     # Most steps of a server with many clients are like the one before and draft nothing. What is
     # known not to pay must not cost a tenth of a millisecond in each of them either.
 
-    def _begin_rest(self, rows: Rows, sequences: SequenceOf[Sequence]) -> None:
-        """Nobody drafts in this step. How many like it may follow without a look at each choice:
-        none that ends a rest or brings a choice to its last token. sequences: that might draft."""
+    def _begin_rest(self, rows: Rows, sequences: SequenceOf[Sequence], shape: StepShape) -> None:
+        """Nobody drafts in this step. Some like it follow without a look at each choice, none that
+        brings a choice to its last token. sequences: that might draft."""
         if rows.num_rows != len(rows.sequences) or len(sequences) != len(rows.sequences):
             return  # a prompt's rows, or choices without a drafter
-        records = [sequence.draft_record for sequence in sequences]
-        num_left = min(s.num_left - 2 for s in sequences)
-        num_left = min(num_left, self._planner.rest_left(records))
+        num_left = min(REST - 1, min(s.num_left - 2 for s in sequences))
         if num_left > 0:
-            self._rest = _Rest(rows.seats, records, num_left)
+            gain_seats = [sequence.gain_seat for sequence in sequences]
+            self._rest = _Rest(rows.seats, gain_seats, shape, num_left)
 
     def _rests_on(self, rows: Rows) -> bool:
         """Whether a step is one of those that _begin_rest foresaw; it is counted. False ends the
-        rest, and tells the scopes how long they have rested."""
+        rest, and tells Gain how long they have rested."""
         rest = self._rest
         if rest is None:
             return False
@@ -166,8 +170,7 @@ class StepDrafts:
             rest.num_done += 1
             return True
         self._rest = None
-        if rest.num_done:
-            self._planner.rested(rest.records, rest.num_done)
+        self._planner.gain.rested(rest.gain_seats, rest.shape, rest.num_done)
         return False
 
     def _fit(self, sequence: Sequence, tree: CheckedTree) -> CheckedTree | None:
@@ -175,6 +178,5 @@ class StepDrafts:
         num = self._scheduler.reserve_drafts(sequence, len(tree.token_ids))
         if num:
             return tree.prune(num)
-        sequence.draft_record.decay()
         sequence.no_draft_reason = "budget"
         return None

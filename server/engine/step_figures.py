@@ -1,16 +1,16 @@
-"""StepFigures: what the last step took, and who learns from it: the cost table, the draft budget,
-and what `exact` costs."""
+"""StepFigures: what the last step took, and who learns from it: cost table, Gain, and `exact`."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from server.engine.budget import CostTable, DraftBudget
 from server.engine.figures import StepTotals
+from server.engine.gain import Gain
 from server.engine.results import Results
 from server.engine.slices import SliceBook
 from server.engine.step_drafts import Step
+from server.engine.step_times import CostTable
 
 SAMPLED = 4
 """Of steps of plain choices without drafts, one in so many is learned from: hundreds a second are
@@ -26,9 +26,9 @@ _NAMES = (
 class StepFigures:
     """Notes every step that succeeded. cost: the budget's table, if there is one."""
 
-    def __init__(self, cost: CostTable | None, budget: DraftBudget, slices: SliceBook) -> None:
+    def __init__(self, cost: CostTable | None, gain: Gain, slices: SliceBook) -> None:
         self._cost = cost
-        self._budget = budget
+        self._gain = gain
         self._slices = slices
         self._last: tuple[float, ...] = ()
         self.totals = StepTotals()
@@ -56,19 +56,18 @@ class StepFigures:
         totals.rows[2] += batch.num_draft_rows
         totals.ceiling = drafts.ceiling
         totals.observe(step_s, model_s, drafts.seconds, host_s, num_rows)
-        is_alike = rows.is_plain and not (rows.num_prefill_rows or drafts.has_asked)
+        is_alike = rows.is_plain and not (rows.num_prefill_rows or drafts.num_asked)
         self._num_alike += is_alike
         if is_alike and self._num_alike % SAMPLED:
-            self._budget.host.observe_mix(has_prompt=False)
+            self._gain.host.observe_mix(has_prompt=False)
             return
         if self._cost is not None:
             likely_s = self._cost.likely_s * batch.num_draws if batch.num_likely else 0.0
-            of_step = (num_rows, step.built.num_keys, model_s - likely_s)
-            self._cost.observe(*of_step)
-            watch = self._cost.watch
-            if watch is not None and len(rows.sequences) == 1 and not rows.num_prefill_rows:
-                watch.observe(*of_step)
-        self._budget.observe_host(host_s)
-        self._budget.host.observe_step(rows, drafts.has_asked, host_s)
+            self._cost.observe(num_rows, step.built.num_keys, model_s - likely_s)
+        host, num_decode = self._gain.host, rows.num_rows - rows.num_prefill_rows
+        if num_decode:
+            host.observe_mix(has_prompt=rows.num_prefill_rows > 0)
+        if not rows.num_prefill_rows:
+            host.observe(num_decode, drafts.num_asked, host_s)
         head_s, has_prompt = results.drawn.head_s, rows.num_prefill_rows > 0
         self._slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)

@@ -22,10 +22,10 @@ from server.commands.tune_gain import within
 from server.commands.tune_machine import OtherProcesses, cost_now
 from server.commands.tune_material import TuneSettings, is_held
 from server.config import load_task, load_tasks
-from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine
 from server.engine.forecast import Forecast
 from server.engine.settings import EngineSettings
+from server.engine.step_times import CostTable, row_grid
 from server.engine.stops import StopTable
 from server.errors import ConfigError
 from server.types import Request, SamplingParams

@@ -17,7 +17,7 @@ from server.commands.tune_choice import _head_costs
 from server.commands.tune_machine import head_share
 from server.commands.tune_material import check_data
 from server.commands.tune_quality import Compared, quality, quality_lines
-from server.engine.budget import CostTable
+from server.engine.step_times import CostTable
 from server.errors import ConfigError
 
 

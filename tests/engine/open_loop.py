@@ -13,9 +13,9 @@ import numpy as np
 
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
-from server.engine.budget import CostTable
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
+from server.engine.step_times import CostTable
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_drafters import FakeDrafter

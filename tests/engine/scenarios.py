@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from server.engine.budget import CostTable
 from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.engine.settings import EngineSettings
+from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.types import (
     Delta,

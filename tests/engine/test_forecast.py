@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from drafters.replay import Recording
-from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine
 from server.engine.forecast import ServedBy, forecast
 from server.engine.host_cost import HostCost, HostCosts
 from server.engine.settings import EngineSettings
+from server.engine.step_times import CostTable, row_grid
 from server.types import Request, SamplingParams, SpeculationParams
-from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_drafters import FakeDrafter, liar_drafter, oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -152,41 +151,6 @@ def _nodes_of_an_engine(
             ids.setdefault(delta.request_id, []).extend(delta.token_ids)
     assert [ids[f"r{i}"] for i in range(len(recordings))] == [r.output_ids for r in recordings]
     return steps
-
-
-@pytest.mark.parametrize("kind", ["oracle", "liar", "random"])
-@pytest.mark.parametrize("seats", [1, 3])
-def test_the_engine_drafts_what_the_forecast_says(kind: str, seats: int) -> None:
-    """The same recordings, drafter and table: the same rows and nodes in every step. Misses make
-    choices sit out in both, and rows are dear enough that the budget leaves nodes out."""
-    model = FakeModel(9, seed=5, alphabet=3)
-    recordings: list[Recording] = []
-    for i in range(60):
-        prompt = [2 + (i * 7 + j) % 7 for j in range(4 + i % 5)]
-        request = Request(
-            "r", "task", "fake", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=64)
-        )
-        out = one_token_loop(
-            model, request, 0, eos=(1,), max_model_len=128, token_bytes=[b""] * model.vocab_size
-        )
-        if out.finish_reason == "stop" and len(out.ids) > 3:
-            recordings.append(Recording(prompt, out.ids))
-    recordings = recordings[:10]
-    assert len(recordings) == 10
-    texts = [[*r.prompt_ids, *r.output_ids] for r in recordings]
-    made = {
-        "oracle": lambda: oracle_drafter(texts),
-        "liar": lambda: liar_drafter(3, texts, model.vocab_size),
-        "random": lambda: random_drafter(3, model.vocab_size, 3),
-    }[kind]
-    rows = row_grid(512)
-    cost = _FixedCost(rows, [100.0 + 9.0 * (r - 1) + 0.01 * r * r for r in rows])
-    steps = _nodes_of_an_engine(made(), recordings, model, cost, seats)
-    served_by = ServedBy(cost, vocab_size=9)
-    found = forecast(made(), recordings, served_by, max_draft_tokens=5, num_streams=seats)
-    assert found.num_rows == sum(nodes for _, nodes in steps) > 10
-    # Every step's rows are in the price: the drafter's own time is nothing beside it.
-    assert found.seconds == pytest.approx(sum(cost.cost(rows) for rows, _ in steps), rel=1e-5)
 
 
 def test_what_the_host_does_is_priced() -> None:

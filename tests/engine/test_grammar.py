@@ -318,8 +318,6 @@ def test_forced_tokens_come_first_and_the_drafts_follow_them(compiler: GrammarCo
     assert tree.parents[: num + 1] == list(range(-1, num))
     assert tree.survival[:num].tolist() == [1.0] * num
     assert tree.survival[num] == pytest.approx(0.4)
-    assert tree.chances(0.5)[:num].tolist() == [1.0] * num
-    assert tree.chances(0.5)[num] == pytest.approx(0.2)
     assert tree.tree.source.tolist()[:num] == [3] * num and tree.tree.source[num] == 1
     assert state.num_consumed == 0  # put back
     assert _allowed(state) == forced[:1]
@@ -367,9 +365,10 @@ def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: Grammar
     own.validate()
     assert accepted == list(range(len(own))) and len(own) == sum(o >= 0 for o in kept.own)
     assert own.cell.tolist() == [o for o in kept.own if o >= 0]
-    assert kept.evidence(path) == (2.0, 4)
+    assert kept.num_certain == 0
     only_forced = _constrain(_state(compiler, COMPACT), [])
-    assert only_forced.for_session([0]) is None and only_forced.evidence([0]) is None
+    assert only_forced.for_session([0]) is None
+    assert only_forced.num_certain == len(only_forced.token_ids)
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 from server.engine.batch import Batch
-from server.engine.budget import CostTable
-from server.engine.engine import Engine
 from server.engine.probe import load_or_measure, make_prober
-from server.engine.settings import EngineSettings
-from server.engine.table_watch import TableWatch
-from server.types import ModelInfo, Request, SamplingParams
+from server.types import ModelInfo
 from tests.fakes.fake_runner import FakeModel, FakeRunner
 
 INFO = ModelInfo("fake", 16, 1024, (2,), 64, 16, "cpu", "float32", "f", 8, 512)
@@ -80,62 +76,3 @@ def test_a_damaged_table_is_measured_again(tmp_path: Path, damage: str) -> None:
     load_or_measure(runner, path, max_rows=4)
     assert runner.batches
     assert json.loads(path.read_text())["version"] == 5
-
-
-def _serve(table: CostTable, factors: dict[int, float], num_windows: int) -> None:
-    """Steps of one choice that take so many times what the table said when it was read."""
-    assert table.watch is not None
-    for _ in range(num_windows * TableWatch.WINDOW):
-        for rows, factor in factors.items():
-            table.watch.observe(rows, 64.0, factor * table.cost(rows, 64.0))
-
-
-@pytest.mark.parametrize("factors", [{1: 0.3}, {1: 2.5}, {1: 1.0, 8: 1.9}])
-def test_a_table_that_served_steps_do_not_bear_out_is_measured_anew(
-    tmp_path: Path, factors: dict[int, float]
-) -> None:
-    path, runner = tmp_path / "table.json", RecordingRunner()
-    table = load_or_measure(runner, path, max_rows=8)
-    num_measured = len(runner.batches)
-    _serve(table, factors, TableWatch.FOR_LONG)
-    assert json.loads(path.read_text())["doubted"]
-    runner.batches.clear()
-    load_or_measure(runner, path, max_rows=8)
-    assert len(runner.batches) == num_measured
-    assert "doubted" not in json.loads(path.read_text())
-
-
-def test_a_table_is_not_doubted_for_a_while_of_slow_steps_and_is_believed_again(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "table.json"
-    table = load_or_measure(RecordingRunner(), path, max_rows=8)
-    _serve(table, {1: 1.3, 8: 1.3}, 20)  # a server is somewhat slower than a probe
-    for _ in range(2):
-        _serve(table, {1: 3.0}, TableWatch.FOR_LONG - 1)
-        _serve(table, {1: 1.0}, 1)
-    assert "doubted" not in json.loads(path.read_text())
-    _serve(table, {1: 3.0}, TableWatch.FOR_LONG)
-    assert json.loads(path.read_text())["doubted"]
-    _serve(table, {1: 1.0}, TableWatch.FOR_LONG)
-    assert not json.loads(path.read_text())["doubted"]
-
-
-def test_served_steps_of_one_choice_are_watched_and_others_are_not(tmp_path: Path) -> None:
-    runner = RecordingRunner()
-    table = load_or_measure(runner, tmp_path / "table.json", max_rows=8)
-    seen: list[int] = []
-    assert table.watch is not None
-    table.watch.observe = lambda rows, keys, seconds: seen.append(rows)  # type: ignore[method-assign]
-    engine = Engine(runner, {}, EngineSettings(max_num_seqs=2), cost=table)
-    for together in (1, 2):
-        for i in range(together):
-            sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-            engine.submit(Request(f"{together}-{i}", "t", "m", (1, 2, 3), sampling))
-        while engine.has_work:
-            engine.step()
-        if together == 1:
-            assert seen and set(seen) == {1}
-            seen.clear()
-    assert not seen
-    engine.close()

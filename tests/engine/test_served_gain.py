@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from server.engine.batch import Batch
-from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine
 from server.engine.forecast import ratio_error
 from server.engine.served_gain import TURN, GainMeter
 from server.engine.settings import EngineSettings
+from server.engine.step_times import CostTable, row_grid
 from server.engine.task_store import TaskStore
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop

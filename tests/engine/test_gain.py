@@ -1,0 +1,448 @@
+"""Gain, against worlds whose costs and chances are known: who is asked, and how many nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine import gain as gain_module
+from server.engine.gain import MOST, NEAR_BEST, REST, SHARE, Gain, StepShape, repeats
+from server.engine.step_times import CostTable, row_grid
+
+ROWS = row_grid(64)
+FIRST_S, ROW_S, HOST_S, ASK_S = 2.7e-3, 0.45e-3, 0.15e-3, 0.3e-3
+"""Of a step of one row, each further row, the host, and asking one session."""
+
+
+def _line(first: float, per_row: float, jump: float = 0.0) -> CostTable:
+    return CostTable(ROWS, [first + per_row * (r - 1) + (jump if r > 1 else 0.0) for r in ROWS])
+
+
+def _choose(
+    gain: Gain, claims: Sequence[Sequence[float]], shape: StepShape, room: int = 100
+) -> list[int]:
+    """In scopes where as much comes as is claimed."""
+    seats = [gain.seat(("known", i)) for i in range(len(claims))]
+    for seat in seats:
+        for part in (0.05, 0.2, 0.45, 0.7, 0.95):
+            gain.observe_drafts(seat, np.full(10_000, part), range(round(10_000 * part)))
+    arrays = [np.asarray(own, np.float64) for own in claims]
+    return gain.choose(seats, arrays, [0] * len(claims), shape, room)
+
+
+# -- which nodes are taken ------------------------------------------------------------------------
+
+
+def _alone(num: int, mean_len: float = 0.0) -> StepShape:
+    return StepShape(num, num, mean_len)
+
+
+def _brute_force(claims: list[list[float]], cost: CostTable, host_s: float) -> float:
+    """The best tokens per second over every way to keep a prefix of each ranked tree."""
+    best = 0.0
+    for sizes in product(*(range(len(own) + 1) for own in claims)):
+        came = sum(sum(own[:n]) for own, n in zip(claims, sizes, strict=True))
+        best = max(best, (len(claims) + came) / (cost.cost(len(claims) + sum(sizes)) + host_s))
+    return best
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0, 1, width=32), max_size=4), min_size=1, max_size=3),
+    st.floats(0.0, 0.02),
+    st.floats(0.0, 0.02),
+)
+def test_the_choice_is_the_best_rate_of_all_choices(
+    trees: list[list[float]], per_row: float, jump: float
+) -> None:
+    claims = [sorted(own, reverse=True) for own in trees]
+    cost = _line(0.01, per_row, jump)
+    gain = Gain(cost)
+    kept = _choose(gain, claims, _alone(len(trees)))
+    host_s = gain.host.plain(len(trees))
+    came = sum(sum(own[:n]) for own, n in zip(claims, kept, strict=True))
+    rate = (len(trees) + came) / (cost.cost(len(trees) + sum(kept)) + host_s)
+    near = NEAR_BEST if len(trees) > 1 else 1.0
+    assert rate >= near * _brute_force(claims, cost, host_s) * (1 - 1e-3)
+
+
+def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
+    nodes = [[0.3] * 8]
+    assert _choose(Gain(_line(0.01, 0.0)), nodes, _alone(1)) == [8]
+    assert _choose(Gain(_line(0.01, 0.01)), nodes, _alone(1)) == [0]
+    assert _choose(Gain(), nodes, _alone(1), room=5) == [5]
+    seats = [0]
+    for per_row, most in ((0.0, 100), (0.012, 0)):
+        gain = Gain(_line(0.01, per_row))
+        seats = [gain.seat("a")]
+        found = [gain.ask(seats, _alone(1), 100) for _ in range(200)]
+        assert {ceiling for why, ceiling in found if why == [""]} == ({most} if most else set())
+
+
+def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
+    gain = Gain(_line(0.01, 0.005))
+    seat = gain.seat("a")
+    gain.observe_drafts(seat, np.full(100, 0.9), [])
+    claims = [np.array([1.0, 1.0, 0.9])]
+    assert gain.choose([seat], claims, [2], _alone(1), 100) == [2]
+    assert gain.choose([seat], claims, [0], _alone(1), 100) == [0]
+
+
+def test_long_histories_make_nodes_dearer() -> None:
+    gain = Gain(CostTable(ROWS, [0.01] * len(ROWS), key_s=1e-5))
+    nodes = [[0.5] * 16]
+    assert _choose(gain, nodes, _alone(1, 10.0))[0] > _choose(gain, nodes, _alone(1, 5000.0))[0]
+
+
+def test_a_prefill_in_the_batch_does_not_make_nodes_look_cheap() -> None:
+    nodes = [[0.35] * 8]
+    for num_rows in (1, 300):  # (1 + 8 * .35) / cost(308) alone would say yes
+        assert _choose(Gain(_line(0.01, 0.0045)), nodes, StepShape(1, num_rows, 0.0)) == [0]
+
+
+def test_the_likeliest_nodes_of_all_sequences_win() -> None:
+    trees = [[0.9, 0.2], [0.8, 0.7], [0.1]]
+    assert _choose(Gain(), trees, _alone(3), room=3) == [1, 2, 0]
+
+
+def test_load_shrinks_the_nodes() -> None:
+    """Rows that are nearly free up to 16, then cost: more sequences leave less for drafts."""
+    cost = CostTable(ROWS, [0.02 + 0.002 * max(0, r - 16) for r in ROWS])
+    per_sequence = [
+        sum(_choose(Gain(cost), [[0.7, 0.5, 0.3, 0.2]] * num, _alone(num), 1000)) / num
+        for num in (1, 4, 16, 64)
+    ]
+    assert per_sequence == sorted(per_sequence, reverse=True)
+    assert per_sequence[0] == 4 and per_sequence[-1] < 2
+
+
+def test_of_choices_that_are_worth_the_same_the_one_with_fewest_nodes_is_taken() -> None:
+    """A node that never is accepted adds nothing; where its row is free too, it is still a row."""
+    gain = Gain(CostTable([1, 8, 16], [0.01, 0.01, 0.1]))
+    assert _choose(gain, [[0.0] * 6], _alone(1)) == [0]
+    assert _choose(gain, [[0.5, 0.0, 0.0]], _alone(1)) == [1]
+    assert _choose(gain, [[0.0] * 6], StepShape(1, 4, 0.0)) == [0], "beside a prefill, too"
+
+
+def test_nodes_are_dearer_while_somebody_waits_for_a_first_token() -> None:
+    gain = Gain(_line(0.015, 0.001))
+    nodes = [
+        sum(_choose(gain, [[0.8, 0.64, 0.51, 0.41]] * 2, StepShape(2, 2, 100.0, waiting)))
+        for waiting in range(0, 40, 5)
+    ]
+    assert nodes[0] > 0 and nodes == sorted(nodes, reverse=True) and nodes[-1] < nodes[0]
+
+
+def test_a_token_saves_little_where_prompts_come_all_the_time() -> None:
+    """The steps are taken for the prompts: a token less to decode saves its row."""
+    quiet, busy = (Gain(_line(4e-3, 0.4e-3)) for _ in range(2))
+    for _ in range(200):
+        busy.host.observe_mix(True)
+    trees = [[0.9, 0.5, 0.45]] * 4
+    assert sum(_choose(quiet, trees, _alone(4))) > sum(_choose(busy, trees, _alone(4)))
+
+
+# -- who is asked ---------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """What is true: a share of asks brings a chain of `depth` nodes with this chance each, which
+    the drafter claims. Costs as above, times `row` and `ask`; a step's seconds vary by noise."""
+
+    seed: int
+    share: float
+    chance: float
+    claim: float = 0.0
+    depth: int = 6
+    row: float = 1.0
+    ask: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def offer(self) -> tuple[np.ndarray, int]:
+        """(claims, how many of them come true)."""
+        if self.rng.random() >= self.share:
+            return np.empty(0), 0
+        came = 0
+        while came < self.depth and self.rng.random() < self.chance:
+            came += 1
+        return (self.claim or self.chance) ** np.arange(1, self.depth + 1), came
+
+    def seconds(self, num_draws: int, num_nodes: int, num_asked: int) -> np.ndarray:
+        """Of a step: of the model and of the host, in the mean."""
+        rows_s = FIRST_S + self.row * ROW_S * (num_draws + num_nodes - 1)
+        return np.array([rows_s, HOST_S + self.ask * ASK_S * num_asked])
+
+    def tokens(self, num_nodes: int) -> float:
+        """That come of so many nodes of a chain, in the mean."""
+        return sum(self.chance**depth for depth in range(1, num_nodes + 1))
+
+    def table(self, factor: float = 1.0, steep: float = 1.0) -> CostTable:
+        return _line(factor * FIRST_S, factor * steep * self.row * ROW_S)
+
+
+@dataclass
+class Served:
+    """Seconds and tokens that steps take and bring in the mean, and sessions that were asked."""
+
+    seconds: list[float]
+    tokens: list[float]
+    asked: list[int]
+
+    def rate(self, start: int = 0, end: int | None = None) -> float:
+        return sum(self.tokens[start:end]) / sum(self.seconds[start:end])
+
+
+def _serve(
+    world: World,
+    num_steps: int,
+    num_draws: int = 1,
+    gain: Gain | None = None,
+    seats: Sequence[int] = (),
+    nodes: int = 0,
+) -> Served:
+    """Steps of these choices as a policy takes them, as an engine does. nodes: of the fixed policy
+    that asks always and takes so many, where there is no gain."""
+    served, shape, resting = Served([], [], []), _alone(num_draws, 100.0), 0
+    for _ in range(num_steps):
+        if gain is None:
+            asked = [i for i in range(num_draws) if nodes]
+        elif resting:
+            resting, asked = resting - 1, []
+            if not resting:
+                gain.rested(seats, shape, REST - 1)
+        else:
+            asked = [i for i, why in enumerate(gain.ask(seats, shape, 64)[0]) if not why]
+            resting = 0 if asked else REST - 1
+        offers = {i: world.offer() for i in asked}
+        kept = {i: min(nodes, len(claims)) for i, (claims, _) in offers.items()}
+        if gain is not None:
+            for i, (claims, _) in offers.items():
+                gain.observe_ask(seats[i], claims)
+            own = [seats[i] for i in asked]
+            taken = gain.choose(own, [offers[i][0] for i in asked], [0] * len(own), shape, 64)
+            kept = dict(zip(asked, taken, strict=True))
+        came = {i: min(num, offers[i][1]) for i, num in kept.items()}
+        mean_s = world.seconds(num_draws, sum(kept.values()), len(asked))
+        model_s, host_s = mean_s * np.exp([0.08, 0.3] * world.rng.standard_normal(2))
+        if gain is not None and gain.cost is not None:
+            for i, num in kept.items():
+                if num:
+                    gain.observe_drafts(seats[i], offers[i][0][:num], range(came[i]))
+            gain.cost.observe(num_draws + sum(kept.values()), 0.0, model_s)
+            gain.host.observe(num_draws, len(asked), host_s)
+        served.seconds.append(float(mean_s.sum()))
+        served.tokens.append(num_draws + sum(map(world.tokens, kept.values())))
+        served.asked.append(len(asked))
+    return served
+
+
+def _best(num_draws: int, **world: float) -> float:
+    """Tokens a second of the best fixed policy."""
+    fixed = (_serve(World(0, **world), 500, num_draws, nodes=n) for n in (0, 1, 2, 3, 4, 6))  # type: ignore[arg-type]
+    return max(served.rate() for served in fixed)
+
+
+def _policy(seed: int, num_steps: int, num_draws: int = 1, **world: float) -> Served:
+    true = World(seed, **world)  # type: ignore[arg-type]
+    gain = Gain(true.table())
+    return _serve(true, num_steps, num_draws, gain, [gain.seat("a") for _ in range(num_draws)])
+
+
+WORLDS = [
+    {"share": 0.0, "chance": 0.5},
+    {"share": 0.5, "chance": 0.2},
+    {"share": 0.5, "chance": 0.8},
+    {"share": 0.9, "chance": 0.3, "claim": 0.6},
+    {"share": 0.9, "chance": 0.5},
+    {"share": 0.9, "chance": 0.7},
+    {"share": 0.9, "chance": 0.9},
+    {"share": 0.3, "chance": 0.9},
+]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_after_200_steps_it_is_near_the_best_fixed_policy(world: dict[str, float]) -> None:
+    found = [_policy(seed, 500, **world).rate(200) for seed in range(5)]
+    assert np.mean(found) >= 0.95 * _best(1, **world)
+
+
+def test_after_a_change_of_load_it_is_near_the_best_of_the_new_one() -> None:
+    """One choice, eight, one: what is known of a scope holds at any number of choices."""
+    known = {"share": 0.9, "chance": 0.8, "row": 0.5, "ask": 0.4}
+    rates: dict[int, list[float]] = {8: [], 1: []}
+    for seed in range(3):
+        true = World(seed, **known)  # type: ignore[arg-type]
+        gain = Gain(true.table())
+        seats = [gain.seat("a") for _ in range(8)]
+        _serve(true, 400, 1, gain, seats[:1])
+        for num, found in rates.items():
+            _serve(true, 100, num, gain, seats[:num])
+            found.append(_serve(true, 200, num, gain, seats[:num]).rate())
+    for num, found in rates.items():
+        assert np.mean(found) >= (0.95 if num == 1 else 0.94) * _best(num, **known)
+
+
+def test_after_a_change_of_the_text_it_is_found_out() -> None:
+    world = {"share": 0.9, "chance": 0.8}
+    true = World(4, **world)  # type: ignore[arg-type]
+    gain = Gain(true.table())
+    seats = [gain.seat("a")]
+    _serve(true, 300, 1, gain, seats)
+    true.share = 0.0
+    assert sum(_serve(true, 300, 1, gain, seats).asked[150:]) < 20
+    true.share = 0.9
+    _serve(true, 400, 1, gain, seats)
+    assert _serve(true, 300, 1, gain, seats).rate() >= 0.95 * _best(1, **world)
+
+
+@pytest.mark.parametrize(("factor", "steep"), [(0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0)])
+def test_a_table_wrong_by_two_costs_little_after_100_steps(factor: float, steep: float) -> None:
+    lost = []
+    for seed, chance in product(range(4), (0.2, 0.5, 0.7)):
+        rates = []
+        for off in ((1.0, 1.0), (factor, steep)):
+            true = World(seed, 0.9, chance)
+            gain = Gain(true.table(*off))
+            seats = [gain.seat("a")]
+            for _ in range(20):  # the scope is known, the machine is not
+                claims, came = true.offer()
+                gain.observe_ask(seats[0], claims)
+                gain.observe_drafts(seats[0], claims, range(came))
+            _serve(true, 100, 1, gain, seats)
+            rates.append(_serve(true, 200, 1, gain, seats).rate())
+        lost.append(1.0 - rates[1] / rates[0])
+    assert np.mean(lost) <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("share", "chance", "claim"),
+    [(0.0, 0.5, 0.5), (0.3, 0.3, 0.6), (0.9, 0.25, 0.5), (0.9, 0.05, 0.95)],
+)
+@pytest.mark.parametrize("num_steps", [24, 240])
+def test_a_new_scope_is_not_slower_than_without_drafts(
+    share: float, chance: float, claim: float, num_steps: int
+) -> None:
+    """Whatever is claimed, little more than a hundredth is lost to nodes that never come."""
+    lost = []
+    for seed in range(20):
+        true = World(seed, share, chance, claim)
+        served = _serve(true, num_steps, 1, gain := Gain(true.table()), [gain.seat("a")])
+        plain = _serve(World(seed, 0.0, 0.0), num_steps)
+        lost.append(plain.rate() / served.rate() - 1.0)
+    assert np.mean(lost) < 0.013 + (0.004 if claim > 0.9 else 0.0)
+
+
+def test_nothing_depends_on_what_another_scope_s_drafts_have_brought() -> None:
+    """The same asks and outcomes give the same decisions, whatever others saw in the meantime."""
+    found = []
+    for other in (0.0, 1.0):
+        rng, gain = np.random.default_rng(6), Gain(_line(FIRST_S, ROW_S))
+        mine, others = gain.seat("mine"), gain.seat("others")
+        told = []
+        for _ in range(300):
+            why, most = gain.ask([mine], _alone(1), 64)
+            told.append(why[0])
+            if not why[0]:
+                claims = 0.5 ** np.arange(1, 4)
+                gain.observe_ask(mine, claims)
+                num = gain.choose([mine], [claims], [0], _alone(1), most)[0]
+                told.append(str(num))
+                gain.observe_drafts(mine, claims[:num], range(int(rng.random() < 0.5)))
+            gain.observe_ask(others, np.full(4, 0.9))
+            gain.observe_drafts(others, np.full(4, 0.9), range(round(4 * other)))
+            gain.watch(others, np.tile(np.arange(5, dtype=np.int32), 4), 8)
+        found.append(told)
+    assert found[0] == found[1] and "" in found[0] and "cooldown" in found[0]
+
+
+def test_an_answer_whose_own_drafts_miss_cools_down_and_no_other_of_its_scope() -> None:
+    gain = Gain(_line(FIRST_S, ROW_S))
+    good, bad = gain.seat("a"), gain.seat("a")
+    for _ in range(60):
+        for seat, came in ((good, range(3)), (bad, range(0))):
+            claims = 0.9 ** np.arange(1, 4)
+            gain.observe_ask(seat, claims)
+            gain.observe_drafts(seat, claims, came)
+    found = [tuple(gain.ask([good, bad], _alone(2), 64)[0]) for _ in range(20)]
+    assert all(why[0] == "" for why in found)
+    assert found[-1][1] == "cooldown"
+
+
+def test_what_repeats_is_seen_without_an_ask() -> None:
+    ids = np.array([5, 6, 7, 8, 5, 6, 7, 9, 1, 2, 5, 6, 7], np.int32)
+    assert repeats(ids, 4).tolist() == [-1, -1, 1, 0, -1, -1, -1, -1, 1]
+    assert repeats(ids, 12).tolist() == [1] and repeats(ids, 13).tolist() == []
+    assert repeats(ids[:2], 0).tolist() == [-1, -1]
+    copies, news = np.tile(np.arange(9, dtype=np.int32), 6), np.arange(54, dtype=np.int32)
+    first = []
+    for text in (copies, news):
+        gain, asked = Gain(_line(FIRST_S, ROW_S)), []
+        for _ in range(3):  # answers of 16 tokens, watched every fourth step
+            seat = gain.seat("a")
+            for end in range(38, 54, 4):
+                gain.watch(seat, text[:end], 36)
+                gain.watch(seat, text[:end], 36)  # what was seen is not seen twice
+                asked.append(not gain.ask([seat], _alone(1), 64)[0][0])
+            gain.leave(seat)
+        first.append(asked.index(True) if True in asked else 99)
+    assert first[0] <= 2 and first[1] >= 6
+
+
+def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> None:
+    gain = Gain(_line(FIRST_S, ROW_S), capacity=2)
+    first, second = gain.seat("a"), gain.seat("b")
+    gain.leave(second)
+    gain.seat("c")
+    assert gain.knows("a") and gain.knows("c") and not gain.knows("b")
+    gain.leave(first)
+    many = [gain.seat(i) for i in range(40)]
+    assert len(set(many)) == 40 and not gain.knows("a")
+
+
+def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
+    gain = Gain()
+    seats = [gain.seat("a"), gain.seat("b")]
+    assert gain.is_asked(seats[0]) and gain.ask(seats, _alone(2), 7) == (["", ""], 7)
+    assert gain.ask(seats, _alone(2), 0) == (["budget"] * 2, 0)
+    gain.watch(seats[0], np.arange(9, dtype=np.int32), 4)
+    gain.rested(seats, _alone(2), 3)
+
+
+def _figures() -> dict[str, float]:
+    """What a decision is made of, at figures that tell the constants apart."""
+    gain = Gain(_line(FIRST_S, ROW_S))
+    for _ in range(50):
+        gain.host.observe(1, 0, HOST_S)
+        gain.host.observe(1, 1, HOST_S + ASK_S)
+    seats = [gain.seat("new"), gain.seat("old")]
+    steps = 1
+    while gain.ask(seats[:1], _alone(1), 64)[0][0]:
+        steps += 1
+    found = {"steps to the first ask": float(steps)}
+    for _ in range(3000):
+        gain.rested(seats[:1], _alone(1), 1)
+    asks = 0
+    while not gain.ask(seats[:1], _alone(1), 64)[0][0]:
+        asks += 1
+    found["asks saved up"] = float(asks)
+    return found
+
+
+def test_a_new_scope_saves_for_its_first_ask_and_saves_no_more_than_a_few() -> None:
+    """SHARE is of plain seconds, MOST of asks."""
+    found = _figures()
+    each = ASK_S / (SHARE * (FIRST_S + HOST_S))
+    assert found["steps to the first ask"] == pytest.approx(each, rel=0.35)
+    assert found["asks saved up"] == pytest.approx(MOST, abs=2.1)
+    assert math.isclose(SHARE, 0.0075) and MOST == 32.0 and REST == 4
+    assert tuple(sorted(gain_module.EDGES)) == gain_module.EDGES

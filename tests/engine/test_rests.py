@@ -1,0 +1,101 @@
+"""Choices that are not asked for drafts: nothing changes in a text, and steps are not looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from server.engine.settings import EngineSettings
+from server.types import Request, SamplingParams, SpeculationParams, StepCounts
+from tests.engine.scenarios import (
+    compare,
+    drive,
+    make_drafter,
+    make_engine,
+    random_workload,
+    verifying_every,
+    with_own_logits,
+    with_slices,
+)
+from tests.profiles import examples
+
+PLAIN = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@settings(max_examples=examples(400), deadline=None, print_blob=True)
+@given(st.integers(0, 2**48), st.integers(0, 5))
+def test_rests_change_no_text_and_sessions_are_told_what_they_missed(seed: int, kind: int) -> None:
+    """Choices rest and are asked again at random, beside slices, rollbacks, forks, preemption."""
+    rng = Random(seed)
+    work = random_workload(rng)
+    if kind == 1:
+        work = with_own_logits(work, rng)
+    elif kind == 2:
+        work = verifying_every(work, rng, 1 + seed % 6)
+    elif kind == 3:
+        work = with_slices(work, rng, ("exact", "slice", "full"))
+    note(f"{work}")
+    expected = work.expected()
+    drafter = make_drafter(work, expected)
+    engine, _ = make_engine(work, drafter)
+    engine.gain.ask = lambda seats, shape, room: (  # type: ignore[method-assign]
+        ["cooldown" if rng.random() < 0.6 or room <= 0 else "" for _ in seats],
+        max(0, room),
+    )
+
+    def each_step(_: int) -> None:
+        for sequence in engine.scheduler.running:
+            if sequence.session is None:
+                continue
+            known = sequence.num_output if not sequence.is_resting else sequence.num_told
+            assert sequence.session.checkpoint() == sequence.num_told == known
+
+    compare(work, expected, drive(work, engine, each_step))
+    assert engine.num_failed_steps == 0 and engine.num_open == 0
+    assert drafter.num_open == 0
+    if work.drafter != "broken":
+        assert engine.num_drafter_errors == 0
+
+
+def _eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
+    """Eight equal answers of 40 tokens: the counts of every Delta, how often it was weighed who is
+    asked, and the texts."""
+    work = random_workload(Random(0))
+    work.num_blocks, work.max_model_len, work.drafter = 400, 96, "oracle"
+    spec = SpeculationParams("oracle", 4)
+    work.requests = [
+        (0, Request(str(i), "task", "fake", (3 + i, 4, 5), PLAIN, spec), None) for i in range(8)
+    ]
+    work.settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_draft_rows=64)
+    engine, _ = make_engine(work, make_drafter(work, work.expected()))
+    asked, ask = 0, engine.gain.ask
+
+    def counted(*arguments: Any) -> tuple[list[str], int]:
+        nonlocal asked
+        asked += 1
+        return (["cooldown"] * len(arguments[0]), 0) if dear else ask(*arguments)
+
+    engine.gain.ask = counted  # type: ignore[method-assign]
+    for _, request, _ in work.requests:
+        engine.submit(request)
+    counts: list[StepCounts] = []
+    texts: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            counts.append(delta.counts)
+            texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return counts, asked, texts
+
+
+def test_who_is_asked_is_not_weighed_in_every_step() -> None:
+    counts, asked, texts = _eight_choices(dear=True)
+    assert sum(c.num_steps for c in counts) == 8 * 40, "nobody drafted"
+    assert asked <= 14, "one look for some steps, not one for each"
+    reasons = Counter(c.no_draft_reason for c in counts)
+    assert reasons["length"] == 8 and reasons["cooldown"] >= 8 * 36
+    cheap, _, same = _eight_choices(dear=False)
+    assert same == texts and sum(c.num_accepted for c in cheap) > 100

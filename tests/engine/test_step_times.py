@@ -1,0 +1,165 @@
+"""Seconds of a step: the table, what served steps make of it, and the host's part."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.engine.step_times import (
+    DOUBT,
+    DRIFT,
+    NOISE,
+    OUTLIER,
+    SHAPE,
+    CostTable,
+    HostTimes,
+    row_grid,
+)
+
+
+def _line(first: float, per_row: float, jump: float = 0.0) -> CostTable:
+    rows = row_grid(512)
+    return CostTable(rows, [first + per_row * (r - 1) + (jump if r > 1 else 0.0) for r in rows])
+
+
+def test_the_grid_begins_with_every_small_count_and_ends_at_the_last() -> None:
+    assert row_grid(1) == [1]
+    assert row_grid(512)[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
+    grid = row_grid(500)
+    assert grid[-1] == 500 and all(a < b for a, b in pairwise(grid))
+    assert len(grid) < 50
+
+
+def test_cost_interpolates_keeps_the_jump_never_falls_and_extrapolates() -> None:
+    table = CostTable([1, 2, 4, 8], [1.0, 3.0, 9.0, 5.0], key_s=0.1)
+    assert table.cost(1) == 1.0 and table.cost(2) == 3.0
+    assert table.cost(3) == 4.0
+    assert table.cost(4) == 5.0  # measured above a larger step: disturbed
+    assert table.cost(16) == pytest.approx(10.0)
+    assert table.cost(1, keys=10) == pytest.approx(2.0)
+
+
+@given(st.floats(0.0, 40.0), st.floats(0.0, 1e5))
+def test_one_row_count_costs_what_an_array_of_them_says(rows: float, keys: float) -> None:
+    table = CostTable([1, 2, 4, 8, 24], [1.0, 3.0, 9.0, 5.0, 8.0], key_s=0.25)
+    for _ in range(2):
+        expected = float(table.costs(np.array([rows]))[0]) + 0.25 * keys
+        assert table.cost(rows, keys) == pytest.approx(expected)
+        table.observe(6, 0.0, 7.0)
+
+
+def test_rows_within_is_the_inverse_of_cost() -> None:
+    table = _line(0.01, 0.001)
+    for rows in (1, 2, 5, 40, 300, 900):
+        assert abs(table.rows_within(table.cost(rows) + 1e-9) - rows) <= 1
+    assert table.rows_within(0.0) == 1
+
+
+def test_observed_steps_move_the_table_and_outliers_only_a_little() -> None:
+    table = _line(0.01, 0.001)
+    for _ in range(300):
+        table.observe(3, 0, 0.02)
+    assert table.cost(3) == pytest.approx(0.02, rel=0.05)
+    assert 0.01 < table.cost(1) <= table.cost(3) <= table.cost(4)
+    before = table.cost(100)
+    table.observe(100, 0, 50.0)
+    assert table.cost(100) < 1.2 * before
+
+
+def test_measure_finds_the_slope_over_keys_and_stops_at_slow_steps() -> None:
+    calls: list[int] = []
+
+    def prober(rows: int, kv_len: int) -> float:
+        calls.append(rows)
+        return 0.01 + 0.001 * rows + 1e-6 * rows * kv_len
+
+    table = CostTable.measure(prober, 512, limit_s=0.1)
+    assert table.key_s == pytest.approx(1e-6)
+    assert table.cost(5, 5 * 300) == pytest.approx(prober(5, 300))
+    assert max(calls) < 130
+    assert CostTable.from_dict(table.as_dict()).cost(77) == table.cost(77)
+
+
+def test_measure_is_not_misled_by_a_neighbour_for_a_while() -> None:
+    calls = 0
+
+    def prober(rows: int, kv_len: int) -> float:
+        nonlocal calls
+        calls += 1
+        return (0.3 if 3 <= calls < 10 else 0.0) + 0.01 + 0.0005 * rows
+
+    table = CostTable.measure(prober, 64)
+    for rows in (1, 2, 4, 8, 16):
+        assert table.cost(rows) == pytest.approx(0.01 + 0.0005 * rows)
+
+
+def test_measure_goes_to_8_rows_however_slow_the_machine() -> None:
+    table = CostTable.measure(lambda rows, kv_len: 2.0 + 0.1 * rows, 128)
+    assert table.cost(8) == pytest.approx(2.8)  # and not 8 times what 1 row costs
+    assert table.cost(16) == pytest.approx(5.6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [([1, 2], [1.0]), ([2], [1.0]), ([1, 1], [1.0, 1.0]), ([1], [0.0])]
+)
+def test_a_damaged_table_is_refused(rows: list[int], seconds: list[float]) -> None:
+    with pytest.raises(ValueError):
+        CostTable(rows, seconds)
+
+
+def _after(table: CostTable, true: CostTable, rows: list[int], num_steps: int) -> float:
+    """How many times as much as it takes the table says a node costs, after steps of these rows."""
+    for i in range(num_steps):
+        num = rows[i % len(rows)]
+        table.observe(num, 0.0, true.cost(num))
+    return (table.cost(3) - table.cost(1)) / (true.cost(3) - true.cost(1))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_table_that_is_wrong_by_two_is_right_after_a_few_steps(factor: float) -> None:
+    true = _line(0.003, 0.0005)
+    wrong = CostTable(row_grid(64), [factor * true.cost(r) for r in row_grid(64)])
+    assert _after(wrong, true, [1], 40) == pytest.approx(1.0, abs=0.35), "plain steps say much"
+    assert _after(wrong, true, [1, 3], 60) == pytest.approx(1.0, abs=0.1)
+    steep = CostTable(row_grid(64), [0.003 + factor * 0.0005 * (r - 1) for r in row_grid(64)])
+    assert _after(steep, true, [1, 3], 100) == pytest.approx(1.0, abs=0.1)
+
+
+def test_what_is_believed_of_a_table_has_its_reasons() -> None:
+    """Each figure is what its comment says: a table wrong by two, by parts of that between row
+    counts; a step's noise; half of a change after ten steps; no step moves it by a fifth."""
+    assert math.log(2.0) == DOUBT and SHAPE < 0.5 and NOISE < OUTLIER < 2.0 * NOISE
+    table = _line(0.01, 0.001)
+    for _ in range(50):
+        table.observe(1, 0.0, 0.01)
+    once = CostTable.from_dict(table.as_dict())
+    table.observe(1, 0.0, 10.0)
+    assert 1.0 < table.cost(1) / once.cost(1) < 1.2
+    slower, steps = _line(0.01, 0.001), 0
+    for _ in range(50):
+        slower.observe(1, 0.0, 0.01)
+    while slower.cost(1) < 0.01 * math.sqrt(1.5):
+        slower.observe(1, 0.0, 0.015)
+        steps += 1
+    assert 1 <= steps <= 10
+    assert 0.02 <= DRIFT <= 0.08, "or noise is taken for a change, or a change for noise"
+
+
+def test_the_host_s_seconds_are_told_apart_by_choices_and_asks() -> None:
+    times, rng = HostTimes(3e-3), np.random.default_rng(2)
+    for i in range(600):
+        num, asked = (1, 4, 8)[i % 3], (0, i % 4)[i % 2]
+        true_s = 1e-4 + 2e-5 * num + (2e-4 if asked else 0.0) + 1e-4 * asked
+        disturbed = 20.0 if i % 50 == 7 else 1.0
+        times.observe(num, asked, disturbed * true_s * math.exp(0.2 * rng.standard_normal()))
+    assert times.plain(8) == pytest.approx(2.6e-4, rel=0.5)
+    assert times.asking(2) == pytest.approx(4e-4, rel=0.6)
+    assert times.mixed == 0.0
+    for _ in range(100):
+        times.observe_mix(True)
+    assert times.mixed > 0.95
