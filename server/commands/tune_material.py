@@ -103,7 +103,13 @@ def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Pro
     """Read the data, record outputs where they are asked for, and hold a part back."""
     gold, prompts, texts = _read(settings, tokenizer, engine.info.eos_token_ids[0], progress)
     material = Material(num_lines=len(gold))
-    outputs = [len(example[1]) for example in gold if example is not None]
+    enrichment = settings.enrichment
+    # In base ids: an answer may be written without the tokens that it could have.
+    outputs = [
+        len(example[1] if enrichment is None else enrichment.expand(example[1]))
+        for example in gold
+        if example is not None
+    ]
     material.longest = max(outputs, default=0)
     bound = 16 * math.ceil(1.25 * material.longest / 16) if outputs else 256
     material.max_tokens = settings.max_tokens or bound

@@ -151,6 +151,7 @@ def test_from_a_file_to_a_served_task(
     assert text.startswith("# Made by `tailor tasks tune`") and "# Serve: " in text
     assert "# Evaluated on 9 rows that were held out: exact 100.0%" in text
     assert load_task(output).metric == "exact"
+    assert "the longest output has 10\n" in text, "in base ids"
     (right,) = re.findall(r"exact match (\d+)%", text)
     assert int(right) >= 90, "as text, whatever ids it is in"
 
