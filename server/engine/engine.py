@@ -140,25 +140,20 @@ class Engine:
         once the step is done, whose Deltas the next call gives. Raises RunnerBrokenError."""
         began = time.perf_counter()
         self.sessions.settle_rest()
-        step = self._begin()
-        if step is None:
+        rows = self._plan()
+        if not rows.num_rows:
             return self.take_deltas()
-        unheard: Exception | None = None
+        step = self._draft(rows)
+        unheard: list[Exception] = []
         try:
-            self._launch(step)
-            launched = time.perf_counter()
-            try:
-                if meanwhile is not None:
-                    meanwhile()
-            except Exception as error:
-                unheard = error
-            results = self._complete(step, lambda: time.perf_counter() - launched)
+            results = self._run(step, meanwhile, unheard)
+            self._commit(step, results)
         except StepFailedError as failure:
             self._recover(step.rows, failure.error)
         else:
             self._figures.observe(step, began, results)
-        if unheard is not None:
-            raise unheard
+        if unheard:
+            raise unheard[0]
         return self.take_deltas()
 
     @property
@@ -312,11 +307,8 @@ class Engine:
             self.slices.decide(rows)
         return rows
 
-    def _begin(self) -> Step | None:
-        """Plan the next step; None without rows."""
-        rows = self._plan()
-        if not rows.num_rows:
-            return None
+    def _draft(self, rows: Rows) -> Step:
+        """The step's trees, and the Batch that they and its rows are."""
         drafts, likely = NO_DRAFTS, 0
         has_drafters = self.sessions.has_drafters(rows.sequences)
         if has_drafters:  # an isolated step runs without drafts
@@ -329,20 +321,29 @@ class Engine:
             batch = self.slices.attach(rows, built, self.scheduler.running)
         return Step(rows, drafts, trees, built, batch, has_drafters)
 
-    def _launch(self, step: Step) -> None:
-        """Give a step to the runner. Raises StepFailedError."""
-        if step.rows.copies:
-            copies = np.array(step.rows.copies, np.int32)
+    def _run(
+        self, step: Step, meanwhile: Callable[[], None] | None, unheard: list[Exception]
+    ) -> Results:
+        """What the runner draws. What `meanwhile` raises is added to `unheard`. Raises
+        StepFailedError."""
+        rows = step.rows
+        if rows.copies:
+            copies = np.array(rows.copies, np.int32)
             guarded(self.runner.copy_blocks, copies[:, 0].copy(), copies[:, 1].copy())
         guarded(self.runner.launch, step.batch)
-
-    def _complete(self, step: Step, clock: Callable[[], float]) -> Results:
-        """What is done while a step computes, and with what it drew. Raises StepFailedError.
-        clock: the step's seconds so far."""
-        rows, committer = step.rows, self._committer
+        launched = time.perf_counter()
+        if meanwhile is not None:
+            try:
+                meanwhile()
+            except Exception as error:
+                unheard.append(error)
         if step.has_drafters:
             self.sessions.settle(rows.sequences, draws_first=rows.num_prefill_rows > 0)
-        results = wait_for(self.runner.wait, clock)
+        return wait_for(self.runner.wait, lambda: time.perf_counter() - launched)
+
+    def _commit(self, step: Step, results: Results) -> None:
+        """Emit what was drawn. Raises StepFailedError."""
+        rows, committer = step.rows, self._committer
         for outcome in committer.commit(rows, step.trees, step.built, results):
             self._conclude(outcome)
         self.recovery.step_done(bool(rows.draws.any()))
@@ -350,7 +351,6 @@ class Engine:
             self._verify_exact()
         if committer.moves.shape[1]:
             guarded(self.runner.move_slots, *committer.moves)
-        return results
 
     def _verify_exact(self) -> None:
         """Verify the tokens of `exact` sequences, when some are due."""
