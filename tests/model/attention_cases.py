@@ -41,9 +41,17 @@ SHAPES = {
 
 
 def batch_of(kind: str) -> Batch:
-    """A batch whose histories cross block, split and window edges."""
+    """A batch whose histories cross block, split and window edges. "few": a row or two of each
+    kind, for the interpreter."""
     pages = Pages(200, seed=3)
     builder = BatchBuilder()
+    if kind == "few":
+        for length in (17, 257):
+            builder.add_rows(pages.sequence(length), [1], length - 1)
+        table = pages.sequence(320)
+        builder.add_rows(table, [1], 300)
+        builder.add_tree(table, 300, [1] * 5, [-1, 0, 1, -1, 3])
+        builder.add_rows(pages.sequence(300), [1] * 20, 250)
     if kind in ("decode", "mixed"):
         for length in (1, 17, 256, 257, 600):
             builder.add_rows(pages.sequence(length), [1], length - 1)
