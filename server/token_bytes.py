@@ -123,10 +123,15 @@ class TokenBytes:
 
     def join(self, token_ids: Iterable[int], *, skip_special: bool) -> bytes:
         """The bytes of several ids, without special ones if asked."""
-        if skip_special:
-            special = self._special
-            return b"".join(self.bytes_of(i) for i in token_ids if i not in special)
-        return b"".join(self.bytes_of(i) for i in token_ids)
+        offsets, blob, num = self._offsets, self._blob, len(self._offsets) - 1
+        skipped = self._special if skip_special else ()
+        return b"".join(
+            [
+                blob[offsets[i] : offsets[i + 1]]
+                for i in token_ids
+                if 0 <= i < num and i not in skipped
+            ]
+        )
 
     def prompt_bytes(self, token_ids: Iterable[int], *, skip_special: bool) -> list[bytes]:
         """The bytes of each id of a text that starts here: the leading space is stripped from the

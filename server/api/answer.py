@@ -8,11 +8,15 @@ they agree.
 A client that sets `include_token_sources` gets, per choice and chunk, a list of runs. Their texts
 joined are the chunk's text (without an echoed prompt), their token counts the chunk's tokens. With
 `include_rejected_drafts` a choice and a chunk also have the drafts that were not accepted.
+
+A TextStream turns ids into text: never half a character, and nothing that may still be part of a
+stop string (the engine matches those on the same bytes, and decides where a choice ends).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import codecs
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Generic, TypeVar, cast
@@ -20,25 +24,164 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.api.engines.submission import Submission
+from server import types
+from server.api.engines.submission import VOCABULARY_SUMS, RequestAccount, Submission, add_depths
+from server.api.http_answers import DONE, error_event, event
 from server.api.order import Order
+from server.api.served_model import TokenIdNames, TokenNames
 from server.api.shapes import (
     Chunk,
+    CompletionDetails,
     Extras,
     FinishReason,
+    PromptDetails,
     PromptLogprobs,
     PromptTokenLogprob,
     RejectedDraft,
     SourceRun,
+    SourceSums,
     Speculation,
+    Usage,
+    VocabularyUse,
 )
-from server.api.sse import DONE, error_event, event
-from server.api.text import CharCounter, TextStream, TokenIdNames, TokenNames
 from server.api.tools.calls import ToolEvent
-from server.api.usage import speculation_report, usage_report
 from server.errors import TailorError
 from server.token_bytes import TokenBytes
 from server.types import Delta, TokenLogprob
+
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class StopPrefix:
+    """How many of the last bytes could be the beginning of one stop string.
+
+    Knuth-Morris-Pratt's automaton: constant work per byte. A complete match does not stop it (the
+    engine may have to ignore it, before min_tokens); it goes on with the longest border.
+    """
+
+    __slots__ = ("_fail", "_stop", "held")
+
+    def __init__(self, stop: bytes) -> None:
+        if not stop:
+            raise ValueError("a stop string cannot be empty")
+        fail = [0] * (len(stop) + 1)
+        k = 0
+        for i in range(1, len(stop)):
+            while k and stop[i] != stop[k]:
+                k = fail[k]
+            if stop[i] == stop[k]:
+                k += 1
+            fail[i + 1] = k
+        self._stop = stop
+        self._fail = fail
+        self.held = 0
+
+    def push(self, data: bytes) -> int:
+        """Take more bytes; returns (and keeps in `held`) the length of the pending prefix."""
+        stop, fail, k = self._stop, self._fail, self.held
+        for byte in data:
+            while k and (k == len(stop) or byte != stop[k]):
+                k = fail[k]
+            if byte == stop[k]:
+                k += 1
+        if k == len(stop):
+            k = fail[k]
+        self.held = k
+        return k
+
+
+class TextStream:
+    """The text of one choice.
+
+    stop: the request's stop strings in UTF-8. include_stop: whether the stop string (or the text of
+    the id that ended the choice) is part of the text. skip_special: whether special ids have text.
+    dropped_last: set by `finish` when the last id only ended the choice and has no text.
+    """
+
+    __slots__ = (
+        "_decode",
+        "_include_stop",
+        "_pending",
+        "_prefixes",
+        "_skip_special",
+        "_table",
+        "dropped_last",
+    )
+
+    def __init__(
+        self,
+        table: TokenBytes,
+        *,
+        stop: Sequence[bytes] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._table = table
+        self._include_stop = include_stop
+        self._skip_special = skip_special
+        self._prefixes = [StopPrefix(s) for s in stop]
+        self._pending = b""
+        self._decode = _decoder("replace").decode
+        self.dropped_last = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that can be sent after `token_ids`, which do not end the choice."""
+        new = self._table.join(token_ids, skip_special=self._skip_special)
+        if not self._prefixes:
+            return self._decode(new)
+        held = max(prefix.push(new) for prefix in self._prefixes)
+        pending = self._pending + new
+        self._pending = pending[len(pending) - held :]
+        return self._decode(pending[: len(pending) - held])
+
+    def finish(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: types.FinishReason,
+        stop_reason: int | bytes | None,
+    ) -> str:
+        """The rest of the text, once the choice ended with these last ids.
+
+        A stop string ends inside the last id: the text is cut there. An EOS or stop id (reason
+        "stop" without a string) has no text; the id that completes a grammar (stop_reason b"") has.
+        Bytes that never became a character are U+FFFD.
+        """
+        if finish_reason == "stop" and not isinstance(stop_reason, bytes):
+            if token_ids and not self._include_stop:
+                token_ids = token_ids[:-1]
+                self.dropped_last = True
+            stop_reason = None
+        assert not isinstance(stop_reason, int)
+        before = self._pending + self._table.join(token_ids[:-1], skip_special=self._skip_special)
+        last = self._table.join(token_ids[-1:], skip_special=self._skip_special)
+        text = before + last
+        if stop_reason:
+            at = text.find(stop_reason, max(0, len(before) - len(stop_reason) + 1))
+            if at >= 0:
+                text = text[: at + len(stop_reason) if self._include_stop else at]
+        self._pending = b""
+        return self._decode(text, True)
+
+
+class CharCounter:
+    """Character offsets of tokens in a text (logprobs.text_offset).
+
+    A token's offset is the number of complete characters before its first byte; a token that
+    continues a character has that character's index.
+    """
+
+    __slots__ = ("_decode", "num_chars")
+
+    def __init__(self, num_chars: int = 0) -> None:
+        self._decode = _decoder("replace").decode
+        self.num_chars = num_chars
+
+    def push(self, token: bytes) -> int:
+        """The offset of the next token."""
+        offset = self.num_chars
+        self.num_chars += len(self._decode(token))
+        return offset
+
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have (as vLLM does)."""
@@ -338,3 +481,100 @@ async def stream_events(
         yield error_event(error)
         return
     yield frame.closing() + DONE
+
+
+def usage_report(
+    accounts: Iterable[RequestAccount], num_sent: int | None = None, num_truncated: int = 0
+) -> Usage:
+    """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count.
+
+    num_sent: completion tokens sent so far, where a stream has not sent all that arrived.
+    num_truncated: tokens cut off the prompts.
+    """
+    prompt = cached = completion = accepted = rejected = base = 0
+    for account in accounts:
+        prompt += account.num_prompt_tokens
+        cached += account.num_cached_tokens
+        completion += account.num_completion_tokens
+        base += account.num_base_tokens
+        accepted += account.accepted_prediction_tokens
+        rejected += account.rejected_prediction_tokens
+    if num_sent is not None:
+        base = base if num_sent == completion else 0
+        completion = num_sent
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(
+            cached_tokens=cached, truncated_tokens=num_truncated or UNSET
+        ),
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=rejected,
+            base_tokens=base or UNSET,
+        ),
+    )
+
+
+def speculation_report(accounts: Iterable[RequestAccount]) -> Speculation:
+    """The `speculation` object (include_speculation): sums over all prompts and choices."""
+    accounts = list(accounts)
+    steps = drafts = drafted = accepted = tokens = firsts = 0
+    by_depth: list[int] = []
+    offered: list[int] = []
+    sources: dict[str, SourceSums] = {}
+    drafter = "off"
+    for account in accounts:
+        drafter = account.request.speculation.drafter
+        steps += account.num_steps
+        drafts += account.num_drafts
+        drafted += account.num_drafted
+        accepted += account.num_accepted
+        tokens += account.num_completion_tokens
+        firsts += account.num_begun
+        add_depths(by_depth, tuple(account.accepted_by_depth))
+        add_depths(offered, tuple(account.offered_by_depth))
+        for source, (num_drafted, num_accepted) in account.by_source.items():
+            sums = sources.setdefault(source, SourceSums(drafted_tokens=0, accepted_tokens=0))
+            sums.drafted_tokens += num_drafted
+            sums.accepted_tokens += num_accepted
+    return Speculation(
+        drafter=drafter,
+        steps=steps,
+        drafts=drafts,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+        mean_tokens_per_step=tokens / steps if steps else None,
+        decode_tokens_per_step=(tokens - firsts) / (steps - firsts) if steps > firsts else None,
+        accepted_by_depth=by_depth,
+        offered_by_depth=offered,
+        by_source=dict(sorted(sources.items())),
+        vocabulary=_vocabulary_use(accounts),
+    )
+
+
+def _vocabulary_use(accounts: Iterable[RequestAccount]) -> VocabularyUse | UnsetType:
+    """What LM-head slices did, UNSET in mode "full"."""
+    sliced = [a for a in accounts if a.request.vocabulary.mode != "full"]
+    if not sliced:
+        return UNSET
+    sums: dict[str, Any] = {
+        name: sum(a.vocabulary[name] for a in sliced) for name in VOCABULARY_SUMS
+    }
+    use = VocabularyUse(
+        mode=sliced[0].request.vocabulary.mode,
+        slice_size=max(a.num_slice_ids for a in sliced),
+        loaded_rows=sums["num_loaded"],
+        steps_from_slice=sums["num_slice_steps"],
+        steps_from_full_head=sums["num_full_steps"],
+        head_rows=sums["head_rows"],
+    )
+    if use.mode == "exact":
+        use.verify_every = max(a.verify_every for a in sliced)
+        use.windows = sums["num_verifications"]
+        use.verified_tokens = sums["num_checked"]
+        use.misses = sums["num_missed"]
+        use.dropped_tokens = sums["num_dropped"]
+        use.verify_seconds = round(sums["verify_s"], 6)
+    return use

@@ -38,7 +38,6 @@ from server.api.engines.client import EngineClient
 from server.api.faces.chat import ChatCompletions
 from server.api.faces.completions import Completions
 from server.api.faces.decisions import Decider, Decisions
-from server.api.faces.face import Face
 from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
 from server.api.gate import OPEN_PATHS, Gate, error_response
@@ -46,18 +45,16 @@ from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.model_routes import ModelRoutes
 from server.api.openapi import described, document
 from server.api.order import Orders
-from server.api.route_context import RouteContext
+from server.api.route_context import Face, QueryCheck, RouteContext
 from server.api.served_model import Catalog, ServedModel
 from server.api.state_routes import StateRoutes
 from server.api.tasks import TaskAdmin, TaskRoutes
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
-    InvalidRequestError,
     MethodNotAllowedError,
     RequestError,
     RouteNotFoundError,
     TailorError,
-    UnknownFieldError,
     echoed,
 )
 from server.metrics.series import Metrics
@@ -216,31 +213,6 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
             f"The route {path} has no {echoed(method)}.", headers=(("allow", allow),)
         )
     return await _tailor_error(request, told)
-
-
-class QueryCheck:
-    """A dependency of every route: a GET route honours the query keys that it declares as its own
-    parameters; others are refused by name.
-
-    ignores: paths where any query is ignored, because browsers and monitors add keys of their own
-    to pages and probes. Queries of POST routes are ignored, too: some clients put a version there.
-    """
-
-    def __init__(self, ignores: frozenset[str]) -> None:
-        self._ignores = ignores
-
-    async def __call__(self, request: HttpRequest) -> None:
-        """Raises UnknownFieldError, and InvalidRequestError for a key that is given twice."""
-        route = request.scope["route"]
-        if request.method not in ("GET", "HEAD") or route.path in self._ignores:
-            return
-        known = {field.alias for field in route.dependant.query_params}
-        for key in request.query_params:
-            if key not in known:
-                name = echoed(key, 64).strip("'")
-                raise UnknownFieldError(f"Unknown query key: {name}.", param=name)
-            if len(request.query_params.getlist(key)) > 1:
-                raise InvalidRequestError(f"{key}: may be given once.", param=key)
 
 
 # --- where a client of another server finds what it asked for -------------------------------------

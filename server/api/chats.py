@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.api.bodies import GenerationBody
-from server.api.body import parse_object
+from server.api.bodies import GenerationBody, parse_object
 from server.api.chat_template import ChatTemplate, RenderedChat
 from server.api.grammars import OutputFormat, Wanted, grammar_of_prepared
 from server.api.order import Generation, Names, Orders, Target, rules_of

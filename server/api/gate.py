@@ -32,9 +32,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.engines.submission import RequestAccount
+from server.api.http_answers import encode_ascii
 from server.api.keys import Caller, Keyring, check_admin
-from server.api.shapes import encode_ascii, error_answer
-from server.api.usage import RequestAccount
+from server.api.shapes import error_answer
 from server.errors import ClientGoneError, ServerError, TailorError
 from server.metrics.series import Metrics
 from server.tracing import Span, TraceSink

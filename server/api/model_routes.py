@@ -13,10 +13,11 @@ from starlette.responses import Response
 from server.api.bodies import BodyPart, ModelName, TokenId, validate
 from server.api.chats import ChatPrompt, Chats
 from server.api.faces.chat import ChatBody, chat_of
+from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
 from server.api.order import Target
 from server.api.route_context import RouteContext, caller_of
-from server.api.shapes import AnswerResponse, Count, Shape
+from server.api.shapes import Count, Shape
 from server.errors import InvalidRequestError, ModelNotFoundError
 
 _LIST = WithJsonSchema({"type": "array"})

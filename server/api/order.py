@@ -17,20 +17,22 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from drafters.catalog import Need, spec_of, that_use
+from drafters.options import OptionError
 from server.api.bodies import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     BodyPart,
     GenerationBody,
     PredictionBody,
+    SpeculationBody,
     joined_texts,
 )
-from server.api.drafting import DraftingTasks, speculation_of, vocabulary_of
 from server.api.grammars import (
     GrammarChecker,
     OutputFormat,
@@ -39,8 +41,7 @@ from server.api.grammars import (
     grammar_of,
 )
 from server.api.schemas import SchemaRules
-from server.api.served_model import Catalog, ServedModel
-from server.api.text import TokenIdNames, TokenNames
+from server.api.served_model import Catalog, ServedModel, TokenIdNames, TokenNames
 from server.api.tools.calls import ToolReader
 from server.config import LimitsConfig, TaskConfig
 from server.errors import (
@@ -52,7 +53,14 @@ from server.errors import (
     echoed,
 )
 from server.token_bytes import TokenBytes
-from server.types import PARAMETERS, Request, SamplingParams, SpeculationParams, scope_of
+from server.types import (
+    PARAMETERS,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    VocabularyParams,
+    scope_of,
+)
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
@@ -139,12 +147,13 @@ class Order:
 
     requests: one per prompt, in order; each runs best_of choices. num_choices: n. grammar_field:
     where the grammar comes from, "" without one. num_truncated: tokens cut off the prompts.
-    table, token_names: as in Generation.
+    body, table, token_names: as in Generation.
     """
 
     request_id: str
     target: Target
     generation: Generation
+    body: GenerationBody
     requests: tuple[Request, ...]
     prompts: tuple[PromptText, ...]
     num_choices: int
@@ -153,11 +162,6 @@ class Order:
     table: TokenBytes
     token_names: TokenNames | TokenIdNames
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def body(self) -> GenerationBody:
-        """The fields that all routes share."""
-        return self.generation.body
 
     @property
     def needs_engine(self) -> bool:
@@ -194,11 +198,11 @@ class Orders:
         prompts = self._prompts(generation, task)
         sampling = self._sampling(generation, target, best_of > num_choices)
         wished = sampling["max_tokens"]
-        scope = scope_of(target.tenant, body.cache_salt or "")
         wanted = generation.grammar
         if wanted is None:
             wanted = grammar_of(body, generation.form, rules_of(body, task))
             if wanted is not None:
+                scope = scope_of(target.tenant, body.cache_salt or "")
                 await self.grammars.check(*wanted, scope)
         spec, grammar_field = wanted or (None, "")
         tasks = self.catalog.tasks
@@ -270,6 +274,7 @@ class Orders:
             request_id,
             target,
             generation,
+            body,
             tuple(requests),
             tuple(texts),
             num_choices,
@@ -654,3 +659,163 @@ def _bias_of(body: GenerationBody, model: ServedModel) -> tuple[tuple[int, float
             )
         pairs |= dict.fromkeys(ids, -100.0)
     return tuple(sorted(pairs.items()))
+
+
+# --- how a request drafts, and which part of the head it computes --------------------------------
+
+
+_Options = tuple[tuple[str, float | int | str | bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingTasks:
+    """What a request may draft with. drafters: names that engines know. tasks: by name, for their
+    corpora. default_model: of tasks that name none."""
+
+    drafters: Sequence[str]
+    tasks: Mapping[str, TaskConfig]
+    default_model: str
+
+
+def speculation_of(body: GenerationBody, task: TaskConfig, known: DraftingTasks) -> dict[str, Any]:
+    """How a request drafts, within its task's limits: fields of SpeculationParams. Raises
+    InvalidRequestError and its kin."""
+    own, asked = task.speculation, body.speculation
+    drafter, num_draft = own.drafter, own.max_draft_tokens
+    allowed = known.drafters if own.allowed_drafters is None else own.allowed_drafters
+    named = asked is not None and asked.drafter is not None
+    if asked is not None and asked.drafter is not None:
+        if asked.drafter not in allowed or asked.drafter not in known.drafters:
+            raise InvalidRequestError(
+                f"{echoed(asked.drafter)} is not available; choose from "
+                f"{', '.join(d for d in known.drafters if d in allowed)}.",
+                at="speculation.drafter",
+            )
+        drafter = asked.drafter
+    if asked is not None and asked.max_draft_tokens is not None:
+        num_draft = asked.max_draft_tokens
+        _check_most(num_draft, task, "speculation.max_draft_tokens")
+    if body.prediction is not None:
+        # A drafter that does not use predictions would ignore the field: it is refused.
+        predicting = [name for name in that_use(Need.PREDICTION) if name in known.drafters]
+        able = [name for name in predicting if name in allowed]
+        if not named and drafter not in predicting and able:
+            drafter = able[0]
+        if drafter not in predicting or num_draft == 0:
+            raise UnsupportedFieldError(
+                f"only the drafter {' or '.join(that_use(Need.PREDICTION))} uses it, and here that "
+                f"is {echoed(drafter)} with max_draft_tokens {num_draft}. Leave it out.",
+                at="prediction",
+            )
+    corpus = own.corpus
+    if asked is not None and asked.corpus is not None:
+        corpus = _corpus_of(asked.corpus, task, drafter, known)
+    drafts = drafter != "off" and num_draft > 0
+    given = {} if asked is None else _sections_of(asked)
+    options = _options_of(given, task, drafter) if given or drafts else ()
+    if not drafts:
+        return {"max_draft_tokens": 0}
+    # Outputs are learned where they can be drafted from: by the task, or by this request.
+    able_to_learn = {drafter, own.drafter} & set(that_use(Need.LEARNED))
+    learns = own.learn and able_to_learn and (asked is None or asked.corpus in (None, task.name))
+    return {
+        "drafter": drafter,
+        "max_draft_tokens": num_draft,
+        "options": options,
+        "corpus": corpus,
+        "learn_tokens": own.learn_max_tokens if learns else 0,
+        "persists": own.learn == "persist",
+    }
+
+
+def _check_most(num: float, task: TaskConfig, at: str) -> None:
+    most = task.limits.max_draft_tokens
+    if most is not None and num > most:
+        raise LimitExceededError(f"at most {most}; got {num}.", at=at)
+
+
+def _corpus_of(name: str, task: TaskConfig, drafter: str, known: DraftingTasks) -> str | None:
+    """The corpus file that `speculation.corpus` names; None for "off"."""
+    at = "speculation.corpus"
+    users = that_use(Need.CORPUS)
+    if drafter not in users:
+        raise InvalidRequestError(
+            f"the drafter {drafter} uses no corpus; {' and '.join(users)} do.", at=at
+        )
+    if name == "off":
+        return None
+    other = known.tasks.get(name)
+    allowed = (task.name, *task.speculation.allowed_corpora)
+    if other is None or name not in allowed or other.speculation.corpus is None:
+        there = [
+            n
+            for n in dict.fromkeys(allowed)
+            if n in known.tasks and known.tasks[n].speculation.corpus is not None
+        ]
+        raise InvalidRequestError(
+            f"{echoed(name)} is not available; choose from {', '.join([*there, 'off'])}.", at=at
+        )
+    if (other.model or known.default_model) != (task.model or known.default_model):
+        raise InvalidRequestError(f"the corpus of {name} is for another model.", at=at)
+    return other.speculation.corpus
+
+
+def _sections_of(asked: SpeculationBody) -> dict[str, dict[str, Any]]:
+    """The options that a request sets, by drafter."""
+    members = {name: getattr(asked, name) for name in sorted(asked.model_fields_set)}
+    return {
+        name: member.model_dump(by_alias=True, exclude_none=True)
+        for name, member in members.items()
+        if isinstance(member, BodyPart)
+    }
+
+
+def _options_of(asked: Mapping[str, Mapping[str, Any]], task: TaskConfig, drafter: str) -> _Options:
+    """The task's drafter options with the request's own (by drafter) over them, within the task's
+    limits."""
+    merged = dict(task.speculation.options())
+    for name, given in asked.items():
+        at = f"speculation.{name}"
+        if drafter != name:
+            raise InvalidRequestError(
+                f"these are options of the drafter {name}, and the request is drafted by "
+                f"{drafter}.",
+                at=at,
+            )
+        spec = spec_of(name)
+        for key, value in given.items():
+            if spec.option(key).counts_nodes:
+                _check_most(value, task, f"{at}.{key}")
+            merged[f"{name}.{key}"] = value
+        own = {one.name: merged.get(f"{name}.{one.key}", one.default) for one in spec.fields}
+        try:
+            spec.options(**own)
+        except OptionError as error:
+            raise InvalidRequestError(f"{error.problem}.", at=f"{at}.{error.option}") from None
+    return tuple(sorted(merged.items()))
+
+
+def vocabulary_of(body: GenerationBody, task: TaskConfig) -> VocabularyParams:
+    """The request's mode and verify_every within what the task allows. Raises
+    InvalidRequestError."""
+    own, asked = task.vocabulary, body.vocabulary
+    mode, verify_every = own.mode, own.verify_every
+    if asked is not None and asked.mode is not None:
+        if asked.mode not in own.modes:
+            raise InvalidRequestError(
+                f"the task {task.name} allows {', '.join(own.modes)}; got {asked.mode}.",
+                at="vocabulary.mode",
+            )
+        mode = asked.mode
+    if asked is not None and asked.verify_every is not None:
+        if mode != "exact":
+            raise InvalidRequestError(
+                f"for mode exact; this request's mode is {mode}.", at="vocabulary.verify_every"
+            )
+        verify_every = asked.verify_every
+    if mode == "full":
+        return _FULL
+    return VocabularyParams(mode, own.profile, (verify_every or 0) if mode == "exact" else 0)
+
+
+_FULL = VocabularyParams()

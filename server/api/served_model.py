@@ -13,7 +13,6 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from server.api.chat_template import ChatTemplate, SegmentEncoder
-from server.api.text import TokenNames
 from server.api.tools.calls import MARKERS, ToolFormat, format_of
 from server.config import DEFAULT_TASK, SamplingDefaults, TaskConfig
 from server.errors import ModelNotFoundError, echoed
@@ -217,3 +216,36 @@ class Catalog:
         shown = ", ".join(known[:_MAX_SHOWN])
         more = f" and {len(known) - _MAX_SHOWN} more" if len(known) > _MAX_SHOWN else ""
         return f" There are: {shown}{more}." if known else ""
+
+
+class TokenNames:
+    """Token strings for logprobs: the token's text, or "bytes:\\xe2\\x80" as OpenAI writes tokens
+    that are not UTF-8 by themselves; in chats without the prefix, where the answer has the bytes
+    beside them. Names are made on first use and kept."""
+
+    __slots__ = ("_names", "_prefix", "_table")
+
+    def __init__(self, table: TokenBytes, *, prefix: str = "bytes:") -> None:
+        self._table = table
+        self._prefix = prefix
+        self._names: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        name = self._names.get(token_id)
+        if name is None:
+            data = self._table.bytes_of(token_id)
+            try:
+                name = data.decode()
+            except UnicodeDecodeError:
+                name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
+            self._names[token_id] = name
+        return name
+
+
+class TokenIdNames:
+    """Token strings for logprobs as vLLM's return_tokens_as_token_ids writes them."""
+
+    __slots__ = ()
+
+    def __getitem__(self, token_id: int) -> str:
+        return f"token_id:{token_id}"

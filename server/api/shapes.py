@@ -1,18 +1,15 @@
 """The answers that generate, and what all answers share: declared once, for the encoder, the type
 check and /openapi.json.
 
-A member whose default is UNSET may be absent; any other is always there. `encode` writes a body,
-`encode_ascii` one that travels in an event.
+A member whose default is UNSET may be absent; any other is always there. server.api.http_answers
+encodes them.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from starlette.responses import Response
 
 from server.errors import TailorError
 
@@ -230,41 +227,3 @@ class TokenUsage(Shape, kw_only=True):
     output_tokens: Count
     output_tokens_details: OutputDetails
     total_tokens: Count
-
-
-# --- encoding ---
-
-_encoder = msgspec.json.Encoder()
-_WIDE = re.compile(r"[^\x00-\x7f]")
-
-
-def encode(answer: Struct) -> bytes:
-    """The answer as JSON in UTF-8."""
-    return _encoder.encode(answer)
-
-
-def encode_ascii(answer: Struct) -> bytes:
-    """The same in ASCII: some clients of event streams split lines at U+2028 or U+0085 too."""
-    data = _encoder.encode(answer)
-    if data.isascii():
-        return data
-    return _WIDE.sub(_escape, data.decode()).encode()
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code < 0x10000:
-        return f"\\u{code:04x}"
-    code -= 0x10000
-    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
-
-
-class AnswerResponse(Response):
-    """An answer as an HTTP response."""
-
-    media_type = "application/json"
-
-    def __init__(
-        self, answer: Struct, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(encode(answer), status, headers)

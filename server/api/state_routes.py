@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
+from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
-from server.api.shapes import AnswerResponse, Count, Shape
+from server.api.shapes import Count, Shape
 from server.metrics.series import Metrics
 
 HealthStatus = Literal["ok", "degraded", "loading", "stuck", "dead"]

@@ -27,11 +27,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api.adapters import AdapterAdmin, AdapterTurn
-from server.api.bodies import BodyPart, TokenId, validate
-from server.api.body import parse_object, read_body
+from server.api.bodies import BodyPart, TokenId, parse_object, read_body, validate
+from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
 from server.api.route_context import RouteContext
-from server.api.shapes import AnswerResponse, Chance, Count, Shape
+from server.api.shapes import Chance, Count, Shape
 from server.config import TaskConfig, task_version
 from server.errors import (
     ClientGoneError,

@@ -9,6 +9,7 @@ Importing this module imports neither torch nor numpy, nor any drafter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -43,6 +44,7 @@ def _with_parameters(model: type[_Model], names: Collection[str]) -> type[_Model
     return _extended(model, fields)
 
 
+@functools.cache
 def sections() -> tuple[DrafterSpec, ...]:
     """The drafters that have options, in the catalog's order."""
     return tuple(spec for spec in catalog().values() if spec.fields)

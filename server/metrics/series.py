@@ -1,6 +1,6 @@
 """Every series that the API counts, declared where it is kept, and the registry of /metrics.
 
-Requests are counted in the API process, from the Deltas that also make `usage` (server.api.usage
+Requests are counted in the API process, from the Deltas that also make `usage` (RequestAccount
 calls in here), so counters equal the sums of the requests' usage. What engines tell of themselves
 is in engine_figures.py. Names follow vLLM's suffixes under the prefix `tailor_`. Latency histograms
 start at 1 ms; propose and host times, which lie far below that, start at 10 us.

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.engines.pulse import Pulse
+from server.api.engines.slot import Pulse
 from server.api.engines.supervisor import RestartPolicy
 from server.engine.process import start_process
 from server.machine import core_waits

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import token_bytes
-from server.api.text import CharCounter, StopPrefix, TextStream, TokenNames
+from server.api.answer import CharCounter, StopPrefix, TextStream
+from server.api.served_model import TokenNames
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_level_tokenizer()

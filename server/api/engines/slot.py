@@ -20,16 +20,65 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 from server import channel
-from server.api.engines.pulse import Pulse
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle, LoopHandle, PipedHandle
 from server.types import Delta, ModelInfo, Request
+
+_SAME_S = 0.5
+"""Progress that is told later by less than this is the same one, told again."""
+
+
+class Pulse:
+    """When one engine made progress last. Clock: time.monotonic().
+
+    Every message is a sign of progress; a beat says how old the last progress is. Between messages
+    the age grows, so a silent engine looks like one that hangs. What an engine waits for a core, on
+    a machine that is busy with something else, is no hang: `look` takes it from the age.
+    """
+
+    def __init__(self, stuck_after_s: float) -> None:
+        """stuck_after_s: seconds without progress after which the engine counts as stuck."""
+        self._stuck_after_s = stuck_after_s
+        self._progress_s = time.monotonic()
+        self._starved_s = 0.0  # of the time since then
+        self._waits: Mapping[str, float] = {}
+
+    def heard(self, age_s: float = 0.0) -> None:
+        """A message arrived. age_s: seconds since the loop last made progress, as the engine
+        reports."""
+        progress_s = time.monotonic() - age_s
+        if progress_s > self._progress_s + _SAME_S:
+            self._starved_s = 0.0
+        self._progress_s = progress_s
+
+    def look(self, late_s: float, waits: Mapping[str, float]) -> None:
+        """Called now and then. late_s: how much later than it should this process comes to look.
+        waits: seconds that each thread of the engine has waited for a core (machine.core_waits),
+        since whenever: what the one that waited most has waited since the last look counts."""
+        starved_s = max(
+            (waits[name] - self._waits[name] for name in waits.keys() & self._waits.keys()),
+            default=0.0,
+        )
+        self._waits = waits
+        self._starved_s += max(late_s, starved_s, 0.0)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last sign of progress in which it could have made some."""
+        return max(0.0, time.monotonic() - self._progress_s - self._starved_s)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether that is longer than stuck_after_s."""
+        return self.age_s > self._stuck_after_s
+
 
 EngineFactory = Callable[[], EngineHandle]
 """Starts an engine and returns its handle. Called in a thread; may block."""
@@ -204,7 +253,7 @@ class EngineSlot:
         reason, final = "its channel closed", False
         try:
             while True:
-                message = channel.receive(handle.connection)
+                message = channel.decode(handle.connection.recv_bytes())
                 if message[0] == "failed":
                     reason, final = str(message[1]), bool(message[2])
                 else:

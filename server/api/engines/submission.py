@@ -1,14 +1,15 @@
-"""The open Requests of one HTTP request, as one stream of Deltas."""
+"""The open Requests of one HTTP request, as one stream of Deltas, and the account of each: what
+usage and metrics are made of."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Protocol
 
 from server import channel
-from server.api.usage import RequestAccount
 from server.errors import (
     ClientGoneError,
     ConstraintUnsatisfiableError,
@@ -18,7 +19,133 @@ from server.errors import (
     error_for_engine_code,
 )
 from server.metrics.series import Metrics
-from server.types import Delta, Request
+from server.types import Delta, Request, VocabularyCounts
+
+
+class RequestAccount:
+    """Sums over the Deltas of one Request. Written by `observe` alone."""
+
+    def __init__(self, request: Request, metrics: Metrics) -> None:
+        self.request = request
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_cached_tokens = 0
+        self.num_completion_tokens = 0
+        self.num_base_tokens = 0
+        self.own_ids: Mapping[int, int] = {}  # ServedModel.own_ids; set before the first Delta
+        self.accepted_prediction_tokens = 0
+        self.rejected_prediction_tokens = 0
+        self.num_steps = 0
+        self.num_drafts = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.accepted_by_depth: list[int] = []
+        self.offered_by_depth: list[int] = []
+        self.by_source: dict[str, list[int]] = {}
+        self.vocabulary: dict[str, float] = dict.fromkeys(VOCABULARY_SUMS, 0)
+        self.num_slice_ids = 0
+        self.verify_every = 0
+        self.verify_s = 0.0
+        self.queue_s = 0.0
+        self.started = False
+        self._metrics = metrics
+        self._series = metrics.task(request.task, request.speculation.drafter, request.model)
+        self._first_s: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+
+    def observe(self, delta: Delta, now_s: float) -> None:
+        """Count one Delta of this request. now_s: time.monotonic() at its arrival."""
+        request = self.request
+        series = self._series
+        if not self.started and delta.finish_reason not in ("error", "abort"):
+            self.started = True
+            self.num_cached_tokens = delta.num_cached_tokens
+            self.queue_s = delta.queue_s
+            series.prompt_tokens.inc(self.num_prompt_tokens)
+            series.prompt_size.observe(self.num_prompt_tokens)
+            if delta.num_cached_tokens:
+                series.cached_tokens.inc(delta.num_cached_tokens)
+            series.queue.observe(delta.queue_s)
+            series.time_to_first_token.observe(now_s - request.arrival_s)
+            series.prefill.observe(max(0.0, now_s - request.arrival_s - delta.queue_s))
+        choice, num_tokens, counts = delta.choice_id, len(delta.token_ids), delta.counts
+        if num_tokens:
+            last_s = self._last_s.get(choice)
+            if last_s is None:
+                self._first_s[choice] = now_s
+            else:
+                gap_s = (now_s - last_s) / num_tokens
+                for _ in range(num_tokens):
+                    series.inter_token.observe(gap_s)
+            self._last_s[choice] = now_s
+            self._tokens[choice] = self._tokens.get(choice, 0) + num_tokens
+            self.num_completion_tokens += num_tokens
+            if self.own_ids:
+                self.num_base_tokens += sum(self.own_ids.get(i, 1) for i in delta.token_ids)
+        self._metrics.count_step(series, num_tokens, counts)
+        self.num_steps += counts.num_steps
+        self.accepted_prediction_tokens += counts.accepted_prediction_tokens
+        self.rejected_prediction_tokens += counts.rejected_prediction_tokens
+        if counts.num_drafts:
+            self.num_drafts += counts.num_drafts
+            self.num_drafted += counts.num_drafted
+            self.num_accepted += counts.num_accepted
+            self.verify_s += counts.verify_s
+            add_depths(self.accepted_by_depth, counts.accepted_by_depth)
+            add_depths(self.offered_by_depth, counts.offered_by_depth)
+            for source, drafted, accepted in counts.by_source:
+                sums = self.by_source.setdefault(source, [0, 0])
+                sums[0] += drafted
+                sums[1] += accepted
+        if delta.vocabulary is not None:
+            self._metrics.count_vocabulary(
+                request.task, request.vocabulary.mode, request.model, delta.vocabulary
+            )
+            for name in VOCABULARY_SUMS:
+                self.vocabulary[name] += getattr(delta.vocabulary, name)
+            self.num_slice_ids = max(self.num_slice_ids, delta.vocabulary.num_ids)
+            self.verify_every = delta.vocabulary.verify_every or self.verify_every
+        if delta.finish_reason is not None:
+            self._metrics.count_choice(request.task, request.model, delta.finish_reason)
+            total = self._tokens.get(choice, 0)
+            series.generation_size.observe(total)
+            series.end_to_end.observe(now_s - request.arrival_s)
+            if total > 1:
+                decode_s = self._last_s[choice] - self._first_s[choice]
+                series.decode.observe(decode_s)
+                series.per_output_token.observe(decode_s / (total - 1))
+
+    @property
+    def num_begun(self) -> int:
+        """Choices that have a token."""
+        return len(self._first_s)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """time.monotonic() of the first token of any choice; None before that."""
+        return min(self._first_s.values(), default=None)
+
+    @property
+    def last_token_s(self) -> float | None:
+        """time.monotonic() of the latest token; None before the first."""
+        return max(self._last_s.values(), default=None)
+
+    def close(self, outcome: str) -> None:
+        """The request has ended. outcome: "ok", "abort" or "error". Called once."""
+        self._metrics.count_outcome(self.request.task, self.request.model, outcome)
+
+
+VOCABULARY_SUMS = tuple(
+    f.name for f in fields(VocabularyCounts) if f.name not in ("num_ids", "verify_every")
+)
+
+
+def add_depths(sums: list[int], more: tuple[int, ...]) -> None:
+    if len(more) > len(sums):
+        sums.extend([0] * (len(more) - len(sums)))
+    for i, number in enumerate(more):
+        sums[i] += number
+
 
 GRAMMAR_FIELD = "structured_outputs"
 """The field at fault of an error about a grammar, where no route has named another."""
@@ -119,11 +246,15 @@ class Submission:
 
     def expire_after(self, seconds: float) -> None:
         """Abort with DeadlineExceededError when it is still open after so many seconds."""
-        error = DeadlineExceededError(
-            "The request took longer than its task allows.",
-            headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.abort(
+            DeadlineExceededError(
+                "The request took longer than its task allows.",
+                headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed
+            )
         )
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort, error)
 
     def wake(self) -> None:
         """Let the iteration read what arrived. Called after `take`, once for all Deltas of a
@@ -131,8 +262,6 @@ class Submission:
         if not self._open and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._waits_for_all and self._open:
-            return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -146,8 +275,9 @@ class Submission:
         """`holder` works for this Request from now on."""
         self._holders[request_id] = holder
 
-    def take(self, delta: Delta, now_s: float) -> None:
-        """One Delta of an open Request arrived. now_s: time.monotonic()."""
+    def take(self, delta: Delta, now_s: float) -> bool:
+        """One Delta of an open Request arrived. now_s: time.monotonic(). Returns whether the
+        iteration may go on with it: then `wake` follows."""
         i, num_left = self._open[delta.request_id]
         account = self.accounts[i]
         account.observe(delta, now_s)
@@ -165,8 +295,7 @@ class Submission:
             self.abort(error)
             self._error = error
             self._arrived.clear()
-            self.wake()
-            return
+            return True
         self._arrived.append((i, delta))
         if delta.finish_reason is not None:
             num_left -= 1
@@ -176,6 +305,7 @@ class Submission:
                 del self._open[delta.request_id]
                 self._holders[delta.request_id].forget(delta.request_id)
                 account.close("ok")
+        return not (self._waits_for_all and self._open)
 
     def fail(self, request_id: str, error: TailorError) -> None:
         """The engine of an open Request has died: the iteration raises `error`."""

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.api.engines.pulse import Pulse
-from server.api.engines.slot import EngineSlot, EngineSpec, WaitingRoom
+from server.api.engines.slot import EngineSlot, EngineSpec, Pulse, WaitingRoom
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle
 from server.errors import DrainingError, EngineDiedError, NoEngineError, TailorError
@@ -309,8 +308,8 @@ class Supervisor:
                 continue  # aborted meanwhile
             submission = held[0]
             self.waiting.remove(delta.request_id)
-            submission.take(delta, now_s)
-            touched[id(submission)] = submission
+            if submission.take(delta, now_s):
+                touched[id(submission)] = submission
         for submission in touched.values():
             submission.wake()
 

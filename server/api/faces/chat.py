@@ -24,6 +24,7 @@ from server.api.answer import (
     shown_prompt_logprobs,
     speculation_of,
     stream_events,
+    usage_report,
 )
 from server.api.bodies import (
     BodyPart,
@@ -37,10 +38,9 @@ from server.api.bodies import (
 )
 from server.api.chats import MAX_MESSAGES, Call, Chat, Chats, Turn
 from server.api.engines.submission import Submission
-from server.api.faces.face import TextFace
 from server.api.grammars import format_of
 from server.api.order import Generation, Names, Order, Target
-from server.api.route_context import RouteContext
+from server.api.route_context import RouteContext, TextFace
 from server.api.shapes import (
     Chunk,
     Count,
@@ -53,7 +53,6 @@ from server.api.shapes import (
 )
 from server.api.tools.calls import CallStart, ToolEvent
 from server.api.tools.chosen import FUNCTION_NAME, MAX_TOOLS, Tool
-from server.api.usage import usage_report
 from server.errors import InvalidRequestError, UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 

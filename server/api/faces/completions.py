@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema
 
 from server.api.answer import (
     LOWEST_LOGPROB,
+    CharCounter,
     Choice,
     ChunkFrame,
     Piece,
@@ -20,12 +21,13 @@ from server.api.answer import (
     shown_prompt_logprobs,
     speculation_of,
     stream_events,
+    usage_report,
 )
 from server.api.bodies import GenerationBody, Neutral
 from server.api.engines.submission import Submission
-from server.api.faces.face import TextFace
 from server.api.grammars import format_of
 from server.api.order import Generation, Names, Order, PromptText, Target, prompts_of
+from server.api.route_context import TextFace
 from server.api.shapes import (
     Chunk,
     Count,
@@ -36,8 +38,6 @@ from server.api.shapes import (
     PromptLogprobs,
     Shape,
 )
-from server.api.text import CharCounter
-from server.api.usage import usage_report
 from server.errors import UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 

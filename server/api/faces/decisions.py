@@ -47,21 +47,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api.bodies import BodyPart, ModelName, validate
-from server.api.engines.submission import Submission
-from server.api.faces.face import Face
+from server.api.engines.submission import RequestAccount, Submission
 from server.api.openapi import schema_of
 from server.api.order import Orders, Target, tighter
-from server.api.route_context import RouteContext
+from server.api.route_context import Face, RouteContext
 from server.api.served_model import ServedModel
-from server.api.shapes import (
-    Chance,
-    Count,
-    InputDetails,
-    OutputDetails,
-    Shape,
-    TokenUsage,
-)
-from server.api.usage import RequestAccount
+from server.api.shapes import Chance, Count, InputDetails, OutputDetails, Shape, TokenUsage
 from server.errors import (
     ClientGoneError,
     ContextLengthExceededError,

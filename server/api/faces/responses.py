@@ -32,19 +32,11 @@ from server.api.bodies import (
 from server.api.chats import MAX_MESSAGES, Call, Chat, Chats, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.chat import check_tier
-from server.api.faces.face import TextFace
 from server.api.grammars import OutputFormat
+from server.api.http_answers import encode_ascii
 from server.api.order import Generation, Names, Order, Target
-from server.api.route_context import RouteContext
-from server.api.shapes import (
-    Count,
-    InputDetails,
-    OutputDetails,
-    Shape,
-    Speculation,
-    TokenUsage,
-    encode_ascii,
-)
+from server.api.route_context import RouteContext, TextFace
+from server.api.shapes import Count, InputDetails, OutputDetails, Shape, Speculation, TokenUsage
 from server.api.tools.calls import ArgumentsPiece, CallStart, ToolEvent
 from server.api.tools.chosen import FUNCTION_NAME, MAX_TOOLS, Tool
 from server.errors import (

@@ -38,9 +38,8 @@ from server.api.faces.decisions import (
     one_of,
     score_of,
 )
-from server.api.faces.face import Face
 from server.api.openapi import schema_of
-from server.api.route_context import RouteContext
+from server.api.route_context import Face, RouteContext
 from server.api.shapes import Chance, Count, Shape
 from server.errors import InvalidRequestError, echoed
 

@@ -1,4 +1,6 @@
-"""Server-sent events, and noticing that a client left.
+"""Answers over HTTP: whole, as server-sent events, and noticing that a client left.
+
+`encode` writes a body, `encode_ascii` one that travels in an event.
 
 An EventStream is an ASGI response. It sends its headers with the first event, so that an error
 before that still has its status, or after `HEADER_WAIT_S`, so that a client behind a proxy sees
@@ -8,16 +10,56 @@ that it is served.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 
+import msgspec
 from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.shapes import encode_ascii, error_answer
+from server.api.shapes import error_answer
 from server.errors import TailorError
+
+_encoder = msgspec.json.Encoder()
+
+
+_WIDE = re.compile(r"[^\x00-\x7f]")
+
+
+def encode(answer: Struct) -> bytes:
+    """The answer as JSON in UTF-8."""
+    return _encoder.encode(answer)
+
+
+def encode_ascii(answer: Struct) -> bytes:
+    """The same in ASCII: some clients of event streams split lines at U+2028 or U+0085 too."""
+    data = _encoder.encode(answer)
+    if data.isascii():
+        return data
+    return _WIDE.sub(_escape, data.decode()).encode()
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    code -= 0x10000
+    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
+
+
+class AnswerResponse(Response):
+    """An answer as an HTTP response."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, answer: Struct, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(encode(answer), status, headers)
+
 
 DONE = b"data: [DONE]\n\n"
 HEADER_WAIT_S = 1.0
