@@ -195,11 +195,14 @@ def events(
                         raise CallFailedError(str(chunk["error"].get("message")))
                     yield chunk
     except httpx.HTTPError as error:
-        raise CallFailedError(f"{endpoint.base}: {error or type(error).__name__}") from None
+        raise _unreachable(endpoint, error) from None
     except ValueError:
         raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
     raise CallFailedError(f"{endpoint.base}: the stream ended too early")
 
 
 def _unreachable(endpoint: Endpoint, error: httpx.HTTPError) -> CallFailedError:
-    return CallFailedError(f"{endpoint.base} cannot be reached: {error or type(error).__name__}")
+    reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectError):
+        reason = "nothing answers there; is the server running?"
+    return CallFailedError(f"{endpoint.base} cannot be reached: {reason}")

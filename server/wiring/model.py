@@ -86,7 +86,18 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         ),
         implementation="transformers" if is_generic(raw) else "tailor",
         aliases=model.aliases,
+        tokenizer_class=_tokenizer_class(folder),
     )
+
+
+def _tokenizer_class(folder: Path) -> str:
+    """What tokenizer_config.json names; where it names nothing, transformers' own default."""
+    try:
+        told = parsed((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = told.get("tokenizer_class") if isinstance(told, dict) else None
+    except (OSError, ValueError):
+        named = None
+    return named if isinstance(named, str) else "PreTrainedTokenizerFast"
 
 
 def _table(tokenizer: Tokenizer, file: Path, vocab_size: int) -> TokenBytes:

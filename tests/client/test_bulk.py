@@ -348,5 +348,6 @@ def test_the_command_sums_up_and_says_what_failed(
     capsys.readouterr()
     assert main([*words, "http://127.0.0.1:9"]) == 1
     told = capsys.readouterr().err
-    assert "cannot be reached" in told and "answered" not in told
+    assert "cannot be reached: nothing answers there; is the server running?" in told
+    assert "answered" not in told
     assert main([*words, server.url, "--concurrency", "0"]) == 1
