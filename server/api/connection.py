@@ -21,7 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from server.api.gate import error_response
@@ -67,6 +71,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._refusal: TailorError | None = None
+        self._open: list[RequestResponseCycle] = []  # uvicorn itself knows the last one only
 
     # --- what uvicorn and the transport call ---
 
@@ -77,6 +82,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_send_timer()
+        self._tell_that_it_left()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -109,6 +115,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = self._num_extra_bytes = 0
         self._stop_head_timer()
         super().on_headers_complete()
+        self._open = [cycle for cycle in self._open if not cycle.response_complete]
+        self._open.append(self.cycle)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -208,4 +216,12 @@ class Connection(HttpToolsProtocol):
     def _not_read(self) -> None:
         self._send_timer = None
         log.info("cut off: the client does not read its answer")
+        self._tell_that_it_left()
         self.transport.abort()
+
+    def _tell_that_it_left(self) -> None:
+        """Nothing more is written for the open requests, and who works for them learns it."""
+        for cycle in self._open:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()

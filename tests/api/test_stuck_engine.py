@@ -35,6 +35,7 @@ def _health(live: LiveServer) -> tuple[int, str, dict[str, str]]:
     return answer.status_code, body["status"], {e["name"]: e["state"] for e in body["engines"]}
 
 
+@pytest.mark.server_error
 def test_a_stopped_engine_is_killed_and_started_again_and_its_request_fails_in_time() -> None:
     with LiveServer([spec(start_process, drafts=False)], restart=POLICY) as live:
         assert live.post(**OFF).status_code == 200
@@ -63,6 +64,7 @@ def test_while_one_engine_is_stopped_the_other_serves() -> None:
             assert live.post(prompt=f"{i}", **OFF).status_code == 200
 
 
+@pytest.mark.server_error
 def test_a_step_that_never_ends_is_ended_although_its_process_speaks() -> None:
     engine = spec(start_process, drafts=False, fail=hang)
     with LiveServer([engine], restart=POLICY) as live:

@@ -119,6 +119,7 @@ def test_a_request_is_a_tree_of_spans(collector: Collector) -> None:
     assert "secret" not in str(collector.spans)
 
 
+@pytest.mark.server_error
 def test_failures_and_refusals_are_told(collector: Collector) -> None:
     engine = ScriptedEngine(saying([5]))
     with traced(collector, engine) as live:
