@@ -45,8 +45,8 @@ BOUNDS = {
     "drafting step, 8 choices: calls": 655,
     "request, API: calls": 211,
     "request, API: files": 18,
-    "request, engine: calls": 650,
-    "request, engine: files": 28,
+    "request, engine: calls": 660,
+    "request, engine: files": 29,
     "circles": 2,
     "arrows up": 1,
 }

@@ -287,7 +287,7 @@ class Engine:
                 self.scheduler.enqueue(leader)
             for failure in failed:
                 self._fail(*failure)
-        self.tasks.take_learned(gives_way=bool(self.scheduler.waiting))
+        self.tasks.take_learned(gives_way=self.scheduler.num_waiting_tokens > 0)
         for failure in self.admission.expired():
             self._fail(*failure)
         suspect = self.recovery.suspect

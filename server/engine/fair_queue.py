@@ -13,23 +13,31 @@ keys share. So with one key items leave in their order, whatever their levels ar
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
-T = TypeVar("T")
+
+class Waiting(Protocol):
+    """What does not change while it waits. order: unique. place: its (level, key)."""
+
+    @property
+    def order(self) -> tuple[Any, ...]: ...
+
+    @property
+    def place(self) -> tuple[int, str]: ...
+
+
+T = TypeVar("T", bound=Waiting)
+
+
+def _order(item: Waiting) -> tuple[Any, ...]:
+    return item.order
 
 
 class FairQueue(Generic[T]):
-    """The items that wait. Not thread safe.
+    """The items that wait. Not thread safe."""
 
-    order: of an item, unique, which does not change while it waits. place: its (level, key).
-    """
-
-    def __init__(
-        self, order: Callable[[T], tuple[Any, ...]], place: Callable[[T], tuple[int, str]]
-    ) -> None:
-        self._order = order
-        self._place = place
+    def __init__(self) -> None:
         self._lines: dict[int, dict[str, list[T]]] = {}  # by level and key, each in order
         self._num_of: dict[str, int] = {}  # that wait, of keys that have some
         self._clocks: dict[str, int] = {}  # rows
@@ -54,17 +62,21 @@ class FairQueue(Generic[T]):
 
     def add(self, item: T) -> None:
         """An item waits."""
-        level, key = self._place(item)
+        level, key = item.place
         if key not in self._num_of:
-            self._clocks[key] = max(self.clock(key), self._now)
+            self._clocks[key] = max(self._clocks.get(key, 0), self._now)
         self._num_of[key] = self._num_of.get(key, 0) + 1
-        insort(self._lines.setdefault(level, {}).setdefault(key, []), item, key=self._order)
+        line = self._lines.setdefault(level, {}).setdefault(key, [])
+        if line:
+            insort(line, item, key=_order)
+        else:
+            line.append(item)
 
     def remove(self, item: T) -> None:
         """An item waits no more. Raises KeyError or ValueError when it does not wait."""
-        level, key = self._place(item)
+        level, key = item.place
         line = self._lines[level][key]
-        at = bisect_left(line, self._order(item), key=self._order)
+        at = 0 if line[0] is item else bisect_left(line, item.order, key=_order)
         if at == len(line) or line[at] is not item:
             raise ValueError("it does not wait")
         del line[at]
@@ -77,26 +89,29 @@ class FairQueue(Generic[T]):
             del self._num_of[key]
 
     def first(self) -> T:
-        """Who is served next. Raises ValueError when nobody waits."""
-        lines = min(
-            self._lines.values(), key=lambda of: min(self._order(line[0]) for line in of.values())
-        )
-        return min((line[0] for line in lines.values()), key=self._rank)
+        """Who is served next. Raises IndexError when nobody waits."""
+        levels = list(self._lines.values())
+        lines = levels[0]
+        if len(levels) > 1:
+            lines = min(levels, key=lambda of: min(line[0].order for line in of.values()))
+        heads = [line[0] for line in lines.values()]
+        return heads[0] if len(heads) == 1 else min(heads, key=self._rank)
 
     def serve(self, item: T, num_rows: int) -> None:
         """An item waits no more, and its key takes so many rows for it. Raises as `remove`."""
-        _, key = self._place(item)
+        _, key = item.place
         self.remove(item)
-        self._now = max(self._now, self.clock(key))
-        self.charge(key, num_rows)
+        clock = self._clocks[key]
+        self._now = max(self._now, clock)
+        self._clocks[key] = clock + num_rows
 
     def charge(self, key: str, num_rows: int) -> None:
         """A key took so many rows more for what it was served."""
-        self._clocks[key] = self.clock(key) + num_rows
+        self._clocks[key] = self._clocks.get(key, 0) + num_rows
 
     def clock(self, key: str) -> int:
         """Rows that a key took, and those that others took while it wanted none."""
         return self._clocks.get(key, 0)
 
     def _rank(self, item: T) -> tuple[Any, ...]:
-        return (self.clock(self._place(item)[1]), *self._order(item))
+        return (self.clock(item.place[1]), *item.order)

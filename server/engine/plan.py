@@ -3,21 +3,26 @@
 Rows are the only unit. A decoding sequence has one row pending, a prompt many; both are "rows
 that still have to be computed", and so is what a preempted sequence has to recompute. Rules:
 
-- decodes first, then chunks of prompts under way, then admissions; each in the order
+- decodes first, then chunks of prompts under way, then admissions; those of one key in the order
   (due, arrival, choice), where a step of priority moves the due time by PRIORITY_STEP_S: within a
   priority nothing is overtaken, and nothing starves whatever others ask for;
+- inside a priority keys share by the rows that they take (fair_queue.py). A request of many choices
+  is admitted when half of the seats are free for it, its other choices follow one by one. Where all
+  seats are taken and a key waits that has fewer than its share, the latest choice of the key that
+  has most is preempted;
 - chunked prefill: a long prompt in one step would delay every choice that decodes, so while others
   decode, prompts get at most `chunked_prefill_rows` rows a step, by the measured cost of rows;
 - when blocks run out the lowest priority, latest arrival is preempted: it loses its blocks and
   recomputes later. The first in order always makes progress. A sequence that is alone and still
   does not fit fails, and only it;
-- an admission never preempts anyone. Drafts take what is left and never preempt either.
+- no other admission preempts anyone. Drafts take what is left and never preempt either.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +31,7 @@ import numpy as np
 
 from server.engine.batch import Int32
 from server.engine.blocks import BlockPool, chain_key
+from server.engine.fair_queue import FairQueue
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable
@@ -104,7 +110,8 @@ class Scheduler:
         self._cost = cost
         self._seats: Int32 | None = None  # of `running`; None: somebody has come or gone
         self.running: list[Sequence] = []  # in order
-        self.waiting: list[Sequence] = []  # in order
+        self.waiting = FairQueue[Sequence]()
+        self._held: Counter[str] = Counter()  # seats, by key
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, prompt tokens found
@@ -115,7 +122,7 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """A new sequence, or one that lost its blocks, waits in its order."""
         sequence.status = Status.WAITING
-        insort(self.waiting, sequence, key=_order)
+        self.waiting.add(sequence)
         self.num_waiting_tokens += sequence.num_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -145,6 +152,7 @@ class Scheduler:
         aborted."""
         if sequence.status is Status.RUNNING:
             self._stop(sequence)
+            self.waiting.charge(sequence.request.tenant, sequence.num_output)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_tokens
@@ -209,21 +217,43 @@ class Scheduler:
                 if sequence.status is Status.RUNNING:
                     self._reserve(sequence, 1, plan)
         left = self.max_num_batched_tokens - len(plan.decoding)
-        if len(plan.decoding) and (others or self.waiting):
+        if len(plan.decoding) and (others or self.num_waiting_tokens):
             left = min(left, self._chunked_prefill_rows(plan.decoding))
+        if len(self._held) > 1:
+            others.sort(key=self._prompt_rank)
         for sequence in others:
             if left > 0 and sequence.status is Status.RUNNING:
                 left -= self._grant(sequence, left, plan)
-        while left > 0 and self.waiting:
-            sequence = self._next_waiting() if only is None else only
-            if sequence.status is not Status.WAITING or not self._admit(sequence):
+        while left > 0 and self.num_waiting_tokens:
+            sequence = self.waiting.first() if only is None else only
+            if sequence.status is not Status.WAITING:
+                break
+            if not self._admit(sequence):
+                if self._free_a_seat(sequence, plan):
+                    continue
                 break
             left -= self._grant(sequence, left, plan)
         return self._rows(plan)
 
-    def _next_waiting(self) -> Sequence:
-        """Who of the waiting is served next: the one place that decides it."""
-        return self.waiting[0]
+    def _prompt_rank(self, sequence: Sequence) -> tuple[int, int]:
+        """Whose prompt under way gets rows first: by priority, then by what keys took."""
+        request = sequence.request
+        return -request.priority, self.waiting.clock(request.tenant)
+
+    def _free_a_seat(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Preempt a choice of the key that holds most seats, for one of a key that has fewer than
+        its share of them. False: all seats are shared, or it is not for a seat that it waits."""
+        if len(self.running) < self.max_num_seqs:
+            return False
+        held, key = self._held, sequence.request.tenant
+        share = max(1, self.max_num_seqs // len(held.keys() | set(self.waiting.keys)))
+        most = max(held, key=held.__getitem__)
+        if held[key] >= share or held[most] <= share:
+            return False
+        victim = next(s for s in reversed(self.running) if s.request.tenant == most)
+        self._unplan(victim, plan)
+        self.preempt(victim)
+        return True
 
     def _rows(self, plan: _Plan) -> Rows:
         """What was planned, in columns."""
@@ -260,7 +290,8 @@ class Scheduler:
         first = np.flatnonzero(table.num_tokens[seats] == table.prompt_len[seats])
         num_siblings = sum(len(self.running[i].siblings) for i in first)
         num_free = max(0, self.max_num_seqs - len(seats) - num_siblings)
-        return first.shape[0] + num_siblings + min(len(self.waiting), num_free)
+        num_waiting = len(self.waiting) if self.num_waiting_tokens else 0
+        return first.shape[0] + num_siblings + min(num_waiting, num_free)
 
     def reserve_drafts(self, sequence: Sequence, num_nodes: int) -> int:
         """Reserve room for tree nodes after the root, from free blocks only. Returns how many
@@ -303,8 +334,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a seat and its cached prefix, if seat and blocks allow."""
         if self.running:
-            num_seats = sum(1 + len(s.siblings) for s in self.running)
-            if num_seats + 1 + len(sequence.siblings) > self.max_num_seqs:
+            num_seats = sum(self._portion(s) for s in self.running)
+            if num_seats + self._portion(sequence) > self.max_num_seqs:
                 return False
         size, pool = self.table.block_size, self.pool
         hits: list[int] = []
@@ -325,11 +356,11 @@ class Scheduler:
             need = -(-(sequence.num_tokens + 1) // size) - len(hits)
             if need > pool.num_free - idle_hits - promised:
                 return False
-        self.waiting.remove(sequence)
+        num = len(hits)
+        self.waiting.serve(sequence, sequence.num_tokens - num * size)
         self.num_waiting_tokens -= sequence.num_tokens
         for block in hits:
             pool.acquire(block)
-        num = len(hits)
         self.table.blocks[sequence.seat, :num] = hits
         sequence.num_blocks = sequence.num_published = num
         sequence.num_computed = num * size
@@ -340,6 +371,10 @@ class Scheduler:
             sequence.num_cached_tokens = num * size
         self._run(sequence)
         return True
+
+    def _portion(self, sequence: Sequence) -> int:
+        """Seats that are kept for a sequence and the choices that fork off it."""
+        return min(1 + len(sequence.siblings), max(1, self.max_num_seqs // 2))
 
     def _running_seats(self) -> Int32:
         """int32: of those that run, in order; the same array while nobody comes or goes."""
@@ -353,11 +388,15 @@ class Scheduler:
         adapter = sequence.adapter
         self.table.adapter[sequence.seat] = -1 if adapter is None else adapter.place
         insort(self.running, sequence, key=_order)
+        self._held[sequence.request.tenant] += 1
         self._seats = None
 
     def _stop(self, sequence: Sequence) -> None:
         """Take a sequence out of those that run."""
         self.running.remove(sequence)
+        self._held[sequence.request.tenant] -= 1
+        if not self._held[sequence.request.tenant]:
+            del self._held[sequence.request.tenant]
         self._seats = None
 
     def _grant(self, sequence: Sequence, left: int, plan: _Plan) -> int:

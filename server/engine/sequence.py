@@ -93,6 +93,8 @@ class Sequence:
     root_key: bytes
     adapter: Adapter | None = None
     order: tuple[float, int, int, int] = field(init=False)
+    place: tuple[int, str] = field(init=False)
+    """Its priority and its key, which share the engine (fair_queue.py)."""
     seat: int = field(init=False)
     prompt_len = Column(PROMPT_LEN)
     max_output = Column(MAX_OUTPUT)
@@ -175,6 +177,7 @@ class Sequence:
         # overtaken by those that arrive within that time and by no others; nobody starves.
         level = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
         due_s = request.arrival_s + level * PRIORITY_STEP_S
+        self.place = (request.priority, request.tenant)
         self.order = (due_s, request.priority, self.arrival_no, self.choice_id)
         prompt_len = len(request.prompt_ids)
         max_output = max(0, min(sampling.max_tokens, max_model_len - prompt_len))

@@ -18,13 +18,18 @@ class Item:
     rows: int = 1
     level: int = 0
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """A step of level is worth ten numbers."""
+        return self.number - 10 * self.level, self.number
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return self.level, self.key
+
 
 def queue_of(*items: Item) -> FairQueue[Item]:
-    """A step of level is worth ten numbers."""
-    queue = FairQueue[Item](
-        lambda item: (item.number - 10 * item.level, item.number),
-        lambda item: (item.level, item.key),
-    )
+    queue = FairQueue[Item]()
     for item in items:
         queue.add(item)
     return queue
@@ -115,5 +120,5 @@ def test_what_does_not_wait_cannot_be_taken() -> None:
         queue.remove(Item("a", 1))
     with pytest.raises(KeyError):
         queue.remove(Item("b", 1))
-    with pytest.raises(ValueError):
+    with pytest.raises(IndexError):
         queue_of().first()

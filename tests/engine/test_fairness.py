@@ -1,0 +1,99 @@
+"""One key's flood leaves another key's first token within twice its unloaded time plus one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from server.engine.engine import Engine
+from server.types import Delta, Request, SamplingParams, SpeculationParams
+from tests.api.real_engine import make_engine
+
+SEATS = 16
+OFF = SpeculationParams("off", 0)
+
+
+def request(name: str, tenant: str, prompt_len: int, n: int = 1, max_tokens: int = 1) -> Request:
+    return Request(
+        name, "completion", "tiny", tuple(5 + (len(name) + i) % 90 for i in range(prompt_len)),
+        SamplingParams(seed=3, ignore_eos=True, temperature=0.0, max_tokens=max_tokens),
+        num_choices=n, speculation=OFF, tenant=tenant,
+    )  # fmt: skip
+
+
+def engine_of() -> Engine:
+    return make_engine(drafts=False, max_num_seqs=SEATS, max_waiting_requests=100_000)
+
+
+def steps_to_first(engine: Engine, request_id: str) -> tuple[int, list[Delta]]:
+    """Steps until a request has its first token, and all that was told until then."""
+    told: list[Delta] = []
+    for num in range(1, 100):
+        told += engine.step()
+        if any(delta.request_id == request_id and delta.token_ids for delta in told):
+            return num, told
+    raise AssertionError("no token in 100 steps")
+
+
+@pytest.mark.parametrize("prompt_len", [4, 200])
+@pytest.mark.parametrize(
+    ("num", "choices", "max_tokens", "flood_len"),
+    [
+        (256, 128, 1, 1),  # the flood of the review: 32,768 choices in one body
+        (100, 1, 200, 4),  # every seat is taken for long
+        (100, 1, 20, 250),  # prompts that take whole steps
+        (4, 128, 100, 30),
+    ],
+)
+def test_a_flood_leaves_another_key_its_turn(
+    num: int, choices: int, max_tokens: int, flood_len: int, prompt_len: int
+) -> None:
+    late = request("late", "b", prompt_len)
+    alone = engine_of()
+    alone.submit(late)
+    unloaded, _ = steps_to_first(alone, "late")
+    engine = engine_of()
+    for i in range(num):
+        engine.submit(request(f"flood{i}", "a", flood_len, n=choices, max_tokens=max_tokens))
+    for _ in range(7):
+        engine.step()
+    engine.submit(late)
+    loaded, _ = steps_to_first(engine, "late")
+    assert loaded <= 2 * unloaded + 1
+    engine.abort_all()
+
+
+def _finished(engine: Engine) -> Iterator[str]:
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.finish_reason:
+                yield delta.request_id
+
+
+def test_keys_that_ask_for_as_much_are_served_as_fast() -> None:
+    engine = engine_of()
+    for i in range(40):
+        engine.submit(request(f"a{i}", "a", 10, max_tokens=10))
+    for i in range(40):
+        engine.submit(request(f"b{i}", "b", 10, max_tokens=10))
+    ended = list(_finished(engine))
+    assert len(ended) == 80
+    of_b = [name.startswith("b") for name in ended[:40]]
+    assert 14 <= sum(of_b) <= 26  # not 0, as in order of arrival
+
+
+def test_a_request_of_more_choices_than_seats_ends_beside_others() -> None:
+    """Some other request always runs; it does not wait until nobody does."""
+    engine = engine_of()
+    engine.submit(request("other0", "b", 4, max_tokens=30))
+    engine.submit(request("many", "a", 4, n=100, max_tokens=3))
+    ended: list[str] = []
+    for i in range(1, 400):
+        ended += [delta.request_id for delta in engine.step() if delta.finish_reason]
+        if i % 10 == 0:
+            engine.submit(request(f"other{i}", "b", 4, max_tokens=30))
+        if ended.count("many") == 100:
+            break
+    assert ended.count("many") == 100 and engine.has_work
+    engine.abort_all()
