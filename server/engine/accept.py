@@ -101,9 +101,10 @@ def count_step(
         return plain_step(no_draft_reason)
     tenths, sources, claims, depth = trees.tallies[item]
     kept_tenths, kept_sources = [0] * len(tenths), [0] * len(sources)
+    of_node = trees.marks
     for node in accepted:
-        kept_tenths[trees.tenths[first + node]] += 1
-        kept_sources[trees.source[first + node]] += 1
+        kept_tenths[of_node[0][first + node]] += 1
+        kept_sources[of_node[1][first + node]] += 1
     by_source = tuple(
         (source_names[s] if s < len(source_names) else source_names[0], drafted, kept)
         for s, (drafted, kept) in enumerate(zip(sources, kept_sources, strict=True))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drafters.base import Drafter
 from drafters.tree import DraftTree
+from server.engine.trees import check
 from server.types import SpeculationParams
 
 DrafterFactory = Callable[[str, SpeculationParams], Drafter]
@@ -125,7 +126,7 @@ class CheckedTree:
         token_ids: list[int],
         parents: list[int],
         depths: list[int],
-        survival: list[float],
+        survival: Sequence[float] | npt.NDArray[np.float64],
     ) -> None:
         self.tree = tree
         self.token_ids = token_ids
@@ -185,32 +186,20 @@ class CheckedTree:
 def check_tree(tree: DraftTree, vocab_size: int, max_depth: int) -> CheckedTree:
     """Raise DraftError unless the tree can be verified. Drafters may be a user's own: nothing is
     trusted."""
-    token_ids: Sequence[int] = tree.token_ids.tolist()
-    parents: Sequence[int] = tree.parents.tolist()
-    claimed: Sequence[float] = tree.survival.tolist()
-    num = len(token_ids)
-    if not (len(parents) == len(claimed) == num) or tree.source.shape[0] not in (0, num):
+    token_ids, parents = tree.token_ids.astype(np.int64), tree.parents.astype(np.int64)
+    survival, num = tree.survival.astype(np.float64), tree.token_ids.shape[0]
+    if not (parents.shape == survival.shape == (num,)) or tree.source.shape[0] not in (0, num):
         raise DraftError("token_ids, parents, survival and source differ in length")
-    depths: list[int] = []
-    survival: list[float] = []
-    seen: set[tuple[int, int]] = set()
-    for i in range(num):
-        token, parent, chance = token_ids[i], parents[i], claimed[i]
-        if not 0 <= token < vocab_size:
-            raise DraftError(f"node {i} holds id {token}, outside the vocabulary")
-        if not -1 <= parent < i:
-            raise DraftError(f"node {i} has parent {parent}")
-        if not chance >= 0.0:
-            raise DraftError(f"node {i} survives with chance {chance}")
-        if (parent, token) in seen:
-            raise DraftError(f"node {i} repeats a sibling's token")
-        seen.add((parent, token))
-        if parent < 0:
-            depths.append(1)
-            survival.append(min(chance, 1.0))
-        else:
-            depths.append(depths[parent] + 1)
-            survival.append(min(chance, survival[parent]))
-        if depths[i] > max_depth:
-            raise DraftError(f"node {i} is {depths[i]} deep, past {max_depth}")
-    return CheckedTree(tree, list(token_ids), list(parents), depths, survival)
+    depths = np.empty(num, np.int64)
+    why, i = check(token_ids, parents, survival, depths, vocab_size, max_depth)
+    if why:
+        raise DraftError(
+            (
+                f"node {i} holds id {token_ids[i]}, outside the vocabulary",
+                f"node {i} has parent {parents[i]}",
+                f"node {i} survives with chance {survival[i]}",
+                f"node {i} repeats a sibling's token",
+                f"node {i} is {depths[i]} deep, past {max_depth}",
+            )[why - 1]
+        )
+    return CheckedTree(tree, token_ids.tolist(), parents.tolist(), depths.tolist(), survival)

@@ -1,8 +1,9 @@
 """Trees: the drafts of all choices of a step as one tree in compressed rows, and the loops over it.
 
-What: how rows and nodes become the columns of a Batch (`lay`), and how drawn ids are followed
-through the trees (`follow`). What not: which nodes are drafted (step_drafts.py), what becomes of
-the tokens (commit.py). The loops are compiled (drafters/jit.py).
+What: whether a tree can be verified (`check`), how rows and nodes become the columns of a Batch
+(`lay`), and how drawn ids are followed through the trees (`follow`). What not: which nodes are
+drafted (step_drafts.py), what becomes of the tokens (commit.py). The loops are compiled
+(drafters/jit.py).
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ class Trees:
         return int(self.nodes[2].sum()) if self.nodes.shape[1] else 0
 
     @cached_property
-    def tenths(self) -> Int64:
-        """int64 [N]: the tenth, 0..9, in which each node's claimed chance lies."""
-        return np.minimum(self.survival * 10.0, 9.0).astype(np.int64)
+    def marks(self) -> tuple[list[int], list[int]]:
+        """Of each node the tenth, 0..9, in which its claimed chance lies, and its source."""
+        tenths = np.minimum(self.survival * 10.0, 9.0).astype(np.int64)
+        return tenths.tolist(), self.source.tolist()
 
     @cached_property
     def tallies(self) -> list[tuple[list[int], list[int], float, int]]:
@@ -102,7 +104,7 @@ class Trees:
         all chances; the depth of the deepest node."""
         num, item = len(self.each), np.repeat(np.arange(len(self.each)), np.diff(self.start))
         num_sources = int(self.source.max()) + 1
-        tenths = np.bincount(item * 10 + self.tenths, minlength=num * 10).reshape(num, 10)
+        tenths = np.bincount(item * 10 + self.marks[0], minlength=num * 10).reshape(num, 10)
         sources = np.bincount(item * num_sources + self.source, minlength=num * num_sources)
         depths = np.zeros(num, np.int32)
         np.maximum.at(depths, item, self.nodes[2])
@@ -115,6 +117,33 @@ class Trees:
 def no_trees(num_items: int) -> Trees:
     """Of a step without drafts."""
     return Trees.of([None] * num_items)
+
+
+@entry
+@compiled
+def check(
+    token_ids: Int64, parents: Int64, survival: Float64, depths: Int64, vocab_size: int,
+    max_depth: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Whether a proposed tree can be verified: (0, 0), or what is wrong with which node: 1 its id,
+    2 its parent, 3 its chance, 4 a sibling has its id, 5 its depth. depths: written, of each node.
+    survival: clipped to [0, 1] and to the parent's."""
+    for i in range(token_ids.shape[0]):
+        token, parent = token_ids[i], parents[i]
+        if token < 0 or token >= vocab_size:
+            return 1, i
+        if parent < -1 or parent >= i:
+            return 2, i
+        if not survival[i] >= 0.0:
+            return 3, i
+        for other in range(parent + 1, i):
+            if token_ids[other] == token and parents[other] == parent:
+                return 4, i
+        depths[i] = 1 if parent < 0 else depths[parent] + 1
+        survival[i] = min(survival[i], 1.0 if parent < 0 else survival[parent])
+        if depths[i] > max_depth:
+            return 5, i
+    return 0, 0
 
 
 @entry
