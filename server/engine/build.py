@@ -29,11 +29,8 @@ from server.engine.sequence import Sequence
 from server.engine.table import Table
 from server.engine.trees import (
     CHOICES,
-    DRAW,
-    END_NODE,
-    FIRST_DRAW,
-    FIRST_NODE,
     FIRST_ROW,
+    ITEM,
     MASK,
     NUM,
     NUM_CHOICE_LINES,
@@ -41,6 +38,7 @@ from server.engine.trees import (
     SEAT,
     START,
     Trees,
+    arrange,
     lay,
 )
 
@@ -131,9 +129,9 @@ class Builder:
             of_item = (*sequence.siblings, sequence) if draws and sequence.max_output else ()
             items[CHOICES, i] = len(of_item)
             drawing += of_item
-        num_nodes = np.diff(trees.start)
-        for line, num in ((FIRST_ROW, rows.num), (FIRST_DRAW, items[CHOICES])):
-            items[line] = np.cumsum(num + num_nodes) - num - num_nodes
+        choices: Int32x2 = np.empty((NUM_CHOICE_LINES, len(drawing)), np.int32)
+        choices[SEAT] = [choice.seat for choice in drawing]
+        arrange(items, trees.start, choices)
         num_total = trees.nodes.shape[1]
         of_rows: Int32x2 = np.empty((7, rows.num_rows + num_total), np.int32)
         of_draws: Int32x2 = np.empty((5, len(drawing) + num_total), np.int32)
@@ -168,14 +166,8 @@ class Builder:
             seq_adapters=adapters if (adapters >= 0).any() else None,
             num_likely=num_likely,
         )
-        item_of = np.repeat(np.arange(num_items), items[CHOICES])
-        choices: Int32x2 = np.empty((NUM_CHOICE_LINES, len(drawing)), np.int32)
-        choices[SEAT] = [choice.seat for choice in drawing]
-        first = np.cumsum(items[CHOICES]) - items[CHOICES]
-        choices[DRAW] = items[FIRST_DRAW, item_of] + np.arange(len(drawing)) - first[item_of]
-        choices[FIRST_NODE], choices[END_NODE] = trees.start[item_of], trees.start[item_of + 1]
         return Built(
-            batch, items, choices, drawing, item_of.tolist(), scores.scored, of_rows, of_draws
+            batch, items, choices, drawing, choices[ITEM].tolist(), scores.scored, of_rows, of_draws
         )
 
     def _width(self, num_blocks: int) -> int:

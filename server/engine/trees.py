@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Float64, Int32, Int32x2, Int64
+from drafters.arrays import Float64, Int32, Int32x2, Int64, Int64x2
 from drafters.jit import compiled, entry
 from server.engine.table import (
     IS_SIMPLE,
@@ -36,9 +36,9 @@ SEAT, START, NUM, CHOICES, MASK, FIRST_ROW, FIRST_DRAW, NUM_ITEM_LINES = range(8
 from the last (0: nobody does). MASK: the first of its grammar's masks, or -1. FIRST_ROW,
 FIRST_DRAW: where its rows and draws begin."""
 
-DRAW, FIRST_NODE, END_NODE, NUM_CHOICE_LINES = 1, 2, 3, 4
-"""The lines of a choice that draws, int32 [.., choices], after SEAT: its root's draw, and its nodes
-of the step's trees."""
+DRAW, FIRST_NODE, END_NODE, ITEM, NUM_CHOICE_LINES = 1, 2, 3, 4, 5
+"""The lines of a choice that draws, int32 [.., choices], after SEAT: its root's draw, its nodes of
+the step's trees, and the item that it draws from."""
 
 RUN, NUM_IDS, NUM_ACCEPTED, END, TODO, NUM_FOUND_LINES = range(6)
 """The lines of what `follow` finds of a choice: where its run begins among all, how many ids and
@@ -102,14 +102,11 @@ class Trees:
     def tallies(self) -> list[tuple[list[int], list[int], float, int]]:
         """By item: how many nodes claim a chance in each tenth, and are of each source; the sum of
         all chances; the depth of the deepest node."""
-        num, item = len(self.each), np.repeat(np.arange(len(self.each)), np.diff(self.start))
-        num_sources = int(self.source.max()) + 1
-        tenths = np.bincount(item * 10 + self.marks[0], minlength=num * 10).reshape(num, 10)
-        sources = np.bincount(item * num_sources + self.source, minlength=num * num_sources)
-        depths = np.zeros(num, np.int32)
-        np.maximum.at(depths, item, self.nodes[2])
-        claims = np.bincount(item, self.survival, num)
-        by_source = sources.reshape(num, num_sources).tolist()
+        num, num_sources = len(self.each), int(self.source.max(initial=0)) + 1
+        tenths, sources = np.zeros((num, 10), np.int64), np.zeros((num, num_sources), np.int64)
+        claims, depths = np.zeros(num), np.zeros(num, np.int64)
+        tally(self.start, self.nodes, self.survival, self.source, tenths, sources, claims, depths)
+        by_source = sources.tolist()
         return list(zip(tenths.tolist(), by_source, claims.tolist(), depths.tolist(), strict=True))
 
 
@@ -144,6 +141,46 @@ def check(
         if depths[i] > max_depth:
             return 5, i
     return 0, 0
+
+
+@entry
+@compiled
+def tally(
+    start: Int32,
+    nodes: Int32x2,
+    survival: Float64,
+    source: Int64,
+    tenths: Int64x2,
+    sources: Int64x2,
+    claims: Float64,
+    depths: Int64,
+) -> None:
+    """Count the nodes of each item. The last four, zeros, are written: see Trees.tallies."""
+    for item in range(start.shape[0] - 1):
+        for node in range(start[item], start[item + 1]):
+            tenths[item, min(9, int(survival[node] * 10.0))] += 1
+            sources[item, source[node]] += 1
+            claims[item] += survival[node]
+            depths[item] = max(depths[item], nodes[2, node])
+
+
+@entry
+@compiled
+def arrange(items: Int32x2, tree_start: Int32, choices: Int32x2) -> None:
+    """Write where the rows and draws of each item begin, and where each choice draws. items: its
+    other lines are there. choices: all lines but SEAT are written."""
+    row, draw, choice = 0, 0, 0
+    for i in range(items.shape[1]):
+        num_nodes = tree_start[i + 1] - tree_start[i]
+        items[FIRST_ROW, i], items[FIRST_DRAW, i] = row, draw
+        for _ in range(items[CHOICES, i]):
+            choices[DRAW, choice], choices[ITEM, choice] = draw, i
+            choices[FIRST_NODE, choice] = tree_start[i]
+            choices[END_NODE, choice] = tree_start[i + 1]
+            choice += 1
+            draw += 1
+        row += items[NUM, i] + num_nodes
+        draw += num_nodes
 
 
 @entry
