@@ -43,9 +43,8 @@ from server.model.cpu.records import (
 from server.model.cpu.sizes import KV_BYTES, KV_TYPES, LANES, PANEL, tile_rows
 from server.model.cpu.slices import SlicedHead
 from server.model.cpu.team import Team
-from server.model.cpu.threads import KernelThreads
+from server.model.cpu.threads import KernelThreads, Pending, Worker
 from server.model.cpu.weights import RunnerWeights
-from server.model.cpu.worker import Pending, Worker
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 

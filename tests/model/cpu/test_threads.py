@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from server.model.cpu.worker import Worker
+from server.model.cpu.threads import Worker
 
 
 def test_calls_are_made_in_order_and_each_has_its_own_outcome() -> None:
