@@ -571,7 +571,7 @@ class AdapterOrder:
         return self.adapter_id.rpartition("@")[0]
 
 
-NarrowForm = Literal["int8"]
+NarrowForm = Literal["fp8"]
 """Weights in 8 bits on a GPU."""
 
 DEFAULT_SEQS = {"cpu": 64, "cuda": 256}

@@ -18,7 +18,6 @@ from loadtest.gpu.correct import PROMPT, apart_bound, random_ids, rows_of, run
 from loadtest.gpu.shapes import SHAPES, Asked, build, info_of
 from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch
-from server.errors import UnsupportedModelError
 from server.model.adapter import TokenRows
 from server.model.gpu.lora import GpuAdapter, adapted_sizes
 from server.model.gpu.runner import TorchRunner
@@ -161,23 +160,19 @@ def _with_tokens(module: Any) -> GpuAdapter:
 
 
 def eight_bits(asked: Asked) -> Iterator[dict[str, Any]]:
-    """`weights: int8` beside weights as they are: how far logprobs are moved (by rounding, so not
+    """`weights: fp8` beside weights as they are: how far logprobs are moved (by rounding, so not
     by much and not by nothing), and a decode step of both."""
     results, seconds = [], []
-    for weights in (None, "int8"):
-        try:
-            module = build(SHAPES[asked.name], asked.device, asked.dtype)
-            runner = _runner(asked, module, weights=weights)
-        except UnsupportedModelError as error:
-            yield {"what": "weights in int8", "shape": asked.name, "skipped": str(error)}
-            return
+    for weights in (None, "fp8"):
+        module = build(SHAPES[asked.name], asked.device, asked.dtype)
+        runner = _runner(asked, module, weights=weights)
         results.append(run(runner, _prompt(asked)).score_logprobs)
         seconds.append(measure(runner, _decoded(asked, None), asked.repeats)[0])
         runner.close()
     apart = float(np.abs(results[0] - results[1]).max())
     bound = apart_bound(torch.bfloat16, float(results[0].std())) * 4
     yield {
-        "what": "weights in int8", "shape": asked.name, "rounding": round(apart, 4),
+        "what": "weights in fp8", "shape": asked.name, "rounding": round(apart, 4),
         "bound": round(bound, 4), "decode_ms": round(1e3 * seconds[1], 4),
         "plain_ms": round(1e3 * seconds[0], 4), "ok": 0 < apart <= bound,
     }  # fmt: skip

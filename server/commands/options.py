@@ -24,10 +24,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TASKS = Path("configs/tasks")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "nf4"]
+WeightsForm = Literal[
+    "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "nf4", "fp8"
+]
 WEIGHTS_HELP = (
     "how a cpu keeps weights: floats, int8, int8-blocks, int4, or as a GGUF has them: file; on "
-    "cuda int8"
+    "cuda fp8"
 )
 OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
 

@@ -234,6 +234,12 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
     keys = _secrets(config)
     tasks = server_tasks(config)
     _check_task_lists(config, tasks)
+    for model in config.models:
+        if "cpu" in model.devices and (model.weights or config.engine.weights) == "fp8":
+            raise ConfigError(
+                f"model {model.name}: weights: fp8 is for cuda; on a CPU int8 and int4 are the "
+                "small ones"
+            )
     check_places(config.models)
     return keys, tasks
 

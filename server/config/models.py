@@ -19,7 +19,7 @@ def _check_model_name(value: str) -> str:
     return value
 
 
-WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file"]
+WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "fp8"]
 
 
 class AdapterConfig(Section):

@@ -214,8 +214,7 @@ class EngineConfig(Section):
         description="how a cpu keeps weights: floats, int8 (one scale an output, but blocks where "
         "activations have outliers), int8-blocks or int4 (a scale for 32 inputs), file (a GGUF's "
         "own numbers); auto: file for a GGUF or a built-in model without merged adapter and dtype, "
-        "else dtype. On cuda the layers' may be int8 (one scale an output, by torchao); auto: "
-        "dtype",
+        "else dtype. On cuda the layers' may be fp8 (one scale an output); auto: dtype",
     )
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"

@@ -34,7 +34,7 @@ class RunnerSpec:
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
     "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file"; on CUDA the layers' are
-    of `dtype` or "int8". max_model_len: None = the model's own limit, or what the KV memory holds
+    of `dtype` or "fp8". max_model_len: None = the model's own limit, or what the KV memory holds
     if that is less. threads:
     CPU threads, None = the cores this process may run on. kv_dtype: what a CPU keeps K and V as:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
@@ -72,7 +72,7 @@ def build_runner(spec: RunnerSpec) -> Runner:
     if spec.weights not in ("auto", *get_args(NarrowForm)):
         raise UnsupportedModelError(
             f"weights: {spec.weights} is for cpu; on {spec.device} they have `dtype`, or 8 bits. "
-            "Nearest that works: `weights: int8`, `dtype: bfloat16`, or `devices: [cpu]` for "
+            "Nearest that works: `weights: fp8`, `dtype: bfloat16`, or `devices: [cpu]` for "
             "this model"
         )
     if spec.kv_dtype != "auto":
@@ -117,6 +117,8 @@ def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
         )
     if spec.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
+    if spec.weights == "fp8":
+        raise ValueError("weights fp8 is for cuda; on a CPU int8 and int4 are the small ones")
     if spec.weights == "auto":
         return "float32" if spec.dtype == "auto" else spec.dtype
     if spec.dtype not in ("auto", spec.weights):
@@ -271,9 +273,9 @@ def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
     """
     import torch
 
-    if narrow is not None and torch.cuda.get_device_capability(device) < (8, 0):
+    if narrow is not None and torch.cuda.get_device_capability(device) < (8, 9):
         raise UnsupportedModelError(
-            f"weights: {narrow} needs compute capability (8, 0), and {device} has "
+            f"weights: {narrow} needs compute capability (8, 9), and {device} has "
             f"{torch.cuda.get_device_capability(device)}. Nearest that works: `weights: auto`"
         )
     torch.cuda.set_device(device)

@@ -163,6 +163,8 @@ def open_base(
     floats. dtype: computed in. Raises ModelError, and ConfigError for a form that is not trained
     over.
     """
+    if form == "fp8":
+        raise ConfigError("--weights fp8 is of CUDA and is not trained over; int8 is the nearest")
     from server.model.gguf_folder import file_folder
     from server.model.loader import build_module, open_model
 

@@ -119,6 +119,7 @@ def test_the_options_that_are_advised_are_there() -> None:
     ("words", "says"),
     [
         (["--model", ""], "--model: it is empty"),
+        (["--weights", "fp8"], "weights: fp8 is for cuda"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_before_anything_is_loaded(

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from server.errors import UnsupportedModelError
 from server.model.families import family_of
 from server.model.gpu import attention as paged
 from server.model.gpu.convolution import replace_convolutions
@@ -139,21 +138,40 @@ def place_attention(body: Any) -> int:
     return len(attending)
 
 
-def narrow_layers(module: nn.Module) -> None:
-    """Keep the layers' weights in 8 bits, by torchao: int8 with a scale for each output, times
-    activations that are rounded to int8 a row at a time (exact sums, as a CPU's `int8`).
+class Float8Linear(nn.Module):
+    """A linear layer in 8 bits: e4m3 with a scale for each output, times rows that are rounded to
+    e4m3 with a scale each, by torch's scaled product (on CUDA cuBLASLt's, which gives bfloat16)."""
 
-    Raises UnsupportedModelError where torchao is not installed.
-    """
-    try:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-    except ImportError as error:
-        raise UnsupportedModelError(
-            f"weights: int8 on a GPU needs the package torchao, which is not here ({error}). "
-            "Nearest that works: `weights: auto`"
-        ) from error
-    quantize_(
-        module,
-        Int8DynamicActivationInt8WeightConfig(),
-        filter_fn=lambda part, name: isinstance(part, nn.Linear) and ".layers." in f".{name}",
-    )
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scales = _in_float8(linear.weight.detach())
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = scales.t()
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] to [..., outputs], in x's dtype."""
+        rows, scales = _in_float8(x.flatten(0, -2))
+        y = torch._scaled_mm(
+            rows, self.weight.t(), scale_a=scales, scale_b=self.scales, out_dtype=torch.bfloat16
+        ).to(x.dtype)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*x.shape[:-1], y.shape[1])
+
+
+def _in_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 like rows [n, k], float32 [n, 1] that each is to be multiplied by)."""
+    wide = rows.float()
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / largest
+    return (wide / scales).to(torch.float8_e4m3fn), scales
+
+
+def narrow_layers(module: nn.Module) -> None:
+    """Put a Float8Linear in the place of every linear layer of a module's layers; sizes that are
+    no multiples of 16, which the product does not take, stay as they are."""
+    for name, part in list(module.named_modules()):
+        is_layer = isinstance(part, nn.Linear) and ".layers." in f".{name}"
+        if is_layer and not (part.in_features % 16 or part.out_features % 16):
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, Float8Linear(part))

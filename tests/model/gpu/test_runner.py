@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError
 from server.model.gpu import attention, graphs
+from server.model.gpu.body import Float8Linear
 from server.model.gpu.device import DeviceMeter
 from server.model.gpu.graphs import GraphKey, pad_to_bucket
 from server.model.gpu.kv_cache import KvCache, bytes_per_block
@@ -520,3 +522,25 @@ def test_a_meter_asks_the_driver_once_a_second(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_runner_on_a_cpu_has_no_device_figures(runner: TorchRunner) -> None:
     assert runner.device_figures() is None
+
+
+def test_layers_in_eight_bits_are_near_and_rounded_once() -> None:
+    """Every layer's product is that of the rounded weight and rows; the head stays in floats."""
+    module: Any = families.build("qwen2")  # has biases
+    linear = module.model.layers[0].self_attn.q_proj
+    x = torch.randn((1, 5, linear.in_features), generator=torch.Generator().manual_seed(2))
+    exact = linear(x).detach()
+    own = Float8Linear(linear).requires_grad_(False)
+    assert torch.equal(own(x)[:, 2:3], own(x[:, 2:3])), "a row's rounding is its own"
+    weight = own.weight.float() * own.scales.t()
+    rows = x[0].abs().amax(1, keepdim=True) / 448
+    rounded = (x[0] / rows).to(torch.float8_e4m3fn).float() * rows
+    want = (rounded @ weight.t()).bfloat16() + linear.bias
+    torch.testing.assert_close(own(x)[0], want, rtol=2**-7, atol=1e-5)
+    assert 0 < float((own(x) - exact).abs().max()) < 0.1 * float(exact.abs().max())
+    made = runner_over(module, weights="fp8")
+    left = [part for part in module.model.modules() if type(part) is torch.nn.Linear]
+    assert all(part.in_features % 16 or part.out_features % 16 for part in left)
+    assert sum(isinstance(part, Float8Linear) for part in module.modules()) > len(left)
+    assert made._head.weight.dtype == torch.float32
+    made.close()
