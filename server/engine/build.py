@@ -119,6 +119,8 @@ class Builder:
     def _new(self, rows: Rows, trees: Trees, num_likely: int, width: int) -> Built:
         """A Batch whose rows and draws are still to be laid."""
         num_items = len(rows.sequences)
+        # With room for the next steps.
+        width = min(self._table.blocks.shape[1], (width // _WIDTH + 1) * _WIDTH)
         items: Int32x2 = np.empty((NUM_ITEM_LINES, num_items), np.int32)
         items[SEAT], items[START], items[NUM] = rows.seats, rows.start, rows.num
         items[MASK] = -1
@@ -150,7 +152,7 @@ class Builder:
             path_start=of_rows[5],
             path_len=of_rows[6],
             path_slots=np.empty(trees.num_path_slots, np.int32),
-            block_tables=np.empty((num_items, self._width(width)), np.int32),
+            block_tables=np.empty((num_items, width), np.int32),
             draw_rows=of_draws[0],
             draw_params=of_draws[1],
             draw_parent=of_draws[2],
@@ -169,11 +171,6 @@ class Builder:
         return Built(
             batch, items, choices, drawing, choices[ITEM].tolist(), scores.scored, of_rows, of_draws
         )
-
-    def _width(self, num_blocks: int) -> int:
-        """Of block tables, with room for the next steps."""
-        longest: int = self._table.blocks.shape[1]
-        return min(longest, (num_blocks // _WIDTH + 1) * _WIDTH)
 
 
 class _Scores:

@@ -126,7 +126,8 @@ class DraftSessions:
             if sequence.is_resting or (sequence.session is None and self.no_draft_reason(sequence)):
                 continue
             try:
-                _opened(sequence).settle()
+                # One that is there knows all tokens, unless it rests.
+                (sequence.session or _opened(sequence)).settle()
             except Exception as error:
                 self.disable(sequence, error)
 

@@ -89,7 +89,7 @@ class StepDrafts:
         for i in drawing.tolist():
             sequence = rows.sequences[i]
             reason = self._sessions.no_draft_reason(sequence)
-            if not reason and self._sessions.begins_blank(sequence):
+            if not (reason or rows.is_plain) and self._sessions.begins_blank(sequence):
                 reason = "prefill"
             sequence.no_draft_reason = reason
             if not reason:
@@ -101,7 +101,8 @@ class StepDrafts:
         num_waiting = self._scheduler.num_awaiting_first
         shape = StepShape(drawing.shape[0], rows.num_rows, mean_len, num_waiting)
         sequences = [rows.sequences[i] for i in places]
-        reasons, ceiling = self._decide(sequences, shape)
+        room = min(self._max_draft_rows, self._scheduler.max_num_batched_tokens - rows.num_rows)
+        reasons, ceiling = self._decide(sequences, shape, room)
         places = [
             i for i, why in zip(places, reasons, strict=True) if self._may_draft(rows, i, why)
         ]
@@ -109,7 +110,7 @@ class StepDrafts:
             self._begin_rest(rows, sequences, shape)
             return Proposed(trees, time.perf_counter() - began)
         asks = [self._sessions.ask(rows.sequences[i]) for i in places]
-        drafts = self._planner.plan(asks, shape, ceiling, self._room(shape))
+        drafts = self._planner.plan(asks, shape, ceiling, room)
         for at, error in drafts.errors:
             self._sessions.disable(rows.sequences[places[at]], error)
         for i, tree, reason in zip(places, drafts.trees, drafts.reasons, strict=True):
@@ -121,16 +122,16 @@ class StepDrafts:
         return Proposed(trees, time.perf_counter() - began, ceiling, num_asked)
 
     def _decide(
-        self, sequences: SequenceOf[Sequence], shape: StepShape
+        self, sequences: SequenceOf[Sequence], shape: StepShape, room: int
     ) -> tuple[SequenceOf[str], int]:
-        """Who is asked. Those that rested are watched first."""
+        """Who is asked. Those that rested are watched first. room: nodes that fit."""
         gain = self._planner.gain
         for sequence in sequences:
             if sequence.is_resting:
                 told = sequence.prompt_len + sequence.num_told
                 gain.watch(sequence.gain_seat, sequence.ids[: sequence.num_tokens], told)
         wanted = sum(s.request.speculation.max_draft_tokens for s in sequences)
-        return gain.ask([s.gain_seat for s in sequences], shape, min(wanted, self._room(shape)))
+        return gain.ask([s.gain_seat for s in sequences], shape, min(wanted, room))
 
     def _may_draft(self, rows: Rows, i: int, why_not: str) -> bool:
         """Whether an item's choice is planned for: it is asked, or a grammar may force tokens."""
@@ -140,11 +141,6 @@ class StepDrafts:
             # Its prompt leaves no room for nodes: the step after it drafts from this one's rows.
             return self._sessions.may_draft(sequence, is_resting=False) and not why_not
         return self._sessions.may_draft(sequence, bool(why_not))
-
-    def _room(self, shape: StepShape) -> int:
-        """Nodes that fit into a step."""
-        room = self._scheduler.max_num_batched_tokens - shape.num_rows
-        return min(self._max_draft_rows, room)
 
     # Most steps of a server with many clients are like the one before and draft nothing. What is
     # known not to pay must not cost a tenth of a millisecond in each of them either.
@@ -177,6 +173,6 @@ class StepDrafts:
         """As much of a tree as gets blocks; drafts never preempt anybody for theirs."""
         num = self._scheduler.reserve_drafts(sequence, len(tree.token_ids))
         if num:
-            return tree.prune(num)
+            return tree if num == len(tree.token_ids) else tree.prune(num)
         sequence.no_draft_reason = "budget"
         return None
