@@ -416,10 +416,10 @@ def _is_mixed(schema: Any) -> bool:
         return True
     if "properties" in schema and ("$ref" in schema or parts is not None):
         return True
+    given = (schema.get(key) for key in ("anyOf", "oneOf"))
+    turns = [turn for turn in given if isinstance(turn, (list, tuple))]
     if "properties" in schema and any(
-        isinstance(part, Mapping) and "$ref" in part
-        for key in ("anyOf", "oneOf")
-        for part in schema.get(key) or ()
+        isinstance(part, Mapping) and "$ref" in part for turn in turns for part in turn
     ):
         return True
     return any(

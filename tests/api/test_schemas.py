@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.api.bodies import validate
@@ -251,6 +251,7 @@ _ANYTHING = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(_KEYWORDS), _ANYTHING, max_size=5), st.booleans())
+@example({"$id": {"properties": None, "oneOf": True}}, True)
 def test_whatever_comes_is_taken_or_refused_in_words(schema: dict[str, Any], lenient: bool) -> None:
     before = json.dumps(schema)
     try:

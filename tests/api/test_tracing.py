@@ -157,6 +157,7 @@ def test_a_collector_that_is_not_there_costs_nothing() -> None:
             for _ in range(20):
                 assert live.post(max_tokens=2).status_code == 200
         assert len(traces.send(Span("x", 1, 2), "")) == 32
+        traces.close()  # its thread would go on, and draw its pauses in the midst of other tests
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
