@@ -183,12 +183,15 @@ class Gain:
         """Whether a scope has had a choice."""
         return key in self._known
 
-    def seat(self, key: Hashable) -> int:
-        """A choice's seat. key: all that tells one scope's drafts from another's."""
+    def seat(self, key: Hashable, *, knows: bool = False) -> int:
+        """A choice's seat. key: all that tells one scope's drafts from another's. knows: whether
+        its drafter knows more than the prompt from the start (a corpus, a prediction): a new scope
+        is then asked at once."""
         row = self._known.get(key)
         if row is None:
             row = self._known[key] = self._scopes.take()
             self._num_seats[row] = 1
+            self._scopes.table[row, [_ACCOUNT, _IS_ASKED]] = MOST * knows, knows
             if len(self._known) > self._capacity:
                 self._forget_one()
         else:

@@ -73,9 +73,10 @@ class DraftSessions:
             self._find_drafter(sequence)
 
     @staticmethod
-    def _scope(sequence: Sequence) -> tuple[str, str, str]:
+    def _scope(sequence: Sequence) -> tuple[str, str, str, bool]:
         request = sequence.request
-        return request.task, request.scope, request.speculation.drafter
+        spec = request.speculation
+        return request.task, request.scope, spec.drafter, bool(spec.prediction_ids)
 
     def _find_drafter(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -84,7 +85,10 @@ class DraftSessions:
             if drafter is None:
                 return
             sequence.drafter, sequence.drafter_name = drafter, drafter.name
-            sequence.gain_seat = self._gain.seat(self._scope(sequence))
+            knows = bool(request.speculation.prediction_ids) or getattr(
+                drafter, "knows_starts", True
+            )
+            sequence.gain_seat = self._gain.seat(self._scope(sequence), knows=knows)
             sequence.is_resting = not self._gain.is_asked(sequence.gain_seat)
             sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
             if sequence.grammar is not None:

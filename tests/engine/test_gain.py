@@ -398,6 +398,13 @@ def test_what_repeats_is_seen_without_an_ask() -> None:
     assert first[0] <= 2 and first[1] >= 6
 
 
+def test_a_scope_whose_drafter_knows_something_is_asked_at_once() -> None:
+    gain = Gain(_line(FIRST_S, ROW_S))
+    knows, new = gain.seat("knows", knows=True), gain.seat("new")
+    assert gain.is_asked(knows) and not gain.is_asked(new)
+    assert gain.ask([knows, new], _alone(2), 64)[0] == ["", "cooldown"]
+
+
 def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> None:
     gain = Gain(_line(FIRST_S, ROW_S), capacity=2)
     first, second = gain.seat("a"), gain.seat("b")
