@@ -117,7 +117,8 @@ class CostTable:
         self._row_list: list[float] = self._rows.tolist()
         octaves = np.log2(self._rows)
         near = np.exp(-np.abs(octaves[:, None] - octaves))
-        further = 1.0 - self._raw[0] / self._raw  # of a step, what is not its first row
+        # Of a step, what is not its first row: nothing where a busy machine made that one slower.
+        further = np.maximum(0.0, 1.0 - self._raw[0] / self._raw)
         wrong = 1.0 + np.outer(further, further) + SHAPE**2 * near
         self._off = Filter(np.zeros(len(rows)), DOUBT**2 * wrong, DRIFT**2 * wrong)
         self._settle()

@@ -120,6 +120,14 @@ def _after(table: CostTable, true: CostTable, rows: list[int], num_steps: int) -
     return (table.cost(3) - table.cost(1)) / (true.cost(3) - true.cost(1))
 
 
+def test_a_first_row_that_a_busy_machine_made_slow_is_corrected() -> None:
+    table = CostTable([1, 2, 4, 8, 16], [1.0, 1e-9, 1e-9, 1e-9, 0.02])
+    for _ in range(200):
+        table.observe(1, 0.0, 0.005)
+        table.observe(16, 0.0, 0.03)
+    assert table.cost(1) < 0.02 and table.cost(16) == pytest.approx(0.03, rel=0.5)
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_table_that_is_wrong_by_two_is_right_after_a_few_steps(factor: float) -> None:
     true = _line(0.003, 0.0005)
