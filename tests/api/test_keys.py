@@ -190,6 +190,16 @@ def test_a_closed_name_looks_like_one_that_is_not_there(server: LiveServer) -> N
         server.openai("sk-sql").completions.create(model="summary", prompt="x")
 
 
+def test_a_404_tells_the_names_that_the_key_may_use(server: LiveServer) -> None:
+    def told(secret: str, model: str) -> str:
+        return str(ask(server, secret, model).json()["error"]["message"])
+
+    assert told("sk-all", "gpt-9").endswith(" There are: tiny, sql, summary, completion.")
+    assert told("sk-sql", "gpt-9").endswith(" There are: sql.")
+    assert told("sk-all", "summarry").endswith(" Did you mean summary?")
+    assert told("sk-sql", "summarry").endswith(" There are: sql.")
+
+
 def test_tenants_share_no_prefix(server: LiveServer, engine: ScriptedEngine) -> None:
     engine.submitted.clear()
     for secret in ("sk-all", "sk-other", "sk-all"):
