@@ -45,6 +45,7 @@ class Connection(HttpToolsProtocol):
     max_header_bytes: of the request line and headers. header_timeout_s: for them to be complete,
     from the connection's start or a request's first byte. send_timeout_s: how long a client may
     leave its answer unread. on_refused: called with (status, code) of each refusal made here.
+    is_leaving: whether answers end their connection, so that clients come back elsewhere.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Connection(HttpToolsProtocol):
         header_timeout_s: float = 15.0,
         send_timeout_s: float = 60.0,
         on_refused: Callable[[int, str], None] = lambda status, code: None,
+        is_leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = _parser_log
@@ -65,6 +67,7 @@ class Connection(HttpToolsProtocol):
         self._header_timeout_s = header_timeout_s
         self._send_timeout_s = send_timeout_s
         self._on_refused = on_refused
+        self._is_leaving = is_leaving
         self._in_head = True  # a request's head is awaited or being read
         self._num_head_bytes = 0
         self._num_extra_bytes = 0  # of chunk sizes, chunk extensions and trailers
@@ -115,6 +118,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = self._num_extra_bytes = 0
         self._stop_head_timer()
         super().on_headers_complete()
+        if self._is_leaving() and self.cycle is not None:
+            self.cycle.keep_alive = False
         self._open = [cycle for cycle in self._open if not cycle.response_complete]
         self._open.append(self.cycle)
 

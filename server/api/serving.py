@@ -34,6 +34,7 @@ from server.errors import ConfigError, TailorError
 log = logging.getLogger("tailor.server")
 
 _T = TypeVar("_T")
+_LOOK_S = 0.05
 
 
 def run_loop(main: Coroutine[Any, Any, _T]) -> _T:
@@ -152,6 +153,7 @@ async def serve(
     port: int = 8000,
     sockets: Sequence[socket.socket] | None = None,
     certificate: tuple[str, str | None] | None = None,
+    leave_s: Callable[[], float] = lambda: 0.0,
     on_ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> int:
@@ -160,17 +162,21 @@ async def serve(
     limits: drain_s, and of each connection (see server.api.connection) max_header_bytes,
     header_timeout_s and send_timeout_s. sockets: listening sockets to use instead of host and port.
     certificate: files of a chain and its key, for HTTPS (check_certificate).
+    leave_s: asked when the server is told to end: for how many seconds it goes on to serve the
+    connections that are open, because others listen on its port; it takes no new ones then.
     on_ready: called once with the port, when everything is loaded. stop: ends the server like
     SIGTERM (tests; where signals cannot be caught). A second SIGTERM or SIGINT ends the drain.
 
-    On the first signal /ready turns 503 and new completions are refused with 503, while open ones
-    go on for up to drain_s seconds; then they are aborted with an error, the engines are stopped
-    and the status is 0. When no engine is left and none will be restarted, the status is 1.
+    On the first signal /ready turns 503 and new completions are refused with 503, each answer ends
+    its connection, and open ones go on for up to drain_s seconds; then they are aborted with an
+    error, the engines are stopped and the status is 0. When no engine is left and none will be
+    restarted, the status is 1.
     SIGHUP reloads the tasks; when the terminal was closed, it ends the server.
     """
     limits = limits or LimitsConfig()
-    server = _Server(_uvicorn_config(app, client, limits, host, port, certificate))
-    signals = _Signals(app, stop or asyncio.Event())
+    stop = stop or asyncio.Event()
+    server = _Server(_uvicorn_config(app, client, limits, host, port, certificate, stop))
+    signals = _Signals(app, stop)
     signals.catch()
     await client.start()
     running = asyncio.create_task(server.serve(list(sockets) if sockets else None))
@@ -182,6 +188,7 @@ async def serve(
     try:
         await asyncio.wait({running, *tasks[:2]}, return_when=asyncio.FIRST_COMPLETED)
         if signals.stop.is_set() and not client.gave_up.is_set():
+            await _leave(server, leave_s())
             await _drain(client, limits.drain_s, signals.hurry)
         gave_up = client.gave_up.is_set()
         await client.stop()
@@ -202,6 +209,7 @@ def _uvicorn_config(
     host: str,
     port: int,
     certificate: tuple[str, str | None] | None,
+    stop: asyncio.Event,
 ) -> uvicorn.Config:
     chain, key = certificate or (None, None)
     connection: Any = functools.partial(
@@ -210,6 +218,7 @@ def _uvicorn_config(
         header_timeout_s=limits.header_timeout_s,
         send_timeout_s=limits.send_timeout_s,
         on_refused=functools.partial(client.metrics.count_response, "other"),
+        is_leaving=stop.is_set,
     )
     return uvicorn.Config(
         app,
@@ -226,6 +235,18 @@ def _uvicorn_config(
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
     )
+
+
+async def _leave(server: uvicorn.Server, seconds: float) -> None:
+    """Take no new connections; return when those that are open have ended, or after so long."""
+    if seconds <= 0.0:
+        return
+    for listening in server.servers:
+        listening.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while server.server_state.connections:
+                await asyncio.sleep(_LOOK_S)
 
 
 async def _drain(client: EngineClient, drain_s: float, hurry: asyncio.Event) -> None:

@@ -272,11 +272,10 @@ class IngressDeployment:
             ports.append(cluster.ingress.own_ports + rank)
             requests_only = ports[-1] if rank > 0 else None
         self._ingress = await _ingress(parts, cluster, desk, engines, requests_only)
+        await self._ingress.start(_READY_S)
+        # Only now: from here on the kernel gives it connections of the port that all share.
         listeners = [listen(place.host, port, is_shared=True) for port in ports]
         self._serving = asyncio.create_task(self._ingress.run(*listeners))
-        with contextlib.suppress(TimeoutError):  # a model that sleeps has no engine yet
-            async with asyncio.timeout(_READY_S):
-                await self._ingress.client.wait_ready()
 
     def check_health(self) -> None:
         """Raises when it no longer listens."""
@@ -285,7 +284,8 @@ class IngressDeployment:
 
     async def __del__(self) -> None:
         if hasattr(self, "_serving"):
-            self._ingress.stop(self._drain_s[await self._fleet_ends()])
+            ends = await self._fleet_ends()
+            self._ingress.stop(self._drain_s[ends], is_replaced=not ends)
             await self._serving
 
     async def _fleet_ends(self) -> bool:
@@ -407,6 +407,7 @@ def _engines(
 ) -> Application:
     """The engine replicas of one model."""
     replicas, routing = cluster.replicas_of(model), cluster.routing
+    scales = replicas.most != replicas.min
     options: dict[str, Any] = {}
     if routing.policy == "tasks":
         options["request_router_config"] = RequestRouterConfig(
@@ -418,10 +419,10 @@ def _engines(
             },
             request_routing_stats_period_s=1.0,
         )
-    if replicas.most == replicas.min:
-        options["num_replicas"] = replicas.min
-    else:
+    if scales:
         options["autoscaling_config"] = _scaling(replicas)
+    else:
+        options["num_replicas"] = replicas.min
     engine = serve.deployment(
         EngineDeployment,
         name="engine-" + re.sub(r"[^A-Za-z0-9._-]", "-", model),
@@ -438,7 +439,8 @@ def _engines(
         max_surge_percent=replicas.surge_percent,
         **options,
     )
-    told = (parts.engine_version(model), replicas.num_cpus, replicas.num_gpus)
+    # Replicas that began without an autoscaler tell it nothing.
+    told = (parts.engine_version(model), replicas.num_cpus, replicas.num_gpus, scales)
     return _versioned(engine, *told, routing.max_messages_per_s).bind(
         parts, model, replicas, routing.max_messages_per_s, desk
     )

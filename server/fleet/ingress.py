@@ -78,6 +78,7 @@ class IngressApp:
                     front.task_admin, others.desk, others.ingress_id, front.forget
                 )
         self._stop = asyncio.Event()
+        self._leave_s = 0.0
         self._metrics = FleetMetrics(vllm_aliases=config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
         self.client = EngineClient(
@@ -123,6 +124,13 @@ class IngressApp:
             finally:
                 await self.client.stop()
 
+    async def start(self, timeout_s: float) -> None:
+        """Return when the fleet has told its models, or after so long: one that sleeps has none."""
+        await self.client.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.client.wait_ready()
+
     async def run(self, *listeners: socket.socket) -> None:
         """Serve, with a single server's bounds on connections, until `stop`, and then drain."""
         async with self._beside():
@@ -132,11 +140,17 @@ class IngressApp:
                 limits=self._config.limits.model_copy(update={"drain_s": _DRAIN_S}),
                 sockets=listeners,
                 certificate=self._config.listen.certificate,
+                leave_s=lambda: self._leave_s,
                 stop=self._stop,
             )
 
-    def stop(self, drain_s: float) -> None:
-        """End `run`: /ready turns 503, what is open goes on for so many seconds. On the loop."""
+    def stop(self, drain_s: float, *, is_replaced: bool) -> None:
+        """End `run`: what is open goes on for so many seconds. On the loop.
+
+        is_replaced: others listen on the port. Then the connections that are open are served until
+        they end, each after one answer more; else /ready turns 503 and new requests are refused.
+        """
+        self._leave_s = drain_s if is_replaced else 0.0
         self._stop.set()
         error = DrainingError("The server is shutting down.")
         asyncio.get_running_loop().call_later(drain_s, self.client.abort_all, error)

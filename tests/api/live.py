@@ -80,6 +80,7 @@ class LiveServer:
         drafters: Sequence[str] = DRAFTERS,
         max_model_len: int = 256,
         drain_s: float = 5.0,
+        leave_s: float = 0.0,
         task_admin: TaskAdmin | None = None,
         traces: TraceSink | None = None,
     ) -> None:
@@ -95,6 +96,7 @@ class LiveServer:
         self.restart = restart or RestartPolicy(first_delay_s=0.05, max_delay_s=0.1)
         self.drafters = drafters
         self.drain_s = drain_s
+        self.leave_s = leave_s
         self.task_admin = task_admin
         self.traces = traces
         self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
@@ -149,6 +151,7 @@ class LiveServer:
             limits=limits.model_copy(update={"drain_s": self.drain_s}),
             sockets=[self._socket],
             certificate=self.config.listen.certificate,
+            leave_s=lambda: self.leave_s,
             stop=self._stop,
         )
 

@@ -30,7 +30,7 @@ from server.config import LimitsConfig, ServerConfig
 from server.errors import NoEngineError
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
-from tests.api.live import LiveServer, encode, wait_until
+from tests.api.live import LiveServer, as_bytes, encode, wait_until
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 
 IDS = encode(" over the lazy dog")
@@ -586,3 +586,17 @@ def test_two_servers_in_one_process_share_no_series() -> None:
         a.post(max_tokens=5)
         assert a.sample("tailor_generation_tokens_total") == 5
         assert b.sample("tailor_generation_tokens_total") == 0
+
+
+def test_a_server_that_is_replaced_serves_its_connections_and_ends_each_with_an_answer() -> None:
+    with LiveServer([ScriptedEngine(saying(as_bytes("abcdefgh")))], leave_s=30.0) as live:
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 8}
+        with httpx.Client(base_url=live.url) as kept:
+            first = kept.post("/v1/completions", json=body)
+            assert first.status_code == 200 and "connection" not in first.headers
+            live._loop.call_soon_threadsafe(live._stop.set)
+            wait_until(lambda: not live._answers("/ready"))  # it takes no new connection
+            last = kept.post("/v1/completions", json=body)
+            assert (last.status_code, last.headers["connection"]) == (200, "close")
+        wait_until(lambda: not live._thread.is_alive())  # and ends when it has none
+        assert live.status == 0

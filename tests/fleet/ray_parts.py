@@ -98,7 +98,7 @@ class FakeParts:
         return Sharing(self.shared, numbers, BuilderNumbers(), publish_s=0.2)
 
     def ingress_version(self) -> str:
-        return version_of(self.server.model_dump_json())
+        return version_of(self.server.model_dump_json(), self.weights)
 
     def engine_version(self, model: str) -> str:
         return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights, self.text)

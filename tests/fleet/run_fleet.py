@@ -112,6 +112,11 @@ def main() -> None:
                     _take_away()
                     fleet.update(cluster, parts)
                     _say("READY")
+                elif command == "become":
+                    asked = _parser().parse_args([str(options.port), *shlex.split(rest)])
+                    cluster, parts = _fleet_of(asked, address)
+                    fleet.update(cluster, parts)
+                    _say("BECAME")
                 elif command == "update":
                     parts = replace(parts, weights=parts.weights + 1)
                     fleet.update(cluster, parts)

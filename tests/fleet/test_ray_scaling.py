@@ -44,6 +44,15 @@ def _ask(fleet: FleetProcess, i: int = 0, max_tokens: int = 8) -> Any:
     return response.json()["choices"]
 
 
+def test_an_update_switches_scaling_off_and_on(fleet: FleetProcess) -> None:
+    fleet.ask("become --replicas 1 --step-s 0.03", "BECAME", 120.0)
+    first = _ask(fleet)
+    _wait(lambda: _num_engines(fleet) == 1)
+    fleet.ask("become --least 0 --replicas 2 --step-s 0.03", "BECAME", 120.0)
+    _wait(lambda: _num_engines(fleet) == 0)
+    assert _ask(fleet) == first
+
+
 def test_a_model_sleeps_wakes_and_grows(fleet: FleetProcess) -> None:
     first = _ask(fleet)
     _wait(lambda: _num_engines(fleet) == 0)

@@ -30,12 +30,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
         yield running
 
 
-def _ask(fleet: FleetProcess, task: str = "task-1", prompt: str = "the quick") -> dict[str, Any]:
+def _ask(
+    fleet: FleetProcess,
+    task: str = "task-1",
+    prompt: str = "the quick",
+    client: httpx.Client | None = None,
+) -> dict[str, Any]:
     body = {
         "model": task, "prompt": prompt, "max_tokens": 40, "temperature": 0.0,
         "ignore_eos": True, "include_speculation": True,
     }  # fmt: skip
-    response = httpx.post(fleet.url + "/v1/completions", json=body, timeout=60)
+    post = httpx.post if client is None else client.post
+    response = post(fleet.url + "/v1/completions", json=body, timeout=60)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -71,22 +77,27 @@ def test_what_a_replica_learned_is_drafted_where_it_is_replaced(fleet: FleetProc
 
 
 def test_an_update_loses_no_request(fleet: FleetProcess) -> None:
-    wanted = {i: _ask(fleet, f"task-{i}", f"it {i}")["choices"] for i in range(6)}
+    """Engines and ingresses are replaced. Half of the clients keep their connections."""
+    wanted = {i: _ask(fleet, f"task-{i}", f"it {i}")["choices"] for i in range(8)}
     stop = threading.Event()
     num_asked: list[int] = []
 
     def go_on(i: int) -> None:
-        while not stop.is_set():
-            assert _ask(fleet, f"task-{i}", f"it {i}")["choices"] == wanted[i]
-            num_asked.append(i)
+        with httpx.Client(timeout=60) as kept:
+            while not stop.is_set():
+                answer = _ask(fleet, f"task-{i}", f"it {i}", kept if i % 2 else None)
+                assert answer["choices"] == wanted[i]
+                num_asked.append(i)
 
-    with ThreadPoolExecutor(6) as threads:
-        running = [threads.submit(go_on, i) for i in range(6)]
-        _wait(lambda: len(num_asked) > 12)
-        fleet.ask("update", "UPDATED", timeout_s=120)
-        before = len(num_asked)
-        _wait(lambda: len(num_asked) > before + 12)
-        stop.set()
+    with ThreadPoolExecutor(8) as threads:
+        running = [threads.submit(go_on, i) for i in range(8)]
+        try:
+            _wait(lambda: len(num_asked) > 12)
+            fleet.ask("update", "UPDATED", timeout_s=120)
+            before = len(num_asked)
+            _wait(lambda: len(num_asked) > before + 12)
+        finally:
+            stop.set()
         for thread in running:
             thread.result(60)
     status = fleet.ask("status", "STATUS")

@@ -115,7 +115,9 @@ class Supervisor:
     # --- life ---
 
     async def start(self) -> None:
-        """Start every engine in the background and return at once."""
+        """Start every engine in the background and return at once. Idempotent."""
+        if self._tasks:
+            return
         for slot in self.slots:
             self._metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
             self._spawn(self._launch(slot, 0.0))
