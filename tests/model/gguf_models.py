@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -408,8 +408,7 @@ def named_tensors(
     for name, tensor in module.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             written = names.get_name(rename(name), try_suffixes=(".weight", ".bias"))
-            assert written is not None
-            yield name, written, tensor.numpy().copy()
+            yield name, cast("str", written), tensor.numpy().copy()
 
 
 def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], form: str) -> None:

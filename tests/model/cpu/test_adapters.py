@@ -73,7 +73,7 @@ def step(
     """Log-softmax of the rows, over the ids that each has. adapters: a place a sequence."""
     batch = builder.build()
     of_seq = [-1] * len(builder.tables) if adapters is None else list(adapters)
-    num = [V + NEW * (of_seq[builder.rows[r][3]] == 1) for r in rows]
+    num = [V + NEW * (of_seq[builder.rows[r][2]] == 1) for r in rows]
     for row, top in zip(rows, num, strict=True):
         builder.score(row, 0, top)
     batch = builder.build()
