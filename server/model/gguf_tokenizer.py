@@ -60,6 +60,8 @@ def gguf_fields(index: GgufIndex) -> dict[str, Any]:
         if values.shape[0] != len(tokens) or not np.isfinite(values).all():
             raise wrong(f"{_PREFIX}{name} does not fit its {len(tokens)} tokens")
         found[name] = values.tolist()
+    if found.get("model") == "llama" and not (_is_gemma(found) or "scores" in found):
+        raise wrong(f"it lacks {_PREFIX}scores")
     for key in [key for key in found if key.endswith("_token_id")]:
         if not isinstance(found[key], int) or not 0 <= found[key] < len(tokens):
             if key not in _SPARE:
@@ -175,8 +177,7 @@ def _sentencepiece(fields: Fields) -> dict[str, Any]:
     """The parts of tokenizer.json for SentencePiece's BPE."""
     tokens = _spelled(fields)
     vocab = {token: i for i, token in enumerate(tokens)}
-    is_gemma = str(fields.get("architecture")).startswith("gemma")
-    # Gemma's scores do not follow its merges; the order of its tokens does.
+    is_gemma = _is_gemma(fields)
     ranks = [-i for i in range(len(tokens))] if is_gemma else fields["scores"]
     merges = _merges(vocab, dict(zip(tokens, ranks, strict=True)))
     unknown = fields.get("unknown_token_id")
@@ -227,6 +228,11 @@ def _bpe(
         "vocab": vocab,
         "merges": merges,
     }
+
+
+def _is_gemma(fields: Fields) -> bool:
+    """Whether scores do not follow the merges, as in Gemma: there the order of the tokens does."""
+    return str(fields.get("architecture")).startswith("gemma")
 
 
 def _merges(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:

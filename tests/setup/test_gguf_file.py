@@ -21,6 +21,7 @@ from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import cached_file_folder, file_folder, gguf_of
 from server.model.gguf_index import GgufIndex
+from server.model.gguf_tokenizer import gguf_fields
 from server.model.loader import open_model
 from server.model.scoring import Text, score
 from server.types import EngineSizes
@@ -221,3 +222,23 @@ def test_what_is_no_whole_file_says_so(
     broken.write_bytes(change(model.read_bytes()))
     with pytest.raises(ModelError, match=words):
         GgufIndex(broken)
+
+
+@pytest.mark.parametrize(("architecture", "is_read"), [("llama", False), ("gemma3", True)])
+def test_sentencepiece_needs_scores_but_in_gemma(
+    architecture: str, is_read: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.gguf"
+    writer = gguf.GGUFWriter(str(file), architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_tensor("token_embd.weight", np.zeros((3, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if is_read:
+        assert gguf_fields(GgufIndex(file))["tokens"] == ["a", "b", "ab"]
+    else:
+        with pytest.raises(ModelError, match=r"it lacks tokenizer\.ggml\.scores"):
+            gguf_fields(GgufIndex(file))
