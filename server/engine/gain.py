@@ -31,21 +31,24 @@ for a ratio). mu leaves rows of prompts out, so a step that is slow because of t
 nodes look cheap. A request that waits for its first token counts in mu as one more choice: a longer
 step makes it wait, and it gains nothing from drafts.
 
-This module computes with numbers only: no clock, no runner, no session.
+This module computes with numbers only: no clock, no runner, no session. Its loops over seats,
+parts of claims and nodes are compiled (drafters/jit.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.step_times import CostTable, Float64, HostTimes
-
-Int32 = npt.NDArray[np.int32]
+from drafters.arrays import Float64, Float64x2, Int32, Int64
+from drafters.jit import compiled, entry, inlined
+from server.engine.step_times import CostTable, HostTimes, seconds_of
 
 SHARE = 0.0075
 """Of a scope's plain decoding, what it may lose to find out whether drafts pay: less than the one
@@ -92,7 +95,7 @@ REST = 4
 
 _PARTS = len(EDGES) + 1
 _DEPTH = 3  # nodes of a path that is watched
-_MIDDLES = np.convolve((0.0, *EDGES, 1.0), (0.5, 0.5), "valid")
+_MIDDLES = tuple(0.5 * (low + high) for low, high in pairwise((0.0, *EDGES, 1.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +135,270 @@ class _Rows:
 # watched: how many, those that stood behind two ids that were known, and with how many of them
 # that token, the two and the three from there on were repeated. Of asks: how many, and of each part
 # of claims the nodes offered, tokens claimed by nodes that were verified, tokens that came of them.
-_ACCOUNT, _IS_ASKED, _SEEN, _KNOWN = 0, 1, 2, 3
-_REPEATED = slice(4, 4 + _DEPTH)
-_PLAIN = slice(_SEEN, _REPEATED.stop)
-_ASKS = _REPEATED.stop
-_EVIDENCE = slice(_ASKS, None)
-_OFFERED, _CLAIMED, _CAME = (
-    slice(_ASKS + 1 + i * _PARTS, _ASKS + 1 + (i + 1) * _PARTS) for i in range(3)
-)
+_ACCOUNT, _IS_ASKED, _SEEN, _KNOWN, _REPEATED = range(5)
+_ASKS = _REPEATED + _DEPTH
+_OFFERED = _ASKS + 1
+_CLAIMED, _CAME, _NUM_COLUMNS = (_OFFERED + i * _PARTS for i in (1, 2, 3))
 # Columns of a seat: its scope's row; ids that it was watched for; tokens that its own drafts were
 # expected to bring, and brought.
 _SCOPE, _WATCHED, _OWN_CLAIMED, _OWN_CAME = 0, 1, 2, 3
+
+
+@inlined
+def _part(claim: float) -> int:
+    """The part of claims that a claim lies in."""
+    part = 0
+    for edge in EDGES:
+        part += claim > edge
+    return part
+
+
+@inlined
+def _trust(scopes: Float64x2, row: int, part: int) -> float:
+    """Tokens that come for a claimed one."""
+    came = scopes[row, _CAME + part] + PRIOR * TRUST
+    return float(min(came / (scopes[row, _CLAIMED + part] + PRIOR), 1.0 / _MIDDLES[part]))
+
+
+@inlined
+def _own_trust(seats: Float64x2, seat: int) -> float:
+    """Of an answer's own drafts, beside its scope's."""
+    return float(min(1.0, (seats[seat, _OWN_CAME] + PRIOR) / (seats[seat, _OWN_CLAIMED] + PRIOR)))
+
+
+@inlined
+def _num_came(scopes: Float64x2, row: int) -> float:
+    """Tokens of a scope's asks that came of nodes."""
+    came = 0.0
+    for part in range(_PARTS):
+        came += scopes[row, _CAME + part]
+    return came
+
+
+@inlined
+def _fade(scopes: Float64x2, row: int, share: float) -> None:
+    """Keep this share of what asks have told."""
+    for column in range(_ASKS, _NUM_COLUMNS):
+        scopes[row, column] *= share
+
+
+@entry
+@compiled
+def likely_nodes(scopes: Float64x2, seats: Float64x2, asked: Int64) -> float:
+    """Nodes that come true if these seats are asked."""
+    likely = 0.0
+    for i in range(asked.shape[0]):
+        row = int(seats[asked[i], _SCOPE])
+        likely += _num_came(scopes, row) / max(scopes[row, _ASKS], 1.0)
+    return likely
+
+
+@entry
+@compiled
+def weigh(
+    scopes: Float64x2,
+    seats: Float64x2,
+    asked: Int64,
+    prices: tuple[float, float, float, float],
+    has_room: bool,
+    verdicts: Float64x2,
+) -> int:
+    """Decide which of these seats are asked, and book it; returns how many are.
+
+    prices: see Gain._prices. has_room: whether any node could pay. verdicts: float64 [seats, 3],
+    written: 1 where a seat is asked and else 0; 1 where it would be, if there is room; and what an
+    ask may lose, in asks.
+    """
+    token_s, ask_s, node_s, worth = prices
+    price = node_s / token_s
+    for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
+        row = int(seats[asked[i], _SCOPE])
+        asks = max(scopes[row, _ASKS], 1e-3)
+        offered = 0.0
+        for part in range(_PARTS):
+            offered += scopes[row, _OFFERED + part]
+        # No more than may be taken (`choose`): what was claimed of more is not known to be true.
+        taken = min(1.0, (1.0 + _num_came(scopes, row)) / max(1.0, offered / asks)) / asks
+        own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
+        for part in range(_PARTS):
+            supply = scopes[row, _OFFERED + part] * taken
+            chance = _trust(scopes, row, part) * _MIDDLES[part] * own
+            drafted += supply * max(0.0, chance * worth - price)
+            came += supply * chance
+        known, seen, repeated = scopes[row, _KNOWN], scopes[row, _SEEN], 0.0
+        for depth in range(_DEPTH):
+            chance = scopes[row, _REPEATED + depth] / max(known, 1e-3)
+            repeated += max(0.0, chance * worth - price)
+        repeated *= known / max(seen, 1.0)
+        value = (asks * drafted + repeated) / (asks + 1.0) - ask_s / token_s
+        doubt = math.sqrt((came + DOUBT) / asks)
+        sure = SURE * math.sqrt((came + repeated + DOUBT) / (asks + seen))
+        verdicts[i, 0] = value > doubt
+        verdicts[i, 1] = value + doubt > 0.0
+        # What one may lose at most, if its nodes are worth their rows.
+        verdicts[i, 2] = min(max((sure - value) * (token_s / ask_s), 0.0), 1.0)
+    num_asked = 0
+    for i in range(asked.shape[0]):
+        row = int(seats[asked[i], _SCOPE])
+        account = min(scopes[row, _ACCOUNT] + SHARE * token_s / ask_s, MOST)
+        loss = verdicts[i, 2]
+        would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= loss)
+        is_asked = has_room and would_be
+        if is_asked:
+            account -= loss
+            num_asked += 1
+        else:
+            _fade(scopes, row, 1.0 - 1.0 / IDLE)
+        scopes[row, _ACCOUNT], scopes[row, _IS_ASKED] = account, would_be
+        verdicts[i, 0], verdicts[i, 1] = is_asked, would_be
+    return num_asked
+
+
+@entry
+@compiled
+def rest(
+    scopes: Float64x2, seats: Float64x2, resting: Int64, income: float, num_steps: int
+) -> None:
+    """Book steps that these seats rested. income: of all of them, in asks."""
+    share = (1.0 - 1.0 / IDLE) ** num_steps
+    for i in range(resting.shape[0]):
+        row = int(seats[resting[i], _SCOPE])
+        scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + income, MOST)
+        _fade(scopes, row, share)
+
+
+@entry
+@compiled
+def expect(
+    scopes: Float64x2,
+    seats: Float64x2,
+    heard: Int64,
+    sizes: Int64,
+    certain: Int64,
+    chances: Float64,
+    owners: Int64,
+) -> None:
+    """Make chances of claims. heard: the seats. sizes, certain: int64 [seats], nodes of each tree,
+    and its first ones that a grammar forces. chances: float64 [nodes], written over the claims.
+    owners: int64 [nodes], written: the tree of each."""
+    node = 0
+    for tree in range(heard.shape[0]):
+        row, own = int(seats[heard[tree], _SCOPE]), _own_trust(seats, heard[tree])
+        for place in range(sizes[tree]):
+            claim = chances[node]
+            chances[node] = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
+            if place < certain[tree]:
+                chances[node] = 1.0
+            owners[node] = tree
+            node += 1
+
+
+@entry
+@compiled
+def limit(
+    scopes: Float64x2,
+    seats: Float64x2,
+    heard: Int64,
+    certain: Int64,
+    owners: Int64,
+    order: Int64,
+    taken: Int64,
+) -> int:
+    """Leave those nodes in `order` that their scopes may have, at its begin; returns how many.
+
+    A scope of which little came true yet has few nodes: 1, and one for each that did, beside the
+    certain ones. order: int64 [nodes], by descending chance. taken: int64 [seats], zeros, written.
+    """
+    num = 0
+    for i in range(order.shape[0]):
+        tree = owners[order[i]]
+        came = _num_came(scopes, int(seats[heard[tree], _SCOPE]))
+        if taken[tree] < int(1.0 + came) + certain[tree]:
+            order[num] = order[i]
+            taken[tree] += 1
+            num += 1
+    return num
+
+
+@entry
+@compiled
+def best_number(
+    ranked: Float64,
+    curve: tuple[Float64, Float64],
+    times: tuple[float, float, float],
+    num_draws: int,
+    num_rows: int,
+    num_waiting: int,
+) -> int:
+    """The best number of nodes. ranked: chances in descending order. curve: see CostTable. times:
+    seconds of a node beside its row, and of the host in a plain step; what a token saves, 0..1."""
+    node_s, host_s, worth = times
+    (rows, seconds), num_nodes = curve, ranked.shape[0]
+    gains, rates = np.zeros(num_nodes + 1), np.empty(num_nodes + 1)
+    best = 0
+    for num in range(num_nodes + 1):
+        if num:
+            gains[num] = gains[num - 1] + ranked[num - 1] * worth
+        draws = float(num_draws + num)
+        step_s = seconds_of(rows, seconds, draws) + node_s * draws + host_s
+        rates[num] = (gains[num] + num_draws) / step_s
+        if rates[num] > rates[best]:  # ties: the fewest nodes
+            best = num
+    if num_draws > 1:
+        near = NEAR_BEST * rates[best]
+        best = 0
+        while rates[best] < near:
+            best += 1
+    if num_rows == num_draws and num_waiting == 0:
+        return best
+    # Who waits for a first token loses as much by a longer step as one that decodes.
+    price = rates[best] * (num_draws + num_waiting) / num_draws
+    plain_s, most = seconds_of(rows, seconds, float(num_rows)), 0.0
+    best = 0
+    for num in range(1, num_nodes + 1):
+        more_s = seconds_of(rows, seconds, float(num_rows + num)) + node_s * num - plain_s
+        if gains[num] - price * more_s > most:
+            best, most = num, gains[num] - price * more_s
+    return best
+
+
+@entry
+@compiled
+def note_ask(scopes: Float64x2, seats: Float64x2, seat: int, claims: Float64) -> None:
+    """Book an ask that brought nodes with these claims."""
+    row = int(seats[seat, _SCOPE])
+    _fade(scopes, row, 1.0 - 1.0 / MEMORY)
+    scopes[row, _ASKS] += 1.0
+    for i in range(claims.shape[0]):
+        scopes[row, _OFFERED + _part(claims[i])] += 1.0
+
+
+@entry
+@compiled
+def note_drafts(
+    scopes: Float64x2,
+    seats: Float64x2,
+    seat: int,
+    claims: Float64,
+    accepted: Int64,
+    in_asks: tuple[float, float],
+) -> None:
+    """Book nodes with these claims that were verified. accepted: indexes of those that came true.
+    in_asks: what a token saves and a node takes."""
+    row = int(seats[seat, _SCOPE])
+    for i in range(claims.shape[0]):
+        scopes[row, _CLAIMED + _part(claims[i])] += claims[i]
+    for i in range(accepted.shape[0]):
+        scopes[row, _CAME + _part(claims[accepted[i]])] += 1.0
+    expected = 0.0
+    for i in range(claims.shape[0]):
+        expected += claims[i] * _trust(scopes, row, _part(claims[i]))
+    share = 1.0 - 1.0 / MEMORY
+    seats[seat, _OWN_CLAIMED] = seats[seat, _OWN_CLAIMED] * share + expected
+    seats[seat, _OWN_CAME] = seats[seat, _OWN_CAME] * share + accepted.shape[0]
+    token, node = in_asks
+    account = scopes[row, _ACCOUNT] + token * accepted.shape[0] - node * claims.shape[0]
+    scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
 
 
 def repeats(ids: Int32, start: int) -> npt.NDArray[np.int8]:
@@ -172,7 +428,7 @@ class Gain:
         self.host = HostTimes(0.0 if cost is None else cost.cost(1))
         self._capacity = capacity
         self._in_asks = 0.0, 0.0  # what a token saves and a node takes, at the last step
-        self._scopes = _Rows(_CAME.stop)
+        self._scopes = _Rows(_NUM_COLUMNS)
         self._seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
         self._num_seats: dict[int, int] = {}  # by scope's row
@@ -222,45 +478,14 @@ class Gain:
         were accepted (0 where nobody is asked). room: nodes that fit. Called once a step."""
         if self.cost is None:
             return ["" if room > 0 else "budget"] * len(seats), max(0, room)
-        own = self._seats.table[seats]
-        rows = own[:, _SCOPE].astype(np.intp)
-        scopes = self._scopes.table[rows]
-        token_s, ask_s, node_s, worth = self._prices(shape, scopes)
-        trust = self._own_trust(own)
-        price = node_s / token_s
+        asked = np.array(seats, np.int64)
+        likely = likely_nodes(self._scopes.table, self._seats.table, asked)
+        prices = token_s, ask_s, node_s, worth = self._prices(shape, likely)
         self._in_asks = token_s / ask_s * worth, node_s / ask_s
-        asks = np.maximum(scopes[:, _ASKS], 1e-3)
-        # No more than may be taken (`choose`): what was claimed of more is not known to be true.
-        offered = scopes[:, _OFFERED].sum(axis=1) / asks
-        limits = 1.0 + scopes[:, _CAME].sum(axis=1)
-        supply = scopes[:, _OFFERED] * (np.minimum(1.0, limits / offered.clip(1.0)) / asks)[:, None]
-        chances = self._trusts(scopes) * _MIDDLES * trust[:, None]
-        drafted = (supply * np.maximum(0.0, chances * worth - price)).sum(axis=1)
-        known = np.maximum(scopes[:, _KNOWN], 1e-3)[:, None]
-        repeated = np.maximum(0.0, scopes[:, _REPEATED] / known * worth - price).sum(axis=1)
-        repeated *= scopes[:, _KNOWN] / np.maximum(scopes[:, _SEEN], 1.0)
-        value = (asks * drafted + repeated) / (asks + 1.0) - ask_s / token_s
-        came = (supply * chances).sum(axis=1)
-        doubt = np.sqrt((came + DOUBT) / asks)
-        sure = SURE * np.sqrt((came + repeated + DOUBT) / (asks + scopes[:, _SEEN]))
-        may_pay, pays = value + doubt > 0.0, value > doubt
-        most = self.most(shape, room) if may_pay.any() else 0
-        # In asks: what one may lose at most, if its nodes are worth their rows, and what comes in.
-        losses = np.clip((sure - value) * (token_s / ask_s), 0.0, 1.0).tolist()
-        income = SHARE * token_s / ask_s
-        why: list[str] = []
-        for at, row in enumerate(rows.tolist()):
-            scope = self._scopes.table[row]
-            account = min(scope[_ACCOUNT] + income, MOST)
-            would_be = bool(may_pay[at] and (pays[at] or account >= losses[at]))
-            if most and would_be:
-                account -= losses[at]
-                why.append("")
-            else:
-                scope[_EVIDENCE] *= 1.0 - 1.0 / IDLE
-                why.append("cooldown")
-            scope[_ACCOUNT], scope[_IS_ASKED] = account, would_be
-        return why, most if "" in why else 0
+        most, verdicts = self.most(shape, room), np.empty((len(seats), 3))
+        num = weigh(self._scopes.table, self._seats.table, asked, prices, most > 0, verdicts)
+        why = ["" if is_asked else "cooldown" for is_asked in verdicts[:, 0].tolist()]
+        return why, most if num else 0
 
     def is_asked(self, seat: int) -> bool:
         """Whether a choice of this scope would be asked, if there is room, as last weighed."""
@@ -270,11 +495,10 @@ class Gain:
         """So many steps of these choices were taken without `ask`, and without drafts."""
         if self.cost is None or not num_steps:
             return
-        token_s, ask_s, _, _ = self._prices(shape, self._scopes.table[:0])
-        for seat in seats:
-            scope = self._scope_of(seat)
-            scope[_ACCOUNT] = min(scope[_ACCOUNT] + num_steps * SHARE * token_s / ask_s, MOST)
-            scope[_EVIDENCE] *= (1.0 - 1.0 / IDLE) ** num_steps
+        token_s, ask_s, _, _ = self._prices(shape, 0.0)
+        income = num_steps * SHARE * token_s / ask_s
+        resting = np.array(seats, np.int64)
+        rest(self._scopes.table, self._seats.table, resting, income, num_steps)
 
     def choose(
         self,
@@ -295,54 +519,29 @@ class Gain:
             return [0] * len(sizes)
         if self.cost is None and total <= room:
             return sizes
-        own = self._seats.table[seats]
-        scopes = self._scopes.table[own[:, _SCOPE].astype(np.intp)]
-        trusts = self._trusts(scopes) * self._own_trust(own)[:, None]
-        owner = np.repeat(np.arange(len(sizes)), sizes)
-        flat = np.concatenate(claims)
-        flat = np.minimum(1.0, flat * trusts[owner, np.searchsorted(EDGES, flat)])
-        if any(certain):
-            place = np.arange(total) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            flat[place < np.asarray(certain)[owner]] = 1.0
+        tables, heard = (self._scopes.table, self._seats.table), np.array(seats, np.int64)
+        forced, owners = np.array(certain, np.int64), np.empty(total, np.int64)
+        chances = np.concatenate(claims)
+        expect(*tables, heard, np.array(sizes, np.int64), forced, chances, owners)
+        order = np.argsort(-chances, kind="stable")
         if self.cost is not None:
-            # A scope of which little came true yet has few nodes: 1, and one for each that did.
-            limits = 1.0 + scopes[:, _CAME].sum(axis=1) + np.asarray(certain)
-            for at in np.flatnonzero(limits < sizes).tolist():
-                start = sum(sizes[:at])
-                part = flat[start : start + sizes[at]]
-                part[np.argsort(-part, kind="stable")[int(limits[at]) :]] = 0.0
-        order = np.argsort(-flat, kind="stable")[:room]
-        num = order.shape[0]
-        if self.cost is not None:
-            num = self._best(flat[order], shape)
-        kept: list[int] = np.bincount(owner[order[:num]], minlength=len(sizes)).tolist()
+            taken = np.zeros(len(sizes), np.int64)
+            order = order[: limit(*tables, heard, forced, owners, order, taken)]
+        order = order[:room]
+        num = len(order) if self.cost is None else self._best(chances[order], shape)
+        kept: list[int] = np.bincount(owners[order[:num]], minlength=len(sizes)).tolist()
         return kept
 
     # -- after a step -----------------------------------------------------------------------
 
     def observe_ask(self, seat: int, claims: Float64) -> None:
         """A choice was asked and proposed nodes with these claims, maybe none."""
-        scope = self._scope_of(seat)
-        scope[_EVIDENCE] *= 1.0 - 1.0 / MEMORY
-        scope[_ASKS] += 1.0
-        if claims.shape[0]:
-            parts = np.searchsorted(EDGES, claims)
-            scope[_OFFERED] += np.bincount(parts, minlength=_PARTS)
+        note_ask(self._scopes.table, self._seats.table, seat, claims)
 
     def observe_drafts(self, seat: int, claims: Float64, accepted: Sequence[int]) -> None:
         """The nodes with these claims were verified. accepted: indexes of those that came true."""
-        scope, own = self._scope_of(seat), self._seats.table[seat]
-        parts = np.searchsorted(EDGES, claims)
-        scope[_CLAIMED] += np.bincount(parts, claims, _PARTS)
-        if len(accepted):
-            scope[_CAME] += np.bincount(parts[list(accepted)], minlength=_PARTS)
-        expected = float((claims * self._trusts(scope[None])[0, parts]).sum())
-        own[_OWN_CLAIMED:] *= 1.0 - 1.0 / MEMORY
-        own[_OWN_CLAIMED] += expected
-        own[_OWN_CAME] += len(accepted)
-        token, node = self._in_asks
-        earned = token * len(accepted) - node * claims.shape[0]
-        scope[_ACCOUNT] = min(max(scope[_ACCOUNT] + earned, -LEAST), MOST)
+        came = np.array(accepted, np.int64)
+        note_drafts(self._scopes.table, self._seats.table, seat, claims, came, self._in_asks)
 
     def watch(self, seat: int, ids: Int32, start: int) -> None:
         """A choice was not asked for what follows ids[:start], prompt and output. Tokens that it
@@ -352,12 +551,12 @@ class Gain:
         own, scope = self._seats.table[seat], self._scope_of(seat)
         start, own[_WATCHED] = max(start, int(own[_WATCHED])), ids.shape[0]
         hits = repeats(ids, start)
-        scope[_PLAIN] *= max(0.0, 1.0 - hits.shape[0] / MEMORY)
+        scope[_SEEN:_ASKS] *= max(0.0, 1.0 - hits.shape[0] / MEMORY)
         scope[_SEEN] += hits.shape[0]
         scope[_KNOWN] += (hits >= 0).sum()
         runs = hits > 0
         for depth in range(min(_DEPTH, hits.shape[0])):
-            scope[_REPEATED.start + depth] += runs.sum()
+            scope[_REPEATED + depth] += runs.sum()
             runs = runs[:-1] & (hits[depth + 1 :] > 0)
 
     # -- the estimate -----------------------------------------------------------------------
@@ -366,31 +565,13 @@ class Gain:
         scope: Float64 = self._scopes.table[int(self._seats.table[seat, _SCOPE])]
         return scope
 
-    @staticmethod
-    def _trusts(scopes: Float64) -> Float64:
-        """[n, parts]: tokens that come for a claimed one."""
-        trusts: Float64 = scopes[:, _CAME] + PRIOR * TRUST
-        trusts /= scopes[:, _CLAIMED] + PRIOR
-        np.minimum(trusts, 1.0 / _MIDDLES, out=trusts)
-        return trusts
-
-    @staticmethod
-    def _own_trust(own: Float64) -> Float64:
-        """[n]: of an answer's own drafts, beside its scope's."""
-        trusts: Float64 = own[:, _OWN_CAME] + PRIOR
-        trusts /= own[:, _OWN_CLAIMED] + PRIOR
-        np.minimum(1.0, trusts, out=trusts)
-        return trusts
-
-    def _prices(self, shape: StepShape, scopes: Float64) -> tuple[float, float, float, float]:
+    def _prices(self, shape: StepShape, likely: float) -> tuple[float, float, float, float]:
         """Seconds of a plain token, of asking one choice and of a node; what an accepted token
-        saves of a plain one, 0..1. scopes: of all that may be asked."""
+        saves of a plain one, 0..1. likely: nodes that come true if all are asked."""
         cost, num = self.cost, shape.num_draws
         assert cost is not None
         plain_s = cost.cost(num, num * shape.mean_len) + self.host.plain(num)
         ask_s = max(self.host.asking(num) / num + cost.likely_s, 1e-9)
-        asks = np.maximum(scopes[:, _ASKS], 1.0)
-        likely = float((scopes[:, _CAME.start : _CAME.stop].sum(axis=1) / asks).sum())
         nodes = max(1.0, likely)
         row_s = (cost.cost(num + nodes) - cost.cost(num)) / nodes
         node_s = row_s + cost.node_s(shape.mean_len)
@@ -415,20 +596,8 @@ class Gain:
         """The best number of nodes for chances in descending order."""
         cost, num_draws = self.cost, shape.num_draws
         assert cost is not None
-        gain = np.zeros(ranked.shape[0] + 1)
-        np.cumsum(ranked, out=gain[1:])
-        nodes = np.arange(gain.shape[0], dtype=np.float64)
-        node_s = cost.node_s(shape.mean_len)
-        step_s = cost.costs(nodes + num_draws) + node_s * (nodes + num_draws)
-        step_s += self.host.plain(num_draws)
-        gain *= self._worth(shape, float(step_s[0]) / num_draws)
-        rates = (gain + num_draws) / step_s
-        best = int(np.argmax(rates))  # ties: the fewest nodes
-        if num_draws > 1:
-            best = int(np.argmax(rates >= NEAR_BEST * rates[best]))
-        if shape.num_rows == num_draws and shape.num_waiting == 0:
-            return best
-        # Who waits for a first token loses as much by a longer step as one that decodes.
-        price = rates[best] * (num_draws + shape.num_waiting) / num_draws
-        step_s = cost.costs(nodes + shape.num_rows) + node_s * nodes
-        return int(np.argmax(gain - price * (step_s - step_s[0])))
+        node_s, host_s = cost.node_s(shape.mean_len), self.host.plain(num_draws)
+        token_s = (cost.cost(num_draws) + host_s) / num_draws + node_s
+        times = node_s, host_s, self._worth(shape, token_s)
+        waiting = shape.num_waiting
+        return best_number(ranked, cost.curve, times, num_draws, shape.num_rows, waiting)

@@ -7,7 +7,8 @@ own most, the others as far as they are wrong together (a Gaussian process over 
 Rasmussen and Williams 2006, section 2.2; old steps fade as in Kalman 1960). The host's seconds are
 a line in the number of choices that draw and of sessions that were asked, kept in the same way.
 
-This module computes with numbers only: no clock, no runner.
+This module computes with numbers only: no clock, no runner. What a step's every node asks for is
+compiled (drafters/jit.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Float64 = npt.NDArray[np.float64]
+from drafters.arrays import Float64
+from drafters.jit import compiled, entry
+
 Prober = Callable[[int, int], float]
 """(num_rows, kv_len) -> seconds of one decode step with that many rows over kv_len keys each."""
 
@@ -72,6 +74,26 @@ class Filter:
         self.cov -= np.outer(towards, towards / variance)
         if float(np.trace(self.cov)) < self._most:
             self.cov += self._drift
+
+
+@entry
+@compiled
+def seconds_of(rows: Float64, seconds: Float64, num_rows: float) -> float:
+    """Of a step, between measured row counts and past the last one (see CostTable)."""
+    if num_rows < 1.0:
+        return 0.0
+    last = rows.shape[0] - 1
+    if num_rows >= rows[last]:
+        return float(seconds[last] * num_rows / rows[last])
+    low, high = 0, last
+    while high - low > 1:
+        middle = (low + high) // 2
+        if rows[middle] <= num_rows:
+            low = middle
+        else:
+            high = middle
+    share = (num_rows - rows[low]) / (rows[high] - rows[low])
+    return float(seconds[low] + share * (seconds[high] - seconds[low]))
 
 
 def row_grid(max_rows: int) -> list[int]:
@@ -126,8 +148,12 @@ class CostTable:
     def _settle(self) -> None:
         """Take the corrected seconds over: it never falls as rows grow."""
         seconds = self._raw * np.exp(self._off.mean)
-        self._seconds: Float64 = np.minimum.accumulate(seconds[::-1])[::-1]
-        self._second_list: list[float] = self._seconds.tolist()
+        self._seconds = np.ascontiguousarray(np.minimum.accumulate(seconds[::-1])[::-1])
+
+    @property
+    def curve(self) -> tuple[Float64, Float64]:
+        """float64 [n], [n]: the row counts and their seconds, as seconds_of takes them."""
+        return self._rows, self._seconds
 
     @property
     def key_s(self) -> float:
@@ -187,24 +213,7 @@ class CostTable:
 
     def cost(self, num_rows: float, keys: float = 0.0) -> float:
         """Seconds of a step."""
-        rows, seconds = self._row_list, self._second_list
-        if num_rows < 1:
-            return self._key_s * keys
-        if num_rows >= rows[-1]:
-            return seconds[-1] * num_rows / rows[-1] + self._key_s * keys
-        at = bisect_right(rows, num_rows)
-        share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1]) + self._key_s * keys
-
-    def costs(self, num_rows: Float64) -> Float64:
-        """float64 [n] rows -> float64 [n] seconds, without the KV term. 0 rows cost 0."""
-        out: Float64 = np.interp(num_rows, self._rows, self._seconds)
-        last = self._rows[-1]
-        past = num_rows > last
-        if past.any():
-            out[past] = self._seconds[-1] * num_rows[past] / last
-        out[num_rows < 1] = 0.0
-        return out
+        return seconds_of(self._rows, self._seconds, num_rows) + self._key_s * keys
 
     def rows_within(self, seconds: float) -> int:
         """The most rows whose step takes at most `seconds` (without the KV term); at least 1."""
@@ -238,7 +247,7 @@ class CostTable:
         """Plain values for a cache file (keyed by device, model, dtype and threads elsewhere)."""
         return {
             "rows": [int(r) for r in self._rows],
-            "seconds": self._second_list,
+            "seconds": self._seconds.tolist(),
             "key_s": self._key_s,
             "likely_s": self.likely_s,
         }

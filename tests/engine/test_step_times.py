@@ -45,11 +45,13 @@ def test_cost_interpolates_keeps_the_jump_never_falls_and_extrapolates() -> None
 
 
 @given(st.floats(0.0, 40.0), st.floats(0.0, 1e5))
-def test_one_row_count_costs_what_an_array_of_them_says(rows: float, keys: float) -> None:
+def test_a_cost_lies_on_the_line_between_measured_row_counts(rows: float, keys: float) -> None:
     table = CostTable([1, 2, 4, 8, 24], [1.0, 3.0, 9.0, 5.0, 8.0], key_s=0.25)
     for _ in range(2):
-        expected = float(table.costs(np.array([rows]))[0]) + 0.25 * keys
-        assert table.cost(rows, keys) == pytest.approx(expected)
+        counts, seconds = table.curve
+        expected = float(np.interp(rows, counts, seconds)) if rows >= 1.0 else 0.0
+        expected *= max(1.0, rows / 24.0)
+        assert table.cost(rows, keys) == pytest.approx(expected + 0.25 * keys)
         table.observe(6, 0.0, 7.0)
 
 
