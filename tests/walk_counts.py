@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -305,19 +306,24 @@ def _info(**numbers: Any) -> Any:
     return ModelInfo(**{**fields, **numbers})
 
 
+def _cost_table(rows: list[int], seconds: list[float]) -> Any:
+    """The CostTable of whichever commit is counted."""
+    at = "step_times" if importlib.util.find_spec("server.engine.step_times") else "budget"
+    return importlib.import_module(f"server.engine.{at}").CostTable(rows, seconds)
+
+
 def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
     """Decode steps of so many requests, all of which draft in each or none in any."""
     from drafters import make_drafter
     from server.engine.engine import Engine
     from server.engine.settings import EngineSettings
-    from server.engine.step_times import CostTable
     from server.types import Request, SamplingParams, SpeculationParams
 
     made = {} if drafter == "off" else {drafter: make_drafter(drafter)}
     settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512)
     # Nodes cost nothing, so that all choices draft in every step, whatever the machine does.
     engine = Engine(
-        NullRunner(_info()), made, settings, cost=CostTable([1, 512], [NullRunner.step_s] * 2)
+        NullRunner(_info()), made, settings, cost=_cost_table([1, 512], [NullRunner.step_s] * 2)
     )
     for i in range(num_choices):
         prompt = tuple((i + j) % 11 + 3 for j in range(40))
