@@ -160,7 +160,8 @@ def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
     """Where the id -> bytes table of a model's tokenizer is kept, with an enrichment's tokens."""
     from server.model.cache_folder import cache_dir, remembered_sha256, writing_to_cache
 
-    tables = cache_dir() / "tokens"
+    # Versions that write other files may serve from one cache, as while one replaces the other.
+    tables = cache_dir() / "tokens" / "v3"
     with writing_to_cache():
         tables.mkdir(parents=True, exist_ok=True)
     name = remembered_sha256(folder / "tokenizer.json")[:24]
