@@ -32,7 +32,7 @@ from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
 from server.fleet.ingress import IngressApp, OtherIngresses
 from server.fleet.learning.sharing import BuilderLoop, Sharing
-from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
+from server.fleet.parts import FleetParts, Front, ServedParts
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
 from server.fleet.serve_replicas import ServeDesk, ServeReplicas
@@ -182,7 +182,7 @@ class EngineDeployment:
         self._replica = EngineReplica(
             spec,
             replica_id=self._replica_id,
-            restart=restart_policy(config),
+            restart=config.restart,
             max_queued_requests=config.limits.max_queued_requests,
             max_queued_tokens=config.limits.max_queued_tokens,
             max_messages_per_s=max_messages_per_s,

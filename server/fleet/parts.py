@@ -17,7 +17,6 @@ from server.fleet.versions import files_id, for_ingress, version_of
 
 if TYPE_CHECKING:
     from server.api.engines.slot import EngineSpec
-    from server.api.engines.supervisor import RestartPolicy
     from server.api.served_model import ServedModel
     from server.config.cluster import LearningConfig
     from server.fleet.changes import FollowedAdmin
@@ -141,10 +140,3 @@ class ServedParts:
 
         folders = {m.name: ready_folder(m, config.engine) for m in config.models}
         return plan_server(config, server_tasks(config), folders, lambda: server_tasks(config))
-
-
-def restart_policy(config: ServerConfig) -> RestartPolicy:
-    """How an engine is started again in its replica, as in a single server."""
-    from server.api.engines.supervisor import RestartPolicy
-
-    return RestartPolicy(**config.restart.model_dump())

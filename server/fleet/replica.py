@@ -17,7 +17,7 @@ from server import channel
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
 from server.api.engines.submission import GRAMMAR_FIELD
-from server.api.engines.supervisor import RestartPolicy
+from server.config import RestartConfig
 from server.errors import (
     DrainingError,
     EngineDiedError,
@@ -56,7 +56,7 @@ class EngineReplica:
         spec: EngineSpec,
         *,
         replica_id: str | None = None,
-        restart: RestartPolicy | None = None,
+        restart: RestartConfig | None = None,
         max_queued_requests: int = 1024,
         max_queued_tokens: int = 1 << 21,
         max_messages_per_s: float = 2000.0,

@@ -305,7 +305,6 @@ def _engine_client(
     """The client of every engine of a plan; each engine is a process of its own."""
     from server.api.engines.client import EngineClient
     from server.api.engines.slot import EngineSpec
-    from server.api.engines.supervisor import RestartPolicy
     from server.engine.process import start_process
 
     config = plan.config
@@ -326,16 +325,11 @@ def _engine_client(
 
     return EngineClient(
         [
-            EngineSpec(
-                order.name,
-                order.model,
-                order.device,
-                functools.partial(start, order),
-            )
+            EngineSpec(order.name, order.model, order.device, functools.partial(start, order))
             for order in plan.orders
         ],
         metrics=metrics,
-        restart=RestartPolicy(**config.restart.model_dump()),
+        restart=config.restart,
         max_queued_requests=config.limits.max_queued_requests,
         max_queued_tokens=config.limits.max_queued_tokens,
     )

@@ -19,11 +19,10 @@ import httpx
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
-from server.api.engines.supervisor import RestartPolicy
 from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve
 from server.api.tasks import TaskAdmin
-from server.config import DEFAULT_TASK, ServerConfig, SpeculationConfig, TaskConfig
+from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics.series import Metrics
 from server.tracing import TraceSink
 from tests.api.real_engine import TABLE, TOKENIZER
@@ -75,7 +74,7 @@ class LiveServer:
         config: ServerConfig | None = None,
         tasks: Mapping[str, TaskConfig] | None = None,
         models: Mapping[str, ServedModel] | None = None,
-        restart: RestartPolicy | None = None,
+        restart: RestartConfig | None = None,
         wait_ready: bool = True,
         drafters: Sequence[str] = DRAFTERS,
         max_model_len: int = 256,
@@ -93,7 +92,7 @@ class LiveServer:
         self.tasks = {**(tasks or {})}
         self.tasks.setdefault(DEFAULT_TASK, PLAIN_TASK)
         self.models = models or {s.model: served(s.model, max_model_len) for s in self.specs}
-        self.restart = restart or RestartPolicy(first_delay_s=0.05, max_delay_s=0.1)
+        self.restart = restart or RestartConfig(first_delay_s=0.05, max_delay_s=0.1)
         self.drafters = drafters
         self.drain_s = drain_s
         self.leave_s = leave_s

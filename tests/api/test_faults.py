@@ -18,8 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from server.api.engines.supervisor import RestartPolicy
-from server.config import TaskConfig, TaskLimits
+from server.config import RestartConfig, TaskConfig, TaskLimits
 from server.engine.batch import Batch
 from server.engine.process import start_process
 from tests.api.live import BYTE_IDS, LiveServer, wait_until
@@ -100,7 +99,7 @@ def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() 
 @pytest.mark.server_error
 def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() -> None:
     engines = [spec(start_process, i, step_s=0.01, drafts=False) for i in range(2)]
-    policy = RestartPolicy(first_delay_s=0.05)
+    policy = RestartConfig(first_delay_s=0.05)
     with LiveServer(engines, max_model_len=CONTEXT, restart=policy) as live:
 
         def one(i: int) -> str:
@@ -125,7 +124,7 @@ def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() ->
         assert outcomes.count("died") == held and outcomes.count("ok") == 16 - held
         wait_until(lambda: all(e["state"] == "ready" for e in live.client.engines()), 20)
         assert [e["restarts"] for e in live.client.engines()] == [1, 0]
-        assert live.client.num_open == 0 and live.client.num_queued == 0
+        assert live.client.num_open == 0 and len(live.client.waiting) == 0
         assert text_of(live.post(max_tokens=2, **OFF))
 
 
@@ -236,7 +235,7 @@ def test_restarts_are_not_for_ever() -> None:
     def fail(batch: Batch) -> None:
         raise RuntimeError("gone")
 
-    policy = RestartPolicy(max_restarts=1, first_delay_s=0.02)
+    policy = RestartConfig(max_restarts=1, first_delay_s=0.02)
     live = LiveServer([spec(fail=fail)], max_model_len=CONTEXT, restart=policy)
     with live:
         ends = threading.Thread(target=partial(live.join, 20))

@@ -25,8 +25,7 @@ import pytest
 
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
-from server.api.engines.supervisor import RestartPolicy
-from server.config import LimitsConfig, ServerConfig
+from server.config import LimitsConfig, RestartConfig, ServerConfig
 from server.errors import NoEngineError
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
@@ -81,7 +80,7 @@ def test_a_client_that_leaves_the_queue_is_aborted() -> None:
             s.close()
             wait_until(lambda: live.client.num_open == 0)
         wait_until(lambda: len(engine.aborted) == 2)
-        assert live.client.num_queued == 0 and live.client.num_queued_tokens == 0
+        assert len(live.client.waiting) == 0 and live.client.waiting.num_tokens == 0
         engine.gate.set()
         assert live.post(max_tokens=1).status_code == 200
 
@@ -189,7 +188,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
         engine.gate.set()
         assert [w.result().status_code for w in waiting] == [200] * 3
         assert live.post(prompt=["a", "b", "c"], max_tokens=1).status_code == 200
-        assert live.client.num_queued_tokens == 0
+        assert live.client.waiting.num_tokens == 0
 
 
 # --- engines ---
@@ -240,13 +239,13 @@ def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
         assert states == {dead.name: 1, alive.name: 0}
         assert live.sample("tailor_engine_restarts_total", engine=dead.name) == 1
         assert live.sample("tailor_engine_up") == 2
-        assert live.client.num_open == 0 and live.client.num_queued_tokens == 0
+        assert live.client.num_open == 0 and live.client.waiting.num_tokens == 0
 
 
 @pytest.mark.server_error
 def test_the_only_engine_dies_and_comes_back() -> None:
     engine = ScriptedEngine(saying(IDS), step_s=0.02)
-    policy = RestartPolicy(first_delay_s=0.5)
+    policy = RestartConfig(first_delay_s=0.5)
     with LiveServer([engine], restart=policy) as live, ThreadPoolExecutor(1) as threads:
         cut = threads.submit(live.post, max_tokens=200)
         wait_until(lambda: engine.num_steps >= 2)
@@ -263,7 +262,7 @@ def test_the_only_engine_dies_and_comes_back() -> None:
 
 def test_too_many_deaths_end_the_server_with_a_status() -> None:
     engine = ScriptedEngine(saying(IDS))
-    policy = RestartPolicy(max_restarts=2, first_delay_s=0.02)
+    policy = RestartConfig(max_restarts=2, first_delay_s=0.02)
     live = LiveServer([engine], restart=policy)
     with live:
         for start in (1, 2, 3):
@@ -296,7 +295,7 @@ def test_an_engine_that_dies_on_its_first_way_up_is_tried_again() -> None:
 
 def test_ready_waits_for_all_engines_at_first_and_for_one_of_each_model_later() -> None:
     early, late = ScriptedEngine(saying(IDS)), ScriptedEngine(saying(IDS), name="b", ready=False)
-    policy = RestartPolicy(first_delay_s=30.0)
+    policy = RestartConfig(first_delay_s=30.0)
     with LiveServer([early, late], wait_ready=False, restart=policy) as live:
         wait_until(lambda: live.client.engines()[0]["state"] == "ready")
         assert httpx.get(live.url + "/ready").status_code == 503
@@ -355,7 +354,7 @@ def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
         loads = sorted(e["open_requests"] for e in client.engines())
         assert sum(loads) == 72 and loads[-1] <= 1.25 * 18 + 1
         client.abort_all(NoEngineError("over"))
-        assert client.num_open == 0 and client.num_queued == 0 and client.num_queued_tokens == 0
+        assert client.num_open == 0 and len(client.waiting) == 0 and client.waiting.num_tokens == 0
         await client.stop()
 
     asyncio.run(scenario())

@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from server.api.engines.slot import Pulse
-from server.api.engines.supervisor import RestartPolicy
+from server.config import RestartConfig
 from server.engine.process import start_process
 from server.machine import core_waits
 from tests.api.live import LiveServer, wait_until
 from tests.api.real_engine import hang, spec
 
-POLICY = RestartPolicy(stuck_after_s=2.5)
+POLICY = RestartConfig(stuck_after_s=2.5)
 OFF: dict[str, Any] = {"speculation": {"drafter": "off"}, "ignore_eos": True, "max_tokens": 8}
 
 
@@ -55,7 +55,7 @@ def test_a_stopped_engine_is_killed_and_started_again_and_its_request_fails_in_t
 
 def test_while_one_engine_is_stopped_the_other_serves() -> None:
     specs = [spec(start_process, i, drafts=False) for i in range(2)]
-    with LiveServer(specs, restart=RestartPolicy(stuck_after_s=2.5, max_restarts=0)) as live:
+    with LiveServer(specs, restart=RestartConfig(stuck_after_s=2.5, max_restarts=0)) as live:
         os.kill(_pid(live, "engine-1"), signal.SIGSTOP)
         wait_until(lambda: _health(live)[1] == "degraded", 6.0)
         assert _health(live)[2] == {"engine-0": "ready", "engine-1": "failed"}

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from server.api.engines.slot import EngineSpec
-from server.api.engines.supervisor import RestartPolicy
+from server.config import RestartConfig
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job, ReplicaView, TaskRouting
@@ -24,7 +24,7 @@ class LocalReplicas:
         specs: list[EngineSpec],
         *,
         max_messages_per_s: float = 1e6,
-        restart: RestartPolicy | None = None,
+        restart: RestartConfig | None = None,
     ) -> None:
         self.specs = specs
         self.routing = TaskRouting()

@@ -17,7 +17,7 @@ import pytest
 
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
-from server.api.engines.supervisor import RestartPolicy
+from server.config import RestartConfig
 from server.engine.process import start_process
 from server.fleet.far_engine import RetryPolicy
 from server.metrics.series import Metrics
@@ -179,7 +179,7 @@ def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> Non
     with LiveServer([spec()], max_model_len=CONTEXT) as single:
         wanted = [single.post(prompt=p, **body).json()["choices"][0]["text"] for p in prompts]
     engines = [spec(start_process, i, step_s=0.02, drafts=False) for i in range(2)]
-    replicas = LocalReplicas(engines, restart=RestartPolicy(stuck_after_s=2.0))
+    replicas = LocalReplicas(engines, restart=RestartConfig(stuck_after_s=2.0))
     with _live(replicas) as live, ThreadPoolExecutor(8) as threads:
         try:
             began_s = time.monotonic()

@@ -1,25 +1,44 @@
-"""EngineClient: submits requests to the engines and starts and stops them.
+"""EngineClient: starts the engines, hands requests to them, takes their messages, restarts those
+that die, drains and stops them.
 
-A route gets a Submission (submission.py); EngineSlot (slot.py) is one engine and its threads;
-Supervisor (supervisor.py) starts, restarts and stops them; `route` chooses among them.
-All state is touched from the event loop's thread only.
+A route gets a Submission (submission.py); EngineSlot (slot.py) is one engine and its threads, whose
+life that file draws; `route` chooses among them. Only the client writes a slot's state. All state
+is touched from the event loop's thread only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from server.api.engines.slot import EngineSlot, EngineSpec
+from server.api.engines.slot import EngineSlot, EngineSpec, Pulse, WaitingRoom
 from server.api.engines.submission import Submission
-from server.api.engines.supervisor import RestartPolicy, Supervisor
-from server.errors import DrainingError, LoadingError, NoEngineError, QueueFullError, TailorError
+from server.channel import EngineHandle
+from server.config import RestartConfig
+from server.errors import (
+    DrainingError,
+    EngineDiedError,
+    LoadingError,
+    NoEngineError,
+    QueueFullError,
+    TailorError,
+)
+from server.machine import core_waits
 from server.metrics.series import Metrics
-from server.types import ModelInfo, Request
+from server.types import Delta, ModelInfo, Request
+
+log = logging.getLogger("tailor.client")
+
+_LOOK_S = 1.0
+_QUIET_S = 2.0
+"""From this age on an engine's threads are asked how long they have waited for a core."""
+_FRESH_S = 0.01
+"""What engines told so shortly ago is not asked again."""
 
 
 class EngineClient:
@@ -30,8 +49,13 @@ class EngineClient:
         submission = client.submit([request, ...])
         await client.drain(30.0); await client.stop()
 
-    max_queued_requests, max_queued_tokens: Requests (and their prompt tokens) that wait for their
-    first token; above that `submit` raises QueueFullError.
+    slots: the engines, in the order of their specs. gave_up: set when no engine is left and none
+    will be restarted. waiting: the Requests that wait for their first token. An engine that died
+    fails the Requests that it held and no others.
+
+    restart: how often engines are started again, and when one counts as stuck.
+    max_queued_requests, max_queued_tokens: Requests (and their prompt tokens) that wait; above that
+    `submit` raises QueueFullError.
     """
 
     def __init__(
@@ -39,7 +63,7 @@ class EngineClient:
         specs: Sequence[EngineSpec],
         *,
         metrics: Metrics,
-        restart: RestartPolicy | None = None,
+        restart: RestartConfig | None = None,
         max_queued_requests: int = 1024,
         max_queued_tokens: int = 1 << 21,
         stop_timeout_s: float = 10.0,
@@ -49,90 +73,59 @@ class EngineClient:
         if len({spec.name for spec in specs}) != len(specs):
             raise ValueError("two engines have the same name")
         self.metrics = metrics
-        self._supervisor = Supervisor(
-            specs,
-            metrics=metrics,
-            restart=restart or RestartPolicy(),
-            stop_timeout_s=stop_timeout_s,
-        )
+        self.gave_up = asyncio.Event()
+        self.waiting = WaitingRoom()
+        self._restart = restart or RestartConfig()
+        stuck_after_s = self._restart.stuck_after_s
+        self.slots = [EngineSlot(spec, self, self.waiting, Pulse(stuck_after_s)) for spec in specs]
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
-
-    # --- life ---
-
-    @property
-    def gave_up(self) -> asyncio.Event:
-        """Set when no engine is left and none will be restarted."""
-        return self._supervisor.gave_up
-
-    async def start(self) -> None:
-        """Start every engine in the background and return at once."""
-        await self._supervisor.start()
-
-    async def wait_ready(self) -> None:
-        """Return when is_ready, or raise NoEngineError when a model never will have an engine."""
-        while not self.is_ready:
-            if self.gave_up.is_set() or any(
-                all(s.state == "failed" for s in self._of(model)) for model in self.models
-            ):
-                raise NoEngineError("An engine could not be started.")
-            await asyncio.sleep(0.02)
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, wait for what is open up to the timeout, then abort the rest.
-
-        Returns whether everything finished by itself.
-        """
-        return await self._supervisor.drain(timeout_s)
-
-    def abort_all(self, error: TailorError) -> None:
-        """Abort every open Request; their clients get `error`."""
-        self._supervisor.abort_all(error)
-
-    async def stop(self) -> None:
-        """Stop all engines. Idempotent."""
-        await self._supervisor.stop()
+        self._stop_timeout_s = stop_timeout_s
+        self._draining = False
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[int, tuple[EngineSlot, asyncio.Future[Any]]] = {}
+        self._next_call = 0
+        self._idle = asyncio.Event()
+        self._asking: asyncio.Future[None] | None = None
 
     # --- what the API asks ---
 
-    @property
-    def slots(self) -> Sequence[EngineSlot]:
-        """The engines, in the order of their specs."""
-        return self._supervisor.slots
+    def of(self, model: str) -> list[EngineSlot]:
+        """The slots of one model."""
+        return [slot for slot in self.slots if slot.spec.model == model]
 
     @property
     def models(self) -> list[str]:
         """Names of the models, in order."""
-        return self._supervisor.models
+        return list(dict.fromkeys(slot.spec.model for slot in self.slots))
 
     @property
     def num_open(self) -> int:
         """Requests that an engine works for."""
-        return self._supervisor.num_open
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for their first token."""
-        return len(self._supervisor.waiting)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Their prompt tokens."""
-        return self._supervisor.waiting.num_tokens
+        return sum(len(slot.open) for slot in self.slots)
 
     @property
     def is_draining(self) -> bool:
-        return self._supervisor.is_draining
+        return self._draining
 
     @property
     def is_ready(self) -> bool:
-        """Whether traffic may come; see Supervisor."""
-        return self._supervisor.is_ready
+        """Whether traffic may come: every model has an engine, and none starts for the first time.
+
+        So a server with many devices gets traffic when all of them can share it, and keeps it while
+        some engine of each model runs. Requests are taken as soon as their model has one.
+        """
+        return (
+            not self._draining
+            and not any(slot.state == "loading" for slot in self.slots)
+            and all(any(slot.serves for slot in self.of(m)) for m in self.models)
+        )
 
     @property
     def is_alive(self) -> bool:
         """Whether some engine serves or is starting for the first time."""
-        return self._supervisor.is_alive
+        return any(slot.state in ("ready", "loading") for slot in self.slots)
 
     @property
     def stuck(self) -> list[str]:
@@ -141,7 +134,7 @@ class EngineClient:
 
     def info(self, model: str) -> ModelInfo | None:
         """What an engine of the model reported when it was ready; None before that."""
-        return next((s.info for s in self._of(model) if s.info is not None), None)
+        return next((s.info for s in self.of(model) if s.info is not None), None)
 
     def engines(self) -> list[dict[str, Any]]:
         """The engines' state for /health, without files or errors: /health needs no key."""
@@ -154,7 +147,7 @@ class EngineClient:
                 "restarts": slot.num_restarts,
                 "open_requests": len(slot.open),
             }
-            for slot in self._supervisor.slots
+            for slot in self.slots
         ]
 
     def open_requests(self, tenant: str | None = None) -> list[dict[str, Any]]:
@@ -165,13 +158,13 @@ class EngineClient:
         now_s = time.monotonic()
         accounts = [
             (submission.account_of(request_id), slot.spec.name)
-            for slot in self._supervisor.slots
+            for slot in self.slots
             for request_id, (submission, _, _) in slot.open.items()
         ]
         if tenant is not None:
             accounts = [pair for pair in accounts if pair[0].request.tenant == tenant]
         accounts.sort(key=lambda pair: pair[0].request.arrival_s)
-        waiting = self._supervisor.waiting
+        waiting = self.waiting
         return [
             {
                 "task": account.request.task,
@@ -203,18 +196,18 @@ class EngineClient:
             raise DrainingError("The server is shutting down.", retry_after_s=5.0)
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         if (
-            self.num_queued + len(requests) > self._max_queued_requests
-            or self.num_queued_tokens + num_tokens > self._max_queued_tokens
+            len(self.waiting) + len(requests) > self._max_queued_requests
+            or self.waiting.num_tokens + num_tokens > self._max_queued_tokens
         ):
             raise QueueFullError(
                 "Too many requests are waiting. Try again later.",
                 retry_after_s=self._retry_after_s(),
             )
-        targets = [route(self._of(request.model), request) for request in requests]
+        targets = [route(self.of(request.model), request) for request in requests]
         submission = Submission(requests, self.metrics)
         for request, first in zip(requests, targets, strict=True):
             # Loads change as the prompts of one list are placed: choose again.
-            slot = route(self._of(request.model), request) if len(requests) > 1 else first
+            slot = route(self.of(request.model), request) if len(requests) > 1 else first
             slot.hold(submission, request)
             slot.send(("submit", request))
         if total_timeout_s is not None:
@@ -222,21 +215,286 @@ class EngineClient:
             submission.expire_after(max(0.0, total_timeout_s - elapsed_s))
         return submission
 
+    def _retry_after_s(self) -> float:
+        seats = sum(s.info.max_num_seqs for s in self.slots if s.info is not None) or 1
+        return float(min(30, 1 + len(self.waiting) // (4 * seats)))
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Start every engine in the background and return at once. Idempotent."""
+        if self._tasks:
+            return
+        for slot in self.slots:
+            self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
+            self._spawn(self._launch(slot, 0.0))
+        self._spawn(self._watch())
+
+    async def wait_ready(self) -> None:
+        """Return when is_ready, or raise NoEngineError when a model never will have an engine."""
+        while not self.is_ready:
+            if self.gave_up.is_set() or any(
+                all(s.state == "failed" for s in self.of(model)) for model in self.models
+            ):
+                raise NoEngineError("An engine could not be started.")
+            await asyncio.sleep(0.02)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, wait for what is open up to the timeout, then abort the rest.
+
+        Returns whether everything finished by itself.
+        """
+        self._draining = True
+        finished = True
+        if self.num_open:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while self.num_open:
+                        self._idle.clear()
+                        await self._idle.wait()
+            except TimeoutError:
+                finished = False
+                self.abort_all(DrainingError("The server is shutting down.", retry_after_s=5.0))
+        return finished
+
+    def abort_all(self, error: TailorError) -> None:
+        """Abort every open Request; their clients get `error`."""
+        for slot in self.slots:
+            for submission, _, _ in list(slot.open.values()):
+                submission.abort(error)
+
+    async def stop(self) -> None:
+        """Stop all engines. Idempotent."""
+        if self._stopping:
+            return
+        self._draining = self._stopping = True
+        self.abort_all(DrainingError("The server is shutting down."))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._stop_slot(slot) for slot in self.slots))
+
+    async def _stop_slot(self, slot: EngineSlot) -> None:
+        handle, reader = slot.handle, slot.reader
+        slot.state = "stopped"
+        if handle is None:
+            return
+        slot.send(("stop",))
+        slot.close_outbox()
+        if reader is not None:
+            await asyncio.to_thread(reader.join, self._stop_timeout_s)
+        await self._reap(slot, handle)
+        self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
+        slot.handle = None
+
+    async def _reap(
+        self, slot: EngineSlot, handle: EngineHandle, timeout_s: float | None = None
+    ) -> None:
+        """Make an engine end and free what its handle holds; a failure to do so is logged.
+
+        timeout_s: after which it is killed (stop_timeout_s).
+        """
+        try:
+            await asyncio.to_thread(
+                handle.stop, self._stop_timeout_s if timeout_s is None else timeout_s
+            )
+        except Exception as error:
+            log.error("engine %s does not stop: %s", slot.spec.name, error)
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _launch(self, slot: EngineSlot, delay_s: float) -> None:
+        slot.retry_at_s = time.monotonic() + delay_s
+        await asyncio.sleep(delay_s)
+        try:
+            handle = await asyncio.to_thread(slot.spec.factory)
+        except Exception as error:
+            log.error("engine %s could not be started: %s", slot.spec.name, error)
+            self._died(slot)
+            return
+        if self._stopping:
+            await self._reap(slot, handle)
+            return
+        slot.attach(handle, asyncio.get_running_loop())
+
+    async def _watch(self) -> None:
+        """Find engines that died without closing their channel, and those that hang."""
+        looked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            late_s = time.monotonic() - looked_s - _LOOK_S
+            looked_s += _LOOK_S + late_s
+            for slot in self.slots:
+                self._look_at_pulse(slot, late_s)
+                handle = slot.handle
+                if handle is not None and not handle.is_alive():
+                    await asyncio.sleep(0.2)  # let the reader empty the channel first
+                    if slot.handle is handle:
+                        self.on_death(slot, slot.generation, "it is not alive")
+
+    def _look_at_pulse(self, slot: EngineSlot, late_s: float) -> None:
+        """Set the metric; an engine that hangs is killed. A fleet that is silent is not: its
+        replicas look after their engines.
+
+        late_s: how late this look is, because nobody had a core or this process was stopped.
+        """
+        pid = getattr(slot.handle, "pid", None)
+        is_quiet = slot.state == "ready" and slot.pulse.age_s > _QUIET_S
+        slot.pulse.look(late_s, core_waits(pid) if is_quiet and pid is not None else {})
+        age_s = slot.pulse.age_s if slot.state == "ready" else 0.0
+        self.metrics.engine_heartbeat(slot.spec.name, slot.spec.model, age_s)
+        if slot.is_stuck and not slot.is_on_loop:
+            reason = f"it is stuck: no progress for {age_s:.0f} s"
+            self.on_death(slot, slot.generation, reason, hangs=True)
+
+    # --- what is asked of engines ---
+
     async def control(self, engine: str, name: str, payload: Any, timeout_s: float = 60.0) -> Any:
         """Call an engine (e.g. reload a corpus) and wait for its answer. Raises TimeoutError,
         NoEngineError."""
-        return await self._supervisor.control(engine, name, payload, timeout_s)
+        slot = next((s for s in self.slots if s.spec.name == engine), None)
+        if slot is None or slot.state != "ready":
+            raise NoEngineError(f"The engine {engine} is not ready.")
+        self._next_call += 1
+        call_id = self._next_call
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = slot, answer
+        slot.send(("control", call_id, name, payload))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            self._calls.pop(call_id, None)
 
     async def ask_figures(self, timeout_s: float = 1.0) -> None:
-        """Have the engines tell the metrics how they are; see Supervisor."""
-        await self._supervisor.ask_figures(timeout_s)
+        """Have the engines tell the metrics how they are; those that are busy for longer keep what
+        they told last. Whoever asks at the same time is answered with one question, and so is
+        whoever asks again at once: a flood of scrapes takes no steps' time."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask_figures(timeout_s))
+        await asyncio.shield(self._asking)
 
-    def _of(self, model: str) -> list[EngineSlot]:
-        return self._supervisor.of(model)
+    async def _ask_figures(self, timeout_s: float) -> None:
+        now_s = time.monotonic()
+        slots = [
+            slot
+            for slot in self.slots
+            if slot.state == "ready" and not slot.is_on_loop and now_s > slot.told_s + _FRESH_S
+        ]
+        names = [slot.spec.name for slot in slots]
+        answers = await asyncio.gather(
+            *(self.control(name, "figures", None, timeout_s) for name in names),
+            return_exceptions=True,
+        )
+        for slot, name, answer in zip(slots, names, answers, strict=True):
+            if isinstance(answer, dict) and answer.get("ok") and slot.state == "ready":
+                self.metrics.engine_told(name, answer["value"])
+                slot.told_s = time.monotonic()
 
-    def _retry_after_s(self) -> float:
-        seats = sum(s.info.max_num_seqs for s in self._supervisor.slots if s.info is not None) or 1
-        return float(min(30, 1 + self.num_queued // (4 * seats)))
+    # --- what the slots tell (on the loop) ---
+
+    def on_idle(self) -> None:
+        """A slot has no open Request any more: drain may go on."""
+        self._idle.set()
+
+    def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None:
+        """An engine loaded its model."""
+        if generation != slot.generation or slot.handle is None or self._stopping:
+            return
+        slot.pulse.heard()
+        slot.info, slot.state, slot.was_ready = info, "ready", True
+        self.metrics.engine_ready(slot.spec.name, slot.spec.model, info)
+        log.info(
+            "engine %s is ready: %s on %s, %d blocks of %d",
+            slot.spec.name, info.name, info.device, info.num_blocks, info.block_size,
+        )  # fmt: skip
+
+    def on_deltas(self, slot: EngineSlot, generation: int, deltas: list[Delta]) -> None:
+        """One step of an engine."""
+        if generation != slot.generation:
+            return
+        slot.pulse.heard()
+        now_s = time.monotonic()
+        touched: dict[int, Submission] = {}
+        for delta in deltas:
+            held = slot.open.get(delta.request_id)
+            if held is None:
+                continue  # aborted meanwhile
+            submission = held[0]
+            self.waiting.remove(delta.request_id)
+            if submission.take(delta, now_s):
+                touched[id(submission)] = submission
+        for submission in touched.values():
+            submission.wake()
+
+    def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None:
+        """An engine's heartbeat: its loop went on so many seconds ago."""
+        if generation == slot.generation:
+            slot.pulse.heard(age_s)
+
+    def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None:
+        """The answer to `control`."""
+        _, answer = self._calls.get(call_id, (None, None))
+        if generation == slot.generation and answer is not None and not answer.done():
+            answer.set_result(payload)
+
+    def on_death(
+        self,
+        slot: EngineSlot,
+        generation: int,
+        reason: str,
+        final: bool = False,
+        *,
+        hangs: bool = False,
+    ) -> None:
+        """An engine's channel closed: fail what it held, restart it.
+
+        final: it reported that it cannot be built. A slot that was never ready then fails; one
+        that was ready is tried again, because what it needs was there before. hangs: it is not
+        asked to end, but killed.
+        """
+        if generation != slot.generation or slot.handle is None or self._stopping:
+            return
+        handle, slot.handle = slot.handle, None
+        slot.generation += 1
+        slot.close_outbox()
+        log.error("engine %s died: %s", slot.spec.name, reason)
+        self._spawn(self._reap(slot, handle, 0.0 if hangs else None))
+        for called, answer in self._calls.values():
+            if called is slot and not answer.done():
+                answer.set_exception(NoEngineError(f"The engine {slot.spec.name} died."))
+        error = EngineDiedError("The engine died while it worked on this request.")
+        for request_id, (submission, _, _) in list(slot.open.items()):
+            if request_id in slot.open:  # an earlier failure may have aborted its siblings
+                slot.forget(request_id)
+                submission.fail(request_id, error)
+        self._died(slot, final)
+
+    def _died(self, slot: EngineSlot, final: bool = False) -> None:
+        """Restart the slot, or give it up."""
+        slot.handle = None
+        now_s = time.monotonic()
+        policy = self._restart
+        slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]
+        hopeless = final and not slot.was_ready
+        again = not hopeless and len(slot.deaths_s) < policy.max_restarts and not self._draining
+        self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=again)
+        if again:
+            slot.state = "restarting" if slot.was_ready else "loading"
+            slot.deaths_s.append(now_s)
+            slot.num_restarts += 1
+            delay_s = min(policy.max_delay_s, policy.first_delay_s * 2 ** (len(slot.deaths_s) - 1))
+            log.warning("engine %s restarts in %.1f s", slot.spec.name, delay_s)
+            self._spawn(self._launch(slot, delay_s))
+            return
+        slot.state = "failed"
+        if all(s.state == "failed" for s in self.slots):
+            log.critical("no engine is left")
+            self.gave_up.set()
 
 
 # --- which engine serves a request ---------------------------------------------------------------
