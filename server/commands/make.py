@@ -555,7 +555,7 @@ class _Make:
     def _write_first(self) -> None:
         """The task of its data alone, with a corpus in the ids that the model writes now."""
         from server.commands.corpus import corpus_of
-        from server.commands.tune_file import save
+        from server.commands.tune import save
         from server.model.gguf_folder import text_folder
 
         folder, adapter = text_folder(self._served.model), self._served.adapter
@@ -579,7 +579,7 @@ class _Make:
 
     def _write_task(self, text: str, evaluated: str | None = None) -> None:
         """The task's file: `text`, which a step has written, and what is known beside it."""
-        from server.commands.tune_file import save, write_checked
+        from server.commands.tune import save, write_checked
 
         old = ("# Serve: ", "# Ask it", *(() if evaluated is None else (_EVALUATED,)))
         head, *rest = (line for line in text.splitlines() if not line.startswith(old))

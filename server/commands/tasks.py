@@ -24,7 +24,7 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.api.served_model import ServedModel
-    from server.commands.tune_material import TuneSettings
+    from server.commands.tune_data import TuneSettings
     from server.engine.engine import Engine
 
 _MODEL, _FIELDS, _SAMPLING = ModelOptions(), FieldOptions(), SamplingOptions()
@@ -153,9 +153,8 @@ def tune_task(
     even_if_busy: bool,
 ) -> dict[str, Any]:
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
-    from server.commands.tune_forms import compare_forms
-    from server.commands.tune_machine import OtherProcesses, refuse_if_busy
-    from server.commands.tune_material import TuneSettings, check_data
+    from server.commands.tune_data import TuneSettings, check_data
+    from server.commands.tune_machine import OtherProcesses, compare_forms, refuse_if_busy
     from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
@@ -167,7 +166,7 @@ def tune_task(
     drawn = sampling_of(sampling)
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")
-    check_data(data, recording.outputs, fields.field, fields.prompt_field)
+    check_data(data, recording.outputs, fields.names())
     others = OtherProcesses()
     time.sleep(0.5)
     if not even_if_busy:
@@ -183,8 +182,7 @@ def tune_task(
             outputs=recording.outputs,
             description=file.description,
             model=file.served_model_name,
-            field=fields.field,
-            prompt_field=fields.prompt_field,
+            fields=fields.names(),
             num_prompts=recording.limit,
             record_s=recording.record_seconds,
             serve_s=recording.serve_seconds,
@@ -215,7 +213,7 @@ def _head_share(model: str, form: str) -> float | None:
 
 def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
     from server.commands.tune import tune
-    from server.commands.tune_machine import cost_now, head_seconds
+    from server.commands.tune_machine import head_seconds
     from server.wiring.drafter import make_task_drafter
 
     return tune(
@@ -223,16 +221,14 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
         engine,
         OwnTokenizer(served),
         served.table,
-        lambda name, task, speculation, memory: make_task_drafter(
+        lambda name, task, speculation: make_task_drafter(
             name,
             served.table.fingerprint.hex(),
             engine.info.eos_token_ids,
             task,
             speculation,
-            memory=memory,
             enrichment=settings.enrichment,
         ),
-        cost_now(engine),
         head_seconds(engine.runner),
         bar,
     )

@@ -2,9 +2,9 @@
 
     data -> corpus; outputs (the data's completions, or the model's own, recorded now)
     the model's outputs beside the data's -> how good they are, and what would make them better
-    held-back outputs -> every drafter, corpus and node budget, replayed (server.engine.forecast)
-    tokens per step x this machine's cost of a step -> expected speedup -> the choice
-    held-back prompts, served with the chosen drafts and without -> what is told (tune_gain)
+    held-back outputs -> every drafter, corpus and node budget, replayed (tune_choice)
+    tokens per step x what this engine's steps took -> expected speedup -> the choice
+    held-back prompts, served with the chosen drafts and without -> what is told
     -> NAME.yaml, NAME.corpus and, in the file's comments, what was expected and why; where a
        slice of the LM head saves more than its verifications cost, NAME.vocab and mode `exact`
 
@@ -14,56 +14,63 @@ that is written holds them all.
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.commands.tune_choice import (
+    FURTHER,
+    MANY_STREAMS,
+    WORTH,
     Choice,
-    DrafterOf,
+    Expected,
     Options,
+    Pricing,
     best_of,
     bigram_coverage,
     corpus_fit,
+    expected_gains,
     prompt_coverage,
     replay_all,
     vocabulary,
 )
-from server.commands.tune_file import (
-    is_ours,
-    remove,
-    save,
-    task_text,
-    write_checked,
-)
-from server.commands.tune_gain import MANY_STREAMS, Expected, expected_gains
-from server.commands.tune_machine import served_by_engine
-from server.commands.tune_material import (
+from server.commands.tune_data import (
     BUSY,
     DATA,
+    OWN,
     Example,
     Material,
     Progress,
     TuneSettings,
     gather,
-    sampling_of,
+    quality,
+    quality_lines,
 )
-from server.commands.tune_quality import quality
-from server.types import SpeculationParams
+from server.commands.tune_machine import form_lines
+from server.errors import ConfigError
+from server.types import CORPUS_FITS, SpeculationParams
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from drafters.corpus import Corpus
     from server.engine.engine import Engine
-    from server.engine.served_gain import MakeDrafter
     from server.engine.step_times import CostTable
     from server.token_bytes import TokenBytes
     from vocab_store.profile import VocabProfile
 
+MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
+"""(drafter's name, task, speculation) -> Drafter, as the server makes it."""
+
 Corpora = dict[str, "tuple[Path, Corpus]"]
 """The corpora that are tried, by what they hold: their files and themselves."""
+
+_MADE_BY = "Made by `tailor tasks tune`"
+_OURS = "# Made by `tailor tasks "
 
 
 def tune(
@@ -72,20 +79,16 @@ def tune(
     tokenizer: Any,
     tokens: TokenBytes,
     make_drafter: MakeDrafter,
-    cost: CostTable,
     head: tuple[float, float],
     progress: Progress,
 ) -> dict[str, Any]:
     """Tune a task and write its files; returns what the command prints, as plain values.
 
-    tokenizer: a tokenizers.Tokenizer. tokens: its table. cost: of this machine. head: seconds of
-    the LM head for one row and for each further one (server.engine.probe.measure_head). Raises
-    ConfigError for data that cannot be used (with file and line) and for files that cannot be
-    written.
+    engine: idle, with a table of costs and all drafters. tokenizer: a tokenizers.Tokenizer. tokens:
+    its table. head: seconds of the LM head for one row and for each further one
+    (server.engine.probe.measure_head). Raises ConfigError for data that cannot be used (with file
+    and line) and for files that cannot be written.
     """
-    from server.engine.served_gain import GainMeter
-    from server.engine.stops import StopTable
-
     began = time.monotonic()
     fingerprint = tokens.fingerprint.hex()
     material = gather(settings, engine, tokenizer, progress)
@@ -95,30 +98,23 @@ def tune(
         def drafter_of(name: str, label: str | None, options: Options) -> Drafter:
             path = None if label is None else str(corpora[label][0])
             given = tuple((f"{name}.{key}", value) for key, value in options)
-            return make_drafter(name, settings.name, SpeculationParams(name, 16, given, path), None)
+            return make_drafter(name, settings.name, SpeculationParams(name, 16, given, path))
 
-        progress("measuring the host's part of a step", 0, None)
-        served_by = served_by_engine(engine, cost, material.held)
-        choices = replay_all(settings, material, drafter_of, list(corpora), served_by, progress)
+        pricing = Pricing(engine, head[1])
+        choices = replay_all(settings, material, drafter_of, list(corpora), pricing, progress)
         best = best_of(choices)
-        meter = GainMeter(
-            engine, make_drafter, cost, settings.name, sampling_of(settings, material), fingerprint,
-            StopTable(tokens.offsets, tokens.blob, (int(i) for i in tokens.special_ids)),
-        )  # fmt: skip
         corpus = str(corpora[best.corpus][0]) if best is not None and best.corpus else None
-        gains = expected_gains(
-            settings, material, best, drafter_of, served_by, meter, corpus, progress
-        )
-        why = corpus_fit(choices) | _why(best, material, drafter_of, corpora)
+        gains = expected_gains(settings, material, best, drafter_of, pricing, corpus, progress)
+        why = corpus_fit(choices) | _why(best, material, corpora)
     progress("vocabulary", 0, None)
-    slices, profile = vocabulary(material, best, engine, tokens, cost, head, settings)
+    slices, profile = vocabulary(material, best, engine, tokens, pricing.cost, head, settings)
     label = best.corpus if best is not None else None
     report = _report(settings, material, best, label, gains)
     report |= {"why": why, "vocabulary": slices, "weights": {}}
     if settings.compare_forms is not None:
         shown = material.whole.get(DATA) or [(r.prompt_ids, r.output_ids) for r in material.held]
         report["weights"] = settings.compare_forms(shown)
-    text = task_text(settings, material, engine, cost, choices, best, report)
+    text = task_text(settings, material, engine, pricing.cost, choices, best, report)
     _write(settings, material, text, label, profile, fingerprint, progress)
     report["seconds"] = round(time.monotonic() - began, 1)
     return report
@@ -153,17 +149,8 @@ def _build_corpora(
     return corpora
 
 
-def _why(
-    best: Choice | None,
-    material: Material,
-    drafter_of: DrafterOf,
-    corpora: Corpora,
-) -> dict[str, Any]:
+def _why(best: Choice | None, material: Material, corpora: Corpora) -> dict[str, Any]:
     """What explains the choice: how the outputs repeat themselves, and where drafts came from."""
-    import numpy as np
-
-    from drafters.replay import replay
-
     why: dict[str, Any] = {}
     measured = (best.corpus if best is not None else None) or next(iter(corpora), None)
     if measured is not None:
@@ -176,17 +163,14 @@ def _why(
             "corpus_bigram_coverage": round(bigram_coverage(corpus, material.held), 3),
         }
     why["prompt_bigram_coverage"] = round(prompt_coverage(material.held), 3)
-    if best is None:
-        return why
-    drafter = drafter_of(best.drafter, best.corpus, best.options)
-    shown = replay(drafter, material.held, budget=best.budget, in_prefill=True)
-    if shown.num_accepted:
+    accepted = 0 if best is None else sum(hits for _, hits in best.forecast.by_source.values())
+    if best is not None and accepted:
         why["accepted_by_source"] = {
-            name: round(hits / shown.num_accepted, 3)
-            for name, (_, hits) in sorted(shown.by_source.items(), key=lambda s: -s[1][1])
+            name: round(hits / accepted, 3)
+            for name, (_, hits) in sorted(best.forecast.by_source.items(), key=lambda s: -s[1][1])
             if hits
         }
-        why["propose_us"] = round(1e6 * float(np.median(shown.propose_s)), 1)
+        why["propose_us"] = round(1e6 * best.forecast.propose_s, 1)
     return why
 
 
@@ -253,3 +237,237 @@ def _write(
         for file, kept in ((profile_file, profile is not None), (corpus_file, label is not None)):
             if not kept:
                 remove(file)
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def task_text(
+    settings: TuneSettings,
+    material: Material,
+    engine: Engine,
+    cost: CostTable,
+    choices: Sequence[Choice],
+    best: Choice | None,
+    report: dict[str, Any],
+) -> str:
+    """The YAML text: reasons as comments, then what the server reads."""
+    lines = _origin_lines(settings, material, engine, cost, report)
+    lines += quality_lines(report["quality"])
+    if report["busy"] is not None:
+        lines.append(
+            f"Others used {report['busy']:.0%} of the machine: the speedups are not to be believed "
+            "and mode `exact` was not decided. Tune again when it is idle."
+        )
+    if best is None:
+        lines.append(
+            f"Nothing is worth drafting here: no drafter is expected to gain {WORTH - 1:.0%}."
+        )
+    else:
+        lines += _expected_lines(report)
+    lines += _why_lines(report["why"])
+    lines += _vocabulary_lines(report["vocabulary"])
+    lines += form_lines(report["weights"], engine.info.dtype)
+    lines += ["", "Expected tokens a decode step / speedup of a request, by most draft tokens:"]
+    lines += _table(settings, choices, best)
+    comments = [f"# {_printable(line)}".rstrip() for line in lines]
+    return "\n".join([*comments, *_body(settings, material, best, report)]) + "\n"
+
+
+def _expected_lines(report: dict[str, Any]) -> list[str]:
+    """The speedups with their ranges, of what, and how they are known."""
+
+    def told(name: str) -> str:
+        low, high = report[f"expected_range{name}"]
+        return f"{report[f'expected_speedup{name}']:.2f}x ({low:.2f} to {high:.2f})"
+
+    many = f"_{MANY_STREAMS}_streams"
+    alone, crowd = report["expected_of"], report[f"expected_of{many}"]
+    lines = [
+        f"Expected: {told('')} a whole request, one at a time; {told(many)} with {MANY_STREAMS} at "
+        "once.",
+    ]
+    if alone or crowd:
+        nums = " and ".join(str(num) for num in (alone, crowd) if num)
+        lines.append(
+            f"     Measured: {nums} held-back prompts served with these drafts and without, the "
+            "first after a start; answers are learned."
+        )
+    if not (alone and crowd):
+        lines.append(
+            "     Forecast: held-back outputs replayed, the first after a start, nothing learned."
+        )
+    lines.append(
+        f"     {report['tokens_per_step']:.2f} tokens a decode step. {FURTHER} requests like these "
+        "lie in the range in 19 of 20 cases."
+    )
+    return lines
+
+
+def _printable(line: str) -> str:
+    """The line as YAML may hold it: what a model wrote can have control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def _origin_lines(
+    settings: TuneSettings,
+    material: Material,
+    engine: Engine,
+    cost: CostTable,
+    report: dict[str, Any],
+) -> list[str]:
+    """What the task was tuned on."""
+    from server import __version__
+
+    data = hashlib.sha256(settings.data.read_bytes()).hexdigest()[:12]
+    outputs = (
+        f"the data's {settings.fields.output}s"
+        if settings.outputs == "gold"
+        else f"the model's own for {material.num_recorded} of its prompts"
+    )
+    return [
+        f"{_MADE_BY} {__version__} on {datetime.date.today().isoformat()}.",
+        f"data      {settings.data.name} ({data}), {material.num_lines} lines",
+        f"model     {engine.info.name} ({engine.info.fingerprint[:12]}, {engine.info.dtype})",
+        f"outputs   {outputs}; {len(material.held)} held back and replayed, "
+        f"{report['held_back_tokens']} tokens",
+        f"cost      1 row {cost.cost(1) * 1e3:.2f} ms, 8 rows {cost.cost(8) * 1e3:.2f} ms, "
+        f"16 rows {cost.cost(16) * 1e3:.2f} ms on {engine.info.device}",
+        "",
+    ]
+
+
+def _body(
+    settings: TuneSettings, material: Material, best: Choice | None, report: dict[str, Any]
+) -> list[str]:
+    """The lines that the server reads."""
+    body: list[str] = [f"name: {json.dumps(settings.name)}"]
+    if settings.description:
+        body.append(f"description: {json.dumps(settings.description, ensure_ascii=False)}")
+    if settings.model is not None:
+        body.append(f"model: {json.dumps(settings.model)}")
+    body += [
+        "sampling:",
+        f"  temperature: {settings.temperature:g}",
+        f"  max_tokens: {material.max_tokens}"
+        + (f"  # the longest output has {material.longest}" if material.longest else ""),
+    ]
+    if settings.stop:
+        body.append(f"  stop: {json.dumps(list(settings.stop), ensure_ascii=False)}")
+    body.append("speculation:")
+    if best is None:
+        body.append("  drafter: off")
+    else:
+        body += [f"  drafter: {best.drafter}", f"  max_draft_tokens: {best.budget}"]
+        if best.options:
+            options = ", ".join(f"{key}: {value:g}" for key, value in best.options)
+            body.append(f"  {best.drafter}: {{{options}}}")
+    if report["corpus"] is not None:
+        body.append(f"  corpus: {json.dumps(Path(report['corpus']).name)}")
+    if report["vocabulary"].get("mode") == "exact":
+        profile = settings.output.with_suffix(".vocab").name
+        body += ["vocabulary:", "  mode: exact", f"  profile: {json.dumps(profile)}"]
+    return body
+
+
+def _why_lines(why: dict[str, Any]) -> list[str]:
+    lines = []
+    if "bigram_entropy_bits" in why:
+        lines.append(
+            f"Why: bigram entropy {why['bigram_entropy_bits']:.2f} bits, K80 {why['k80']} (the "
+            f"corpus of {why['corpus']}; TASC, table 1, of tokens): the lower, the more it repeats."
+        )
+        lines.append(
+            f"     {why['corpus_bigram_coverage']:.0%} of the held-back outputs' bigrams are in "
+            f"the corpus, {why['prompt_bigram_coverage']:.0%} in their own prompts."
+        )
+    else:
+        lines.append(
+            f"Why: {why['prompt_bigram_coverage']:.0%} of the outputs' bigrams are in the prompts."
+        )
+    gains = {name: f"{gain:.2f}" for name, gain in why.get("corpus_gains", {}).items()}
+    if why.get("corpus_fits") is False:
+        lines.append(
+            "     This corpus does not fit: the held-back outputs do not follow it. `auto` makes "
+            f"{why['corpus_gain']:.2f} times the tokens a step that it makes without."
+        )
+    elif why.get("corpus_gains", {}).get(DATA, CORPUS_FITS) < CORPUS_FITS:
+        lines.append(
+            "     The data's completions do not fit as a corpus: the model's outputs do not follow "
+            f"them. `auto` makes {gains[DATA]} times the tokens a step that it makes without; with "
+            f"its own outputs {gains.get(OWN, '-')} times."
+        )
+    if "accepted_by_source" in why:
+        shares = ", ".join(
+            f"{name} {share:.0%}" for name, share in why["accepted_by_source"].items()
+        )
+        lines.append(f"     Accepted drafts came from: {shares}.")
+    return lines
+
+
+def _vocabulary_lines(vocabulary: dict[str, Any]) -> list[str]:
+    if not vocabulary:
+        return []
+    return [
+        f"Vocabulary: {vocabulary['ids']} ids ({vocabulary['share']:.1%}) hold all but "
+        f"{vocabulary['miss_rate']:.2%} of the held-back tokens; the head is "
+        f"{vocabulary['head_share']:.0%} of a step.",
+        f"     Beside these drafts `exact` should bring {vocabulary['exact_speedup']:.2f}x, "
+        f"`slice`, which may change tokens, {vocabulary['slice_speedup']:.2f}x.",
+    ]
+
+
+def _table(settings: TuneSettings, choices: Sequence[Choice], best: Choice | None) -> list[str]:
+    rows: dict[tuple[str, str | None], dict[int, str]] = {}
+    for choice in choices:
+        mark = "*" if choice is best else ""
+        rows.setdefault((choice.title, choice.corpus), {})[choice.budget] = (
+            f"{choice.forecast.tokens_per_step:.2f} / {choice.forecast.speedup:.2f}{mark}"
+        )
+    wide = max(8, *(len(name) for name, _ in rows))
+    lines = [
+        f"{'drafter':<{wide}} corpus        "
+        + "".join(f"{budget:<14}" for budget in settings.budgets)
+    ]
+    for (name, label), cells in rows.items():
+        lines.append(
+            f"{name:<{wide}} {label or '-':<13} "
+            + "".join(f"{cells.get(budget, '-'):<14}" for budget in settings.budgets)
+        )
+    return lines
+
+
+def write_checked(file: Path, text: str, name: str) -> None:
+    """Write the task and read it back as the server will."""
+    from server.config import load_task
+
+    file.write_text(text, encoding="utf-8")
+    if load_task(file).name != name:
+        raise AssertionError(f"{file} does not hold the task {name}")
+
+
+def is_ours(file: Path) -> bool:
+    """Whether there is a task file that a command of `tailor tasks` wrote."""
+    try:
+        return file.read_text(encoding="utf-8").startswith(_OURS)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+
+
+def save(path: Path, write: Callable[[Path], None]) -> None:
+    """`write` to a temporary file beside `path`, then put it in its place."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
+            file = Path(folder) / path.name
+            write(file)
+            file.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None

@@ -1,13 +1,24 @@
-"""Chooses by forecasts how a task drafts, and whether a slice of the LM head pays."""
+"""Chooses how a task drafts, tells what that gains, and whether a slice of the LM head pays.
+
+Recorded outputs are replayed through every way to draft (drafters.replay). Each tree is cut to the
+nodes that the engine's own estimate would verify (server.engine.gain), and each step is priced by
+what that engine's steps took (server.engine.step_times, corrected by all that it has served). That
+chooses; what the choice gains is measured, where there are prompts and time for it, by serving
+held-back prompts with drafts and without.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from drafters.catalog import Need, catalog, that_use
-from server.commands.tune_material import (
+from server.commands.tune_data import (
     BOTH,
     BUSY,
     DATA,
@@ -16,19 +27,23 @@ from server.commands.tune_material import (
     Material,
     Progress,
     TuneSettings,
+    sampling_of,
 )
-from server.types import CORPUS_FITS
+from server.config import SpeculationConfig
+from server.types import CORPUS_FITS, Request, SpeculationParams
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
+    from drafters.base import Drafter, DraftSession
     from drafters.corpus import Corpus
     from drafters.replay import Recording
+    from drafters.tree import DraftTree
     from server.engine.engine import Engine
-    from server.engine.forecast import Forecast, ServedBy
     from server.engine.step_times import CostTable
     from server.token_bytes import TokenBytes
     from vocab_store.cost import HeadCosts
     from vocab_store.profile import VocabProfile
+
+_log = logging.getLogger(__name__)
 
 _VARIED: dict[str, dict[str, tuple[float, ...]]] = {
     "mix": {"lambda": (0.25, 0.5, 0.9), "n_max": (3, 4)},
@@ -40,11 +55,225 @@ _TIE = 0.01  # speedups this close are equal: the choice is then made by what is
 WORTH = 1.01  # below this expected speedup a task drafts nothing
 _SLACK = 1.5  # the head may take so many times its share of the bytes
 _WORTH_EXACT = 1.05  # ... and a task's text does not come in groups
-
+MANY_STREAMS = 8
+FURTHER = 100
+"""Requests of a user's own measurement, which the range is told for."""
+TURN = 8
+"""Prompts that are served with drafts or without before the other side's turn, for each client."""
+_FEWEST = 16  # prompts that are worth measuring
+_ALONE_SHARE = 2.0 / 3.0  # of the time for measuring is spent on one client
+_MACHINE = 0.02  # two measurements of the same requests on one machine differ by so much
+_REPLAYED = 0.05  # ... and a replay from a measurement
 
 Options = tuple[tuple[str, float], ...]
 DrafterOf = Callable[[str, "str | None", Options], "Drafter"]
 """(drafter, corpus, options) -> it, anew."""
+
+
+# --- replayed and priced --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Forecast:
+    """What recordings take, drafted one way. Seconds are of the engine that prices them.
+
+    num_tokens: output tokens after each first one. num_steps: decode steps, the one that ends a
+    prompt not counted. num_rows: draft rows. plain_s, seconds: of each recording without drafts and
+    with them; prefill_s: the part of plain_s up to the first tokens. by_source: nodes drafted and
+    accepted. propose_s: of a proposal, the median.
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_rows: int = 0
+    plain_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    prefill_s: float = 0.0
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+    propose_s: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The number of tokens without any step."""
+        return self.num_tokens / max(1, self.num_steps)
+
+    @property
+    def speedup(self) -> float:
+        """Of whole requests, prompts included: above 1 is faster than without drafts."""
+        return sum(self.plain_s) / sum(self.seconds)
+
+    @property
+    def decode_speedup(self) -> float:
+        """Of what comes after the prompts alone."""
+        with_drafts = max(sum(self.seconds) - self.prefill_s, 1e-12)
+        return max(sum(self.plain_s) - self.prefill_s, 1e-12) / with_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What a replay is priced by. engine: whose steps they would be, with a table of costs.
+    undrawn_row_s: seconds that a row of a prompt takes less, because it has no LM head."""
+
+    engine: Engine
+    undrawn_row_s: float = 0.0
+
+    @property
+    def cost(self) -> CostTable:
+        """Of the engine's steps, as those that it has served have corrected it."""
+        cost = self.engine.gain.cost
+        assert cost is not None  # build_engine measures it
+        return cost
+
+    def replay(
+        self, drafter: Drafter, held: Sequence[Recording], budget: int, num_streams: int = 1
+    ) -> Forecast:
+        """Replay recordings, each step as one of num_streams like it. Raises DraftError for a tree
+        that an engine would refuse, and ValueError without a recording."""
+        import numpy as np
+
+        from drafters.replay import replay
+
+        usable = [r for r in held if len(r.prompt_ids) and len(r.output_ids)]
+        if not usable:
+            raise ValueError("no recording has a prompt and an output")
+        priced = _Priced(drafter, self, usable, num_streams)
+        found = replay(priced, usable, budget=budget, in_prefill=True)
+        told, steps = priced.told, found.num_steps
+        told.num_tokens, told.num_steps = sum(found.num_tokens), sum(steps)
+        told.num_rows, told.by_source = found.num_drafted, found.by_source
+        told.propose_s = float(np.median(found.propose_s))
+        return told
+
+    def prompt_s(self, num_cached: int, prompt_len: int) -> float:
+        """Of a prompt of which so many tokens are cached."""
+        rows = prompt_len - num_cached
+        whole = self.cost.cost(rows, rows * (num_cached + 0.5 * rows))
+        # At least half of it: what heads take was measured at another number of rows.
+        return max(0.5 * whole, whole - self.undrawn_row_s * (rows - 1))
+
+
+class _Priced:
+    """A drafter whose trees are cut to what pays, and which notes what its steps would take.
+
+    What is chosen is what the engine's Gain chooses, in a scope in which as much comes as is
+    claimed until the recordings say otherwise.
+    """
+
+    def __init__(
+        self, drafter: Drafter, pricing: Pricing, recordings: Sequence[Recording], num_streams: int
+    ) -> None:
+        import numpy as np
+
+        from server.engine.gain import Gain
+
+        self.name, self.told = drafter.name, Forecast()
+        self.sources = getattr(drafter, "sources", (drafter.name,))
+        self.drafter, self.pricing, self.num_streams = drafter, pricing, num_streams
+        self.gain = Gain(pricing.cost)
+        self.gain.host = pricing.engine.gain.host
+        self.seat = self.gain.seat("replay")
+        for claim in (0.05, 0.25, 0.5, 0.75, 0.95):
+            claims = np.full(100, claim)
+            self.gain.observe_drafts(self.seat, claims, range(round(100 * claim)))
+        info = pricing.engine.info
+        self.vocab_size = info.vocab_size
+        self._block_size = info.block_size if pricing.engine.settings.prefix_cache else 0
+        self._known: set[tuple[int, ...]] = set()
+        self._recordings = iter(recordings)
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> DraftSession:
+        """The next recording's: its prompt and its plain path are priced."""
+        recording = next(self._recordings)
+        pricing, told, num = self.pricing, self.told, len(prompt_ids)
+        prompt_s = pricing.prompt_s(self._cached(prompt_ids), num)
+        steps = len(recording.output_ids) - 1
+        told.plain_s.append(prompt_s + steps * self.step_s(0, num + 0.5 * steps))
+        told.seconds.append(0.0)
+        told.prefill_s += prompt_s
+        session = self.drafter.open(
+            list(map(int, prompt_ids)), context_span=context_span, prediction_ids=prediction_ids
+        )
+        return cast("DraftSession", _PricedSession(self, session, num, prompt_s))
+
+    def _cached(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens of a prompt that need not be computed: whole blocks that an earlier one has."""
+        size, num = self._block_size, 0
+        for end in range(size, len(prompt_ids) + 1, size) if size else ():
+            block = tuple(prompt_ids[:end])
+            if block in self._known and end < len(prompt_ids):
+                num = end
+            self._known.add(block)
+        return num
+
+    def step_s(self, num_nodes: int, mean_len: float) -> float:
+        """A choice's share of a decode step in which each has so many nodes."""
+        num, rows = self.num_streams, 1 + num_nodes
+        model_s = self.pricing.cost.cost(num * rows, num * rows * mean_len)
+        return (model_s + self.gain.host.plain(num)) / num
+
+    def ask_s(self, propose_s: float) -> float:
+        """What asking adds to a choice's share of a step. propose_s: what it took here."""
+        return max(propose_s, self.gain.host.asking(self.num_streams) / self.num_streams)
+
+
+class _PricedSession:
+    """A session of a _Priced drafter. prompt_s: of the prompt that its first tree hangs off."""
+
+    def __init__(
+        self, owner: _Priced, session: DraftSession, prompt_len: int, prompt_s: float
+    ) -> None:
+        self._owner, self._session = owner, session
+        self._length, self._prompt_s = prompt_len, prompt_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def propose(self, max_nodes: int, max_depth: int) -> DraftTree:
+        """The nodes of the drafter's tree that pay; the step is priced with them."""
+        from drafters.tree import DraftTree
+        from server.engine.drafting import check_tree
+        from server.engine.gain import StepShape
+
+        owner, num = self._owner, self._owner.num_streams
+        shape, room = StepShape(num, num, float(self._length)), num * max_nodes
+        tree, kept, ask_s = DraftTree.empty(), 0, 0.0
+        if owner.gain.most(shape, room):  # else nobody is asked
+            began = time.thread_time()
+            checked = check_tree(
+                self._session.propose(max_nodes, max_depth), owner.vocab_size, max_depth
+            )
+            ask_s = owner.ask_s(time.thread_time() - began)
+            claims, seats = [checked.survival] * num, [owner.seat] * num
+            kept = owner.gain.choose(seats, claims, [0] * num, shape, room)[0]
+            tree = checked.prune(kept).tree
+        seconds, self._prompt_s = self._prompt_s, 0.0
+        if seconds:  # the prompt's step, with the nodes that hang off its last row
+            cost = owner.pricing.cost
+            seconds += (cost.cost(num * (1 + kept)) - cost.cost(num)) / num
+        else:
+            seconds = owner.step_s(kept, self._length)
+        owner.told.seconds[-1] += seconds + ask_s
+        return tree
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """As DraftSession.feedback; the estimate hears of it too."""
+        claims = tree.survival.astype("float64")
+        self._owner.gain.observe_drafts(self._owner.seat, claims, accepted)
+        self._session.feedback(tree, accepted)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """As DraftSession.extend."""
+        self._length += len(token_ids)
+        self._session.extend(token_ids)
+
+
+# --- the choice -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +298,15 @@ def replay_all(
     material: Material,
     drafter_of: DrafterOf,
     corpora: Sequence[str],
-    served_by: ServedBy,
+    pricing: Pricing,
     progress: Progress,
 ) -> list[Choice]:
     """Every drafter with every corpus it can use, at every budget, and where a published one is
     among the best its options; one stream."""
-    from server.engine.forecast import forecast
 
     def tried(name: str, label: str | None, budget: int, options: Options = ()) -> Choice:
         drafter = drafter_of(name, label, options)  # anew: a drafter learns from what it sees
-        expected = forecast(
-            drafter,
-            material.held,
-            served_by,
-            max_draft_tokens=budget,
-            max_tokens=material.max_tokens,
-        )
+        expected = pricing.replay(drafter, material.held, budget)
         return Choice(name, label, budget, expected, options)
 
     budgets = settings.budgets
@@ -141,6 +363,204 @@ def best_of(choices: Sequence[Choice]) -> Choice | None:
         return c.drafter != "auto", len(c.options), c.budget, sizes.get(c.corpus, 9)
 
     return min(near, key=rank)
+
+
+# --- what it gains --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A speedup of whole requests and the range in which FURTHER requests like these will have
+    theirs, in 19 of 20 cases. num_served: requests that it was measured on, 0 where it was
+    forecast. tokens_per_step: of decode steps, in these requests."""
+
+    speedup: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    num_served: int = 0
+    tokens_per_step: float = 1.0
+
+
+def ratio_error(above: Sequence[float], below: Sequence[float]) -> float:
+    """Standard error of sum(above) / sum(below), of pairs that were drawn together (the delta
+    method); 0 where there is one pair."""
+    num = len(above)
+    if num < 2:
+        return 0.0
+    ratio = sum(above) / sum(below)
+    left = sum((a - ratio * b) ** 2 for a, b in zip(above, below, strict=True))
+    return math.sqrt(left * num / (num - 1)) / sum(below)
+
+
+def within(speedup: float, error: float, num: int, other: float) -> tuple[float, float]:
+    """The range. error: standard error of a speedup of `num` requests; other: of what is not in the
+    requests, as a share."""
+    own = error * math.sqrt(1.0 + num / FURTHER)
+    half = 2.0 * math.hypot(own, other * speedup)
+    return max(0.0, speedup - half), speedup + half
+
+
+def expected_gain(told: Forecast | Served) -> Expected:
+    """Of a replay or of what was served."""
+    num, is_served = len(told.plain_s), isinstance(told, Served)
+    error = ratio_error(told.plain_s, told.seconds)
+    low, high = within(told.speedup, error, num, _MACHINE if is_served else _REPLAYED)
+    return Expected(told.speedup, low, high, num * is_served, told.tokens_per_step)
+
+
+def expected_gains(
+    settings: TuneSettings,
+    material: Material,
+    best: Choice | None,
+    drafter_of: DrafterOf,
+    pricing: Pricing,
+    corpus: str | None,
+    progress: Progress,
+) -> dict[int, Expected]:
+    """Of a choice, for one client and for MANY_STREAMS: measured where there are prompts and time
+    for it, else forecast. corpus: the file of the choice's, without what is held back."""
+    if best is None:
+        return {1: Expected(), MANY_STREAMS: Expected()}
+    progress(f"replaying {MANY_STREAMS} streams", 0, None)
+    drafter = drafter_of(best.drafter, best.corpus, best.options)
+    many = pricing.replay(drafter, material.held, best.budget, MANY_STREAMS)
+    learns = best.drafter in that_use(Need.LEARNED)  # as a task's requests do
+    speculation = SpeculationParams(
+        best.drafter,
+        best.budget,
+        tuple((f"{best.drafter}.{key}", value) for key, value in best.options),
+        corpus,
+        learn_tokens=SpeculationConfig().learn_max_tokens if learns else 0,
+    )
+    asked = Request(
+        request_id="",
+        task=settings.name,
+        model=pricing.engine.info.name,
+        prompt_ids=(),
+        sampling=sampling_of(settings, material),
+        speculation=speculation,
+    )
+    found = {}
+    for clients, told in ((1, best.forecast), (MANY_STREAMS, many)):
+        progress(f"serving {clients} at once with drafts and without", 0, None)
+        share = _ALONE_SHARE if clients == 1 else 1.0 - _ALONE_SHARE
+        most_s = share * settings.serve_s
+        each_s = (sum(told.plain_s) + sum(told.seconds)) / len(told.seconds)
+        prompts = material.to_serve[: int(most_s / each_s)]
+        found[clients] = expected_gain(told)
+        if len(prompts) >= _FEWEST:
+            try:
+                served = serve(pricing.engine, prompts, asked, num_clients=clients, most_s=most_s)
+            except RuntimeError as error:
+                _log.warning("a held-back prompt failed, so its gain is forecast: %s", error)
+                continue
+            found[clients] = expected_gain(served)
+    return found
+
+
+@dataclass(slots=True)
+class Served:
+    """The same prompts answered without drafts and with them. outputs: of both. plain_s, seconds:
+    by prompt, its shares of the steps that it was open in, so that their spread tells how far the
+    gain of other prompts may lie from this one. num_steps: with drafts, the one that ends a prompt
+    not counted."""
+
+    outputs: tuple[list[list[int]], list[list[int]]] = field(default_factory=lambda: ([], []))
+    plain_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    num_steps: int = 0
+
+    @property
+    def speedup(self) -> float:
+        """Seconds without drafts over seconds with them."""
+        return sum(self.plain_s) / sum(self.seconds)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """As drafters.replay counts them."""
+        return sum(len(output) - 1 for output in self.outputs[1]) / max(1, self.num_steps)
+
+
+def serve(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    asked: Request,
+    *,
+    num_clients: int = 1,
+    most_s: float = math.inf,
+) -> Served:
+    """Serve prompts without drafts and with those of `asked`, num_clients at once, until all are
+    answered or most_s seconds are over (then as many turns as there were).
+
+    The two sides take turns of TURN prompts a client, so that what else the machine does meets
+    both. Each has a cache_salt that nobody had before: nothing is cached, nothing was learned, no
+    drafts were judged, so its first prompts are what a key's first requests are, and answers are
+    learned as a task's are. asked: a Request without a prompt, of an idle engine. Raises
+    RuntimeError for a request that fails, and ValueError without a prompt.
+    """
+    if not prompts:
+        raise ValueError("no prompts to serve")
+    served, salt, began = Served(), secrets.token_hex(8), time.monotonic()
+    sides = [
+        replace(asked, speculation=SpeculationParams(), cache_salt=f"{salt}-plain"),
+        replace(asked, cache_salt=f"{salt}-drafted"),
+    ]
+    for first in range(0, len(prompts), TURN * num_clients):
+        if first and time.monotonic() - began > most_s:
+            break
+        turn = prompts[first : first + TURN * num_clients]
+        for side, request in enumerate(sides):
+            _serve_turn(engine, turn, request, num_clients, served, side)
+    return served
+
+
+def _serve_turn(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    asked: Request,
+    num_clients: int,
+    served: Served,
+    side: int,
+) -> None:
+    """Answer these prompts, so many at once. side: 1 with drafts."""
+    outputs, seconds = served.outputs[side], (served.plain_s, served.seconds)[side]
+    first = len(outputs)
+    outputs += [[] for _ in prompts]
+    seconds += [0.0] * len(prompts)
+    waiting = list(enumerate(prompts, first))[::-1]
+    opened: set[int] = set()
+    while waiting or opened:
+        began = time.perf_counter()
+        while waiting and len(opened) < num_clients:
+            at, prompt = waiting.pop()
+            sampling = asked.sampling
+            room = engine.info.max_model_len - len(prompt)
+            drawn = replace(
+                sampling,
+                max_tokens=min(sampling.max_tokens, room),
+                seed=(sampling.seed + at) % (1 << 63),
+            )
+            ids = tuple(map(int, prompt))
+            engine.submit(replace(asked, request_id=str(at), prompt_ids=ids, sampling=drawn))
+            opened.add(at)
+        deltas = engine.step()
+        share_s = (time.perf_counter() - began) / len(opened)
+        for at in opened:
+            seconds[at] += share_s
+        for delta in deltas:
+            if delta.finish_reason in ("error", "abort"):
+                engine.abort_all()
+                engine.take_deltas()
+                raise RuntimeError(delta.error or delta.finish_reason)
+            at = int(delta.request_id)
+            outputs[at] += delta.token_ids
+            served.num_steps += side * delta.counts.num_steps
+            if delta.finish_reason is not None:
+                opened.remove(at)
+                served.num_steps -= side
+
+
+# --- a slice of the LM head -----------------------------------------------------------------------
 
 
 def vocabulary(

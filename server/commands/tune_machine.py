@@ -1,27 +1,39 @@
-"""Checks of the machine and of the model's files before a measurement is used."""
+"""What `tailor tasks tune` measures of the machine and of the model: who else uses the one, what
+the LM head takes of a step, and the forms that the weights can be kept in.
+
+Of each form that a CPU can serve without fetching or converting anything it tells quality and speed
+on the task's own data: the outputs, read by the model after their prompts, and a step of one and of
+sixteen rows. It does not choose the form that is served: the user does (`weights`).
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import statistics
 import struct
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.commands.tune_material import BUSY
+from server.commands.tune_data import BUSY
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from drafters.replay import Recording
+    from server.commands.options import ModelOptions
+    from server.commands.tune_data import Example, Progress
     from server.engine.batch import Runner
-    from server.engine.engine import Engine
-    from server.engine.forecast import ServedBy
-    from server.engine.step_times import CostTable
+
+NUM_TEXTS = 24
+LONGEST = 512
+LIMIT_S = 90.0
+"""No further form is begun after so many seconds."""
 
 _NUM_MEASURED = 3
-_NUM_REPLAYED = 8  # recordings
+_STEPS = 9
+_FLOATS = ("float32", "bfloat16", "int8", "int8-blocks", "int4")
 
 
 class OtherProcesses:
@@ -68,46 +80,6 @@ def head_seconds(runner: Runner) -> tuple[float, float]:
     return first, further
 
 
-def cost_now(engine: Engine) -> CostTable:
-    """The cost of this engine's steps, measured anew: what a start has measured may be of a day
-    on which the machine was busy, and steps since then refresh the sizes alone that they had."""
-    from server.engine.probe import load_or_measure
-
-    known = engine.gain.cost
-    assert known is not None  # build_engine measures it
-    table = load_or_measure(engine.runner, None, max_rows=max(128, known.max_rows))
-    engine.pool.drop_cache()  # the steps that were measured wrote over its blocks
-    return table
-
-
-def served_by_engine(engine: Engine, cost: CostTable, recordings: Sequence[Recording]) -> ServedBy:
-    """What a forecast asks of this engine, measured on the task's prompts where it must be.
-
-    recordings: of the task. What asking for drafts takes between model steps is measured beside
-    what it takes in a replay of some of them.
-    """
-    from drafters import make_drafter
-    from server.engine.forecast import ServedBy, forecast
-    from server.engine.host_cost import measure_host
-    from server.engine.probe import measure_undrawn
-
-    host = measure_host(engine, [r.prompt_ids for r in recordings], "auto")
-    served_by = ServedBy(
-        cost,
-        host,
-        measure_undrawn(engine.runner),
-        engine.info.vocab_size,
-        engine.settings.max_num_batched_tokens,
-        engine.info.block_size if engine.settings.prefix_cache else 0,
-    )
-    engine.pool.drop_cache()  # the steps that were measured wrote over its blocks
-    some = [r for r in recordings if r.prompt_ids and r.output_ids][:_NUM_REPLAYED]
-    if not (some and host.ask_s):
-        return served_by
-    warm_s = forecast(make_drafter("auto"), some, served_by, max_draft_tokens=8).ask_s
-    return replace(served_by, cold=max(1.0, host.ask_s / warm_s)) if warm_s else served_by
-
-
 def head_share(folder: Path) -> float | None:
     """The LM head's share of the weights that a step of one row reads; None where a file does not
     say. The embedding's rows are looked up and count nothing; a tied head is the embedding's table.
@@ -150,3 +122,106 @@ def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, tensor in header.items():
         if name != "__metadata__":
             yield name, tensor
+
+
+# --- the forms of the weights --------------------------------------------------------------------
+
+
+def forms_of(model: ModelOptions) -> list[tuple[str, Path]]:
+    """(form, folder) of what can be served from what is here; [] on other devices than a CPU."""
+    from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder, gguf_of
+
+    if model.device != "cpu":
+        return []
+    floats = cached_folder(model.model)
+    found = [] if floats is None or gguf_of(floats) else [(form, floats) for form in _FLOATS]
+    file = cached_file_folder(model.model) if model.adapter is None else None
+    if file is not None and gguf_of(file) is not None:
+        found.insert(0, ("file", file))
+    return found
+
+
+def compare_forms(
+    model: ModelOptions, examples: Sequence[Example], progress: Progress
+) -> dict[str, dict[str, float]]:
+    """form -> perplexity of the data's outputs, share of them that greedy decoding gives whole,
+    milliseconds of a step of 1 and of 16 rows. {} where there is no second form to compare.
+
+    A form that cannot be run is left out.
+    """
+    from server.errors import TailorError
+    from server.model.scoring import Text
+
+    texts = [
+        Text((*prompt, *output), len(prompt))
+        for prompt, output in examples
+        if prompt and output and len(prompt) + len(output) <= LONGEST
+    ][-NUM_TEXTS:]
+    forms = forms_of(model)
+    if len(forms) < 2 or not texts:
+        return {}
+    began, found = time.monotonic(), {}
+    for number, (form, folder) in enumerate(forms):
+        if time.monotonic() - began > LIMIT_S:
+            break
+        progress("forms of the weights", number, len(forms))
+        try:
+            found[form] = _measure(model, form, folder, texts)
+        except (TailorError, ValueError) as error:
+            logging.getLogger(__name__).warning("weights %s: %s", form, error)
+    progress("forms of the weights", len(forms), len(forms))
+    return found
+
+
+def _measure(
+    model: ModelOptions, form: str, folder: Path, texts: Sequence[Any]
+) -> dict[str, float]:
+    from server.engine.probe import make_prober
+    from server.model.build import RunnerSpec, build_runner
+    from server.model.scoring import compare, score
+    from server.types import EngineSizes
+
+    sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=LONGEST, kv_bytes=256 << 20)
+    spec = RunnerSpec(
+        name=form,
+        folder=str(folder),
+        adapter=model.adapter,
+        weights=form,
+        sizes=sizes,
+        threads=model.threads,
+    )
+    runner = build_runner(spec)
+    try:
+        scores = score(runner, list(texts))
+        probe = make_prober(runner)
+        steps: dict[int, list[float]] = {1: [], 16: []}
+        for _ in range(_STEPS):
+            for rows, taken in steps.items():
+                taken.append(1e3 * probe(rows, 128))
+    finally:
+        runner.close()
+    figures = compare(scores, scores)
+    return {
+        "perplexity": figures["perplexity"],
+        "exact": figures["exact"],
+        "step_ms": round(statistics.median(steps[1]), 2),
+        "step_16_rows_ms": round(statistics.median(steps[16]), 2),
+    }
+
+
+def form_lines(found: dict[str, dict[str, float]], served: str) -> list[str]:
+    """The table as lines for people to read, with the served form marked."""
+    if not found:
+        return []
+    lines = [
+        "Weights on this data (`weights`): perplexity, outputs that are whole, ms a step of 1 and "
+        "16 rows:"
+    ]
+    for form, figures in found.items():
+        lines.append(
+            f"     {form:11} {figures['perplexity']:9.3f} {figures['exact']:6.1%} "
+            f"{figures['step_ms']:7.1f} {figures['step_16_rows_ms']:7.1f}"
+            + ("  as tuned" if form == served else "")
+        )
+    return lines

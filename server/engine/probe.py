@@ -105,18 +105,6 @@ def measure_head(runner: Runner, *, kv_len: int = 64, repeats: int = 7) -> tuple
     return seconds[0], max(0.0, (seconds[1] - seconds[0]) / (many - 1))
 
 
-def measure_undrawn(runner: Runner, *, repeats: int = 3) -> float:
-    """Seconds that a row takes less where it is not drawn from, in steps of many rows: rows of
-    prompts have no LM head."""
-    info = runner.info
-    many = max(1, min(64, info.max_num_batched_tokens, info.max_model_len // 2))
-    kv_len = max(1, min(64, info.max_model_len - many))
-    with_head, body = make_prober(runner), make_prober(runner, drawn=False)
-    with_head(many, kv_len), body(many, kv_len)  # what is set up on first use
-    drawn_s = min(with_head(many, kv_len) for _ in range(repeats))
-    return max(0.0, drawn_s - min(body(many, kv_len) for _ in range(repeats))) / many
-
-
 def measure_likely(runner: Runner, num_likely: int, *, repeats: int = 5) -> float:
     """Seconds that the num_likely likeliest ids of one row take: the difference between steps of 16
     rows with them and without, the least of each. What others on the machine add is bounded."""

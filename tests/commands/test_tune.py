@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,18 +18,16 @@ from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
 from server.commands.tune import tune
-from server.commands.tune_choice import Choice, best_of, corpus_fit
-from server.commands.tune_gain import within
-from server.commands.tune_machine import OtherProcesses, cost_now
-from server.commands.tune_material import TuneSettings, is_held
+from server.commands.tune_choice import Choice, Forecast, best_of, corpus_fit, within
+from server.commands.tune_data import TuneSettings, is_held
+from server.commands.tune_machine import OtherProcesses
 from server.config import load_task, load_tasks
 from server.engine.engine import Engine
-from server.engine.forecast import Forecast
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable, row_grid
 from server.engine.stops import StopTable
 from server.errors import ConfigError
-from server.types import Request, SamplingParams
+from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
@@ -55,59 +54,50 @@ def _write(file: Path, lines: list[dict[str, Any]]) -> Path:
     return file
 
 
-def test_costs_are_measured_anew() -> None:
-    """The table that an engine began with may be of a busy day."""
-    info = fake_info(vocab_size=9, num_blocks=256, max_model_len=256)
-    runner = FakeRunner(FakeModel(9, seed=1), info, step_s=0.002, row_s=0.0005)
-    engine = Engine(runner, {}, EngineSettings(max_num_seqs=8), cost=_cost(9.0))
-    prompt = tuple(range(2, 8)) * 8
-    engine.submit(Request("a", "", "fake", prompt, SamplingParams(max_tokens=2)))
-    while engine.has_work:
-        engine.step()
-    assert engine.stats().num_cached_blocks
-    found = cost_now(engine)
-    assert 0.002 < found.cost(1) < found.cost(64) < 10.0 < _cost(9.0).cost(1)
-    assert not engine.stats().num_cached_blocks, "what was measured wrote over the blocks"
-    engine.check()
+class FixedCost(CostTable):
+    """A table that no step corrects: a fake model's steps take no time."""
+
+    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
+        """Nothing is noted."""
 
 
 def _cost(per_row: float, first_s: float = 100.0) -> CostTable:
     """Steps of 100 seconds and more: what Python costs beside them does not show."""
     rows = row_grid(512)
-    return CostTable(rows, [first_s + per_row * (r - 1) for r in rows])
+    return FixedCost(rows, [first_s + per_row * (r - 1) for r in rows])
 
 
-def _engine() -> Engine:
+def _drafter(others: str | None, name: str, task: str, speculation: SpeculationParams) -> Any:
+    """As the server makes it. others: what is made instead of those that are no paper's."""
+    made = others if others and name in ("auto", "suffix", "prompt", "grammys") else name
+    return make_task_drafter(made, FINGERPRINT, (0,), task, speculation)
+
+
+def _engine(cost: CostTable) -> Engine:
     vocab = TABLE.vocab_size
     info = fake_info(vocab_size=vocab, num_blocks=256, max_model_len=128, eos_token_ids=(0,))
     runner = FakeRunner(FakeModel(vocab, seed=2, context=1, boost=60.0), info)
     settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
     stops = StopTable(TABLE.offsets, TABLE.blob)
-    return Engine(runner, {"auto": random_drafter(1, vocab)}, settings, stop_table=stops)
+    own = {name: partial(_drafter, None, name) for name in ("mix", "suffix", "prompt", "trie")}
+    drafters: dict[str, Any] = {**own, "auto": random_drafter(1, vocab)}
+    return Engine(runner, drafters, settings, stop_table=stops, cost=cost)
 
 
 def _tune(
     data: Path, *, per_row: float = 1.0, head_s: float = 0.1, first_s: float = 100.0,
     others: str | None = None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """tune() over a fake model, with the drafters that the server would make. others: what is
-    made instead of those that are no paper's."""
+    """tune() over a fake model, with the drafters that the server would make. others: see
+    _drafter."""
     fields = {"name": "town", "outputs": "gold", "budgets": (4, 16)} | more
     settings = TuneSettings(data=data, output=data.parent / "tasks" / "town.yaml", **fields)
     report = tune(
         settings,
-        _engine(),
+        _engine(_cost(per_row, first_s)),
         TOKENIZER,
         TABLE,
-        lambda name, task, speculation, memory: make_task_drafter(
-            others if others and name in ("auto", "suffix", "prompt", "grammys") else name,
-            FINGERPRINT,
-            (0,),
-            task,
-            speculation,
-            memory=memory,
-        ),
-        _cost(per_row, first_s),
+        partial(_drafter, others),
         (head_s, 0.01 * head_s),
         lambda stage, done, total: None,
     )
@@ -189,7 +179,7 @@ def test_what_the_papers_vary_is_varied_where_their_drafters_are_near(tmp_path: 
 
 
 def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(tmp_path: Path) -> None:
-    report = _tune(_write(tmp_path / "train.jsonl", _lines(30)), per_row=100.0, stop=("\n",))
+    report = _tune(_write(tmp_path / "train.jsonl", _lines(30)), per_row=120.0, stop=("\n",))
     task = load_task(tmp_path / "tasks" / "town.yaml")
     assert task.speculation.drafter == report["drafter"] == "off"
     assert task.speculation.corpus is None and task.sampling.stop == ("\n",)
@@ -251,11 +241,11 @@ def test_a_range_is_wider_for_fewer_requests() -> None:
 def test_a_large_head_is_cut_to_the_tasks_vocabulary(tmp_path: Path) -> None:
     """Where steps are mostly head and drafts are dear, `exact` pays; beside a small head not."""
     data = _write(tmp_path / "train.jsonl", _lines(60))
-    small = _tune(data, per_row=100.0)
+    small = _tune(data, per_row=120.0)
     assert small["vocabulary"]["mode"] == "full"
     task = load_task(tmp_path / "tasks" / "town.yaml")
     assert (task.vocabulary.mode, task.vocabulary.profile) == ("full", None)
-    large = _tune(data, per_row=100.0, head_s=60.0)
+    large = _tune(data, per_row=120.0, head_s=60.0)
     assert large["vocabulary"]["mode"] == "exact"
     assert large["vocabulary"]["exact_speedup"] > 1.05
     task = load_task(tmp_path / "tasks" / "town.yaml")
@@ -275,15 +265,15 @@ def test_tuning_again_leaves_nothing_of_the_old_task(tmp_path: Path) -> None:
     def names() -> list[str]:
         return sorted(file.name for file in tasks.iterdir())
 
-    _tune(data, per_row=100.0, head_s=60.0)
+    _tune(data, per_row=120.0, head_s=60.0)
     assert names() == ["town.vocab", "town.yaml"]
     _tune(data, per_row=1.0, head_s=0.1)
     assert names() == ["town.corpus", "town.yaml"]
-    _tune(data, per_row=100.0, head_s=0.1)  # nothing is worth drafting
+    _tune(data, per_row=120.0, head_s=0.1)  # nothing is worth drafting
     assert names() == ["town.yaml"]
     (tasks / "town.yaml").write_text("name: town\n")
     (tasks / "town.vocab").write_text("of somebody's own")
-    _tune(data, per_row=100.0, head_s=0.1)
+    _tune(data, per_row=120.0, head_s=0.1)
     assert names() == ["town.vocab", "town.yaml"]
 
 
@@ -317,7 +307,7 @@ def test_data_that_cannot_be_used_is_told(
 
 
 def _choice(drafter: str, corpus: str | None, budget: int, speedup: float) -> Choice:
-    return Choice(drafter, corpus, budget, Forecast(1, 10, 5, 8, 1.0, speedup, 0.1))
+    return Choice(drafter, corpus, budget, Forecast(10, 5, 8, [speedup], [1.0]))
 
 
 def test_among_equals_the_sturdier_choice() -> None:
@@ -515,7 +505,7 @@ def test_a_server_that_is_not_there(run: Callable[..., Any], tmp_path: Path) -> 
 
 def test_a_corpus_that_does_not_fit_is_said() -> None:
     def tried(corpus: str | None, num_steps: int) -> Choice:
-        return Choice("auto", corpus, 4, Forecast(1, 100, num_steps, 8, 1.0, 1.5, 0.1))
+        return Choice("auto", corpus, 4, Forecast(100, num_steps, 8, [1.5], [1.0]))
 
     assert corpus_fit([tried(None, 50)]) == {}
     assert corpus_fit([tried(None, 50), tried("both", 40)])["corpus_fits"] is True
@@ -531,13 +521,13 @@ def test_a_corpus_that_does_not_fit_is_said() -> None:
 
 
 def _why_told(fit: dict[str, Any]) -> str:
-    from server.commands.tune_file import _why_lines
+    from server.commands.tune import _why_lines
 
     return "\n".join(_why_lines({"prompt_bigram_coverage": 0.5, **fit}))
 
 
 def test_what_a_model_wrote_is_a_comment_that_yaml_can_hold() -> None:
-    from server.commands.tune_file import _printable
+    from server.commands.tune import _printable
     from server.config.yaml_file import parse_yaml
 
     wrote = "".join(map(chr, [0, 7, 27, 127, 133, 0x2028, 0xFEFF, 0xD800, 65, 0x1F600]))

@@ -14,9 +14,9 @@ from rich.console import Console
 from server.commands.progress import _bars
 from server.commands.tasks import _tell
 from server.commands.tune_choice import _head_costs
+from server.commands.tune_data import Compared, check_data, quality, quality_lines
 from server.commands.tune_machine import head_share
-from server.commands.tune_material import check_data
-from server.commands.tune_quality import Compared, quality, quality_lines
+from server.datasets import Fields
 from server.engine.step_times import CostTable
 from server.errors import ConfigError
 
@@ -118,7 +118,7 @@ def test_data_is_checked(name: str, text: str, told: str, tmp_path: Path) -> Non
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        check_data(file, "gold", "completion", "prompt")
+        check_data(file, "gold", Fields())
 
 
 def test_data_of_every_kind_is_taken(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_data_of_every_kind_is_taken(tmp_path: Path) -> None:
     ]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-    check_data(file, "gold", "completion", "prompt")
+    check_data(file, "gold", Fields())
 
 
 # --- bars ---

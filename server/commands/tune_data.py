@@ -1,7 +1,9 @@
-"""What a task is tuned on: its data, the model's own outputs for it, and the part held back."""
+"""What a task is tuned on: its data, the model's own outputs for it and how good they are, and the
+part held back."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from server.commands.quality import estimate, exact, f1, repetition
 from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
-from server.commands.tune_quality import Compared
 from server.datasets import ExampleReader, Fields, rows, turn_of
 from server.errors import ConfigError, TailorError
 from server.types import SamplingParams, SpeculationParams
@@ -32,9 +34,26 @@ _MAX_SERVED = 200  # prompts
 _HELD_BLOCKS = 8
 OWN, DATA, BOTH = "own outputs", "completions", "both"
 
+_STOPS = ("\n\n", "\n", "###", "</s>", ";")
+_FEW = 20  # outputs below which nothing is said of the model
+_BETTER = 0.05  # what a stop must add to the mean F1 to be suggested
+_FAILS = 0.2  # mean F1 below which the model does not do the task
+_LOOPS = 0.5  # repetition from which on an output goes round in a circle
+_SHOWN = 3
+_MAX_TEXT = 90
+
 
 BUSY = 0.5
 """Share of the machine that others use, above which no measurement is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One prompt's output beside the data's. hit_max: whether only max_tokens ended it."""
+
+    gold: str
+    output: str
+    hit_max: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +61,8 @@ class TuneSettings:
     """The settings of the command line.
 
     name: the task's. model: the model's name in server.yaml, or None for the server's first.
-    data: rows with `prompt_field` and, for outputs "gold", `field`, with messages, or recordings.
+    data: rows with a prompt and, for outputs "gold", an output, with messages, or recordings;
+    fields: where they are.
     output: the task file; the corpus goes beside it. outputs: what drafts are judged by.
     num_prompts, record_s: most prompts and seconds of recording. serve_s: seconds for measuring
     what the choice gains; 0: it is told as it was forecast. max_tokens: None takes a bound
@@ -60,8 +80,7 @@ class TuneSettings:
     outputs: Literal["gold", "model"]
     description: str = ""
     model: str | None = None
-    field: str = "completion"
-    prompt_field: str = "prompt"
+    fields: Fields = field(default_factory=Fields)
     num_prompts: int = 200
     record_s: float = 180.0
     serve_s: float = 60.0
@@ -177,26 +196,26 @@ def _read(
     gold: list[Example | None] = []
     prompts: list[Prompt] = []
     texts: list[str | None] = []
-    fields = Fields(settings.field, settings.prompt_field)
+    fields = settings.fields
     reader = ExampleReader(tokenizer, eos_token_id, fields=fields, render=settings.render)
     for number, row in rows(settings.data):
         where = f"{settings.data}:{number}"
-        entry = _plain(row, where, settings, fields)
-        has_output = "output_ids" in entry or settings.field in entry
+        entry = _plain(row, where, settings)
+        has_output = "output_ids" in entry or fields.output in entry
         if settings.outputs == "gold" or has_output:
             prompt, output = reader.of(row, where)
             if not prompt:
-                raise ConfigError(f"{where}: {settings.prompt_field}: must be a string, not empty")
+                raise ConfigError(f"{where}: {fields.prompt}: must be a string, not empty")
             if settings.enrichment is not None:
                 prompt = settings.enrichment.read(prompt)
                 output = settings.enrichment.segment(output)
             gold.append((prompt, output))
         else:
             gold.append(None)
-        told = None if "output_ids" in entry else entry.get(settings.field)
+        told = None if "output_ids" in entry else entry.get(fields.output)
         texts.append(told if isinstance(told, str) else None)
         if settings.outputs == "model":
-            prompts.append(prompt_of(number, entry, settings.data, settings.prompt_field))
+            prompts.append(prompt_of(number, entry, settings.data, fields.prompt))
         if len(gold) % 200 == 0:
             progress("reading", len(gold), None)
     if len(gold) < _MIN_EXAMPLES:
@@ -204,24 +223,22 @@ def _read(
     return gold, prompts, texts
 
 
-def _plain(
-    row: dict[str, Any], where: str, settings: TuneSettings, fields: Fields
-) -> dict[str, Any]:
+def _plain(row: dict[str, Any], where: str, settings: TuneSettings) -> dict[str, Any]:
     """A row of messages as prompt, its ids and output; other rows as they are."""
     if "messages" not in row:
         return row
-    turn = turn_of(row, where, fields)
+    turn = turn_of(row, where, settings.fields)
     if settings.render is None:
         raise ConfigError(f"{where}: messages: the model has no chat template")
     try:
         prompt, ids = settings.render(turn.asked["messages"])
     except TailorError as error:
         raise ConfigError(f"{where}: {error.message}") from None
-    output = {} if turn.gold is None else {settings.field: turn.gold}
-    return {settings.prompt_field: prompt, "prompt_ids": ids, **output}
+    output = {} if turn.gold is None else {settings.fields.output: turn.gold}
+    return {settings.fields.prompt: prompt, "prompt_ids": ids, **output}
 
 
-def check_data(data: Path, outputs: str, output_field: str, prompt_field: str) -> None:
+def check_data(data: Path, outputs: str, fields: Fields) -> None:
     """Raise ConfigError for data that cannot be used, before a model is loaded."""
     num = 0
     for number, row in rows(data):
@@ -229,9 +246,9 @@ def check_data(data: Path, outputs: str, output_field: str, prompt_field: str) -
         where = f"{data}:{number}"
         if "prompt_ids" in row or "output_ids" in row:
             continue
-        turn = turn_of(row, where, Fields(output_field, prompt_field))
+        turn = turn_of(row, where, fields)
         if outputs == "gold" and turn.gold is None:
-            raise ConfigError(f"{where}: {output_field}: must be a string")
+            raise ConfigError(f"{where}: {fields.output}: must be a string")
     if num < _MIN_EXAMPLES:
         raise ConfigError(f"{data}: {num} examples; tuning needs {_MIN_EXAMPLES}")
 
@@ -354,3 +371,111 @@ def _record(
 def _shuffle(number: int) -> int:
     """An order without meaning that is the same every time."""
     return (number * 0x9E3779B1) & 0xFFFFFFFF
+
+
+# --- how good the outputs are ---------------------------------------------------------------------
+
+
+def quality(
+    compared: Sequence[Compared], *, stops: Sequence[str], can_chat: bool
+) -> dict[str, Any]:
+    """Figures, examples and suggestions, as plain values; {} where there is nothing to compare.
+
+    stops: the task's. can_chat: the model has a chat template, and the prompts are plain text.
+    """
+    if not compared:
+        return {}
+    scores = [f1(c.gold, c.output) for c in compared]
+    right = estimate([exact(c.gold, c.output) for c in compared])
+    overlap = estimate(scores)
+    at_limit = sum(c.hit_max for c in compared) / len(compared)
+    looping = sum(repetition(c.output) >= _LOOPS for c in compared) / len(compared)
+    begins = sum(c.output.split()[:2] == c.gold.split()[:2] for c in compared) / len(compared)
+    stop, with_stop = _best_stop(compared, overlap.mean)
+    best_mean = max(overlap.mean, with_stop)
+    fails = len(compared) >= _FEW and best_mean < _FAILS
+    worst = sorted(range(len(compared)), key=lambda i: scores[i])
+    shown = [compared[worst[i * (len(worst) - 1) // max(1, _SHOWN - 1)]] for i in range(_SHOWN)]
+    return {
+        "compared": len(compared),
+        "exact_match": _interval(right),
+        "f1": _interval(overlap),
+        "begins_like_the_data": round(begins, 3),
+        "hit_max_tokens": round(at_limit, 3),
+        "repeats_itself": round(looping, 3),
+        "does_the_task": not fails,
+        "suggestions": list(_suggestions(stop, stops, with_stop, at_limit, fails, can_chat)),
+        "examples": [{"data": c.gold, "model": c.output} for c in dict.fromkeys(shown)],
+    }
+
+
+def _interval(found: Any) -> dict[str, float]:
+    return {
+        "mean": round(found.mean, 3), "low": round(found.low, 3), "high": round(found.high, 3)
+    }  # fmt: skip
+
+
+def _best_stop(compared: Sequence[Compared], mean: float) -> tuple[str | None, float]:
+    """The stop string that brings the outputs closest to the data, and the mean F1 with it."""
+    best: tuple[str | None, float] = (None, mean)
+    for stop in _STOPS:
+        if any(stop in c.gold.strip() for c in compared):
+            continue
+        cut = [f1(c.gold, c.output.lstrip().partition(stop)[0]) for c in compared]
+        if sum(cut) / len(cut) >= best[1] + _BETTER:
+            best = (stop, sum(cut) / len(cut))
+    return best
+
+
+def _suggestions(
+    stop: str | None,
+    stops: Sequence[str],
+    with_stop: float,
+    at_limit: float,
+    fails: bool,
+    can_chat: bool,
+) -> Iterable[str]:
+    if stop is not None and stop not in stops:
+        # As a shell takes it: within plain quotes \n stays two letters.
+        typed = f"--stop $'{stop.encode('unicode_escape').decode()}'"
+        yield f"stop: {json.dumps([stop])} would bring F1 to {with_stop:.0%} ({typed})"
+    if at_limit > 0.1:
+        yield (
+            f"{at_limit:.0%} of the outputs were ended by max_tokens alone: "
+            + ("with that stop they would end" if stop is not None else "give a stop, or raise it")
+        )
+    if can_chat and (fails or with_stop < 0.5):
+        yield (
+            "the model has a chat template and these prompts are plain text: give the data as "
+            "messages"
+        )
+    if fails:
+        yield "train the model on the task (tailor tasks train), or put examples into the prompt"
+
+
+def quality_lines(found: dict[str, Any]) -> list[str]:
+    """The figures as lines for people to read: at most 100 columns, examples side by side."""
+    if not found:
+        return []
+    right, overlap = found["exact_match"], found["f1"]
+    lines = [
+        f"Quality: {found['compared']} outputs beside the data's: exact match {right['mean']:.0%} "
+        f"({right['low']:.0%} to {right['high']:.0%}),",
+        f"     F1 {overlap['mean']:.0%} ({overlap['low']:.0%} to {overlap['high']:.0%}); "
+        f"{found['begins_like_the_data']:.0%} begin like the data, {found['hit_max_tokens']:.0%} "
+        f"hit max_tokens, {found['repeats_itself']:.0%} repeat themselves.",
+    ]
+    if not found["does_the_task"]:
+        lines.append(
+            "     The model does not do this task: the speedups below are those of wrong answers."
+        )
+    lines += [f"     Try: {line}." for line in found["suggestions"]]
+    for example in found["examples"]:
+        lines.append(f"     data   {_short(example['data'])}")
+        lines.append(f"     model  {_short(example['model'])}")
+    return lines
+
+
+def _short(text: str) -> str:
+    shown = json.dumps(text, ensure_ascii=False)[1:-1]
+    return shown if len(shown) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]} ..."
