@@ -7,7 +7,7 @@ and checks the frozen dataclasses as they are declared: no message can run code,
 
 API to engine:   ("submit", request) ("abort", request_id) ("drain",) ("stop",)
                  ("control", call_id, name, payload)      e.g. reload a task's corpus
-Engine to API:   ("ready", info) ("deltas", [delta, ...], stats) ("stats", stats)
+Engine to API:   ("ready", info) ("deltas", [delta, ...])
                  ("beat", age_s)                          seconds since the loop made progress
                  ("control", call_id, payload)            the answer
                  ("failed", message, final)               the engine is about to exit; final: it
@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from server.types import Delta, EngineStats, ModelInfo, Request
+from server.types import Delta, ModelInfo, Request
 
 Message = tuple[Any, ...]
 
@@ -68,12 +68,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 _PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _KIND = msgspec.msgpack.Decoder(str)
 _ANYTHING: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
-_STATS = msgspec.msgpack.Decoder(EngineStats | None)
 _TYPED: dict[str, tuple[msgspec.msgpack.Decoder[Any], ...]] = {
     "submit": (msgspec.msgpack.Decoder(Request),),
     "ready": (msgspec.msgpack.Decoder(ModelInfo),),
-    "deltas": (msgspec.msgpack.Decoder(list[Delta]), _STATS),
-    "stats": (_STATS,),
+    "deltas": (msgspec.msgpack.Decoder(list[Delta]),),
     "beat": (msgspec.msgpack.Decoder(float),),
 }
 """What follows the name of a message; of other messages, plain values (tuples become lists)."""
@@ -93,10 +91,7 @@ def decode(data: bytes) -> Message:
     name, *parts = _PARTS.decode(data)
     kind = _KIND.decode(name)
     decoders = _TYPED.get(kind) or (_ANYTHING,) * len(parts)
-    return (
-        kind,
-        *(one.decode(part) for one, part in zip(decoders, parts, strict=kind != "deltas")),
-    )
+    return (kind, *(one.decode(part) for one, part in zip(decoders, parts, strict=True)))
 
 
 def send(connection: Connection, message: Message) -> None:

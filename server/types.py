@@ -475,48 +475,6 @@ class SharedFigures:
     published_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of one engine, sent with the Deltas of a step and when idle.
-
-    slice_rows, slice_bytes: LM-head rows copied beside the head, now. slice_hits, slice_loads,
-    slice_evictions: dynamic rows found, copied and forgotten since the start. verify_every:
-    unverified tokens before a verification, as adapted last.
-    learned: (task, learned tokens held, outputs learned since the engine's start). shared: of tasks
-    whose learned outputs travel in a fleet.
-    draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
-    device: None on a CPU.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    num_free_blocks: int = 0
-    num_total_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    step_s: float = 0.0
-    model_s: float = 0.0
-    propose_s: float = 0.0
-    host_s: float = 0.0
-    num_rows: int = 0
-    num_prefill_rows: int = 0
-    num_draft_rows: int = 0
-    draft_budget: int = 0
-    slice_rows: int = 0
-    slice_bytes: int = 0
-    slice_hits: int = 0
-    slice_loads: int = 0
-    slice_evictions: int = 0
-    verify_every: int = 0
-    learned: tuple[tuple[str, int, int], ...] = ()
-    shared: tuple[SharedFigures, ...] = ()
-    adapters: tuple[AdapterFigures, ...] = ()
-    device: DeviceFigures | None = None
-
-
 LATENCY_BUCKETS_S = (
     0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0,

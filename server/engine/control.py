@@ -33,12 +33,6 @@ class TaskControl:
             "drafters_reload": self._reload,
         }
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        """What EngineStats tells of learning."""
-        memory = self._memory
-        return {} if memory is None else {"learned": memory.sizes(), "shared": memory.shared()}
-
     def take_learned(self, *, gives_way: bool = False) -> None:
         """Make drafters anew where the learned outputs have a new layer. gives_way: learning waits,
         for a request's first token does."""

@@ -58,7 +58,7 @@ from server.engine.stops import StopTable
 from server.engine.table import Table
 from server.engine.task_store import TaskStore
 from server.engine.trees import Trees, no_trees
-from server.types import Delta, EngineStats, Request
+from server.types import Delta, Request
 
 _log = logging.getLogger(__name__)
 
@@ -191,35 +191,6 @@ class Engine:
     def steps(self) -> figures.StepTotals:
         """What all steps took."""
         return self._figures.totals
-
-    def stats(self) -> EngineStats:
-        """A snapshot; the figures of a step are those of the last one."""
-        scheduler, slices = self.scheduler, self.slices
-        return EngineStats(
-            num_total_blocks=self.pool.num_blocks,
-            slice_rows=slices.num_rows,
-            slice_bytes=slices.num_bytes,
-            slice_hits=slices.index.num_hits,
-            slice_loads=slices.index.num_loads,
-            slice_evictions=slices.index.num_evictions,
-            verify_every=slices.last_verify_every,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + self.admission.num_preparing,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            num_free_blocks=self.pool.num_free,
-            num_cached_blocks=self.pool.num_cached,
-            num_preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            **self._figures.figures,
-            **self.tasks.figures,
-            adapters=self.adapters.figures,
-        )
-
-    @property
-    def has_news(self) -> bool:
-        """Whether stats() has changed although no step was done."""
-        return self.memory is not None and self.memory.has_news
 
     def tend(self) -> int | None:
         """Upkeep while idle. Returns milliseconds until the next; None: not before a step."""

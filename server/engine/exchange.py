@@ -73,7 +73,7 @@ class Exchange(Protocol):
         """What was appended and not sent yet is dropped; keys are to be opened again."""
 
     def figures(self) -> tuple[SharedFigures, ...]:
-        """By task; the same object until they change."""
+        """By task."""
 
     def close(self) -> None:
         """Send what is left; returns when that is done or has failed."""

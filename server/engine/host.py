@@ -20,18 +20,16 @@ import select
 import signal
 import sys
 import threading
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from server import channel
-from server.engine.batch import MeasuredRunner
 from server.engine.engine import Engine
 from server.engine.heartbeat import Heartbeat
 from server.engine.process import STOP_SIGNAL, EngineFactory
 from server.engine.recovery import RunnerBrokenError
 from server.errors import TailorError
-from server.types import Delta, EngineStats
+from server.types import Delta
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +59,6 @@ class EngineHost:
         # On an accelerator Deltas are sent while the next step computes. On the CPU the next step
         # would delay them by its whole length, so they are sent before it.
         self._sends_late = not engine.info.device.startswith("cpu")
-        self._measured = engine.runner if isinstance(engine.runner, MeasuredRunner) else None
         self._sending = threading.Lock()  # the heartbeat's thread sends, too
 
     def run(self) -> int:
@@ -81,24 +78,20 @@ class EngineHost:
 
     def _loop(self, poller: select.poll, heartbeat: Heartbeat) -> int:
         engine = self._engine
-        announced = False
         while True:
             heartbeat.working()
             while ready := poller.poll(0):
                 if any(fd == self._wake_fd for fd, _ in ready) or not self._take():
                     engine.abort_all()
-                    self._send(engine.take_deltas())
+                    self._pending.extend(engine.take_deltas())
+                    self._flush()
                     return 0
             if engine.has_work:
-                announced = False
                 if not self._step():
                     return 1
                 continue
             self._pending.extend(engine.take_deltas())
-            if self._pending or not announced or engine.has_news:
-                self._flush()
-                self._tell(("stats", self._stats()))
-                announced = True
+            self._flush()
             if self._draining and not engine.is_preparing:
                 return 0
             wait_ms = engine.tend()
@@ -177,17 +170,9 @@ class EngineHost:
         return True
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
-        self._send(pending)
-
-    def _send(self, deltas: list[Delta]) -> None:
-        self._tell(("deltas", deltas, self._stats()))
-
-    def _stats(self) -> EngineStats:
-        stats = self._engine.stats()
-        if self._measured is None:
-            return stats
-        return replace(stats, device=self._measured.device_figures())
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._tell(("deltas", pending))
 
 
 def _build(factory: EngineFactory, connection: Connection) -> Engine | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from server.engine.figures import StepTotals
 from server.engine.gain import Gain
@@ -16,12 +15,6 @@ SAMPLED = 4
 """Of steps of plain choices without drafts, one in so many is learned from: hundreds a second are
 alike."""
 
-_NAMES = (
-    "step_s", "model_s", "propose_s", "host_s", "num_rows", "num_prefill_rows", "num_draft_rows",
-    "draft_budget",
-)  # fmt: skip
-"""Of EngineStats."""
-
 
 class StepFigures:
     """Notes every step that succeeded. cost: the budget's table, if there is one."""
@@ -30,14 +23,8 @@ class StepFigures:
         self._cost = cost
         self._gain = gain
         self._slices = slices
-        self._last: tuple[float, ...] = ()
         self.totals = StepTotals()
         self._num_alike = 0
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Those of the last step, as EngineStats has them."""
-        return dict(zip(_NAMES, self._last, strict=False))
 
     def observe(self, step: Step, began: float, results: Results) -> None:
         """A step that began at `began` (time.perf_counter) is over."""
@@ -46,10 +33,6 @@ class StepFigures:
         host_s = max(0.0, step_s - model_s)
         rows, batch, drafts = step.rows, step.batch, step.drafts
         num_rows = rows.num_rows + batch.num_draft_rows
-        self._last = (
-            step_s, model_s, drafts.seconds, host_s, num_rows, rows.num_prefill_rows,
-            batch.num_draft_rows, drafts.ceiling,
-        )  # fmt: skip
         totals = self.totals
         totals.rows[0] += rows.num_prefill_rows
         totals.rows[1] += num_rows - rows.num_prefill_rows - batch.num_draft_rows

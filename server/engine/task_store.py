@@ -109,7 +109,6 @@ class TaskStore:
         self.seen = self._calibrations.seen
         self._num_put = 0
         self._num_learned: dict[str, int] = {}
-        self._told_sizes: tuple[tuple[str, int, int], ...] = ()
         self._opened: dict[Key, str | None] = {}
         self._generations: dict[str, int] = {}
         self._closed = False
@@ -119,14 +118,12 @@ class TaskStore:
         self._reservoirs: OrderedDict[Key, Reservoir] = OrderedDict()
         self._layers: dict[Key, Layer] = {}
         self._sizes: dict[Key, tuple[int, int]] = {}  # tokens held, outputs ever learned
-        self._sizes_changed = False
         self._fresh: deque[Key] = deque()
         self._totals: deque[tuple[Key, Mapping[TableId, Counts]]] = deque()
         self._num_done = 0
         self._next_build_s = 0.0
         self._gave_way_s = 0.0
         self._thread: threading.Thread | None = None
-        self._told_shared: tuple[SharedFigures, ...] = ()
         if exchange is not None:
             exchange.start(lambda arrival: self._jobs.put(Arrived(arrival)))
 
@@ -184,7 +181,6 @@ class TaskStore:
         self._opened[key] = corpus
         self._num_learned[task] = self._num_learned.get(task, 0) + 1
         self.seen(task, scope).recent.add(output_ids)
-        self._sizes_changed = True
         self._put(
             Example(
                 Open(key, self._generations.get(task, 0), corpus, max_tokens, persist),
@@ -223,22 +219,17 @@ class TaskStore:
 
     def sizes(self) -> tuple[tuple[str, int, int], ...]:
         """(task, tokens held, outputs learned since the start) of every task that learns."""
-        if self._sizes_changed:
-            self._sizes_changed = False
-            held = dict.fromkeys(self._num_learned, 0)
-            for (task, _), (num_tokens, _) in list(self._sizes.items()):
-                held[task] = held.get(task, 0) + num_tokens
-            self._told_sizes = tuple(
-                (task, num_tokens, self._num_learned.get(task, 0))
-                for task, num_tokens in sorted(held.items())
-            )
-        return self._told_sizes
+        held = dict.fromkeys(self._num_learned, 0)
+        for (task, _), (num_tokens, _) in list(self._sizes.items()):
+            held[task] = held.get(task, 0) + num_tokens
+        return tuple(
+            (task, num_tokens, self._num_learned.get(task, 0))
+            for task, num_tokens in sorted(held.items())
+        )
 
     def shared(self) -> tuple[SharedFigures, ...]:
         """Of tasks whose learned outputs travel."""
-        if self._exchange is not None:
-            self._told_shared = self._exchange.figures()
-        return self._told_shared
+        return () if self._exchange is None else self._exchange.figures()
 
     # -- upkeep -----------------------------------------------------------------------------
 
@@ -260,18 +251,11 @@ class TaskStore:
     def due_ms(self) -> int | None:
         """Milliseconds until poll() has something to do; None for nothing."""
         due_ms = self._calibrations.due_ms()
-        if due_ms != 0 and (self._num_put != self._num_done or self._sizes_changed):
+        if due_ms != 0 and self._num_put != self._num_done:
             return 50
         if self._exchange is not None and self._opened:  # something may have come from others
             return _LOOK_MS if due_ms is None else min(due_ms, _LOOK_MS)
         return due_ms
-
-    @property
-    def has_news(self) -> bool:
-        """Whether sizes() or shared() has changed since it was last asked."""
-        if self._exchange is not None and self._exchange.figures() is not self._told_shared:
-            return True
-        return self._sizes_changed
 
     def wait(self, timeout_s: float = 10.0) -> None:
         """Wait until the queue is empty and every layer that is due is built (for tests)."""
@@ -417,7 +401,6 @@ class TaskStore:
 
     def _note_size(self, key: Key, reservoir: Reservoir) -> None:
         self._sizes[key] = (reservoir.outputs.num_tokens, reservoir.outputs.num_seen)
-        self._sizes_changed = True
 
     def _tend(self, ending: bool) -> None:
         """Build and write what is due."""
@@ -438,7 +421,6 @@ class TaskStore:
                 self._save_reservoir(key, reservoir)
             self._layers.pop(key, None)
             self._sizes.pop(key, None)
-            self._sizes_changed = True
             self._fresh.append(key)
 
     def _may_build(self, now_s: float) -> bool:
@@ -493,7 +475,6 @@ class TaskStore:
             self._fresh.append(key)
         for key in [key for key in self._sizes if key[0] == task]:
             del self._sizes[key]
-            self._sizes_changed = True
         if self._folder is not None:
             for path in self._folder.glob(f"learned-{digest(task)}-*.bin"):
                 path.unlink(missing_ok=True)

@@ -244,7 +244,7 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
     assert len(states) == 50
     assert [name for name, s in states.items() if s["in_memory"]] == ["a0@", "a47@", "a48@", "a49@"]
-    figures = {f.name: f for f in engine.stats().adapters}
+    figures = {f.name: f for f in engine.adapters.figures}
     assert len(figures) == 50 and {f.num_requests for f in figures.values()} == {1}
     assert sum(f.num_loads for f in figures.values()) == 50
     assert sum(f.num_evictions for f in figures.values()) == 46
@@ -264,7 +264,7 @@ def test_figures_are_of_a_bounded_number_of_names() -> None:
         engine.adapters.register(own.order(name), load=False)
         engine.submit(ask(f"r{i}", name))
         finish(engine)
-    figures = {f.name: f for f in engine.stats().adapters}
+    figures = {f.name: f for f in engine.adapters.figures}
     assert len(figures) == MAX_NAMES + 1
     assert figures[OTHER_ADAPTERS].num_requests == figures[OTHER_ADAPTERS].num_loads == 5
     assert sum(f.num_bytes for f in figures.values()) == sum(

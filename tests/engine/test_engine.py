@@ -160,7 +160,7 @@ def test_decodes_are_never_held_up_by_prefills() -> None:
     engine.step()
     engine.submit(_request("long", [3] * 40, sampling={"max_tokens": 1}))
     steps = 0
-    while engine.stats().num_running != 1 or steps == 0:
+    while len(engine.scheduler.running) != 1 or steps == 0:
         before = runner.num_rows
         deltas = engine.step()
         steps += 1
@@ -277,7 +277,7 @@ def test_drafts_take_free_blocks_only() -> None:
             _request(f"r{i}", [3] * 8, speculation=speculation, sampling={"max_tokens": 16})
         )
     _finish(engine)
-    assert engine.stats().num_preemptions == 0
+    assert engine.scheduler.num_preemptions == 0
 
 
 def test_the_queue_is_bounded() -> None:

@@ -20,6 +20,7 @@ from drafters.tree import DraftTree
 from server import token_bytes
 from server.engine.drafting import check_tree
 from server.engine.engine import Engine
+from server.engine.figures import by_name
 from server.engine.grammar import ConstrainedTree, GrammarState, constrain, fill_masks
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.settings import EngineSettings
@@ -585,7 +586,11 @@ def test_others_go_on_while_a_grammar_is_compiled(compiler: GrammarCompiler) -> 
     while engine.has_work:
         collector.take(engine.step())
     assert collector.results["runs", 0].finish_reason == "length"
-    assert engine.is_preparing and engine.num_open == 2 and engine.stats().num_waiting == 2
+    assert (
+        engine.is_preparing
+        and engine.num_open == 2
+        and dict(by_name(engine))["num_requests_waiting"] == 2
+    )
     engine.abort("leaves")
     gate.set()
     results = _finish(engine)

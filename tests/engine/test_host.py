@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from server import channel
+from server.engine import figures
 from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.process import EngineFactory, start_process
 from server.types import (
     Delta,
     DeviceFigures,
-    EngineStats,
     Request,
     SamplingParams,
     SpeculationParams,
@@ -105,26 +105,34 @@ def _submit(handle: Any, request: Request) -> None:
 
 
 def _under_way(handle: Any) -> None:
-    """Until the first tokens are here: an idle engine announces itself with empty Deltas."""
-    while True:
-        message = _receive(handle)
-        if message[0] == "deltas" and message[1]:
-            return
+    """Until the first tokens are here."""
+    while _receive(handle)[0] != "deltas":
+        pass
 
 
-def _until_finished(handle: Any, names: set[str]) -> tuple[dict[str, list[Delta]], EngineStats]:
+def _figures(handle: Any) -> dict[str, Any]:
+    """What the engine tells of itself now, by name."""
+    channel.send(handle.connection, ("control", 99, "figures", None))
+    while (message := _receive(handle))[:2] != ("control", 99):
+        pass
+    return {
+        figure.name: value
+        for figure, value in zip(figures.declared(), message[2]["value"], strict=True)
+    }
+
+
+def _until_finished(handle: Any, names: set[str]) -> dict[str, list[Delta]]:
     out: dict[str, list[Delta]] = {}
     open_names = set(names)
-    stats = EngineStats()
     while open_names:
         message = _receive(handle)
         if message[0] == "deltas":
-            stats = message[2]
+            assert message[1], "Deltas are sent when there are some"
             for delta in message[1]:
                 out.setdefault(delta.request_id, []).append(delta)
                 if delta.finish_reason:
                     open_names.discard(delta.request_id)
-    return out, stats
+    return out
 
 
 def _ends(handle: Any, timeout_s: float = 10.0) -> int | None:
@@ -141,16 +149,14 @@ def test_a_request_comes_back_as_the_one_token_loop_gives_it(start: Start) -> No
     requests = [_request(f"r{i}", prompt=(3 + i, 4)) for i in range(3)]
     for request in requests:
         _submit(handle, request)
-    results, stats = _until_finished(handle, {r.request_id for r in requests})
+    results = _until_finished(handle, {r.request_id for r in requests})
     for request in requests:
         want = one_token_loop(
             FakeModel(16, seed=5), request, 0, eos=(1,), max_model_len=512, token_bytes=[]
         )
         assert [i for d in results[request.request_id] for i in d.token_ids] == want.ids
-    assert stats.num_total_blocks == 256 and stats.step_s > 0
-    kinds = {_receive(handle)[0]}
-    while "stats" not in kinds:  # idle is told once
-        kinds.add(_receive(handle)[0])
+    told = _figures(handle)
+    assert told["num_requests_running"] == 0 and told["step_time_seconds"][1] > 0
     channel.send(handle.connection, ("stop",))
     assert _ends(handle) == 0
 
@@ -162,16 +168,17 @@ def test_an_abort_takes_effect_within_a_step(start_here: Start) -> None:
     _under_way(handle)
     channel.send(handle.connection, ("abort", "a"))
     channel.send(handle.connection, ("control", 0, "echo", {"n": 1}))  # read after the abort
-    read, num_after, deltas, stats = False, 0, [], EngineStats()
+    read, num_after, deltas = False, 0, []
     while not any(delta.finish_reason for delta in deltas):
         message = _receive(handle)
         read = read or message[0] == "control"
         if message[0] == "deltas":
-            _, deltas, stats = message
-            num_after += read and bool(deltas)
+            deltas = message[1]
+            num_after += read
     assert deltas[-1].finish_reason == "abort"
     assert num_after <= 2, "more than the step that was under way, and the abort"
-    assert stats.num_running == 0 and stats.num_free_blocks == 256
+    told = _figures(handle)
+    assert told["num_requests_running"] == told["kv_cache_usage_perc"] == 0
 
 
 def test_controls_answer_and_their_errors_do_too(start_here: Start) -> None:
@@ -195,7 +202,7 @@ def test_drain_finishes_what_is_open_and_exits_0(start: Start) -> None:
     _ready(handle)
     _submit(handle, _request("a", max_tokens=50))
     channel.send(handle.connection, ("drain",))
-    results, _ = _until_finished(handle, {"a"})
+    results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "length"
     assert _ends(handle) == 0
 
@@ -206,7 +213,7 @@ def test_stop_aborts_what_is_open(start: Start) -> None:
     _submit(handle, _request("a", max_tokens=400))
     _under_way(handle)
     channel.send(handle.connection, ("stop",))
-    results, _ = _until_finished(handle, {"a"})
+    results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "abort"
     assert _ends(handle) == 0
 
@@ -214,8 +221,7 @@ def test_stop_aborts_what_is_open(start: Start) -> None:
 def test_an_idle_engine_does_not_spin(start_own: Start) -> None:
     handle = start_own(factory())
     _ready(handle)
-    assert _receive(handle)[0] == "deltas"
-    assert _receive(handle)[0] == "stats"
+    _figures(handle)  # its loop has begun
 
     def cpu_ticks() -> int:
         with open(f"/proc/{handle.pid}/stat") as file:
@@ -233,7 +239,7 @@ def test_an_out_of_memory_fails_a_request_and_not_the_engine(start: Start) -> No
     _ready(handle)
     bad = Request("bad", "task", "fake", (9, 9), SamplingParams(temperature=0.0, max_tokens=4))
     _submit(handle, bad)
-    results, _ = _until_finished(handle, {"bad"})
+    results = _until_finished(handle, {"bad"})
     assert results["bad"][-1].error_code == "engine_error"
     # What the device said is for the log: it tells of the machine.
     assert results["bad"][-1].error == "the model failed on this request"
@@ -246,7 +252,7 @@ def test_a_broken_runner_fails_its_requests_says_so_and_exits_1(start: Start) ->
     names = {f"r{i}" for i in range(6)}
     for name in names:
         _submit(handle, _request(name))
-    results, _ = _until_finished(handle, names)
+    results = _until_finished(handle, names)
     assert {r[-1].finish_reason for r in results.values()} == {"error"}
     message = _receive(handle)
     while message[0] != "failed":
@@ -270,7 +276,7 @@ def test_the_stop_signal_ends_the_process_after_the_step(start_own: Start) -> No
     _submit(handle, _request("a", max_tokens=400))
     _under_way(handle)
     os.kill(handle.pid, signal.SIGUSR1)
-    results, _ = _until_finished(handle, {"a"})
+    results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "abort"
     assert _ends(handle) == 0
 
@@ -283,7 +289,7 @@ def test_sigterm_and_sigint_to_the_group_leave_the_engine_to_its_api(start_own: 
     _under_way(handle)
     os.kill(handle.pid, signal.SIGTERM)
     os.kill(handle.pid, signal.SIGINT)
-    results, _ = _until_finished(handle, {"a"})
+    results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason in ("stop", "length")
     assert handle.is_alive()
 
@@ -372,7 +378,7 @@ def test_late_sending_loses_and_reorders_nothing(start_here: Start) -> None:
     _ready(handle)
     request = _request("a", max_tokens=100)
     _submit(handle, request)
-    results, _ = _until_finished(handle, {"a"})
+    results = _until_finished(handle, {"a"})
     want = one_token_loop(
         FakeModel(16, seed=5), request, 0, eos=(1,), max_model_len=512, token_bytes=[]
     )
@@ -389,21 +395,16 @@ def test_threads_and_descriptors_do_not_pile_up() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_device_s_figures_come_with_the_stats(start_here: Start) -> None:
-    """A runner that tells of a device: with each step's stats, and when idle."""
-    figures = DeviceFigures(5, 4, 2, 8, 0.5, (3, 1, 2))
+def test_a_runner_that_tells_of_a_device_is_read(start_here: Start) -> None:
+    device = DeviceFigures(5, 4, 2, 8, 0.5, (3, 1, 2))
 
     def built() -> Engine:
         engine = factory()()
-        engine.runner.device_figures = lambda: figures  # type: ignore[attr-defined]
+        engine.runner.device_figures = lambda: device  # type: ignore[attr-defined]
         return engine
 
-    connection = start_here(built).connection
-    assert channel.receive(connection)[0] == "ready"
-    channel.send(connection, ("submit", _request("a")))
-    seen = set()
-    while seen != {"deltas", "stats"}:
-        message = channel.receive(connection)
-        if message[0] in ("deltas", "stats"):
-            assert message[-1].device == figures
-            seen.add(message[0])
+    handle = start_here(built)
+    _ready(handle)
+    told = _figures(handle)
+    assert [["reserved"], 5] in told["device_memory_bytes"]
+    assert told["device_utilization_ratio"] == 0.5

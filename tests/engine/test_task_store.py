@@ -16,6 +16,7 @@ import pytest
 from drafters.corpus import build_corpus
 from drafters.learned import LearnedOutputs
 from server.engine.engine import Engine
+from server.engine.figures import by_name
 from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams, SpeculationParams
@@ -152,9 +153,8 @@ def test_two_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: li
     assert num_aborted > 60 and engine.num_open == 0 and not engine.tasks._outputs
     first, last = float(np.mean(rates[:1])), float(np.mean(rates[-6:]))
     assert first < 2.0 and last > 1.5 * first, (first, last)
-    assert engine.stats().learned[0][0] == "task"
-    num_learned = engine.stats().learned[0][2]
-    assert engine.stats().learned[0][1] <= LEARN_TOKENS
+    ((task, num_held, num_learned),) = engine.memory.sizes()
+    assert task == "task" and num_held <= LEARN_TOKENS
     assert 0.8 * (2_000 - num_aborted) < num_learned <= 2_000 - num_aborted
     engine.close()
     examples = _kept(tmp_path)
@@ -215,7 +215,8 @@ def test_learning_changes_no_text(tmp_path: Path, engines: list[Engine]) -> None
                 assert got[-1].finish_reason == want[-1].finish_reason
         assert learning.memory is not None
         learning.memory.wait()
-    assert learning.stats().learned and not plain.stats().learned
+    told = [dict(by_name(engine)) for engine in (learning, plain)]
+    assert told[0]["learned_tokens"] and not told[1]["learned_tokens"]
 
 
 def test_a_restart_keeps_what_was_learned_and_the_calibration(
@@ -314,7 +315,7 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, engines: list[Engine]) 
     assert rate("b", tenant="b") < 1.2 * cold
     assert rate("salted", tenant="a", cache_salt="x") < 1.2 * cold
     assert rate("other", tenant="a", task="other") < 1.2 * cold
-    assert len(engine.stats().learned) == 2
+    assert len(memory.sizes()) == 2
     names = [path.name for path in _all_files(engine, tmp_path)]
     assert len([n for n in names if n.startswith("learned-")]) == 4
 
@@ -425,7 +426,7 @@ def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, engines: list[
     assert memory.learned("task", "\0", None, LEARN_TOKENS) is None
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 1
-    assert [name for name, *_ in engine.stats().learned if name != "task"] == ["kept"]
+    assert [name for name, *_ in memory.sizes() if name != "task"] == ["kept"]
     told = _run(engine, [_request(f"n{i}", p) for i, p in enumerate(prompts)])
     assert _tokens_per_step(told) < 1.2 * cold
 
@@ -436,7 +437,7 @@ def test_a_full_queue_drops_outputs_and_holds_nothing_up(engines: list[Engine]) 
     _run(engine, [_request(i, [2, 3 + i]) for i in range(5)])
     assert engine.memory is not None and engine.memory.num_dropped == 5
     engine.memory.wait()
-    assert engine.stats().learned == (("task", 0, 0),)
+    assert engine.memory.sizes() == (("task", 0, 0),)
 
 
 def test_a_reload_leaves_running_sequences_their_drafter(

@@ -167,10 +167,10 @@ def test_what_one_answered_is_drafted_on_the_other(
     cold, few = alone.ask()
     assert told == cold == ids == plain(PROMPT)
     assert accepted > few + 3
-    [figures] = second.engine.stats().shared
+    [figures] = second.memory.shared()
     assert (figures.task, figures.num_merged, figures.version) == ("task", 1, 1)
     assert figures.published_s > 1e9
-    assert first.engine.stats().shared[0].num_written == 1
+    assert first.memory.shared()[0].num_written == 1
 
 
 def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:

@@ -14,7 +14,7 @@ import pytest
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.cpu.runner import CpuRunner
-from server.types import EngineStats, Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Result, run_requests
 from tests.fakes.fake_drafters import liar_drafter
 from tests.model import families
@@ -66,14 +66,14 @@ def _run(
     settings: EngineSettings,
     num_blocks: int,
     drafters: dict[str, Any],
-) -> tuple[dict[tuple[str, int], Result], EngineStats]:
+) -> tuple[dict[tuple[str, int], Result], Engine]:
     runner.info = replace(runner.info, num_blocks=num_blocks)
     engine = Engine(runner, drafters, settings, profiles={"task": PROFILE}.__getitem__)
     results = run_requests(engine, [(0, request) for request in requests])
     assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
     for table in range(4):  # the runner lives on
         runner.drop_table(table)
-    return results, engine.stats()
+    return results, engine
 
 
 ALONE = EngineSettings(max_num_seqs=1, max_num_batched_tokens=256, prefix_cache=False)
@@ -139,9 +139,9 @@ def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(runner: CpuRun
     requests = _requests(11)
     want, _ = _run(runner, requests, ALONE, 64, {})
     drafted, liar = _drafted(requests, want)
-    got, stats = _run(runner, drafted, TOGETHER, 10, liar)
+    got, engine = _run(runner, drafted, TOGETHER, 10, liar)
     _same(got, want)
     counts = [count for result in got.values() for count in result.counts]
     num_accepted = sum(count.num_accepted for count in counts)
     assert 10 < num_accepted < sum(count.num_drafted for count in counts)
-    assert stats.num_preemptions > 0 and stats.prefix_hits > 0
+    assert engine.scheduler.num_preemptions > 0 and engine.scheduler.prefix_hits > 0

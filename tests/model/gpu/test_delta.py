@@ -120,7 +120,7 @@ def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
         kinds = SpeculationParams(), SpeculationParams("suffix", 6)
         asked = [replace(r, speculation=rng.choice(kinds)) for r in _requests(0)]
         got, engine = _serve(made, asked, num_blocks=blocks, max_num_seqs=seats)
-        preempted += engine.stats().num_preemptions
+        preempted += engine.scheduler.num_preemptions
         assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
     assert preempted > 0
     made.close()

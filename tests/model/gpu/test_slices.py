@@ -620,7 +620,7 @@ def test_exact_is_full(family: str, place: str) -> None:
     ):
         asked = _asked(_requests(0), rng, modes)
         got, engine = _serve(runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_rows=rows)
-        preempted += engine.stats().num_preemptions
+        preempted += engine.scheduler.num_preemptions
         exact = {r.request_id for r in asked if r.vocabulary.mode != "slice"}
         assert set(got) == set(want)
         for (request_id, choice), result in got.items():
