@@ -7,7 +7,8 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
@@ -294,6 +295,46 @@ async def run_cell(
     return cell
 
 
+@asynccontextmanager
+async def flooded(peer: Peer) -> AsyncIterator[None]:
+    """While this lasts, the peer's `flood` key asks for 256 prompts with 128 choices each, in one
+    request after the other. Begins once some of them were answered. Raises PeerFailed when the
+    server refuses it, httpx.HTTPError."""
+    if not peer.flood:
+        yield
+        return
+    body = {
+        "model": peer.model, "prompt": ["a"] * 256, "n": 128, "max_tokens": 1, "temperature": 1.0,
+        "stream": True,
+    }  # fmt: skip
+    begun = asyncio.Event()
+    headers = {"authorization": f"Bearer {peer.flood}"}
+
+    async def flood() -> None:
+        async with httpx.AsyncClient(timeout=900.0, headers=headers) as client:
+            while True:
+                async with client.stream(
+                    "POST", f"{peer.url}/v1/completions", json=body
+                ) as response:
+                    if response.status_code != 200:
+                        text = (await response.aread())[:300].decode(errors="replace")
+                        raise PeerFailed(f"{peer.name} refuses the flood: {text}")
+                    async for _ in response.aiter_lines():
+                        begun.set()
+
+    flooding = asyncio.create_task(flood())
+    waiting = asyncio.create_task(begun.wait())
+    try:
+        await asyncio.wait({flooding, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if flooding.done():
+            flooding.result()
+        yield
+    finally:
+        for task in (flooding, waiting):
+            task.cancel()
+        await asyncio.gather(flooding, waiting, return_exceptions=True)
+
+
 async def capacity(
     peer: Peer, num_clients: int, plan: Plan, conduct: Conduct, console: Console
 ) -> float:
@@ -352,11 +393,12 @@ async def measure(
                 before, foreign, began = meter.read(), meter.foreign_s(), time.perf_counter()
                 # The same salt for on and off would let the second one read the first one's
                 # prefixes: one salt per cell.
-                cell = await run_cell(
-                    client, peer, level, round_id, plan.asks(level, round_id),
-                    salt=peer.salt(f"{salt}-{round_id}-{level.label}-{attempt}"),
-                    reads_steps=plan.reads_steps,
-                )  # fmt: skip
+                async with flooded(peer):
+                    cell = await run_cell(
+                        client, peer, level, round_id, plan.asks(level, round_id),
+                        salt=peer.salt(f"{salt}-{round_id}-{level.label}-{attempt}"),
+                        reads_steps=plan.reads_steps,
+                    )  # fmt: skip
                 wall_s, used = time.perf_counter() - began, meter.read()
                 process = peer.process_name
                 if process in before and process in used:

@@ -31,7 +31,10 @@ are the server's model's. `--prompts` takes fixed prompts instead (loadtest.prom
 has one request for each client, and each prompt once. `distinct` are prompts that share no prefix,
 one for each client. Texts are compared with the first server's: greedy ones of the same weights in
 float32 should all be the same.
-`--key NAME=VARIABLE` sends a server the API key that an environment variable holds.
+`--key NAME=VARIABLE` sends a server the API key that an environment variable holds. `--flood
+NAME=VARIABLE` has another key ask that server for 32,768 choices again and again while it is
+measured: `--server alone=URL --server beside=@alone --key alone=MINE --flood beside=OTHER` tells
+what one key's flood does to another's first token.
 
 The figures of each level and server: requests/s, tokens/s, characters/s (what models with other
 tokens are compared by), time to the first token (TTFT), time per output token (TPOT), gaps between

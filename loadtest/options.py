@@ -68,6 +68,13 @@ class ServerOptions:
             metavar="NAME=VARIABLE", help="environment variable that holds that server's API key"
         ),
     ] = ()
+    flood: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="NAME=VARIABLE",
+            help="environment variable that holds a key by which that server is flooded",
+        ),
+    ] = ()
     log_dir: Path = Path("loadtest/results/logs")
 
     def peers(self) -> list[Peer]:
@@ -78,6 +85,7 @@ class ServerOptions:
             extras=self.extra,
             dialects=self.dialect,
             keys=self.key,
+            floods=self.flood,
         )
 
 

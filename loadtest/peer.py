@@ -43,7 +43,8 @@ class PeerFailed(Exception):
 @dataclass(slots=True)
 class Peer:
     """One named server under test. `extra` fields are merged into every request's body; `env` into
-    the environment of its start script; `key` is its API key."""
+    the environment of its start script; `key` is its API key. `flood`: another one, by which it is
+    flooded while it is measured."""
 
     name: str
     where: str
@@ -52,6 +53,7 @@ class Peer:
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     key: str = field(default="", repr=False)
+    flood: str = field(default="", repr=False)
     url: str = ""
     version: str = ""
     process: subprocess.Popen[bytes] | None = None
@@ -108,12 +110,13 @@ def parse_peers(
     extras: Sequence[str] = (),
     dialects: Sequence[str] = (),
     keys: Sequence[str] = (),
+    floods: Sequence[str] = (),
 ) -> list[Peer]:
     """The peers of a command line, in its order.
 
-    keys name the environment variables that hold them. Raises ValueError for a malformed, repeated
-    or unknown name, an unknown dialect, an alias of nothing, an extra that is no JSON object, or a
-    variable that is not set.
+    keys and floods name the environment variables that hold them. Raises ValueError for a
+    malformed, repeated or unknown name, an unknown dialect, an alias of nothing, an extra that is
+    no JSON object, or a variable that is not set.
     """
     peers: dict[str, Peer] = {}
     for text in servers:
@@ -144,11 +147,12 @@ def parse_peers(
         if not isinstance(fields, dict):
             raise ValueError(f"--extra {peer.name}: wants a JSON object")
         peer.extra = fields
-    for text in keys:
-        peer, value = chosen("--key", text)
-        peer.key = os.environ.get(value, "")
-        if not peer.key:
-            raise ValueError(f"--key {peer.name}: the environment variable {value} is not set")
+    for option, name, texts in (("--key", "key", keys), ("--flood", "flood", floods)):
+        for text in texts:
+            peer, value = chosen(option, text)
+            setattr(peer, name, os.environ.get(value, ""))
+            if not getattr(peer, name):
+                raise ValueError(f"{option} {peer.name}: the variable {value} is not set")
     return list(peers.values())
 
 

@@ -552,7 +552,6 @@ class EngineSizes:
     once the weights are loaded (None: by the device, 0.3 on a CPU and 0.85 on CUDA). prefix_cache:
     whether prompts share KV blocks. slice_cache_rows: LM-head rows kept beside the profiles' own.
     max_adapters: adapters in memory at once.
-    max_waiting_requests, max_waiting_tokens: bounds of the queue.
     """
 
     max_num_seqs: int = DEFAULT_SEQS["cpu"]
@@ -563,8 +562,6 @@ class EngineSizes:
     prefix_cache: bool = True
     slice_cache_rows: int = 4096
     max_adapters: int = 16
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)

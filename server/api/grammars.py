@@ -13,10 +13,11 @@ import asyncio
 import hashlib
 import json
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from server.api.bodies import GenerationBody, ResponseFormatBody, StructuredOutputsBody
@@ -216,7 +217,7 @@ class GrammarChecker:
     with the same grammar.
 
     timeout_s: how long a grammar may take to compile; then it is refused. max_waiting: grammars
-    waiting for a thread; then 429. max_known: results that are kept.
+    waiting for a thread; then 429 for keys that have their share. max_known: results that are kept.
     """
 
     def __init__(
@@ -226,13 +227,16 @@ class GrammarChecker:
         self._max_waiting = max_waiting
         self._max_known = max_known
         self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are large
-        self._open: dict[tuple[str, GrammarSpec], Future[str]] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._open: dict[tuple[str, GrammarSpec], asyncio.Future[str]] = {}
+        self._lines: dict[str, deque[tuple[str, GrammarSpec]]] = {}  # that wait, by key
+        self._at_work: Counter[str] = Counter()  # threads, by key
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         # Loading the library holds the interpreter lock: better now than under open streams.
         self._threads.submit(grammar_problem, GrammarSpec("regex", "a"))
 
     def close(self) -> None:
         """End the threads. Idempotent."""
+        self._lines.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def check(self, spec: GrammarSpec, at: str, scope: str = NO_SCOPE) -> None:
@@ -258,32 +262,65 @@ class GrammarChecker:
         raise InvalidRequestError(text, at=at)
 
     async def _find(self, spec: GrammarSpec, at: str, scope: str) -> str:
-        key = (scope, spec)
-        work = self._open.get(key)
+        work = self._open.get((scope, spec))
         if work is None:
-            if len(self._open) >= self._max_waiting:
-                raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
-            work = self._threads.submit(grammar_problem, spec)
-            self._open[key] = work
-            loop = asyncio.get_running_loop()
-            work.add_done_callback(lambda _: _on_loop(loop, self._open, key))
-        waiting = asyncio.wrap_future(work)
-        done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
+            work = self._submit(scope, spec)
+        done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
         if done:
-            return waiting.result()
-        if not work.running():
-            raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
+            return work.result()
+        if (scope, spec) in self._lines.get(_key_of(scope), ()):
+            raise _full()
         raise LimitExceededError(
             f"takes longer than {self._timeout_s:g} seconds to compile.", at=at
         )
 
+    def _submit(self, scope: str, spec: GrammarSpec) -> asyncio.Future[str]:
+        """What will be found. Raises QueueFullError."""
+        key, lines = _key_of(scope), self._lines
+        num_keys, num = len(lines.keys() | {key}), sum(map(len, lines.values()))
+        if num >= self._max_waiting and len(lines.get(key, ())) >= self._max_waiting // num_keys:
+            raise _full()
+        work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._open[scope, spec] = work
+        lines.setdefault(key, deque()).append((scope, spec))
+        self._begin()
+        return work
 
-def _on_loop(
-    loop: asyncio.AbstractEventLoop,
-    open_work: dict[tuple[str, GrammarSpec], Future[str]],
-    key: tuple[str, GrammarSpec],
-) -> None:
-    try:
-        loop.call_soon_threadsafe(open_work.pop, key, None)
-    except RuntimeError:  # the loop is closed: the server is gone
-        pass
+    def _begin(self) -> None:
+        """Give free threads work, the keys' in turn: of two threads an API key takes one."""
+        loop = asyncio.get_running_loop()
+        for key in [k for k in self._lines if not k or not self._at_work[k]]:
+            if self._at_work.total() == _NUM_THREADS:
+                return
+            line = self._lines.pop(key)
+            scope, spec = line.popleft()
+            if line:
+                self._lines[key] = line  # behind the others
+            self._at_work[key] += 1
+            found = loop.run_in_executor(self._threads, grammar_problem, spec)
+            found.add_done_callback(partial(self._end, scope, spec))
+
+    def _end(self, scope: str, spec: GrammarSpec, found: asyncio.Future[str]) -> None:
+        work = self._open.pop((scope, spec))
+        self._at_work[_key_of(scope)] -= 1
+        if found.cancelled():
+            work.cancel()
+            return
+        error = found.exception()
+        if error is None:
+            work.set_result(found.result())
+        else:
+            work.set_exception(error)
+        self._begin()
+
+
+_NUM_THREADS = 2
+
+
+def _full() -> QueueFullError:
+    return QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
+
+
+def _key_of(scope: str) -> str:
+    """The API key of a scope without adapter."""
+    return scope.partition("\0")[0]

@@ -164,15 +164,13 @@ class LimitsConfig(Section):
         1 << 20, ge=1, description="prompts x choices x (prompt and max_tokens) of one request"
     )
     max_queued_requests: int = Field(
-        _SIZES.max_waiting_requests,
+        1024,
         ge=1,
         le=1 << 20,
-        description="requests waiting for an engine; then 429",
+        description="requests waiting for an engine; then keys that have their share get 429",
     )
     max_queued_tokens: int = Field(
-        _SIZES.max_waiting_tokens,
-        ge=1,
-        description="prompt tokens waiting for an engine; then 429",
+        1 << 21, ge=1, description="prompt tokens waiting for an engine; then the same"
     )
     max_upload_bytes: int = Field(
         64 << 20, ge=1024, le=1 << 30, description="body of a corpus upload; larger ones get 413"
@@ -326,8 +324,6 @@ class EngineConfig(Section):
             prefix_cache=self.prefix_cache,
             slice_cache_rows=self.slice_cache_rows,
             max_adapters=self.max_adapters,
-            max_waiting_requests=limits.max_queued_requests,
-            max_waiting_tokens=limits.max_queued_tokens,
         )
 
 

@@ -27,7 +27,6 @@ from server.engine.grammar import GrammarState
 from server.engine.grammar_compiler import GrammarTemplate
 from server.engine.plan import Scheduler
 from server.engine.sequence import Sequence, Status
-from server.engine.settings import EngineSettings
 from server.engine.slices import SliceBook
 from server.types import ModelInfo, Request
 
@@ -74,7 +73,6 @@ class Admission:
     def __init__(
         self,
         info: ModelInfo,
-        settings: EngineSettings,
         scheduler: Scheduler,
         slices: SliceBook,
         drafters: DrafterRegistry,
@@ -86,7 +84,6 @@ class Admission:
         """open_requests: the engine's, by id. vocabulary: the base model's."""
         self._adapters = adapters
         self._info = info
-        self._settings = settings
         self._scheduler = scheduler
         self._slices = slices
         self._drafters = drafters
@@ -151,19 +148,12 @@ class Admission:
 
     def _no_room(self, request: Request) -> Refusal | None:
         num_prompt, limit = len(request.prompt_ids), self._info.max_model_len
-        settings, scheduler = self._settings, self._scheduler
         if num_prompt > limit or (num_prompt == limit and request.sampling.max_tokens > 0):
             return Refusal(
                 f"the prompt has {num_prompt} tokens, the model {limit}", "context_length_exceeded"
             )
         if -(-num_prompt // self._info.block_size) > self._info.num_blocks:
             return Refusal("the KV cache is too small for this prompt", "context_length_exceeded")
-        if len(scheduler.waiting) + len(self._preparing) >= settings.max_waiting_requests:
-            return Refusal("too many requests are waiting", "queue_full")
-        if scheduler.waiting and (
-            scheduler.num_waiting_tokens + num_prompt > settings.max_waiting_tokens
-        ):
-            return Refusal("too many tokens are waiting", "queue_full")
         return None
 
     def _unavailable(self, request: Request) -> Refusal | None:

@@ -120,7 +120,7 @@ class Engine:
         self._grammars = grammars
         self._open: dict[str, list[Sequence]] = {}
         self.admission = Admission(
-            info, settings, self.scheduler, self.slices, self.drafters, self._open,
+            info, self.scheduler, self.slices, self.drafters, self._open,
             adapters=self.adapters,
             vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
         )  # fmt: skip

@@ -8,13 +8,14 @@ that still have to be computed", and so is what a preempted sequence has to reco
   priority nothing is overtaken, and nothing starves whatever others ask for;
 - inside a priority keys share by the rows that they take (fair_queue.py). A request of many choices
   is admitted when half of the seats are free for it, its other choices follow one by one. Where all
-  seats are taken and a key waits that has fewer than its share, the latest choice of the key that
-  has most is preempted;
+  seats or blocks are taken and a key waits that stays within its share of them, the latest choice
+  of the key that has most is preempted, if that has more than its share and keeps another choice;
 - chunked prefill: a long prompt in one step would delay every choice that decodes, so while others
   decode, prompts get at most `chunked_prefill_rows` rows a step, by the measured cost of rows;
-- when blocks run out the lowest priority, latest arrival is preempted: it loses its blocks and
-  recomputes later. The first in order always makes progress. A sequence that is alone and still
-  does not fit fails, and only it;
+- when blocks run out under choices that run, the lowest priority, latest arrival is preempted, of
+  the key that has more than its share, if there is one: it loses its blocks and recomputes later.
+  The first in order always makes progress. A sequence that is alone and still does not fit fails,
+  and only it;
 - no other admission preempts anyone. Drafts take what is left and never preempt either.
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
@@ -229,7 +231,7 @@ class Scheduler:
             if sequence.status is not Status.WAITING:
                 break
             if not self._admit(sequence):
-                if self._free_a_seat(sequence, plan):
+                if self._make_way(sequence, plan):
                     continue
                 break
             left -= self._grant(sequence, left, plan)
@@ -240,20 +242,55 @@ class Scheduler:
         request = sequence.request
         return -request.priority, self.waiting.clock(request.tenant)
 
-    def _free_a_seat(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Preempt a choice of the key that holds most seats, for one of a key that has fewer than
-        its share of them. False: all seats are shared, or it is not for a seat that it waits."""
-        if len(self.running) < self.max_num_seqs:
+    def _make_way(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Preempt a choice for a waiting one that was not admitted and whose key stays within its
+        share with it. False: seats and blocks are shared, or it waits for something else."""
+        if self._num_keys < 2:
             return False
-        held, key = self._held, sequence.request.tenant
-        share = max(1, self.max_num_seqs // len(held.keys() | set(self.waiting.keys)))
-        most = max(held, key=held.__getitem__)
-        if held[key] >= share or held[most] <= share:
+        held: Mapping[str, int] = self._held
+        share, num_wanted = self.max_num_seqs // self._num_keys, 1
+        if len(self.running) < self.max_num_seqs:  # then it lacks blocks, or seats for its choices
+            if self._fits(sequence, self._cached(sequence)):
+                return False
+            held = self._blocks_of_keys()
+            share = self.pool.num_blocks // self._num_keys
+            num_wanted = self._num_blocks(sequence.num_tokens + 1)
+        if held.get(sequence.request.tenant, 0) + num_wanted > max(1, share):
             return False
-        victim = next(s for s in reversed(self.running) if s.request.tenant == most)
+        victim = self._latest_of_most(held, share, sequence.request.priority)
+        if victim is None:
+            return False
         self._unplan(victim, plan)
         self.preempt(victim)
         return True
+
+    @property
+    def _num_keys(self) -> int:
+        """Keys of which a choice runs or waits."""
+        return len(self._held.keys() | set(self.waiting.keys))
+
+    def _latest_of_most(
+        self, held: Mapping[str, int], share: int, priority: int
+    ) -> Sequence | None:
+        """The latest choice, of no higher priority, of the key that holds most, where that is more
+        than a share. Never a key's only one: it would begin again and again, and not end."""
+        more = [key for key in held if held[key] > share and self._held[key] > 1]
+        most = max(more, key=held.__getitem__, default=None)
+        of_most = (s for s in reversed(self.running) if s.request.tenant == most)
+        return next((s for s in of_most if s.request.priority <= priority), None)
+
+    def _blocks_of_keys(self) -> dict[str, int]:
+        """Blocks by key: those of choices that run, and those that their tokens will take."""
+        table, promised = self.table, Counter[str]()
+        has = {key: np.zeros(self.pool.num_blocks, np.bool_) for key in self._held}
+        for sequence in self.running:
+            key, num = sequence.request.tenant, sequence.num_blocks
+            has[key][table.blocks[sequence.seat, :num]] = True  # choices of a prompt share some
+            promised[key] += max(0, self._num_blocks(sequence.num_tokens) - num)
+        return {key: int(blocks.sum()) + promised[key] for key, blocks in has.items()}
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.table.block_size)
 
     def _rows(self, plan: _Plan) -> Rows:
         """What was planned, in columns."""
@@ -337,26 +374,10 @@ class Scheduler:
             num_seats = sum(self._portion(s) for s in self.running)
             if num_seats + self._portion(sequence) > self.max_num_seqs:
                 return False
-        size, pool = self.table.block_size, self.pool
-        hits: list[int] = []
-        reads_cache = pool.prefix_cache and not sequence.scores_prompt
-        if reads_cache:
-            most = (sequence.num_tokens - 1) // size  # one token at least is recomputed
-            self._extend_keys(sequence, most)
-            for key in sequence.keys[:most]:
-                block = pool.lookup(key)
-                if block is None:
-                    break
-                hits.append(block)
-        if self.running:
-            table, seats = self.table, self._running_seats()
-            wanted = -(-table.num_tokens[seats] // size) - table.num_blocks[seats]
-            promised = int(np.maximum(wanted, 0).sum())
-            idle_hits = sum(pool.ref_count(block) == 0 for block in hits)
-            need = -(-(sequence.num_tokens + 1) // size) - len(hits)
-            if need > pool.num_free - idle_hits - promised:
-                return False
-        num = len(hits)
+        hits = self._cached(sequence)
+        if self.running and not self._fits(sequence, hits):
+            return False
+        size, pool, num = self.table.block_size, self.pool, len(hits)
         self.waiting.serve(sequence, sequence.num_tokens - num * size)
         self.num_waiting_tokens -= sequence.num_tokens
         for block in hits:
@@ -364,13 +385,39 @@ class Scheduler:
         self.table.blocks[sequence.seat, :num] = hits
         sequence.num_blocks = sequence.num_published = num
         sequence.num_computed = num * size
-        if reads_cache and sequence.num_cached_tokens < 0:
+        if self._reads_cache(sequence) and sequence.num_cached_tokens < 0:
             self.prefix_queries += sequence.prompt_len
             self.prefix_hits += num * size
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = num * size
         self._run(sequence)
         return True
+
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        return self.pool.prefix_cache and not sequence.scores_prompt
+
+    def _cached(self, sequence: Sequence) -> list[int]:
+        """The blocks of a waiting sequence's prefix that the cache has."""
+        hits: list[int] = []
+        if self._reads_cache(sequence):
+            most = (sequence.num_tokens - 1) // self.table.block_size  # one token is recomputed
+            self._extend_keys(sequence, most)
+            for key in sequence.keys[:most]:
+                block = self.pool.lookup(key)
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether blocks are free for a waiting sequence, beside those that prompts under way will
+        take."""
+        table, seats = self.table, self._running_seats()
+        wanted = -(-table.num_tokens[seats] // table.block_size) - table.num_blocks[seats]
+        promised = int(np.maximum(wanted, 0).sum())
+        idle_hits = sum(self.pool.ref_count(block) == 0 for block in hits)
+        need = self._num_blocks(sequence.num_tokens + 1) - len(hits)
+        return need <= self.pool.num_free - idle_hits - promised
 
     def _portion(self, sequence: Sequence) -> int:
         """Seats that are kept for a sequence and the choices that fork off it."""
@@ -420,6 +467,10 @@ class Scheduler:
             if pool.num_free >= max(0, -(-end // size) - num_blocks) + copy:
                 break
             victim = self.running[-1]
+            if len(self._held) > 1:
+                share = pool.num_blocks // self._num_keys
+                held, level = self._blocks_of_keys(), victim.request.priority
+                victim = self._latest_of_most(held, share, level) or victim
             self._unplan(victim, plan)
             if victim is sequence and len(self.running) == 1:
                 plan.failed.append(sequence)

@@ -32,7 +32,6 @@ CONTEXT = 256
 
 def make_engine(
     *,
-    max_waiting_requests: int = 1024,
     drafts: bool = True,
     max_num_seqs: int = 16,
     drafters: dict[str, Any] | None = None,
@@ -63,7 +62,6 @@ def make_engine(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=128,
             chunked_prefill_rows=64,
-            max_waiting_requests=max_waiting_requests,
         ),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         memory=memory,

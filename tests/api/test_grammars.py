@@ -26,6 +26,7 @@ from server.errors import (
     ConstraintUnsatisfiableError,
     InvalidRequestError,
     LimitExceededError,
+    QueueFullError,
     RequestError,
     UnknownFieldError,
     UnsupportedFieldError,
@@ -289,6 +290,37 @@ def test_a_slow_grammar_does_not_stall_the_loop() -> None:
     # A loop that stalled would turn once a grammar at most, or compile in its own thread. How
     # often it turns, and how long it waits for a core, is the machine's.
     assert num > 8 and longest < 0.5
+
+
+def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+
+    def hang(spec: GrammarSpec) -> str:
+        if spec.source.startswith("slow"):
+            released.wait(60.0)
+        return ""
+
+    def spec(i: int) -> GrammarSpec:
+        return GrammarSpec("regex", f"slow{i}")
+
+    async def run() -> None:
+        checker = GrammarChecker(timeout_s=30.0, max_waiting=8)
+        flood = [asyncio.create_task(checker.check(spec(i), "regex", "a\0")) for i in range(20)]
+        done, waiting = await asyncio.wait(flood, timeout=0.0)
+        while not done:
+            done, waiting = await asyncio.wait(flood, timeout=0.01)
+        assert len(waiting) == 9  # one thread and the queue
+        assert all(isinstance(task.exception(), QueueFullError) for task in done)
+        for i in range(8):
+            await checker.check(GrammarSpec("regex", f"b{i}"), "regex", "b\0")
+        released.set()
+        await asyncio.gather(*waiting)
+        checker.close()
+
+    monkeypatch.setattr(grammars, "grammar_problem", hang)
+    asyncio.run(run())
 
 
 def test_what_was_found_is_remembered_within_bounds() -> None:

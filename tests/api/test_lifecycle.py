@@ -191,6 +191,44 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
         assert live.client.waiting.num_tokens == 0
 
 
+def test_a_key_that_fills_the_queue_leaves_another_its_share() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    engine.gate.clear()
+    config = ServerConfig.model_validate(
+        {
+            "limits": {"max_queued_requests": 4, "max_queued_tokens": 100},
+            "keys": tuple({"id": name, "key": f"sk-{name}"} for name in "abc"),
+        }
+    )
+    with LiveServer([engine], config=config) as live, ThreadPoolExecutor(20) as threads:
+
+        def ask(key: str, **body: Any) -> httpx.Response:
+            body = {"model": "tiny", "max_tokens": 1, **body}
+            headers = {"authorization": f"Bearer sk-{key}"}
+            url = f"{live.url}/v1/completions"
+            return httpx.post(url, json=body, headers=headers, timeout=20)
+
+        open_ones = []
+
+        def held(key: str, **body: Any) -> None:
+            num = live.client.num_open
+            open_ones.append(threads.submit(ask, key, **body))
+            wait_until(lambda: live.client.num_open > num)
+
+        held("a", prompt=[[5] * 24] * 4)
+        assert ask("a", prompt=[5]).json()["error"]["code"] == "queue_full"
+        assert ask("b", prompt=[[5]] * 3).status_code == 429  # half of four
+        assert ask("b", prompt=[5] * 51).status_code == 429
+        held("b", prompt=[[5] * 25] * 2)
+        assert ask("b", prompt=[5]).status_code == 429
+        held("c", prompt=[5] * 33)
+        assert ask("c", prompt=[5]).status_code == 429
+        engine.gate.set()
+        assert [answer.result().status_code for answer in open_ones] == [200] * 3
+        assert ask("a", prompt=[[5]] * 4).status_code == 200
+        assert len(live.client.waiting) == live.client.waiting.num_tokens == 0
+
+
 # --- engines ---
 
 

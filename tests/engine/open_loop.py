@@ -130,7 +130,6 @@ def serve(
         {"d": guessing_drafter(texts, chance, 5)} if drafts else {},
         EngineSettings(
             max_num_seqs=num_seqs, target_step_s=SCALE * 0.15, prefix_cache=False,
-            max_waiting_requests=100_000,
         ),
         cost=cost,
     )  # fmt: skip

@@ -280,19 +280,6 @@ def test_drafts_take_free_blocks_only() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_the_queue_is_bounded() -> None:
-    engine, _ = _engine(max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=100)
-    for i in range(4):
-        engine.submit(_request(f"r{i}"))
-    codes = {d.request_id: d.error_code for d in engine.take_deltas()}
-    assert codes == {"r2": "queue_full", "r3": "queue_full"}
-    engine.abort("r1")
-    engine.submit(_request("big", [3] * 60, sampling={"max_tokens": 1}))
-    engine.submit(_request("big2", [3] * 60, sampling={"max_tokens": 1}))
-    assert [d.request_id for d in engine.take_deltas()] == ["r1", "big2"]
-    assert set(_finish(engine)) == {"r0", "big"}
-
-
 @pytest.mark.parametrize(
     ("request_", "code"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ def request(name: str, tenant: str, prompt_len: int, n: int = 1, max_tokens: int
 
 
 def engine_of() -> Engine:
-    return make_engine(drafts=False, max_num_seqs=SEATS, max_waiting_requests=100_000)
+    return make_engine(drafts=False, max_num_seqs=SEATS)
 
 
 def steps_to_first(engine: Engine, request_id: str) -> tuple[int, list[Delta]]:
@@ -62,6 +63,57 @@ def test_a_flood_leaves_another_key_its_turn(
     loaded, _ = steps_to_first(engine, "late")
     assert loaded <= 2 * unloaded + 1
     engine.abort_all()
+
+
+@pytest.mark.parametrize("prompt_len", [4, 200])
+def test_a_flood_that_holds_all_kv_leaves_another_key_its_share(prompt_len: int) -> None:
+    """Its choices make way when another key's begins, and when that grows; none is lost."""
+    late = request("late", "b", prompt_len, max_tokens=50)
+
+    def until_the_end(engine: Engine) -> tuple[int, int]:
+        engine.submit(late)
+        first, told = steps_to_first(engine, "late")
+        rest = 0
+        while not any(d.request_id == "late" and d.finish_reason for d in told):
+            told, rest = engine.step(), rest + 1
+        return first, rest
+
+    alone = engine_of()
+    unloaded, rest = until_the_end(alone)
+    engine = engine_of()
+    for i in range(40):
+        engine.submit(request(f"flood{i}", "a", 100, max_tokens=150))
+    ended: list[Delta] = []
+    while engine.pool.num_free > 3 or len(engine.scheduler.running) == SEATS:
+        ended += engine.step()
+    engine.step()
+    before = engine.scheduler.num_preemptions
+    loaded, loaded_rest = until_the_end(engine)
+    assert loaded <= 2 * unloaded + 1 and loaded_rest == rest
+    assert engine.scheduler.num_preemptions > before
+    ended += [d for _ in range(2000) if engine.has_work for d in engine.step()]
+    assert all(d.finish_reason != "error" for d in ended) and not engine.has_work
+    engine.check()
+
+
+def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
+    """Else a long one would begin again each time that another key asks."""
+    engine = engine_of()
+    engine.submit(request("long", "a", 240, max_tokens=10))
+    steps_to_first(engine, "long")
+    for i in range(15):
+        engine.submit(request(f"b{i}", f"b{i}", 100, max_tokens=100))
+    ended = list(_finished(engine))
+    assert ended[0] == "long" and len(ended) == 16
+
+
+def test_a_higher_priority_gives_no_seat_to_a_key_of_a_lower_one() -> None:
+    engine = engine_of()
+    for i in range(SEATS):
+        engine.submit(replace(request(f"a{i}", "a", 4, max_tokens=30), priority=1))
+    steps_to_first(engine, "a0")
+    engine.submit(request("b", "b", 4))
+    assert list(_finished(engine))[-1] == "b"
 
 
 def _finished(engine: Engine) -> Iterator[str]:

@@ -608,17 +608,6 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler) ->
     gate.set()
 
 
-def test_the_queue_is_bounded_while_grammars_are_compiled(compiler: GrammarCompiler) -> None:
-    gate = threading.Event()
-    engine = _engine(_SlowCompiler(gate, compiler), max_waiting_requests=2)
-    for name in "abc":
-        engine.submit(_request(name, COMPACT))
-    gate.set()
-    results = _finish(engine)
-    assert results["c", 0].error_code == "queue_full"
-    assert results["a", 0].error_code is results["b", 0].error_code is None
-
-
 def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCompiler) -> None:
     engine = _engine(compiler)
     engine.submit(_request("bad", GrammarSpec("lark", 'start: "a" <|nothing|>')))

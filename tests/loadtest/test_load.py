@@ -485,3 +485,20 @@ def test_answers_are_judged_by_the_completions_of_the_data(
     for name, chars in (("tailor-0", 3.5), ("tailor-1", 8.0)):
         row = rows[name]
         assert row["chars_per_s"] / row["tokens_per_s"] == pytest.approx(chars)
+
+
+def test_a_flood_of_another_key_is_open_while_a_server_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHER", "sk-other")
+    with ScriptedServer() as server:
+        arguments = ["--server", f"tailor={server.url}", "--server", "tailor-beside=@tailor",
+                     "--flood", "tailor-beside=OTHER", "--rounds", "3", "--warmups", "0",
+                     "--tokens", "4", "--pause", "0", *FIXED]  # fmt: skip
+        assert load.main(arguments) == 0
+        floods = [body for body in server.bodies if body.get("n") == 128]
+        assert floods and all(len(body["prompt"]) == 256 for body in floods)
+        assert len(server.bodies) - len(floods) == 12
+        server.status = 429
+        assert load.main(arguments) == 1
+        assert "tailor-beside refuses the flood" in capsys.readouterr().err

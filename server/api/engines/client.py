@@ -55,7 +55,7 @@ class EngineClient:
 
     restart: how often engines are started again, and when one counts as stuck.
     max_queued_requests, max_queued_tokens: Requests (and their prompt tokens) that wait; above that
-    `submit` raises QueueFullError.
+    `submit` raises QueueFullError for keys that have their share of them.
     """
 
     def __init__(
@@ -78,8 +78,7 @@ class EngineClient:
         self._restart = restart or RestartConfig()
         stuck_after_s = self._restart.stuck_after_s
         self.slots = [EngineSlot(spec, self, self.waiting, Pulse(stuck_after_s)) for spec in specs]
-        self._max_queued_requests = max_queued_requests
-        self._max_queued_tokens = max_queued_tokens
+        self._max_queued = (max_queued_requests, max_queued_tokens)
         self._stop_timeout_s = stop_timeout_s
         self._draining = False
         self._stopping = False
@@ -159,7 +158,7 @@ class EngineClient:
         accounts = [
             (submission.account_of(request_id), slot.spec.name)
             for slot in self.slots
-            for request_id, (submission, _, _) in slot.open.items()
+            for request_id, (submission, _) in slot.open.items()
         ]
         if tenant is not None:
             accounts = [pair for pair in accounts if pair[0].request.tenant == tenant]
@@ -194,11 +193,7 @@ class EngineClient:
         """
         if self.is_draining:
             raise DrainingError("The server is shutting down.", retry_after_s=5.0)
-        num_tokens = sum(len(request.prompt_ids) for request in requests)
-        if (
-            len(self.waiting) + len(requests) > self._max_queued_requests
-            or self.waiting.num_tokens + num_tokens > self._max_queued_tokens
-        ):
+        if not self.waiting.has_room(requests, self._max_queued):
             raise QueueFullError(
                 "Too many requests are waiting. Try again later.",
                 retry_after_s=self._retry_after_s(),
@@ -261,7 +256,7 @@ class EngineClient:
     def abort_all(self, error: TailorError) -> None:
         """Abort every open Request; their clients get `error`."""
         for slot in self.slots:
-            for submission, _, _ in list(slot.open.values()):
+            for submission, _ in list(slot.open.values()):
                 submission.abort(error)
 
     async def stop(self) -> None:
@@ -468,7 +463,7 @@ class EngineClient:
             if called is slot and not answer.done():
                 answer.set_exception(NoEngineError(f"The engine {slot.spec.name} died."))
         error = EngineDiedError("The engine died while it worked on this request.")
-        for request_id, (submission, _, _) in list(slot.open.items()):
+        for request_id, (submission, _) in list(slot.open.items()):
             if request_id in slot.open:  # an earlier failure may have aborted its siblings
                 slot.forget(request_id)
                 submission.fail(request_id, error)

@@ -21,7 +21,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -115,26 +115,52 @@ class SlotListener(Protocol):
 
 
 class WaitingRoom:
-    """The Requests that wait for their first Delta, and their prompt tokens."""
+    """The Requests that wait for their first Delta, and their prompt tokens, by key."""
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
+        self._requests: dict[str, Request] = {}
+        self._held: dict[str, tuple[int, int]] = {}  # (Requests, tokens), of keys that have some
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tokens
+        return request_id in self._requests
 
-    def add(self, request_id: str, num_tokens: int) -> None:
+    def has_room(self, requests: Sequence[Request], most: tuple[int, int]) -> bool:
+        """Whether these Requests of one key may wait too. most: (Requests, tokens) of all keys.
+
+        One that has less than its share of `most` may even where others have taken it all: none
+        that was let in is turned out for it. So n keys hold `most` times 1 + 1/2 + ... + 1/n.
+        """
+        key = requests[0].tenant
+        share = len(self._held.keys() | {key})
+        more = (len(requests), sum(len(request.prompt_ids) for request in requests))
+        return all(
+            all_have + wants <= limit or has + wants <= limit // share
+            for all_have, has, wants, limit in zip(
+                (len(self), self.num_tokens), self._held.get(key, (0, 0)), more, most, strict=True
+            )
+        )
+
+    def add(self, request: Request) -> None:
         """A Request was handed to an engine."""
-        self._tokens[request_id] = num_tokens
-        self.num_tokens += num_tokens
+        self._requests[request.request_id] = request
+        self._count(request, 1)
 
     def remove(self, request_id: str) -> None:
         """A Request got its first Delta, or has ended. Idempotent."""
-        self.num_tokens -= self._tokens.pop(request_id, 0)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        num, num_tokens = self._held.pop(request.tenant, (0, 0))
+        more = sign * len(request.prompt_ids)
+        self.num_tokens += more
+        if num + sign:
+            self._held[request.tenant] = (num + sign, num_tokens + more)
 
 
 class EngineSlot:
@@ -154,7 +180,7 @@ class EngineSlot:
         self.num_restarts = 0
         self.retry_at_s = 0.0
         self.told_s = 0.0  # when it told its figures, in this life or an earlier one
-        self.open: dict[str, tuple[Submission, int, int]] = {}
+        self.open: dict[str, tuple[Submission, int]] = {}  # with its number of choices
         self.load = 0
         self._listener = listener
         self._waiting = waiting
@@ -181,13 +207,9 @@ class EngineSlot:
 
     def hold(self, submission: Submission, request: Request) -> None:
         """Serve a Request from now on."""
-        self.open[request.request_id] = (
-            submission,
-            request.num_choices,
-            len(request.prompt_ids),
-        )
+        self.open[request.request_id] = (submission, request.num_choices)
         self.load += request.num_choices
-        self._waiting.add(request.request_id, len(request.prompt_ids))
+        self._waiting.add(request)
         submission.placed(request.request_id, self)
 
     def forget(self, request_id: str) -> None:
