@@ -15,8 +15,9 @@ All parts run on one Ray of three nodes of this machine. Needs Ray.
                 step, counted, routed by task and by Ray Serve
     scaling     a load that steps up and down for 90 s on 1 to 3 replicas: replicas over
                 time, and how long whole answers took
-    faults      2,000 requests in flight, half of them streams, while Ray's head, replicas and a
-                node die: none lost, none answered twice, texts those of a single server
+    faults      2,000 requests in flight, half of them streams, while the fleet is updated, an
+                engine hangs, and an engine, a replica, Ray's head and a node die: none lost, none
+                answered twice, texts those of a single server
 
 Prints a table, then ends in one JSON line. Exits 1 when a goal is missed.
 """

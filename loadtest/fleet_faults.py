@@ -1,16 +1,19 @@
 """The faults part of loadtest.fleet: requests in flight while parts of the fleet die.
 
 Half of the requests are streams, which get their text and one end, half whole answers; both
-must be what a single server answers, to the bit. Ray's head process, two replicas and a node die
-while requests are open, each when so many of them have been answered; the head comes back with what
-it knew. Then it dies for good, and fewer requests follow.
+must be what a single server answers, to the bit. While requests are open, each when so many of them
+have been answered, the fleet is updated and every replica replaced, the process of an engine is
+halted (SIGSTOP) and another's killed, a replica's is killed, Ray's head dies and comes back with
+what it knew, and a node is lost. Then the head dies for good, and fewer requests follow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -90,14 +93,20 @@ def measure_faults(fleet: FleetProcess, console: Console, options: FleetOptions)
     """Requests that were lost, and answers that were not a single server's: none."""
     with FleetProcess("--single") as single:
         wanted = asyncio.run(expected(single.url))
-    fleet.deploy("--replicas", "4", "--step-s", "0.02")
+    fleet.deploy("--replicas", "4", "--step-s", "0.03", "--processes")
     num = options.requests
     flight = Flight(fleet.url, wanted, num)
+    faults = [
+        ("update", "UPDATED", ""),
+        ("signal", "SIGNALLED", f" {signal.SIGSTOP.value}"),
+        ("signal", "SIGNALLED", f" {signal.SIGKILL.value}"),
+        ("kill", "KILLED", ""),
+        ("behead", "BEHEADED", ""),
+        ("lose", "LOST", ""),
+    ]
     events: list[tuple[int, Callable[[], object]]] = [
-        (num // 20, lambda: fleet.ask("behead", "BEHEADED", 60)),
-        (num // 10, lambda: fleet.ask("kill", "KILLED")),
-        (3 * num // 10, lambda: fleet.ask("lose", "LOST", 60)),
-        (6 * num // 10, lambda: fleet.ask("kill", "KILLED")),
+        (num * (i + 1) // 8, partial(fleet.ask, command + option, answer, 120))
+        for i, (command, answer, option) in enumerate(faults)
     ]
     took_s = asyncio.run(flight.run(events))
     # Nobody starts it again now, and Ray's processes go on without it for some time.
@@ -107,7 +116,7 @@ def measure_faults(fleet: FleetProcess, console: Console, options: FleetOptions)
     for problem in sorted(flight.problems | headless.problems)[:8]:
         console.print(f"not as it should be: {problem}", markup=False)
     for name, one, seconds in (
-        ("the head, replicas and a node die", flight, took_s),
+        ("an update, an engine halted, one killed, a replica, the head, a node", flight, took_s),
         ("without Ray's head", headless, headless_s),
     ):
         console.print(

@@ -15,6 +15,7 @@ from server.config.cluster import ClusterConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
 from server.engine.host import start_thread
+from server.engine.process import start_process
 from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import BuilderNumbers
@@ -78,6 +79,7 @@ class FakeParts:
     which the engines learn from each other; then all tasks draft by `auto` and say learn: persist.
     drafts: the engines draft and learn, each alone (learning_engine). slow: (rank, seconds) of a
     replica whose steps take longer. text: another one is another model, which writes other texts.
+    processes: each engine has a process of its own, as in a real fleet.
     """
 
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -89,6 +91,7 @@ class FakeParts:
     row_s: float = 0.0
     slow: tuple[int, float] | None = None
     text: int = 0
+    processes: bool = False
 
     @property
     def sharing(self) -> Sharing | None:
@@ -135,7 +138,8 @@ class FakeParts:
         if self.sharing is not None:
             own = Path(f"{self.shared}-{rank}-{os.getpid()}")
             factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
-        start = partial(start_thread, factory, name=name, device="cpu")
+        start_one = start_process if self.processes else start_thread
+        start = partial(start_one, factory, name=name, device="cpu")
         return EngineSpec(name, model, "cpu", start)
 
     def make(self, step_s: float) -> Engine:

@@ -4,6 +4,7 @@ It says READY and then does what it is told, a line each:
 
     deploy OPTIONS   runs another fleet on the same Ray, on the same port; READY
     kill [NAME]      ends an engine replica's process as kill -9 does; KILLED and its id
+    signal NUMBER    sends a signal to the process of the busiest engine; SIGNALLED and its id
     rewrite          deploys a model that writes other texts; REWRITTEN
     update           deploys other weights; UPDATED and how often that was
     learned TASK     LEARNED and JSON: what each engine has learned of a task
@@ -33,6 +34,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from server.config import ListenConfig, ServerConfig
 from server.config.cluster import ClusterConfig
 from server.fleet.head import HeadKeeper, head_settings
@@ -60,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow", help="RANK:SECONDS of a step of one replica")
     parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
+    parser.add_argument("--processes", action="store_true", help="of engines, one each")
     parser.add_argument("--drafts", action="store_true", help="the engines draft and learn")
     parser.add_argument("--single", action="store_true", help="one server, no fleet, for a measure")
     parser.add_argument("--own-ports", type=int)
@@ -90,6 +94,7 @@ def _fleet_of(
     parts = FakeParts(server, options.step_s, options.drafts, options.more_tasks)
     slow = (int(rank), float(slow_s)) if slow_s else None
     parts = replace(parts, shared=options.shared, row_s=options.row_s, slow=slow)
+    parts = replace(parts, processes=options.processes)
     return cluster, parts
 
 
@@ -187,7 +192,16 @@ def _behead(keeper: HeadKeeper | None) -> int:
 def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
     """Do what a line says. False where it says that this is the end."""
     if command == "kill":
-        _say(f"KILLED {_kill_one(rest)}")
+        pid = _process_of_one(rest)
+        os.kill(pid, signal.SIGKILL)
+        _say(f"KILLED {pid}")
+    elif command == "signal":
+        engine = next(
+            child for child in psutil.Process(_process_of_one("")).children()
+            if "process_main" in " ".join(child.cmdline())
+        )  # fmt: skip
+        engine.send_signal(int(rest))
+        _say(f"SIGNALLED {engine.pid}")
     elif command == "lose":
         _say(f"LOST {_lose_one(nodes)}")
     elif command == "headless":
@@ -250,14 +264,13 @@ def _mean_step(standing: Any) -> tuple[float, float]:
     return sums[0] / steps, sums[1] / steps
 
 
-def _kill_one(name: str) -> int:
+def _process_of_one(name: str) -> int:
     """The process of the engine replica with this name, or of the one with most requests."""
     from ray import serve
 
     busiest = max(_standings(), key=lambda s: (s.name == name, _figure(s, "num_requests_running")))
     engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
     pid: int = engines.pid.remote(replica=busiest.replica_id).result()
-    os.kill(pid, signal.SIGKILL)
     return pid
 
 
