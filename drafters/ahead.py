@@ -34,7 +34,7 @@ from numba.np.arrayobj import populate_array
 
 from drafters.atomic_file import replacing
 from drafters.jit import Entry, Function, Raw
-from drafters.library import object_path
+from drafters.library import object_path, sealed
 from drafters.target import NATIVE, TARGETS, Target, native
 
 _I64 = ir.IntType(64)
@@ -420,7 +420,7 @@ def compile_object(module: str) -> bytes:
 def _write_object(module: str, path: Path) -> None:
     made = compile_object(module)
     with replacing(path) as file:
-        file.write(made)
+        file.write(sealed(made))
 
 
 def _serve(target: str) -> None:

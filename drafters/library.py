@@ -13,8 +13,10 @@ that was not used for a while is removed from it. door.c, by which Python calls,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import importlib
@@ -43,8 +45,8 @@ from drafters.target import NATIVE, TARGETS, chosen
 
 __all__ = [
     "Door", "alone", "build", "build_door", "c_compiler", "code_folder", "digest", "fail",
-    "has_library", "library_path", "load", "machine_of", "modules_of", "object_path", "own_path",
-    "raw_address",
+    "has_library", "is_whole", "library_path", "load", "machine_of", "modules_of", "object_path",
+    "own_path", "raw_address", "sealed",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -149,6 +151,29 @@ def mark_used(path: Path) -> None:
                 other.unlink(missing_ok=True)
 
 
+_SEAL = b"\nsha256 of all before: "
+
+
+def sealed(code: bytes) -> bytes:
+    """Code as it is kept: what loads it does not read beyond its own end."""
+    return code + _SEAL + hashlib.sha256(code).digest()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether code is there as it was kept; one bit that is another may end a process. What is
+    damaged is removed, with a line, to be made anew."""
+    try:
+        code, found, digest_of = path.read_bytes().rpartition(_SEAL)
+    except OSError:
+        return False
+    if found and hashlib.sha256(code).digest() == digest_of:
+        return True
+    _log.warning("%s is damaged: it is made anew", path)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return False
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -176,6 +201,7 @@ def build(command: list[str], out: Path) -> None:
         ended = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
         if ended.returncode != 0:
             raise RuntimeError(f"{out.name} cannot be made: {ended.stderr.strip()[-2000:]}")
+        made.write_bytes(sealed(made.read_bytes()))
         os.replace(made, out)
 
 
@@ -199,7 +225,7 @@ def _door() -> Any:
     try:
         if not path.exists():
             path = door_path()
-            if not path.exists():
+            if not is_whole(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 build_door(path)
         loader = importlib.machinery.ExtensionFileLoader("drafters.door", str(path))
@@ -260,7 +286,7 @@ def _shipped(package: str, target: str) -> Path:
 
 def has_library(package: str, target: str) -> bool:
     """Whether a package's library is here."""
-    return _shipped(package, target).exists() or library_path(package, target).exists()
+    return _shipped(package, target).exists() or is_whole(library_path(package, target))
 
 
 def has_module(name: str) -> bool:
@@ -287,7 +313,7 @@ def _package_code(package: str, target: str) -> _Code | None:
     if shipped.exists():
         return _library(shipped)
     kept = library_path(package, target)
-    if kept.exists():
+    if is_whole(kept):
         mark_used(kept)
         return _library(kept)
     return None
@@ -308,31 +334,46 @@ def _loaded(module: str, target: str) -> _Code:
     if found is not None:
         return found
     path = object_path(module, target)
-    if not path.exists():
-        compile_module(module, target, path)
+    if not is_whole(path):
+        path = compile_module(module, target, path)
     mark_used(path)
     return _object(path)
 
 
-def compile_module(module: str, target: str, path: Path) -> None:
-    """Compile a module's functions into an object file, in a process of its own. Raises
-    RuntimeError."""
+def compile_module(module: str, target: str, path: Path) -> Path:
+    """Compile a module's functions into an object file, in a process of its own. Returns where it
+    is: in a temporary folder where the one of `path` cannot be written. Raises RuntimeError."""
     what = f"no machine code of {module} for {target} is here"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with alone(path.with_suffix(".lock")):
-            if path.exists():  # another process made it meanwhile
-                return
+            if is_whole(path):  # another process made it meanwhile
+                return path
             if target == NATIVE:
                 _log.warning("%s: compiling it, once, with numba, into %s", what, path.parent)
             else:
                 _log.info("%s: compiling it", what)
             command = [sys.executable, "-m", "drafters.ahead", module, target, str(path)]
             done = subprocess.run(command, env=own_path(), capture_output=True, text=True)
+            if os.strerror(errno.ENOSPC) in done.stderr:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     except OSError as error:
-        raise RuntimeError(f"{what}, and none can be made: {error}") from error
+        spare = _spare_folder() / path.name
+        if path == spare:
+            raise RuntimeError(f"{what}, and none can be made: {error}") from error
+        _log.warning("%s, and none can be kept: %s. It is made for this process", what, error)
+        return spare if is_whole(spare) else compile_module(module, target, spare)
     if done.returncode != 0:
         raise RuntimeError(f"{what}, and compiling it failed: {done.stderr[-3000:].strip()}")
+    return path
+
+
+@functools.cache
+def _spare_folder() -> Path:
+    """For code of this process alone."""
+    folder = tempfile.mkdtemp(prefix="tailor-code-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @contextlib.contextmanager

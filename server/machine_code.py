@@ -78,7 +78,7 @@ def make(
     packages lie that get them; None: the cache. Raises RuntimeError."""
     jobs = list(dict.fromkeys(jobs))
     objects = [(job.target, module) for job in jobs for module in job.modules]
-    todo = [one for one in objects if not library.object_path(one[1], one[0]).exists()]
+    todo = [one for one in objects if not library.is_whole(library.object_path(one[1], one[0]))]
     library.code_folder().mkdir(parents=True, exist_ok=True)
     done, total = 0, len(todo) + len(jobs)
     if folder is not None and jobs:

@@ -50,7 +50,7 @@ class TokenBytes:
     offsets: int64 [V + 1]; the bytes of id i are blob[offsets[i] : offsets[i + 1]].
     blob: uint8 [offsets[V]]. special_ids: int64, ascending: ids marked special in the tokenizer.
     strip_start: leading spaces that the tokenizer's decode() drops at the start of a text (0 or 1).
-    fingerprint: sha256 (32 bytes) of the tokenizer's JSON.
+    fingerprint: sha256 (32 bytes) of the tokenizer's JSON. path: of its file, if it has one.
     Ids of V or above, and ids the tokenizer does not know (a padded vocabulary), have no bytes.
     """
 
@@ -62,6 +62,7 @@ class TokenBytes:
         "blob",
         "fingerprint",
         "offsets",
+        "path",
         "special_ids",
         "strip_start",
     )
@@ -74,6 +75,7 @@ class TokenBytes:
         strip_start: int,
         fingerprint: bytes,
         file: ArrayFile | None = None,
+        path: Path | None = None,
     ) -> None:
         """file: that the arrays are views of."""
         if offsets.ndim != 1 or offsets.shape[0] < 1 or int(offsets[-1]) != blob.shape[0]:
@@ -84,6 +86,7 @@ class TokenBytes:
         self.strip_start = strip_start
         self.fingerprint = fingerprint
         self._file = file
+        self.path = path
         # Python ints and memoryview slices: a numpy scalar per token would cost ten times more.
         self._offsets = offsets.data
         self._blob = blob.data
@@ -299,20 +302,5 @@ def open_table(path: str | Path) -> TokenBytes:
         int(strip_start),
         bytes.fromhex(fingerprint),
         read,
+        Path(path),
     )
-
-
-def load_or_build(
-    tokenizer: Tokenizer, path: str | Path, vocab_size: int | None = None
-) -> TokenBytes:
-    """The table at `path` if it is this tokenizer's, else a new one, written there and mapped."""
-    vocab = tokenizer.get_vocab_size(with_added_tokens=True)
-    size = max(vocab, vocab_size or 0)
-    try:
-        table = open_table(path)
-        if table.fingerprint == _fingerprint(tokenizer.to_str()) and (table.vocab_size >= size):
-            return table
-    except (OSError, ValueError):
-        pass
-    save(build(tokenizer, vocab_size), path)
-    return open_table(path)

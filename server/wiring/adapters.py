@@ -56,7 +56,7 @@ class AdapterSet:
         Raises ConfigError for what cannot be served and ModelError for files that cannot be read.
         """
         from server.model.cache_folder import remembered_sha256
-        from server.wiring.model import enriched_table, enrichment_of, own_ids, table_file
+        from server.wiring.model import enriched_table, enrichment_of, own_ids
 
         base = self._bases.get(model) if model else next(iter(self._bases.values()))
         if base is None:
@@ -77,7 +77,7 @@ class AdapterSet:
         if enrichment is not None:
             base_folder = self._folders[base.name]
             table = enriched_table(base_folder, base.table, enrichment)
-            table_path = str(table_file(base_folder, enrichment))
+            table_path = str(table.path)
             vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
         version = digest.hexdigest()[:16]
         return replace(

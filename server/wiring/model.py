@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import shutil
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.json_text import parsed
 from server.config import ModelConfig, SamplingDefaults
-from server.errors import ModelError
+from server.errors import CacheFolderError, ModelError
 from server.wiring.generation_config import sampling_defaults
 
 if TYPE_CHECKING:
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from vocab_store.enrichment import Enrichment
 
 log = logging.getLogger("tailor.server")
+
+_SPARE_PLACES = (None, "/dev/shm")  # the system's folder of temporary files first
 
 
 def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) -> ServedModel:
@@ -32,7 +38,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
 
     from server.api.chat_template import load_chat_template
     from server.api.served_model import ServedModel
-    from server.model.cache_folder import remembered_sha256, writing_to_cache
+    from server.model.cache_folder import remembered_sha256
     from server.model.families import position_limit, text_values
     from server.model.generic import is_generic
     from server.model.known_config import last_token_id
@@ -55,8 +61,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
-    with writing_to_cache():
-        table = _table(tokenizer, table_file(folder), vocab_size)
+    table = _table(tokenizer, table_file(folder), vocab_size)
     enrichment = enrichment_of(model.adapter, table)
     # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
     vocab_size = min(
@@ -105,12 +110,34 @@ def _table(tokenizer: Tokenizer, file: Path, vocab_size: int) -> TokenBytes:
     half a second for 262,000 ids), or a new one."""
     from server import token_bytes
 
-    try:
-        table = token_bytes.open_table(file)
-    except (OSError, ValueError):
-        return token_bytes.load_or_build(tokenizer, file, vocab_size)
     size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-    return table if table.vocab_size >= size else token_bytes.load_or_build(tokenizer, file, size)
+    with suppress(OSError, ValueError):
+        table = token_bytes.open_table(file)
+        if table.vocab_size >= size:
+            return table
+    return _written(token_bytes.build(tokenizer, size), file)
+
+
+def _written(table: TokenBytes, file: Path) -> TokenBytes:
+    """A table in its file, mapped. Where the cache folder is full or read-only, the file lies in a
+    temporary folder until this process ends. Raises CacheFolderError where that is, too."""
+    from server import token_bytes
+    from server.model.cache_folder import writing_to_cache
+
+    try:
+        with writing_to_cache():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            token_bytes.save(table, file)
+    except CacheFolderError as error:
+        for place in _SPARE_PLACES:
+            with suppress(OSError):
+                folder = Path(tempfile.mkdtemp(prefix="tailor-", dir=place))
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                token_bytes.save(table, folder / file.name)
+                log.warning("%s Until then the table of tokens lies in %s.", error.message, folder)
+                return token_bytes.open_table(folder / file.name)
+        raise
+    return token_bytes.open_table(file)
 
 
 def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enrichment | None:
@@ -142,28 +169,22 @@ def own_ids(enrichment: Enrichment | None) -> Mapping[int, int]:
 def enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> TokenBytes:
     """The table with the enrichment's tokens, in its file, mapped."""
     from server import token_bytes
-    from server.model.cache_folder import writing_to_cache
 
     wide = token_bytes.enriched(table, enrichment.ids, enrichment.parts, enrichment.hash)
     file = table_file(folder, enrichment)
-    try:
-        if token_bytes.open_table(file).fingerprint == wide.fingerprint:
-            return token_bytes.open_table(file)
-    except (OSError, ValueError):
-        pass
-    with writing_to_cache():
-        token_bytes.save(wide, file)
-    return token_bytes.open_table(file)
+    with suppress(OSError, ValueError):
+        kept = token_bytes.open_table(file)
+        if kept.fingerprint == wide.fingerprint:
+            return kept
+    return _written(wide, file)
 
 
 def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
     """Where the id -> bytes table of a model's tokenizer is kept, with an enrichment's tokens."""
-    from server.model.cache_folder import cache_dir, remembered_sha256, writing_to_cache
+    from server.model.cache_folder import cache_dir, remembered_sha256
 
     # Versions that write other files may serve from one cache, as while one replaces the other.
     tables = cache_dir() / "tokens" / "v3"
-    with writing_to_cache():
-        tables.mkdir(parents=True, exist_ok=True)
     name = remembered_sha256(folder / "tokenizer.json")[:24]
     if enrichment is not None:
         name += f"-{enrichment.hash[:24]}"

@@ -23,7 +23,7 @@ from server.errors import ConfigError
 from server.machine import cores
 from server.wiring.adapters import AdapterSet
 from server.wiring.engine import EngineOrder, build_engine
-from server.wiring.model import enrichment_of, served_model, table_file
+from server.wiring.model import served_model
 from server.wiring.profiles import ProfileFiles
 from server.wiring.task_set import TaskSet
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from server.channel import EngineHandle
     from server.engine.process import EngineProcess
     from server.metrics.series import Metrics
+    from server.token_bytes import TokenBytes
 
 log = logging.getLogger("tailor.server")
 
@@ -71,7 +72,7 @@ def plan_server(
         models[model.name] = served_model(model, folder, max_model_len)
         own = _tasks_of(model, config, tasks)
         _check_profiles(own, folder, models[model.name])
-        orders += _orders(config, model, engine, folder, own, tasks)
+        orders += _orders(config, model, engine, folder, own, tasks, models[model.name].table)
     adapters = AdapterSet(models, folders)
     for model in config.models:
         for one in model.adapters:
@@ -150,6 +151,7 @@ def _orders(
     folder: Path,
     own: Sequence[TaskConfig],
     tasks: Mapping[str, TaskConfig],
+    table: TokenBytes,
 ) -> list[EngineOrder]:
     """One model's engines, one a device. own: the tasks that run on it."""
     modes = {task.vocabulary.mode for task in own if task.name != DEFAULT_TASK}
@@ -171,7 +173,7 @@ def _orders(
             dtype=model.dtype or config.engine.dtype,
             weights=model.weights or config.engine.weights,
             max_model_len=model.max_model_len or config.engine.max_model_len,
-            table=str(table_file(folder, enrichment_of(model.adapter))),
+            table=str(table.path),
             sizes=engine.sizes(config.limits, device),
             engine=engine,
             drafters=DRAFTER_NAMES,

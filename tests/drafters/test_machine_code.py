@@ -116,6 +116,35 @@ def test_a_change_in_a_called_file_or_a_constant_compiles_what_depends_on_it(
     assert objects() == {"outer": 3, "alone": 1}
 
 
+def test_damaged_code_is_made_anew(tmp_path: Path) -> None:
+    """One bit that is another ends the process, or gives another result."""
+    _write(tmp_path)
+    code = tmp_path / "code"
+    assert _run(tmp_path, code) == "20 -1"
+    whole = {path: path.read_bytes() for path in code.iterdir() if path.suffix in (".o", ".so")}
+    assert len(whole) == 3  # the door is one
+    for damage in (
+        lambda good: good[: len(good) // 2],
+        lambda good: good[:100] + bytes([good[100] ^ 1]) + good[101:],
+    ):
+        for path, good in whole.items():
+            path.write_bytes(damage(good))
+        assert _run(tmp_path, code) == "20 -1"
+        assert {path: path.stat().st_size for path in whole} == {
+            path: len(good) for path, good in whole.items()
+        }
+
+
+def test_code_that_cannot_be_kept_is_made_for_the_process(tmp_path: Path) -> None:
+    _write(tmp_path)
+    code = tmp_path / "code"
+    code.write_text("in the way")
+    (tmp_path / "spare").mkdir()
+    words = f"import tempfile; tempfile.tempdir = {str(tmp_path / 'spare')!r}; {RUN}"
+    assert _run(tmp_path, code, words) == "20 -1"
+    assert not list((tmp_path / "spare").iterdir())
+
+
 def test_clones_share_code_and_old_versions_of_it_are_removed(tmp_path: Path) -> None:
     """The last eight versions stay, and any that was used this week."""
     code = tmp_path / "code"

@@ -7,8 +7,7 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
 from tests.setup.test_catalog import own_cache as own_cache  # a fixture, used everywhere
 from tests.setup.test_catalog import tiny as tiny  # a fixture
-from tests.setup.test_serve import ROOT
 
 
 def _full(*_: Any, **__: Any) -> Any:
@@ -43,40 +41,55 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- it cannot be written -------------------------------------------------------------------------
 
 
-def test_serve_says_which_folder_and_what_to_do(tiny_folder: Path, tmp_path: Path) -> None:
-    """As a person meets it: one line, no traceback."""
-    (tmp_path / "occupied").write_text("a file, not a folder")
-    done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", "serve", "--port", "0",
-         "--model", str(tiny_folder)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
-        env={**os.environ, "TAILOR_CACHE_DIR": str(tmp_path / "occupied")},
-    )  # fmt: skip
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith("tailor: ")]
-    assert len(told) == 1, done.stderr
-    assert f"the cache folder {tmp_path / 'occupied'} cannot be written" in told[0]
-    assert "TAILOR_CACHE_DIR" in told[0]
-
-
 def _config() -> ServerConfig:
     return ServerConfig(
         models=(ModelConfig(name="m", path="m", devices=("cpu",)),), engine=EngineConfig()
     )
 
 
-def test_a_full_disk_at_start(
-    tiny_folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["full", "in the way"])
+def test_a_server_starts_on_a_full_disk(
+    kind: str,
+    tiny_folder: Path,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
+    """What engines read lies elsewhere; one line names the folder and says what to do."""
+    save, spare = token_bytes.save, tmp_path / "spare"
+    spare.mkdir()
+
+    def full(table: Any, path: Any) -> None:
+        if own_cache in Path(path).parents:
+            _full()
+        save(table, path)
+
     with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(spare))
+        if kind == "full":
+            patch.setattr(token_bytes, "save", full)
+        else:
+            own_cache.mkdir(exist_ok=True)
+            own_cache.rename(own_cache.with_name("away"))
+            own_cache.write_text("a file, not a folder")
+        with caplog.at_level("WARNING"):
+            plan = plan_server(_config(), {}, {"m": tiny_folder})
+        (told,) = caplog.records
+        assert f"the cache folder {own_cache} cannot be written" in told.message
+        assert "TAILOR_CACHE_DIR" in told.message and str(spare) in told.message
+        table = token_bytes.open_table(plan.orders[0].table)
+        assert table.fingerprint == plan.models["m"].table.fingerprint
+        # Nowhere is room.
         patch.setattr(token_bytes, "save", _full)
-        with pytest.raises(CacheFolderError, match="No space left on device") as told:
+        with pytest.raises(CacheFolderError, match="TAILOR_CACHE_DIR"):
             plan_server(_config(), {}, {"m": tiny_folder})
-    assert str(own_cache) in told.value.message
-    plan_server(_config(), {}, {"m": tiny_folder})  # with room it goes on where it was
-    # What is there already is not written again: a read-only cache that is filled will do.
-    monkeypatch.setattr(token_bytes, "save", _full)
-    plan_server(_config(), {}, {"m": tiny_folder})
+    if kind == "full":
+        plan_server(_config(), {}, {"m": tiny_folder})  # with room it goes on where it was
+        # What is there already is not written again: a read-only cache that is filled will do.
+        monkeypatch.setattr(token_bytes, "save", _full)
+        plan = plan_server(_config(), {}, {"m": tiny_folder})
+        assert own_cache in Path(plan.orders[0].table).parents
 
 
 def test_a_full_disk_while_a_model_is_converted(
