@@ -28,6 +28,24 @@ def available_memory() -> int:
     return Machine().available_memory
 
 
+MIN_FILES = 1024
+"""Files that a server should be able to open: each connection takes one."""
+
+
+def allow_files() -> int:
+    """Let this process open as many files as it may. Returns how many."""
+    import resource
+
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        most = max(files, 1 << 16)
+    if files not in (most, resource.RLIM_INFINITY):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            files = most
+    return files if files != resource.RLIM_INFINITY else most
+
+
 def core_waits(pid: int) -> dict[str, float]:
     """Seconds that each thread of a process has been ready to run and had no core, by its id, since
     it began; empty where the kernel does not tell (/proc/PID/task/*/schedstat)."""

@@ -30,6 +30,7 @@ from server.api.connection import Connection
 from server.api.engines.client import EngineClient
 from server.config import LimitsConfig, ListenConfig
 from server.errors import ConfigError, TailorError
+from server.machine import MIN_FILES, allow_files
 
 log = logging.getLogger("tailor.server")
 
@@ -104,6 +105,12 @@ def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     is_shared: other processes may listen on the port, too; the kernel divides the connections.
     Raises ConfigError.
     """
+    files = allow_files()
+    if files < MIN_FILES:
+        log.warning(
+            "this process may open %d files, and each connection takes one: those beyond get no "
+            "answer. ulimit -n 65536 allows more.", files,
+        )  # fmt: skip
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

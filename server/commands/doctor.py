@@ -15,11 +15,10 @@ from server.commands.models import folder_size, told_size
 from server.commands.serve import EngineOptions, ModelChoice, Place, check_server, server_config
 from server.config import ServerConfig
 from server.errors import TailorError
-from server.machine import Machine
+from server.machine import MIN_FILES, Machine, allow_files
 
 _PLACE, _MODEL = Place(), ModelChoice()
 
-_MIN_FILES = 1024
 _MIN_SHARED = 64 << 20
 _MIN_CACHE = 2 << 30
 
@@ -146,10 +145,8 @@ def _memory(config: ServerConfig) -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir() and (free := shutil.disk_usage(shared).free) < _MIN_SHARED:
         yield Finding(f"/dev/shm has {told_size(free)} free", "give a container --shm-size 1g")
-    import resource
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < _MIN_FILES:
+    files = allow_files()
+    if files < MIN_FILES:
         yield Finding(f"a process may open {files} files", "ulimit -n 65536: each client takes one")
 
 

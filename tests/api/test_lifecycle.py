@@ -25,7 +25,7 @@ import pytest
 
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
-from server.config import LimitsConfig, RestartConfig, ServerConfig
+from server.config import LimitsConfig, RestartConfig, ServerConfig, TaskConfig
 from server.errors import NoEngineError
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
@@ -162,6 +162,26 @@ def test_one_failed_choice_fails_its_request_and_no_other() -> None:
         assert live.post(n=2, max_tokens=len(long)).status_code == 500
         assert other.result().status_code == 200
         wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_a_clock_that_is_set_back_an_hour_changes_no_answer_and_no_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine(saying(IDS))
+    task = TaskConfig.model_validate({"name": "quick", "limits": {"total_timeout_s": 1.0}})
+    now = time.time
+    with LiveServer([engine], tasks={"quick": task}) as live, ThreadPoolExecutor(2) as threads:
+        before = live.post(max_tokens=4).json()
+        engine.gate.clear()
+        waiting = threads.submit(live.post, max_tokens=4)
+        late = threads.submit(live.post, model="quick", max_tokens=4)
+        wait_until(lambda: live.client.num_open == 2)
+        monkeypatch.setattr(time, "time", lambda: now() - 3600.0)
+        assert late.result(10).status_code == 504
+        assert httpx.get(live.url + "/health").json()["engines"][0]["state"] == "ready"
+        engine.gate.set()
+        assert waiting.result(10).json()["choices"] == before["choices"]
+        assert live.post(max_tokens=4).json()["choices"] == before["choices"]
 
 
 # --- queues ---

@@ -168,3 +168,17 @@ def test_a_process_in_a_real_cgroup_sees_its_limit(
 @pytest.mark.parametrize("text", ["2GiB", "2Gi", "2G", "2048 MI", "2048mib"])
 def test_memory_is_told_as_kubernetes_tells_it(text: str) -> None:
     assert parse_memory(text).num_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize(("most", "is_told"), [(4096, False), (200, True)])
+def test_a_server_opens_as_many_files_as_it_may_and_tells_where_those_are_few(
+    most: int, is_told: bool
+) -> None:
+    words = (
+        "import resource as r; from server.api.serving import listen; "
+        f"r.setrlimit(r.RLIMIT_NOFILE, (64, {most})); listen('127.0.0.1', 0).close(); "
+        "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(most)] * 2
+    assert (f"may open {most} files" in done.stderr) == is_told
