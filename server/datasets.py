@@ -204,6 +204,14 @@ def turn_of(row: dict[str, Any], where: str, fields: Fields) -> Turn:
     return Turn({"messages": messages}, gold)
 
 
+def answered_turn(row: dict[str, Any], where: str, fields: Fields) -> Turn:
+    """A row that has an output, as a Turn. Raises ConfigError that names `where`."""
+    turn = turn_of(row, where, fields)
+    if turn.gold is None:
+        fields.output_of(row, where)  # says what is there
+    return turn
+
+
 def ids_of(value: object, where: str, key: str, vocab_size: int = 1 << 31) -> list[int]:
     """`value` as token ids. Raises ConfigError that names `where` and `key`."""
     if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):

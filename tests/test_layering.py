@@ -95,6 +95,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.desk": {"server.types"},
     "server.fleet.budgets": {"server.api.keys"},
     "server.fleet.changes": {
+        "server.api.shapes",
         "server.api.adapters",
         "server.api.tasks",
         "server.config",
@@ -117,6 +118,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "server.fleet.routing",
     },
     "server.wiring.task_set": {
+        "server.api.shapes",
         "server.config",
         "server.errors",
         "server.datasets",

@@ -33,7 +33,15 @@ from starlette.responses import Response
 from server import __version__
 from server.api.adapters import ADAPTER_PATHS, AdapterRoutes
 from server.api.chats import Chats
-from server.api.dashboard import DATA_PATH, HISTORY_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
+from server.api.dashboard import (
+    DATA_PATH,
+    HISTORY_PATH,
+    PAGE_PATHS,
+    ROOT_PATH,
+    History,
+    add_dashboard,
+    snapshot,
+)
 from server.api.engines.client import EngineClient
 from server.api.faces.chat import ChatCompletions
 from server.api.faces.completions import Completions
@@ -42,12 +50,11 @@ from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
 from server.api.gate import OPEN_PATHS, Gate, error_response
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
-from server.api.model_routes import ModelRoutes
 from server.api.openapi import described, document
 from server.api.order import Orders
 from server.api.route_context import Face, QueryCheck, RouteContext
+from server.api.routes import add_model_routes, add_state_routes
 from server.api.served_model import Catalog, ServedModel
-from server.api.state_routes import StateRoutes
 from server.api.tasks import TaskAdmin, TaskRoutes
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
@@ -90,7 +97,8 @@ def create_app(
     for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
         metrics.expect(task.name, task.speculation.drafter, catalog.find(task.name)[1].name)
     paths: set[str] = set()
-    page = DashboardRoutes(client, metrics, tells_sums=not config.metrics.admin_only)
+    history = History(lambda: snapshot(metrics, client, None))
+    has_page = config.dashboard.enabled
     app = FastAPI(
         title="Tailor",
         version=__version__,
@@ -98,7 +106,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[Depends(QueryCheck(_ANY_QUERY))],
-        lifespan=_life(orders, page if config.dashboard.enabled else None),
+        lifespan=_life(orders, client, history if has_page else None),
         middleware=_middleware(config, metrics, paths, traces, keys),
     )
     app.add_exception_handler(TailorError, _tailor_error)
@@ -115,8 +123,8 @@ def create_app(
     for face in faces:
         told = described(face.summary, face.answer, body=face.body, chunks=face.chunks)
         app.add_api_route(face.path, face.respond, methods=["POST"], response_model=None, **told)
-    ModelRoutes(context, chats).add_to(app)
-    StateRoutes(client, metrics).add_to(app)
+    add_model_routes(app, context, chats)
+    add_state_routes(app, client, metrics)
     task_routes = TaskRoutes(context, task_admin)
     task_routes.add_to(app)
     turn = None if task_admin is None else task_admin.adapter_turn
@@ -125,8 +133,9 @@ def create_app(
     app.state.follow_adapter = adapter_routes.follow
     app.state.reload_tasks = task_routes.reload
     app.state.follow_tasks = task_routes.follow
-    if config.dashboard.enabled:
-        page.add_to(app)
+    if has_page:
+        tells_sums = not config.metrics.admin_only
+        add_dashboard(app, client, metrics, history, tells_sums=tells_sums)
     for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     paths |= {str(path) for r in app.routes if "{" not in (path := getattr(r, "path", "{"))}
@@ -135,13 +144,15 @@ def create_app(
 
 
 def _life(
-    orders: Orders, page: DashboardRoutes | None
+    orders: Orders, client: EngineClient, history: History | None
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     """Runs while the application does: takes the page's history, then ends the threads."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        taking = None if page is None else asyncio.create_task(page.take_history())
+        taking = None
+        if history is not None:
+            taking = asyncio.create_task(history.run(client.ask_figures))
         yield
         if taking is not None:
             taking.cancel()

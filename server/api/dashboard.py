@@ -9,12 +9,20 @@ The page reads a JSON route and not /metrics: an answer of this route is about a
 /metrics, which matters for a page that is open all day; it also has the open requests, which are no
 series; and /metrics is often closed to browsers. All figures are read from the series that /metrics
 shows, so that they cannot differ.
+
+The last hour is kept in memory: one point every ten seconds, and of the last minutes all figures,
+so that a page that was just opened shows the time before. Both hold cumulative counts, as
+snapshots do, so that the page can take the difference of any two. Nothing is written to disk, and
+no text or open request is kept.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +32,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import RedirectResponse, Response
 
 from server import __version__
-from server.api.dashboard_history import History, tells_load_only
 from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import caller_of
@@ -64,89 +71,61 @@ POLICY = (
 )
 
 
-class Page:
-    """The page's files, read once."""
-
-    def __init__(self) -> None:
-        self._bodies = {path: file.read_bytes() for path, file in _FILES.items()}
-        self._headers = {
-            path: {
+def add_dashboard(
+    app: FastAPI, client: EngineClient, metrics: Metrics, history: History, *, tells_sums: bool
+) -> None:
+    """Declare the pages and their data. history: the application runs it. tells_sums: see
+    snapshot."""
+    files: dict[str, tuple[bytes, dict[str, str]]] = {}
+    for path, file in _FILES.items():
+        body = file.read_bytes()
+        files[path] = (
+            body,
+            {
                 "content-type": _TYPES[file.suffix],
                 "content-security-policy": POLICY,
                 "x-content-type-options": "nosniff",
                 "referrer-policy": "no-referrer",
                 "cross-origin-opener-policy": "same-origin",
                 "cache-control": "no-cache",
-                "etag": f'"{hashlib.sha256(self._bodies[path]).hexdigest()[:32]}"',
-            }
-            for path, file in _FILES.items()
-        }
+                "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+            },
+        )
 
-    def response(self, request: HttpRequest) -> Response:
-        """The file that the request's path names; 304 when the browser has it already."""
-        path = request.scope["path"]
-        headers = self._headers[path]
+    async def get_page(request: HttpRequest) -> Response:
+        body, headers = files[request.scope["path"]]
         if headers["etag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        return Response(self._bodies[path], headers=headers)
+        return Response(body, headers=headers)
 
+    for path in PAGE_PATHS:
+        app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
 
-class DashboardRoutes:
-    """`add_to` puts the page and its data into an app. tells_sums: see snapshot.
+    @app.get(ROOT_PATH, include_in_schema=False)
+    async def get_root() -> Response:
+        return RedirectResponse(PATH)
 
-    history: the last hour; the application runs it.
-    """
+    @app.get(DATA_PATH, include_in_schema=False)
+    async def get_dashboard_data(request: HttpRequest) -> Response:
+        await client.ask_figures()
+        key = caller_of(request).key
+        figures = snapshot(metrics, client, key, tells_sums=tells_sums)
+        told = {"version": __version__, "needs_key": key is not None}
+        return JSONResponse({**told, **figures}, headers={"cache-control": "no-store"})
 
-    def __init__(self, client: EngineClient, metrics: Metrics, *, tells_sums: bool = True) -> None:
-        self._client = client
-        self._metrics = metrics
-        self._page = Page()
-        self._tells_sums = tells_sums
-        self.history = History(lambda: snapshot(metrics, client, None))
-
-    async def take_history(self) -> None:
-        """Take points until it is cancelled."""
-        await self.history.run(self._client.ask_figures)
-
-    def add_to(self, app: FastAPI) -> None:
-        """Declare the routes."""
-
-        async def get_page(request: HttpRequest) -> Response:
-            return self._page.response(request)
-
-        @app.get(ROOT_PATH, include_in_schema=False)
-        async def get_root() -> Response:
-            return RedirectResponse(PATH)
-
-        for path in PAGE_PATHS:
-            app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
-
-        @app.get(DATA_PATH, include_in_schema=False)
-        async def get_dashboard_data(request: HttpRequest) -> Response:
-            await self._client.ask_figures()
-            figures = snapshot(
-                self._metrics,
-                self._client,
-                caller_of(request).key,
-                tells_sums=self._tells_sums,
-            )
-            told = {"version": __version__, "needs_key": caller_of(request).key is not None}
-            return JSONResponse({**told, **figures}, headers={"cache-control": "no-store"})
-
-        @app.get(HISTORY_PATH, include_in_schema=False)
-        async def get_dashboard_history(request: HttpRequest, after: str = "") -> Response:
-            try:
-                after_s = float(after or "-inf")
-            except ValueError:
-                raise InvalidRequestError(
-                    f"after: must be a number; got {echoed(after)}.", param="after"
-                ) from None
-            key = caller_of(request).key
-            points = self.history.since(after_s, key, tells_sums=self._tells_sums)
-            body: dict[str, Any] = {"points": points}
-            if not after:  # a page that was opened just now
-                body["recent"] = self.history.recent(key, tells_sums=self._tells_sums)
-            return JSONResponse(body, headers={"cache-control": "no-store"})
+    @app.get(HISTORY_PATH, include_in_schema=False)
+    async def get_dashboard_history(request: HttpRequest, after: str = "") -> Response:
+        try:
+            after_s = float(after or "-inf")
+        except ValueError:
+            raise InvalidRequestError(
+                f"after: must be a number; got {echoed(after)}.", param="after"
+            ) from None
+        key = caller_of(request).key
+        body: dict[str, Any] = {"points": history.since(after_s, key, tells_sums=tells_sums)}
+        if not after:  # a page that was opened just now
+            body["recent"] = history.recent(key, tells_sums=tells_sums)
+        return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
 # Short names of the answer, and the series behind them (without `tailor_` and `_total`).
@@ -299,3 +278,102 @@ def _entry(
     if entry is None:
         entry = entries[key] = {name: labels[name] for name in names}
     return entry
+
+
+# --- the last hour --------------------------------------------------------------------------------
+
+EVERY_S = 10.0
+NUM_POINTS = 361
+NUM_RECENT = 31
+"""Points whose figures are kept whole: the page's longest period, five minutes."""
+
+
+def _point(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts at the moment of a snapshot that was made without a key: by task and model (task,
+    model, tokens, steps, drafted, accepted), and of all engines together."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for entry in figures["drafts"]:
+        own = sums.setdefault((entry["task"], entry["model"]), [0.0] * 4)
+        for i, name in enumerate(("tokens", "steps", "drafted", "accepted")):
+            own[i] += entry.get(name, 0.0)
+    engines = figures["engines"]
+    return {
+        "now_s": float(figures["now_s"]),
+        "running": sum(engine.get("running", 0.0) for engine in engines),
+        "engine_steps": sum(engine.get("steps", 0.0) for engine in engines),
+        "draft_rows": sum(engine["rows"].get("draft", 0.0) for engine in engines),
+        "drafts": [(*labels, *counts) for labels, counts in sums.items()],
+    }
+
+
+class History:
+    """Takes a point every EVERY_S seconds while `run` runs, and forgets those over an hour old.
+
+    look: makes a `snapshot` without a key.
+    """
+
+    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
+        self._look = look
+        self._points: deque[dict[str, Any]] = deque(maxlen=NUM_POINTS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT)
+
+    def take(self) -> None:
+        """Add the point of now."""
+        figures = self._look()
+        self._points.append(_point(figures))
+        self._recent.append({**figures, "open": [], "num_open": 0})
+
+    async def run(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Take points until it is cancelled. ask: has engines tell their figures."""
+        while True:
+            await ask()
+            self.take()
+            await asyncio.sleep(EVERY_S)
+
+    def since(
+        self, after_s: float, key: ApiKey | None, *, tells_sums: bool = True
+    ) -> list[dict[str, Any]]:
+        """The points later than after_s that `key` may see, as JSON; oldest first.
+
+        A key sees the tasks that it may use; None (a server without keys) sees all. tells_sums: see
+        `snapshot`; without them a key that is no admin's sees how busy the engines are.
+        """
+        hidden: dict[str, Any] = {}
+        if tells_load_only(key, tells_sums):
+            hidden = {"engine_steps": 0.0, "draft_rows": 0.0, "drafts": []}
+        return [
+            {
+                **point,
+                "drafts": [e for e in point["drafts"] if key is None or key.may_use(e[0], e[1])],
+                **hidden,
+            }
+            for point in self._points
+            if point["now_s"] > after_s
+        ]
+
+    def recent(self, key: ApiKey | None, *, tells_sums: bool = True) -> list[dict[str, Any]]:
+        """The figures of the last minutes that `key` may see, oldest first, without open requests.
+
+        As `since` has it; a key that sees only how busy the engines are gets none.
+        """
+        if tells_load_only(key, tells_sums):
+            return []
+        return [
+            {
+                **figures,
+                **{
+                    kind: [
+                        e
+                        for e in figures[kind]
+                        if key is None or key.may_use(e["task"], e["model"])
+                    ]
+                    for kind in ("drafts", "tasks", "slices")
+                },
+            }
+            for figures in self._recent
+        ]
+
+
+def tells_load_only(key: ApiKey | None, tells_sums: bool) -> bool:
+    """Whether a key sees only how busy the engines are. tells_sums: see `snapshot`."""
+    return not tells_sums and key is not None and not key.admin

@@ -195,7 +195,12 @@ class Orders:
         body, names = generation.body, generation.names
         task, model = target.task, target.model
         num_choices, best_of = self._choices(generation, task)
-        prompts = self._prompts(generation, task)
+        prompts = generation.prompts
+        most = min(self.limits.max_prompts, task.limits.max_prompts or self.limits.max_prompts)
+        if len(prompts) > most:
+            raise LimitExceededError(
+                f"{len(prompts)} prompts; at most {most} are allowed.", at=names["prompt"]
+            )
         sampling = self._sampling(generation, target, best_of > num_choices)
         wished = sampling["max_tokens"]
         wanted = generation.grammar
@@ -205,9 +210,7 @@ class Orders:
                 scope = scope_of(target.tenant, body.cache_salt or "")
                 await self.grammars.check(*wanted, scope)
         spec, grammar_field = wanted or (None, "")
-        tasks = self.catalog.tasks
-        drafting = DraftingTasks(self._drafters, tasks, self.catalog.default_model)
-        speculation = speculation_of(body, task, drafting)
+        speculation = speculation_of(body, task, self._drafters, self.catalog)
         if body.prediction is not None:
             speculation["prediction_ids"] = await self._prediction_ids(body.prediction, target)
         marks = body.context or task.speculation.context
@@ -395,13 +398,6 @@ class Orders:
                     f"at most {limit}; got {len(body.logprob_token_ids)}.", at=at
                 )
         return n, best_of
-
-    def _prompts(self, generation: Generation, task: TaskConfig) -> Sequence[str | list[int]]:
-        prompts, at = generation.prompts, generation.names["prompt"]
-        most = min(self.limits.max_prompts, task.limits.max_prompts or self.limits.max_prompts)
-        if len(prompts) > most:
-            raise LimitExceededError(f"{len(prompts)} prompts; at most {most} are allowed.", at=at)
-        return prompts
 
     def _sampling(self, generation: Generation, target: Target, is_ranked: bool) -> dict[str, Any]:
         """Fields of SamplingParams; max_tokens and seed are decided by prompt. is_ranked: whether
@@ -667,28 +663,20 @@ def _bias_of(body: GenerationBody, model: ServedModel) -> tuple[tuple[int, float
 _Options = tuple[tuple[str, float | int | str | bool], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftingTasks:
-    """What a request may draft with. drafters: names that engines know. tasks: by name, for their
-    corpora. default_model: of tasks that name none."""
-
-    drafters: Sequence[str]
-    tasks: Mapping[str, TaskConfig]
-    default_model: str
-
-
-def speculation_of(body: GenerationBody, task: TaskConfig, known: DraftingTasks) -> dict[str, Any]:
-    """How a request drafts, within its task's limits: fields of SpeculationParams. Raises
-    InvalidRequestError and its kin."""
+def speculation_of(
+    body: GenerationBody, task: TaskConfig, drafters: Sequence[str], catalog: Catalog
+) -> dict[str, Any]:
+    """How a request drafts, within its task's limits: fields of SpeculationParams. drafters: that
+    engines know. Raises InvalidRequestError and its kin."""
     own, asked = task.speculation, body.speculation
     drafter, num_draft = own.drafter, own.max_draft_tokens
-    allowed = known.drafters if own.allowed_drafters is None else own.allowed_drafters
+    allowed = drafters if own.allowed_drafters is None else own.allowed_drafters
     named = asked is not None and asked.drafter is not None
     if asked is not None and asked.drafter is not None:
-        if asked.drafter not in allowed or asked.drafter not in known.drafters:
+        if asked.drafter not in allowed or asked.drafter not in drafters:
             raise InvalidRequestError(
                 f"{echoed(asked.drafter)} is not available; choose from "
-                f"{', '.join(d for d in known.drafters if d in allowed)}.",
+                f"{', '.join(d for d in drafters if d in allowed)}.",
                 at="speculation.drafter",
             )
         drafter = asked.drafter
@@ -697,7 +685,7 @@ def speculation_of(body: GenerationBody, task: TaskConfig, known: DraftingTasks)
         _check_most(num_draft, task, "speculation.max_draft_tokens")
     if body.prediction is not None:
         # A drafter that does not use predictions would ignore the field: it is refused.
-        predicting = [name for name in that_use(Need.PREDICTION) if name in known.drafters]
+        predicting = [name for name in that_use(Need.PREDICTION) if name in drafters]
         able = [name for name in predicting if name in allowed]
         if not named and drafter not in predicting and able:
             drafter = able[0]
@@ -709,7 +697,7 @@ def speculation_of(body: GenerationBody, task: TaskConfig, known: DraftingTasks)
             )
     corpus = own.corpus
     if asked is not None and asked.corpus is not None:
-        corpus = _corpus_of(asked.corpus, task, drafter, known)
+        corpus = _corpus_of(asked.corpus, task, drafter, catalog)
     drafts = drafter != "off" and num_draft > 0
     given = {} if asked is None else _sections_of(asked)
     options = _options_of(given, task, drafter) if given or drafts else ()
@@ -734,7 +722,7 @@ def _check_most(num: float, task: TaskConfig, at: str) -> None:
         raise LimitExceededError(f"at most {most}; got {num}.", at=at)
 
 
-def _corpus_of(name: str, task: TaskConfig, drafter: str, known: DraftingTasks) -> str | None:
+def _corpus_of(name: str, task: TaskConfig, drafter: str, catalog: Catalog) -> str | None:
     """The corpus file that `speculation.corpus` names; None for "off"."""
     at = "speculation.corpus"
     users = that_use(Need.CORPUS)
@@ -744,18 +732,18 @@ def _corpus_of(name: str, task: TaskConfig, drafter: str, known: DraftingTasks) 
         )
     if name == "off":
         return None
-    other = known.tasks.get(name)
+    other = catalog.tasks.get(name)
     allowed = (task.name, *task.speculation.allowed_corpora)
     if other is None or name not in allowed or other.speculation.corpus is None:
         there = [
             n
             for n in dict.fromkeys(allowed)
-            if n in known.tasks and known.tasks[n].speculation.corpus is not None
+            if n in catalog.tasks and catalog.tasks[n].speculation.corpus is not None
         ]
         raise InvalidRequestError(
             f"{echoed(name)} is not available; choose from {', '.join([*there, 'off'])}.", at=at
         )
-    if (other.model or known.default_model) != (task.model or known.default_model):
+    if (other.model or catalog.default_model) != (task.model or catalog.default_model):
         raise InvalidRequestError(f"the corpus of {name} is for another model.", at=at)
     return other.speculation.corpus
 

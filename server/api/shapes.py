@@ -206,6 +206,18 @@ class Chunk(Shape, kw_only=True):
     speculation: Speculation | UnsetType = UNSET
 
 
+# --- tasks ---
+
+
+class CorpusSize(Shape, kw_only=True):
+    """The size of a task's corpus. uploaded: by an operator; else the task file's own."""
+
+    documents: Count
+    tokens: Count
+    bytes: Count
+    uploaded: bool
+
+
 # --- usage of the routes whose input is no prompt ---
 
 

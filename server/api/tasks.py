@@ -31,7 +31,7 @@ from server.api.bodies import BodyPart, TokenId, parse_object, read_body, valida
 from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
 from server.api.route_context import RouteContext
-from server.api.shapes import Chance, Count, Shape
+from server.api.shapes import Chance, CorpusSize, Count, Shape
 from server.config import TaskConfig, task_version
 from server.errors import (
     ClientGoneError,
@@ -70,13 +70,6 @@ class CorpusBody(BodyPart):
     mode: Literal["append", "replace"] = Field(
         "append", description="with what was uploaded before, or instead of it"
     )
-
-
-class CorpusSize(Shape, kw_only=True):
-    documents: Count
-    tokens: Count
-    bytes: Count
-    uploaded: bool
 
 
 class Learned(Shape, kw_only=True):
@@ -165,22 +158,6 @@ class ReloadAnswer(Shape, kw_only=True):
     changed: list[str]
 
 
-class CorpusFigures(Protocol):
-    """Of a task's corpus."""
-
-    @property
-    def num_documents(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def uploaded(self) -> bool: ...
-
-
 class TaskAdmin(Protocol):
     """Keeps the tasks (server.wiring.task_set).
 
@@ -197,7 +174,7 @@ class TaskAdmin(Protocol):
     @property
     def adapter_turn(self) -> AdapterTurn | None: ...
 
-    def corpus_size(self, task: str) -> CorpusFigures | None: ...
+    def corpus_size(self, task: str) -> CorpusSize | None: ...
 
     def profile_summary(self, task: str) -> dict[str, Any] | None: ...
 
@@ -407,15 +384,7 @@ class TaskRoutes:
         }
 
     def _corpus(self, task: TaskConfig) -> CorpusSize | None:
-        size = None if self._admin is None else self._admin.corpus_size(task.name)
-        if size is None:
-            return None
-        return CorpusSize(
-            documents=size.num_documents,
-            tokens=size.num_tokens,
-            bytes=size.num_bytes,
-            uploaded=size.uploaded,
-        )
+        return None if self._admin is None else self._admin.corpus_size(task.name)
 
     async def _vocabulary(self, task: TaskConfig) -> dict[str, Any]:
         """The task's settings, with what its profile holds where it names one."""

@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from server.client.connection import Endpoint
-from server.client.http import events
+from server.client.http import Endpoint, events
 from server.client.speculation import Tally
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")

@@ -9,11 +9,14 @@ nothing is tried again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import email.utils
 import json
 import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
@@ -22,7 +25,7 @@ import httpx
 import stamina
 import stamina.instrumentation
 
-from server.client.connection import CallFailedError, Endpoint, Refusal, refusal_of
+from server.errors import TailorError
 
 MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
@@ -142,26 +145,23 @@ def call(
     Raises CallFailedError.
     """
     try:
-        response = httpx.request(
-            method,
-            endpoint.base + route,
-            json=body,
-            headers=endpoint.headers,
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
-        )
-        if not response.is_success:
-            raise CallFailedError(f"{endpoint.base}: {refusal_of(response).message}")
-        return response.json()
-    except httpx.HTTPError as error:
-        raise _unreachable(endpoint, error) from None
+        return json.loads(tell(endpoint, route, body, timeout_s, method))
     except ValueError:
         raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
 
 
-def tell(endpoint: Endpoint, route: str, body: dict[str, Any], timeout_s: float) -> str:
-    """The text that a server answers to a POST, which is not sent again. Raises CallFailedError."""
+def tell(
+    endpoint: Endpoint,
+    route: str,
+    body: dict[str, Any] | None,
+    timeout_s: float,
+    method: Literal["GET", "POST"] = "POST",
+) -> str:
+    """The text that a server answers to one request, which is not sent again. Raises
+    CallFailedError."""
     try:
-        response = httpx.post(
+        response = httpx.request(
+            method,
             endpoint.base + route,
             json=body,
             headers=endpoint.headers,
@@ -206,3 +206,96 @@ def _unreachable(endpoint: Endpoint, error: httpx.HTTPError) -> CallFailedError:
     if isinstance(error, httpx.ConnectError):
         reason = "nothing answers there; is the server running?"
     return CallFailedError(f"{endpoint.base} cannot be reached: {reason}")
+
+
+RETRY_STATUS = frozenset({429, 502, 503, 504})
+"""Statuses after which the same request may succeed: the server is overloaded or not ready."""
+
+FAULT_STATUS = 500
+"""The server failed at this request, or an engine died that held it: another request may have been
+the cause, or this one, which then fails every time."""
+
+
+class CallFailedError(TailorError):
+    """The server cannot be reached, or refused what the whole command depends on."""
+
+    code = "call_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server: its address, with or without /v1 at the end, and the key that it wants."""
+
+    url: str
+    api_key: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The address up to /v1."""
+        base = self.url.rstrip("/")
+        base = base if "://" in base else f"http://{base}"
+        return base if base.endswith("/v1") else f"{base}/v1"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer that is an error. may_retry: trying again may help, after retry_after_s if the
+    server gives it. is_fault: it may help, or make the engine fail again."""
+
+    status: int
+    message: str
+    type: str | None
+    param: str | None
+    code: str | None
+    may_retry: bool
+    is_fault: bool
+    retry_after_s: float | None
+
+    def record(self) -> dict[str, Any]:
+        """Its members in a line of answers."""
+        return {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+            "status": self.status,
+        }
+
+
+def refusal_of(response: httpx.Response) -> Refusal:
+    """The refusal in a response that was read and is not a success."""
+    error: Any = None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = response.json()["error"]
+    if not isinstance(error, dict):
+        error = {"message": f"{response.status_code} {response.reason_phrase}".strip()}
+    final = response.headers.get("x-should-retry") == "false"  # as OpenAI's clients read it
+    return Refusal(
+        response.status_code,
+        str(error.get("message", "")),
+        error.get("type"),
+        error.get("param"),
+        error.get("code"),
+        response.status_code in RETRY_STATUS and not final,
+        response.status_code == FAULT_STATUS and not final,
+        _retry_after_s(response.headers.get("retry-after")),
+    )
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Seconds of a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3)."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

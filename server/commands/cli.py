@@ -123,19 +123,19 @@ COMMANDS = (
     ),
     Command(
         "adapters list",
-        "adapters:list_adapters",
+        "client:list_adapters",
         "list the adapters that a running server has beside its models",
         "tailor adapters list",
     ),
     Command(
         "adapters add",
-        "adapters:add",
+        "client:add",
         "make a running server serve an adapter; needs an admin key",
         "tailor adapters add slots slots-adapter",
     ),
     Command(
         "adapters rm",
-        "adapters:remove",
+        "client:remove",
         "make a running server serve an adapter no more; needs an admin key",
         "tailor adapters rm slots",
     ),
@@ -195,7 +195,7 @@ COMMANDS = (
     ),
     Command(
         "replay",
-        "replay:replay",
+        "record:replay",
         "feed recorded outputs through a drafter and print its tokens per step",
         "tailor replay --drafter auto --corpus task.corpus --data recorded.jsonl",
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import DEFAULT_MODEL, ModelOptions, OutputFile
+from server.commands.options import DEFAULT_MODEL, ModelOptions, OutputFile, writing
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar, Stages
 from server.datasets import open_tokenizer
@@ -35,11 +35,9 @@ def build(
     n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
     p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
 ) -> int:
-    from server.model.gguf_folder import text_folder
-
     with Stages() as stages:
         corpus = corpus_of(
-            text_folder(model),
+            model,
             list(data),
             adapter=adapter,
             fields=fields,
@@ -47,7 +45,15 @@ def build(
             p_min=p_min,
             progress=lambda what, share: stages(f"{what} {share:.0%}"),
         )
-    print(json.dumps(_saved(corpus, output)))
+    with writing(output):
+        corpus.save(output)
+    figures = {
+        "file": str(output),
+        "bytes": output.stat().st_size,
+        "documents": corpus.num_documents,
+        "tokens": corpus.num_tokens,
+    }
+    print(json.dumps(figures))
     return 0
 
 
@@ -83,10 +89,8 @@ def bigrams(
             bos_token_id=_bos_of(served.tokenizer),
             progress=lambda done, total: bar("bigrams", done, total),
         )
-        try:
+        with writing(output):
             table.save(output)
-        except OSError as error:
-            raise ConfigError(f"{output}: {error.strerror}") from None
     num, kept = table.next_ids.shape
     print(json.dumps({"file": str(output), "tokens": num, "next": kept}))
     return 0
@@ -102,7 +106,7 @@ def _bos_of(tokenizer: Any) -> int | None:
 
 
 def corpus_of(
-    folder: Path,
+    model: str,
     data: list[Path],
     *,
     adapter: str | None = None,
@@ -113,12 +117,12 @@ def corpus_of(
 ) -> Corpus:
     """The corpus of these files.
 
-    folder: the model's. adapter: prompts and outputs are written in its tokens, where it has some.
+    adapter: prompts and outputs are written in its tokens, where it has some.
     Raises ConfigError for data that cannot be read and for no data at all, and ModelError.
     """
     from drafters.auto.held_out import build_calibrated
 
-    text = open_text(folder, fields)
+    text = open_text(model, fields)
     fingerprint, spelled = _spelling(text.tokenizer, adapter, text.fingerprint)
     # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
     examples = text.reader.read(data)
@@ -134,20 +138,6 @@ def corpus_of(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _saved(corpus: Corpus, output: Path) -> dict[str, Any]:
-    """Write a corpus atomically to `output`; its figures. Raises ConfigError."""
-    try:
-        corpus.save(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}") from None
-    return {
-        "file": str(output),
-        "bytes": output.stat().st_size,
-        "documents": corpus.num_documents,
-        "tokens": corpus.num_tokens,
-    }
 
 
 def _spelling(
@@ -179,11 +169,10 @@ def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
     if folder is not None:
         tokenizer, fingerprint, _ = open_tokenizer(folder)
     try:
-        corpus = Corpus.load(file, fingerprint=fingerprint)
+        with writing(file):
+            corpus = Corpus.load(file, fingerprint=fingerprint)
     except (FingerprintError, ArrayFileError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
     entropy, k80 = corpus.bigram_measures()
     lines = [
         f"file        {file}, {file.stat().st_size / 1e6:.1f} MB",

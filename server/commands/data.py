@@ -44,10 +44,11 @@ class FieldOptions:
 class ModelText:
     """What a command needs of a model that it does not run.
 
-    tokenizer: a tokenizers.Tokenizer. table: its id -> bytes table. eos: an id that ends a text.
-    reader: of data files.
+    folder: the model's. tokenizer: a tokenizers.Tokenizer. table: its id -> bytes table. eos: an id
+    that ends a text. reader: of data files.
     """
 
+    folder: Path
     tokenizer: Any
     table: TokenBytes
     eos: int
@@ -59,8 +60,14 @@ class ModelText:
         return self.table.fingerprint.hex()
 
 
-def open_text(folder: Path, fields: FieldOptions) -> ModelText:
-    """A model's tokenizer, and what reads data files with it. Raises ConfigError, ModelError."""
+def open_text(
+    model: str | Path, fields: FieldOptions, report: Callable[[str], None] | None = None
+) -> ModelText:
+    """A model's tokenizer, and what reads data files with it. report: told what takes long. Raises
+    ConfigError, ModelError."""
+    from server.model.gguf_folder import text_folder
+
+    folder = text_folder(str(model), report=report)
     tokenizer, table, eos = open_table(folder)
     reader = ExampleReader(
         tokenizer,
@@ -69,7 +76,7 @@ def open_text(folder: Path, fields: FieldOptions) -> ModelText:
         vocab_size=table.vocab_size,
         render=_render_with(folder, tokenizer),
     )
-    return ModelText(tokenizer, table, eos, reader)
+    return ModelText(folder, tokenizer, table, eos, reader)
 
 
 def _render_with(folder: Path, tokenizer: Any) -> Render | None:
@@ -111,7 +118,7 @@ class TaskData:
 
 
 def read_task_data(
-    folder: Path,
+    model: str | Path,
     files: Sequence[Path],
     fields: FieldOptions,
     *,
@@ -120,10 +127,10 @@ def read_task_data(
 ) -> TaskData:
     """The examples of `files`, shuffled by a fixed seed; a tenth is held back.
 
-    folder: the model's. told: (stage, done, None) now and then. Raises ConfigError for files that
-    cannot be read and for fewer than 20 examples.
+    told: (stage, done, None) now and then. Raises ConfigError for files that cannot be read and for
+    fewer than 20 examples.
     """
-    text = open_text(folder, fields)
+    text = open_text(model, fields)
     examples = []
     for example in text.reader.read(files):
         examples.append(example)

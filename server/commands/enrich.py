@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
-from server.commands.options import DEFAULT_MODEL, OutputFile
+from server.commands.options import DEFAULT_MODEL, OutputFile, writing
 from server.commands.progress import Bar
 from server.errors import ConfigError
 
@@ -97,16 +97,13 @@ def enrich(
     ] = None,
 ) -> int:
     from server.model.catalog import model_folder
-    from server.model.gguf_folder import text_folder
 
-    found = read_task_data(text_folder(model), data, fields)
+    found = read_task_data(model, data, fields)
     with Bar() as bar:
         enrichment = mine_tokens(found, mining.settings(), bar)
     enrichment = replace(enrichment, prompts=reads_prompts)
-    try:
+    with writing(output):
         enrichment.save(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}") from None
     before = [output_ids for _, output_ids in found.held_out]
     after = [enrichment.segment(ids) for ids in before]
     ratio = sum(map(len, before)) / max(1, sum(map(len, after)))
@@ -179,11 +176,9 @@ def analyze(
     details: Annotated[bool, Parameter(help="the papers' measures too")] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="print JSON instead")] = False,
 ) -> int:
-    from server.model.gguf_folder import text_folder
-
     if not budgets or min(budgets) < 1 or row_cost < 0:
         raise ConfigError("--tokens must be at least 1 and --row-cost at least 0")
-    found = read_task_data(text_folder(model), data, fields, max_held_out=100)
+    found = read_task_data(model, data, fields, max_held_out=100)
     with Bar() as bar:
         report = analyze_task(found, sorted(budgets), row_cost, bar)
     if as_json:

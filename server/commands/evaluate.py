@@ -16,7 +16,7 @@ from server.commands.data import FieldOptions
 from server.commands.options import CallOptions
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.serve import tasks_folder
-from server.datasets import Turn, json_lines, rows, turn_of
+from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
 
 _FIELDS, _CALL = FieldOptions(), CallOptions()
@@ -106,11 +106,7 @@ def _turns(data: Path, fields: FieldOptions, limit: int | None) -> dict[int, Tur
     for number, entry in rows(data):
         if limit is not None and len(turns) >= limit:
             break
-        where, names = f"{data}:{number}", fields.names()
-        turn = turn_of(entry, where, names)
-        if turn.gold is None:
-            names.output_of(entry, where)  # says what is there
-        turns[number] = turn
+        turns[number] = answered_turn(entry, f"{data}:{number}", fields.names())
     if not turns:
         raise ConfigError(f"{data}: no rows")
     return turns
@@ -152,7 +148,7 @@ def _text_of(entry: dict[str, Any]) -> str | None:
 def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]) -> list[_Judged]:
     """Every row asked of a running server. Raises CallFailedError."""
     from server.client.bulk import BulkRun
-    from server.client.progress import BulkProgress
+    from server.commands.progress import BulkProgress
 
     if source.concurrency < 1:
         raise ConfigError("--concurrency: must be at least 1")

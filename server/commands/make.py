@@ -34,7 +34,7 @@ from server.commands.progress import Bar, duration
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.tasks import RecordOptions, TaskFile, tune_task
 from server.commands.train import BaseOptions, RecipeOptions, train_adapter
-from server.datasets import Turn, rows, turn_of
+from server.datasets import Turn, answered_turn, rows
 from server.errors import ConfigError
 
 Step = Literal["enrich", "train", "tune", "evaluate"]
@@ -122,10 +122,7 @@ def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOption
         where = f"{data}:{number}"
         if not turns:
             fields = find_fields(row, given)
-        turn = turn_of(row, where, fields.names())
-        if turn.gold is None:
-            fields.names().output_of(row, where)  # says what is there
-        turns.append(turn)
+        turns.append(answered_turn(row, where, fields.names()))
     return turns, fields
 
 
@@ -445,10 +442,8 @@ class _Make:
 
     def _analyze(self) -> dict[str, Any]:
         from server.commands.enrich import analyze_task
-        from server.model.gguf_folder import text_folder
 
-        folder = text_folder(self._model.model)
-        found = read_task_data(folder, [self._train], self._read, max_held_out=100)
+        found = read_task_data(self._model.model, [self._train], self._read, max_held_out=100)
         with Bar() as bar:
             report = analyze_task(found, _BUDGETS, _ROW_COST, bar)
         self._write_first()
@@ -456,9 +451,8 @@ class _Make:
 
     def _enrich(self, budget: int) -> dict[str, Any]:
         from server.commands.enrich import MiningOptions, mine_tokens
-        from server.model.gguf_folder import text_folder
 
-        found = read_task_data(text_folder(self._model.model), [self._train], self._read)
+        found = read_task_data(self._model.model, [self._train], self._read)
         with Bar() as bar:
             enrichment = mine_tokens(found, MiningOptions(budget=budget).settings(), bar)
         enrichment.save(self._work / "enrichment.json")
@@ -556,10 +550,9 @@ class _Make:
         """The task of its data alone, with a corpus in the ids that the model writes now."""
         from server.commands.corpus import corpus_of
         from server.commands.tune import save
-        from server.model.gguf_folder import text_folder
 
-        folder, adapter = text_folder(self._served.model), self._served.adapter
-        corpus = corpus_of(folder, [self._train], adapter=adapter, fields=self._read)
+        model, adapter = self._served.model, self._served.adapter
+        corpus = corpus_of(model, [self._train], adapter=adapter, fields=self._read)
         corpus_file = self.output.with_suffix(".corpus")
         save(corpus_file, corpus.save)
         lines = [

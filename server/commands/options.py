@@ -6,7 +6,9 @@ command line as they are called here (`max_tokens` is --max-tokens).
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +18,7 @@ from cyclopts import Parameter
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.client.connection import Endpoint
+    from server.client.http import Endpoint
     from server.types import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -92,10 +94,19 @@ class CallOptions:
 
     def endpoint(self) -> Endpoint:
         """The server that is meant."""
-        from server.client.connection import Endpoint
+        from server.client.http import Endpoint
 
         key = self.api_key or os.environ.get("TAILOR_API_KEY") or None
         return Endpoint(self.url or DEFAULT_URL, key)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong with a file, as an error of the command line. Raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
 def sampling_of(options: SamplingOptions) -> SamplingParams:

@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
-from server.commands.options import DEFAULT_TASKS
+from server.commands.options import DEFAULT_TASKS, writing
 from server.errors import ConfigError
 
 SUFFIX = ".tailor-task"
@@ -50,16 +51,14 @@ def pack(
             file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files
         },
     }
-    temporary = output.with_name(f".{output.name}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            _put(archive, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-            for file in files:
-                _put(archive, file.name, file.read_bytes())
-        temporary.replace(output)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"{output}: {error.strerror}") from None
+    with (
+        writing(output),
+        replacing(output, EVERYBODY) as out,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        _put(archive, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        for file in files:
+            _put(archive, file.name, file.read_bytes())
     print(f"written: {output} ({', '.join(file.name for file in files)})")
     print(f"next: tailor tasks unpack {output}, on the machine that serves it")
     return 0
@@ -75,24 +74,19 @@ def unpack(
     force: Annotated[bool, Parameter(help="replace files that are there")] = False,
 ) -> int:
     try:
-        with zipfile.ZipFile(file) as archive:
+        with writing(file), zipfile.ZipFile(file) as archive:
             manifest, contents = _read(file, archive)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, ValueError, KeyError, TypeError, NotImplementedError):
         raise ConfigError(f"{file}: is no packed task, or a damaged one") from None
     there = [name for name in contents if (tasks / name).exists()]
     if there and not force:
         raise ConfigError(f"{tasks / there[0]}: is there already; --force replaces it")
-    try:
+    with writing(tasks):
         tasks.mkdir(parents=True, exist_ok=True)
         # The YAML last: a server that reloads meanwhile finds what it names.
         for name in sorted(contents, key=lambda name: name == manifest["yaml"]):
-            temporary = tasks / f".{name}.tmp"
-            temporary.write_bytes(contents[name])
-            temporary.replace(tasks / name)
-    except OSError as error:
-        raise ConfigError(f"{tasks}: {error.strerror}") from None
+            with replacing(tasks / name, EVERYBODY) as out:
+                out.write(contents[name])
     print(f"written: {', '.join(str(tasks / name) for name in contents)}")
     print(f"next: tailor tasks check {tasks}")
     return 0

@@ -1,11 +1,12 @@
-"""`tailor record` and `tailor corpus generate`: a model's own outputs for a file of prompts."""
+"""`tailor record` and `tailor corpus generate`: a model's own outputs for a file of prompts.
+`tailor replay`: such recordings fed through a drafter (drafters.replay does the work)."""
 
 from __future__ import annotations
 
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,7 @@ from server.commands.progress import Bar
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.client.connection import Endpoint
+    from server.client.http import Endpoint
     from server.commands.recorder import Answer, Failure, Prompt
 
     Ask = Callable[[Iterable[Prompt]], Iterator[Answer | Failure]]
@@ -41,6 +42,14 @@ class PromptOptions:
     prompt_field: Annotated[str, Parameter(help="where the prompt is (prompt)")] = "prompt"
     limit: Annotated[int | None, Parameter(help="only the first N prompts")] = None
     concurrency: Annotated[int, Parameter(help="prompts at once (16)")] = 16
+
+    def read(self) -> list[Prompt]:
+        """The prompts. Raises ConfigError."""
+        from server.commands.recorder import read_prompts
+
+        if self.concurrency < 1:
+            raise ConfigError("--concurrency: must be at least 1")
+        return read_prompts(self.data, self.prompt_field)[: self.limit]
 
 
 _MODEL, _SAMPLING, _CALL = ModelOptions(), SamplingOptions(), CallOptions()
@@ -59,10 +68,17 @@ def record(
     sampling: SamplingOptions = _SAMPLING,
     call: CallOptions = _CALL,
 ) -> int:
+    from server.commands.recorder import ServerAddress, ask_server
+
     sampling_of(sampling)
-    ask, identity = _server(call, task, sampling, prompts.concurrency)
+    asked = prompts.read()
+    endpoint = call.endpoint()
+    fields = tuple(sampling.fields().items())
+    name = task or _first_model(endpoint)
+    address = ServerAddress(endpoint, name, fields, call.timeout)
+    ask = functools.partial(ask_server, address, num_open=prompts.concurrency)
     with Bar() as bar:
-        return _record(prompts, output, ask, identity, bar)
+        return _record(prompts, asked, output, ask, json.dumps([endpoint.url, name, fields]), bar)
 
 
 def generate(
@@ -82,7 +98,7 @@ def generate(
     from server.types import SpeculationParams
 
     drawn = sampling_of(sampling)
-    _check(prompts)
+    asked = prompts.read()  # before a model is loaded
     with Bar() as bar, own_engine(model, bar, ("auto",)) as (served, engine):
         ask = functools.partial(
             ask_engine,
@@ -93,40 +109,21 @@ def generate(
             num_open=prompts.concurrency,
         )
         identity = json.dumps([engine.info.fingerprint, repr(drawn)])
-        return _record(prompts, output, ask, identity, bar)
+        return _record(prompts, asked, output, ask, identity, bar)
 
 
-def _check(prompts: PromptOptions) -> None:
-    """Raise ConfigError for wrong prompts before a model is loaded."""
-    from server.commands.recorder import read_prompts
-
-    if prompts.concurrency < 1:
-        raise ConfigError("--concurrency: must be at least 1")
-    read_prompts(prompts.data, prompts.prompt_field)
-
-
-def _server(
-    call: CallOptions, task: str | None, sampling: SamplingOptions, num_open: int
-) -> tuple[Ask, str]:
-    """What asks a running server, and what names it in a recording's header."""
-    from server.commands.recorder import ServerAddress, ask_server
-
-    if num_open < 1:
-        raise ConfigError("--concurrency: must be at least 1")
-    endpoint = call.endpoint()
-    fields = tuple(sampling.fields().items())
-    name = task or _first_model(endpoint)
-    address = ServerAddress(endpoint, name, fields, call.timeout)
-    return functools.partial(ask_server, address, num_open=num_open), json.dumps(
-        [endpoint.url, name, fields]
-    )
-
-
-def _record(prompts: PromptOptions, output: Path, ask: Ask, identity: str, bar: Bar) -> int:
+def _record(
+    prompts: PromptOptions,
+    asked: Sequence[Prompt],
+    output: Path,
+    ask: Ask,
+    identity: str,
+    bar: Bar,
+) -> int:
     from server.commands import recorder
 
     num, num_resumed, failures = recorder.record(
-        recorder.read_prompts(prompts.data, prompts.prompt_field)[: prompts.limit],
+        asked,
         ask,
         output,
         identity=identity,
@@ -149,8 +146,7 @@ def _record(prompts: PromptOptions, output: Path, ask: Ask, identity: str, bar: 
 
 def _first_model(endpoint: Endpoint) -> str:
     """The name of a server's first model. Raises CallFailedError."""
-    from server.client.connection import CallFailedError
-    from server.client.http import call
+    from server.client.http import CallFailedError, call
 
     try:
         return str(call(endpoint, "GET", "/models")["data"][0]["id"])
@@ -158,3 +154,33 @@ def _first_model(endpoint: Endpoint) -> str:
         raise ConfigError(f"{error.message}; is a Tailor server running there?") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{endpoint.url}: is a Tailor server running there?") from None
+
+
+def replay(
+    *,
+    drafter: Annotated[str, Parameter(metavar="NAME", help="the drafter")],
+    data: Annotated[
+        Path, Parameter(metavar="FILE", help="JSON lines with prompt_ids and output_ids")
+    ],
+    corpus: Annotated[
+        Path | None, Parameter(metavar="FILE", help="for the drafters that use one")
+    ] = None,
+    max_draft_tokens: Annotated[int, Parameter(help="nodes a step (16)")] = 16,
+    limit: Annotated[int | None, Parameter(help="only the first N recordings")] = None,
+    prefill: Annotated[
+        bool, Parameter(help="the first tree hangs off the last prompt row")
+    ] = False,
+    option: Annotated[
+        tuple[str, ...],
+        Parameter(metavar="NAME=VALUE", help="a drafter's parameter; may be repeated"),
+    ] = (),
+) -> int:
+    from drafters.replay import main
+
+    words = ["--drafter", drafter, "--data", str(data), "--budget", str(max_draft_tokens)]
+    words += ["--corpus", str(corpus)] if corpus is not None else []
+    words += ["--limit", str(limit)] if limit is not None else []
+    words += ["--prefill"] if prefill else []
+    for pair in option:
+        words += ["--option", pair]
+    return main(words)

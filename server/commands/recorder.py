@@ -25,8 +25,7 @@ import httpx
 
 from drafters.atomic_file import EVERYBODY, replacing
 from server.client.answer_file import AnswerFile, AnswerFileError
-from server.client.connection import CallFailedError, Endpoint
-from server.client.http import Caller, RefusedError
+from server.client.http import Caller, CallFailedError, Endpoint, RefusedError
 from server.datasets import Fields, ids_of, rows
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams, TokenLogprob

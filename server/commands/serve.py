@@ -16,10 +16,12 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 
 from server.commands.options import DEFAULT_MODEL, DEFAULT_TASKS, WEIGHTS_HELP, Dtype, WeightsForm
-from server.commands.own_engine import model_name, ready_folder
+from server.commands.own_engine import check_places, model_name, ready_folder
 from server.config import (
     DEFAULT_TASK,
+    EngineConfig,
     KeyConfig,
+    ListenConfig,
     MemorySize,
     ModelConfig,
     ServerConfig,
@@ -30,9 +32,9 @@ from server.config import (
     parse_memory,
 )
 from server.config import with_overrides as over
+from server.config.yaml_file import Section
 from server.errors import ConfigError, TailorError
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
-from server.wiring.places import check_places
 
 HELLO_PROMPT = "The capital of France is"
 
@@ -247,30 +249,10 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
 def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:
     """server.yaml (or the defaults) with the command line's options over it. Raises ConfigError."""
     config = ServerConfig() if place.config is None else load_server_config(place.config)
-    config = over(
-        config,
-        "listen",
-        {
-            "host": place.host,
-            "port": place.port,
-            "ssl_certfile": place.ssl_certfile,
-            "ssl_keyfile": place.ssl_keyfile,
-        },
-    )
-    config = over(
-        config,
-        "engine",
-        {
-            "dtype": how.dtype,
-            "weights": how.weights,
-            "max_model_len": how.max_model_len,
-            "max_num_seqs": how.max_num_seqs,
-            "max_num_batched_tokens": how.max_num_batched_tokens,
-            "kv_cache_memory": how.kv_cache_memory,
-            "threads": how.threads,
-            "prefix_cache": False if how.no_prefix_cache else None,
-        },
-    )
+    config = over(config, "listen", _given(place, ListenConfig))
+    engine = _given(how, EngineConfig)
+    engine["prefix_cache"] = False if how.no_prefix_cache else None
+    config = over(config, "engine", engine)
     tasks = config.tasks if what.tasks is None else str(what.tasks)
     return config.model_copy(
         update={
@@ -279,6 +261,11 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
             "tasks": tasks,
         }
     )
+
+
+def _given(options: Place | EngineOptions, section: type[Section]) -> dict[str, Any]:
+    """The options that are called as a section's keys."""
+    return {key: getattr(options, key) for key in section.model_fields if hasattr(options, key)}
 
 
 def _models(
@@ -373,8 +360,7 @@ def tasks_folder() -> Path | None:
 
 def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None) -> None:
     """Ask for a first completion over HTTP and print it, with what to do next."""
-    from server.client.connection import Endpoint
-    from server.client.http import call
+    from server.client.http import Endpoint, call
 
     body = {
         "model": config.models[0].name,

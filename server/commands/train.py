@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, read_task_data
-from server.commands.options import DEFAULT_MODEL, WeightsForm
+from server.commands.options import DEFAULT_MODEL, WeightsForm, writing
 from server.commands.progress import Bar
 from server.errors import ConfigError
 
@@ -122,7 +122,6 @@ def train_adapter(
     began = time.monotonic()
     import torch
 
-    from server.model.gguf_folder import text_folder
     from server.training.examples import segmented, shared_prefix
     from server.training.loop import TrainOptions
     from server.training.loop import train as run
@@ -131,7 +130,7 @@ def train_adapter(
     from vocab_store.enrichment import Enrichment
     from vocab_store.errors import EnrichmentFileError
 
-    found = read_task_data(text_folder(base.model), data, fields)
+    found = read_task_data(base.model, data, fields)
     enrichment = None
     if enrichment_file is not None:
         try:
@@ -169,7 +168,7 @@ def train_adapter(
         time_limit_s=None if recipe.time_limit is None else 60.0 * recipe.time_limit,
         seed=recipe.seed,
     )
-    try:
+    with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         result = run(
             tuned, examples, held_out, options, output,
@@ -179,8 +178,6 @@ def train_adapter(
         figures = asdict(result) | {"examples": len(examples), "weights": base.weights}
         text = json.dumps(figures | asdict(recipe), indent=1) + "\n"
         (output / "training.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror or error}") from None
     return result
 
 

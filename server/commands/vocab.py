@@ -73,7 +73,6 @@ def profile(
         Path | None, Parameter(metavar="DIR", help="also write vocab_map.safetensors here")
     ] = None,
 ) -> int:
-    from server.model.gguf_folder import text_folder
     from server.token_bytes import enriched
     from server.wiring.model import enrichment_of
     from vocab_store.edge_llm import export_vocab_map
@@ -81,8 +80,7 @@ def profile(
     from vocab_store.slice import RequiredIds
 
     with Stages() as stages:
-        folder = text_folder(ids.model, report=stages)
-    text = open_text(folder, fields)
+        text = open_text(ids.model, fields, stages)
     own = enrichment_of(ids.adapter, text.table)
     tokens = text.table if own is None else enriched(text.table, own.ids, own.parts, own.hash)
     with Bar() as bar, _errors():
@@ -92,7 +90,7 @@ def profile(
             extra_blocks=filters.block,
             tolerance=filters.tolerance,
         )
-        _, hidden_size, eos_ids = model_facts(folder)
+        _, hidden_size, eos_ids = model_facts(text.folder)
         required = RequiredIds.from_tokens(tokens, eos_ids)
         if own is not None:
             required = required.with_own(own.ids)

@@ -9,8 +9,8 @@ no tags, no anchors and no dates, a repeated key is an error, and size and depth
 Importing this module imports neither torch nor fastapi.
 """
 
-from server.config.models import AdapterConfig, ModelConfig
 from server.config.server import (
+    AdapterConfig,
     CorsConfig,
     DashboardConfig,
     EngineConfig,
@@ -19,6 +19,7 @@ from server.config.server import (
     ListenConfig,
     LogConfig,
     MetricsConfig,
+    ModelConfig,
     RestartConfig,
     ServerConfig,
     TracingConfig,

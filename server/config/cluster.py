@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from server.config.section import Section, from_folder, validate
 from server.config.server import ServerConfig, load_server_config
 from server.config.values import Memory, parse_memory
-from server.config.yaml_file import Document, read_yaml
+from server.config.yaml_file import Document, Section, from_folder, read_yaml, validate
 from server.errors import ConfigError
+
+Surge = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=100,
+        description="replicas beyond their number (one at least) while an update replaces them; 0 "
+        "ends old ones before new ones are there",
+    ),
+]
 
 
 class EmbeddedConfig(Section):
@@ -43,13 +52,7 @@ class IngressConfig(Section):
         description="with http: direct, ingress i listens on this port + i, too: where Prometheus "
         "asks each for its own figures",
     )
-    surge_percent: int = Field(
-        25,
-        ge=0,
-        le=100,
-        description="replicas beyond their number (one at least) while an update replaces them; 0 "
-        "ends old ones before new ones are there",
-    )
+    surge_percent: Surge = 25
 
 
 class ScalingConfig(Section):
@@ -94,13 +97,7 @@ class ReplicasConfig(Section):
     health_check_s: float = Field(
         2.0, ge=0.1, le=3600, description="seconds between two looks at its health"
     )
-    surge_percent: int = Field(
-        25,
-        ge=0,
-        le=100,
-        description="replicas beyond their number (one at least) while an update replaces them; 0 "
-        "ends old ones before new ones are there",
-    )
+    surge_percent: Surge = 25
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
 
     @model_validator(mode="after")

@@ -15,9 +15,8 @@ from server.config.declared import (
     task_parameters,
     task_sections,
 )
-from server.config.section import Section, from_folder, validate
 from server.config.values import StopString, TokenId, check_name
-from server.config.yaml_file import Document, Path_, read_yaml
+from server.config.yaml_file import Document, Path_, Section, from_folder, read_yaml, validate
 from server.errors import ConfigError
 
 DEFAULT_TASK = "completion"

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from server.api.adapters import AdapterAdmin, AdapterChange, AdapterTurn, Publish
-from server.api.tasks import CorpusFigures, TaskAdmin
+from server.api.shapes import CorpusSize
+from server.api.tasks import TaskAdmin
 from server.config import TaskConfig
 from server.errors import ConfigError, ModelError, TailorError, UnavailableError
 from server.types import AdapterOrder
@@ -186,7 +187,7 @@ class SharedTasks:
     def adapter_turn(self) -> AdapterTurn:
         return self._adapter_turn
 
-    def corpus_size(self, task: str) -> CorpusFigures | None:
+    def corpus_size(self, task: str) -> CorpusSize | None:
         return self._own.corpus_size(task)
 
     def profile_summary(self, task: str) -> dict[str, Any] | None:

@@ -105,9 +105,9 @@ class ServedParts:
         config = self.server.model_copy(
             update={"engine": engine, "models": (chosen, *others) if first else (*others, chosen)}
         )
-        order = next(order for order in self._plan(config).orders if order.model == model)
+        order = next(one for one in self._plan(config).orders if one.runner.name == model)
         name = f"{model}/{rank}"
-        order = replace(order, name=name, device=device)
+        order = replace(order, name=name, runner=replace(order.runner, device=device))
         start = functools.partial(
             start_process,
             functools.partial(build_engine, order, self.sharing),

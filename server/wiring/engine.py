@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters import DRAFTER_NAMES
-from server.config import EngineConfig
 from server.errors import ModelError
 from server.machine import cores
 from server.types import adapter_of
 from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
-from server.wiring.profiles import ProfileFiles
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -35,12 +34,13 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from server.types import (
         AdapterOrder,
-        EngineSizes,
         ModelInfo,
         SpeculationParams,
         VocabularyMode,
     )
     from vocab_store.enrichment import Enrichment
+    from vocab_store.profile import VocabProfile
+    from vocab_store.slice import RequiredIds
 
 log = logging.getLogger("tailor.server")
 
@@ -58,59 +58,27 @@ decoding alone takes long, EngineSettings.prefill_ratio lets them take longer.""
 class EngineOrder:
     """All that an engine process needs, as plain values that can be pickled.
 
-    name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: to be
-    compiled before the engine is ready, so that no request waits for it. vocabularies: (mode,
-    profile) of those tasks that cut the LM head, to be copied before the engine is ready.
-    slices_only: all do, with `mode: slice`, and the LM head stays in its file.
-    namespace: separates what servers of different task folders keep. learns: whether a task
-    learns. adapters: that the engine knows when it is ready; checks_adapters: whether one
-    that cannot be read keeps the engine from starting, or is only logged. adapter_places: how many
-    may come to be in memory at once.
+    name: the engine's. runner: of its model; the adapters beside it are those of `adapters`. table:
+    file of the id -> bytes table. drafters: to be compiled before the engine is ready, so that no
+    request waits for it. grammars: whether requests may bring one. vocabularies: (mode, profile) of
+    those tasks that cut the LM head, to be copied before the engine is ready. slices_only: all do,
+    with `mode: slice`, and the LM head stays in its file. namespace: separates what servers of
+    different task folders keep. adapters: that the engine knows when it is ready; checks_adapters:
+    whether one that cannot be read keeps the engine from starting, or is only logged.
     """
 
     name: str
-    model: str
-    folder: str
-    adapter: str | None
-    device: str
-    dtype: str
-    weights: str
-    max_model_len: int | None
+    runner: RunnerSpec
     table: str
-    sizes: EngineSizes
-    engine: EngineConfig
     drafters: tuple[str, ...]
+    grammars: bool = True
     namespace: str = ""
-    learns: bool = False
     log_format: LogFormat = "console"
     log_level: str = "info"
     vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
     slices_only: bool = False
     adapters: tuple[AdapterOrder, ...] = ()
     checks_adapters: bool = True
-    adapter_places: int = 0
-
-
-def _runner_spec(order: EngineOrder) -> RunnerSpec:
-    from server.model.build import RunnerSpec
-
-    engine = order.engine
-    return RunnerSpec(
-        name=order.model,
-        folder=order.folder,
-        adapter=order.adapter,
-        device=order.device,
-        dtype=order.dtype,
-        weights=order.weights,
-        kv_dtype=engine.kv_cache_dtype,
-        max_model_len=order.max_model_len,
-        sizes=order.sizes,
-        threads=engine.threads,
-        full_head="stream" if order.slices_only else engine.full_head,
-        cuda_graphs=engine.cuda_graphs != "off",
-        adapters=tuple(one.folder for one in order.adapters),
-        adapter_places=order.adapter_places,
-    )
 
 
 Share = Callable[[str, Path], "Exchange"]
@@ -136,9 +104,10 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     from server.model.build import build_runner
 
     table = token_bytes.open_table(order.table)
-    runner = build_runner(_runner_spec(order))
+    folders = tuple(adapter.folder for adapter in order.adapters)
+    runner = build_runner(replace(order.runner, adapters=folders))
     fingerprint = table.fingerprint.hex()
-    vocabularies = _Vocabularies(Vocabulary(fingerprint, enrichment_of(order.adapter)))
+    vocabularies = _Vocabularies(Vocabulary(fingerprint, enrichment_of(order.runner.adapter)))
     folder = _memory_folder(order, runner.info.fingerprint)
     shared_by = f"{order.namespace}|{runner.info.fingerprint}"
     memory = TaskStore(
@@ -156,9 +125,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         _drafter_makers(runner.info, memory, vocabularies),
         _engine_settings(order),
         stop_table=stops,
-        cost=load_or_measure(
-            runner, cost_file, max_rows=_MEASURED_ROWS[order.device.partition(":")[0]]
-        ),
+        cost=load_or_measure(runner, cost_file, max_rows=_MEASURED_ROWS[_kind(order)]),
         grammars=grammars,
         profiles=ProfileFiles(table, runner.info.eos_token_ids),
         memory=memory,
@@ -191,10 +158,47 @@ def _trim() -> None:
 def _engine_settings(order: EngineOrder) -> EngineSettings:
     from server.engine.settings import EngineSettings
 
-    kind = order.device.partition(":")[0]
     return EngineSettings(
-        **asdict(order.sizes), target_step_s=_TARGET_STEP_S[kind], slices_only=order.slices_only
+        **asdict(order.runner.sizes),
+        target_step_s=_TARGET_STEP_S[_kind(order)],
+        slices_only=order.slices_only,
     )
+
+
+def _kind(order: EngineOrder) -> str:
+    """Of the device: cpu or cuda."""
+    return order.runner.device.partition(":")[0]
+
+
+class ProfileFiles:
+    """Vocabulary profiles by file. A replaced file is read again; running requests keep the old
+    profile."""
+
+    def __init__(self, table: TokenBytes, eos_token_ids: Sequence[int]) -> None:
+        """table: of the model's tokenizer. Every profile must hold the EOS ids, the special ids
+        and the byte tokens."""
+        self._table = table
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._required: RequiredIds | None = None
+        self._loaded: dict[str, tuple[tuple[int, int], VocabProfile]] = {}
+
+    def __call__(self, name: str) -> VocabProfile:
+        """The profile in a file. Raises VocabStoreError (a ValueError) or OSError."""
+        from vocab_store.profile import VocabProfile
+        from vocab_store.slice import RequiredIds
+
+        found = os.stat(name)
+        stamp = (found.st_mtime_ns, found.st_size)
+        known = self._loaded.get(name)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        if self._required is None:
+            self._required = RequiredIds.from_tokens(self._table, self._eos_token_ids)
+        profile = VocabProfile.load(
+            name, fingerprint=self._table.fingerprint, required=self._required
+        )
+        self._loaded[name] = (stamp, profile)
+        return profile
 
 
 class _Vocabularies:
@@ -252,8 +256,8 @@ def _know_adapters(
     if not isinstance(runner, AdaptingRunner):
         if order.adapters:
             raise ModelError(
-                f"model {order.model}: adapters beside a base are not computed by the runner that "
-                "it has; serve one merged, with `adapter`"
+                f"model {order.runner.name}: adapters beside a base are not computed by the runner "
+                "that it has; serve one merged, with `adapter`"
             )
         return
     engine.adapters.read = VocabularyReader(
@@ -288,9 +292,9 @@ def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> Grammar
     from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.grammar_tokenizer import prepare_grammar_tokenizer
 
-    if not order.engine.structured_outputs:
+    if not order.grammars:
         return None
-    folder = Path(order.folder)
+    folder = Path(order.runner.folder)
     file, kept = folder / "tokenizer.json", table_file(folder).with_suffix(".merges")
     try:
         prepare_grammar_tokenizer(file, kept)
@@ -309,7 +313,7 @@ def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> Grammar
                 info.vocab_size,
                 info.eos_token_ids,
                 Tokenizer.from_str,
-                enrichment_of(order.adapter),
+                enrichment_of(order.runner.adapter),
                 kept,
             )
         finally:
@@ -336,8 +340,8 @@ def _cost_file(order: EngineOrder, info: ModelInfo) -> Path:
 
     from server.model.cache_folder import cache_dir
 
-    threads = order.engine.threads or cores()
-    device = f"{order.device}|{_device_name(order.device)}"
+    threads = order.runner.threads or cores()
+    device = f"{order.runner.device}|{_device_name(order.runner.device)}"
     key = f"{device}|{info.fingerprint}|{info.kv_dtype}|{threads}"
     key += "|head in its file" * (info.head_bytes_in_file > 0)
     return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

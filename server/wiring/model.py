@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from drafters.json_text import parsed
 from server.config import ModelConfig, SamplingDefaults
 from server.errors import CacheFolderError, ModelError
-from server.wiring.generation_config import sampling_defaults
+from server.types import PARAMETERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -93,6 +93,31 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         aliases=model.aliases,
         tokenizer_class=_tokenizer_class(folder),
     )
+
+
+_SAMPLED = {one.name: one.kind for one in PARAMETERS if one.in_models}
+"""Keys that vLLM and SGLang take from the file, too."""
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    """The sampling keys of a model's generation_config.json; nothing where there is no such file.
+
+    A file that cannot be used is logged and left out: the model can be served without it.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return SamplingDefaults()
+    try:
+        raw = parsed(file.read_text(encoding="utf-8"))
+        found = {key: kind(raw[key]) for key, kind in _SAMPLED.items() if raw.get(key) is not None}
+        defaults = SamplingDefaults(**found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("%s is not used: %s", file, str(error).splitlines()[0][:200])
+        return SamplingDefaults()
+    if found:
+        told = ", ".join(f"{key} {value:g}" for key, value in found.items())
+        log.info("%s: where tasks are silent, %s (--generation-config none: not)", file, told)
+    return defaults
 
 
 def _tokenizer_class(folder: Path) -> str:

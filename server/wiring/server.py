@@ -22,9 +22,8 @@ from server.config import DEFAULT_TASK, EngineConfig, ModelConfig, ServerConfig,
 from server.errors import ConfigError
 from server.machine import cores
 from server.wiring.adapters import AdapterSet
-from server.wiring.engine import EngineOrder, build_engine
+from server.wiring.engine import EngineOrder, ProfileFiles, build_engine
 from server.wiring.model import served_model
-from server.wiring.profiles import ProfileFiles
 from server.wiring.task_set import TaskSet
 
 if TYPE_CHECKING:
@@ -72,13 +71,13 @@ def plan_server(
         models[model.name] = served_model(model, folder, max_model_len)
         own = _tasks_of(model, config, tasks)
         _check_profiles(own, folder, models[model.name])
-        orders += _orders(config, model, engine, folder, own, tasks, models[model.name].table)
+        orders += _orders(config, model, engine, folder, own, models[model.name].table)
     adapters = AdapterSet(models, folders)
     for model in config.models:
         for one in model.adapters:
             adapters.add(adapters.read(one, model.name))
     _check_adapters(config, tasks, adapters)
-    orders = [replace(order, adapters=adapters.orders(order.model)) for order in orders]
+    orders = [replace(order, adapters=adapters.orders(order.runner.name)) for order in orders]
 
     def load() -> Mapping[str, TaskConfig]:
         fresh = tasks if reload_tasks is None else reload_tasks()
@@ -150,10 +149,11 @@ def _orders(
     engine: EngineConfig,
     folder: Path,
     own: Sequence[TaskConfig],
-    tasks: Mapping[str, TaskConfig],
     table: TokenBytes,
 ) -> list[EngineOrder]:
     """One model's engines, one a device. own: the tasks that run on it."""
+    from server.model.build import RunnerSpec
+
     modes = {task.vocabulary.mode for task in own if task.name != DEFAULT_TASK}
     slices_only = engine.full_head == "auto" and modes == {"slice"}
     slices_only = slices_only and all(device == "cpu" for device in model.devices)
@@ -166,24 +166,29 @@ def _orders(
     return [
         EngineOrder(
             name=f"{model.name}/{i}",
-            model=model.name,
-            folder=str(folder),
-            adapter=model.adapter,
-            device=device,
-            dtype=model.dtype or config.engine.dtype,
-            weights=model.weights or config.engine.weights,
-            max_model_len=model.max_model_len or config.engine.max_model_len,
+            runner=RunnerSpec(
+                name=model.name,
+                folder=str(folder),
+                sizes=engine.sizes(config.limits, device),
+                adapter=model.adapter,
+                device=device,
+                dtype=model.dtype or engine.dtype,
+                weights=model.weights or engine.weights,
+                kv_dtype=engine.kv_cache_dtype,
+                max_model_len=model.max_model_len or engine.max_model_len,
+                threads=engine.threads,
+                full_head="stream" if slices_only else engine.full_head,
+                cuda_graphs=engine.cuda_graphs != "off",
+                adapter_places=_adapter_places(config, model),
+            ),
             table=str(table.path),
-            sizes=engine.sizes(config.limits, device),
-            engine=engine,
             drafters=DRAFTER_NAMES,
+            grammars=engine.structured_outputs,
             namespace=_namespace(config),
-            learns=any(task.speculation.learns for task in tasks.values()),
             vocabularies=tuple(vocabularies),
             slices_only=slices_only,
             log_format=config.log.format,
             log_level=config.log.level,
-            adapter_places=_adapter_places(config, model),
         )
         for i, device in enumerate(model.devices)
     ]
@@ -268,7 +273,7 @@ def run_server(
             sample_ratio=config.tracing.sample_ratio,
         )
     for order in plan.orders:
-        log.info("loading %s on %s", order.model, order.device)
+        log.info("loading %s on %s", order.runner.name, order.runner.device)
     for line in _learning_lines(plan.tasks.values()):
         log.info(line)
 
@@ -316,19 +321,19 @@ def _engine_client(
         # An engine that starts again gets the adapters that are served then.
         now = replace(
             order,
-            adapters=plan.adapters.orders(order.model),
+            adapters=plan.adapters.orders(order.runner.name),
             checks_adapters=order.name not in started,
         )
         started.add(order.name)
         return start_process(
-            functools.partial(build_engine, now), name=order.name, device=order.device,
+            functools.partial(build_engine, now), name=order.name, device=order.runner.device,
             process=waiting.pop() if waiting else None,
         )  # fmt: skip
 
     return EngineClient(
         [
-            EngineSpec(order.name, order.model, order.device, functools.partial(start, order))
-            for order in plan.orders
+            EngineSpec(one.name, one.runner.name, one.runner.device, functools.partial(start, one))
+            for one in plan.orders
         ],
         metrics=metrics,
         restart=config.restart,

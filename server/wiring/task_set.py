@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 from drafters.catalog import Need, that_use
 from drafters.json_text import parsed
+from server.api.shapes import CorpusSize
 from server.config import TaskConfig
 from server.errors import ConfigError, StorageError
 
@@ -41,16 +42,6 @@ log = logging.getLogger("tailor.tasks")
 
 MAX_UPLOADED_TOKENS = 50_000_000
 _KEPT_FILES = 2  # the corpus that is served and the one before it, which open requests may name
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusSize:
-    """The size of a task's corpus. uploaded: by an operator; else the task file's own."""
-
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
-    uploaded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +455,12 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
         raise _DamagedError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    return CorpusSize(extent.num_documents, extent.num_tokens, extent.num_bytes, uploaded)
+    return CorpusSize(
+        documents=extent.num_documents,
+        tokens=extent.num_tokens,
+        bytes=extent.num_bytes,
+        uploaded=uploaded,
+    )
 
 
 def _write_json(path: Path, body: Any) -> None:

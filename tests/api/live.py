@@ -25,7 +25,8 @@ from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics.series import Metrics
 from server.tracing import TraceSink
-from tests.api.real_engine import TABLE, TOKENIZER
+from tests.api.real_engine import TABLE as TABLE
+from tests.api.real_engine import TOKENIZER as TOKENIZER
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
 
@@ -100,7 +101,7 @@ class LiveServer:
         self.traces = traces
         self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
         if between is not None:
-            self.specs = list(between(self.specs, lambda: self._loop, self.metrics))
+            self.specs = list(between(self.specs, lambda: self.loop, self.metrics))
         self.status: int | None = None
         self.error: BaseException | None = None
         self._wait_ready = wait_ready
@@ -111,11 +112,11 @@ class LiveServer:
         chain = self.config.listen.ssl_certfile
         self.url = f"{'http' if chain is None else 'https'}://127.0.0.1:{self.port}"
         self.trusted = ssl.create_default_context(cafile=chain)
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self._openai: list[openai.OpenAI] = []
         self.client: EngineClient
-        self._loop: asyncio.AbstractEventLoop
-        self._stop: asyncio.Event
+        self.loop: asyncio.AbstractEventLoop
+        self.stop: asyncio.Event
 
     def _run(self) -> None:
         try:
@@ -124,8 +125,8 @@ class LiveServer:
             self.error = error
 
     async def _serve(self) -> int:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.stop = asyncio.Event()
         limits = self.config.limits
         self.client = EngineClient(
             self.specs,
@@ -151,27 +152,27 @@ class LiveServer:
             sockets=[self._socket],
             certificate=self.config.listen.certificate,
             leave_s=lambda: self.leave_s,
-            stop=self._stop,
+            stop=self.stop,
         )
 
     def __enter__(self) -> LiveServer:
-        self._thread.start()
+        self.thread.start()
         if self._wait_ready:
             wait_until(lambda: self.error is not None or self._all_ready(), 40)
         else:
-            wait_until(lambda: self.error is not None or self._answers("/ping"), 40)
+            wait_until(lambda: self.error is not None or self.answers("/ping"), 40)
         if self.error is not None:
             raise self.error
         return self
 
-    def _answers(self, path: str) -> bool:
+    def answers(self, path: str) -> bool:
         try:
             return httpx.get(self.url + path, verify=self.trusted).status_code == 200
         except httpx.TransportError:
             return False
 
     def _all_ready(self) -> bool:
-        return self._answers("/ready") and all(
+        return self.answers("/ready") and all(
             engine["state"] == "ready" for engine in self.client.engines()
         )
 
@@ -188,13 +189,13 @@ class LiveServer:
 
     def terminate(self) -> None:
         """What SIGTERM does."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.stop.set)
 
     def join(self, timeout_s: float = 20.0) -> int | None:
         """Wait for the end; returns the exit status."""
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), "the server did not stop"
+        self.thread.join(timeout_s)
+        assert not self.thread.is_alive(), "the server did not stop"
         if self.error is not None:
             raise self.error
         return self.status
@@ -208,7 +209,7 @@ class LiveServer:
         self._openai.append(client)
         return client
 
-    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    def post(self, path: str = "/v1/completions", /, **body: Any) -> httpx.Response:
         """POST a JSON body; model and prompt have defaults for completions."""
         if path == "/v1/completions":
             body = {"model": "tiny", "prompt": "the", **body}
@@ -216,7 +217,7 @@ class LiveServer:
 
     def ask_figures(self) -> None:
         """Have the engines tell the metrics how they are."""
-        asking = asyncio.run_coroutine_threadsafe(self.client.ask_figures(), self._loop)
+        asking = asyncio.run_coroutine_threadsafe(self.client.ask_figures(), self.loop)
         asking.result(10)
 
     def sample(self, name: str, **labels: str) -> float:

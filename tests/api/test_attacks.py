@@ -148,7 +148,7 @@ def test_large_things_are_refused_quickly(server: LiveServer, body: dict[str, An
 
 
 def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
-    body = {"metadata": {str(i): "v" for i in range(MANY)}, "user": "u" * (1 << 20)}
+    body: dict[str, Any] = {"metadata": {str(i): "v" for i in range(MANY)}, "user": "u" * (1 << 20)}
     assert post(server, prompt="a", max_tokens=1, **body).status_code == 200
 
 
@@ -386,11 +386,12 @@ def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any
     try:
         logs.configure(format, "info", stream=stream)
         evil = "%0d%0a2026-01-01T00:00:00Z [info] FORGED%1b[31m%9b0m%e2%80%a8%00"
-        for headers in (
+        forged: list[dict[Any, Any]] = [
             KEY,
             {"x-request-id": "a\tb"},
             {**KEY, "x-request-id": b"\x85FORGED"},
-        ):
+        ]
+        for headers in forged:
             for path in (f"/{evil}", f"/v1/models/{evil}", "/v1/completions"):
                 httpx.post(server.url + path, content=b"\x1b[31m", headers=headers)
         post(server, prompt="the secret \x1b[31m word", model="\x1b[31mFORGED\r\n", user="\r\nu")

@@ -406,17 +406,22 @@ def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> 
         "messages", "tools", "bos_token", "raise_exception", "strftime_now", "__class__", "self",
         "loop", "range", "chat_template", "add_generation_prompt", "documents", "",
     ):  # fmt: skip
-        for value in ("{{ 7 * 7 }}", [], {"a": {}}, 1):
+        values: list[Any] = ["{{ 7 * 7 }}", [], {"a": {}}, 1]
+        for value in values:
             answer = chat(server, chat_template_kwargs={name: value})
             assert answer.status_code == 400, name
             assert answer.json()["error"]["param"].startswith("chat_template_kwargs")
         # Null is as good as absent: the template never sees it.
-        asked = {"cache_salt": "null", "temperature": 0, "include_speculation": True}
+        asked: dict[str, Any] = {
+            "cache_salt": "null",
+            "temperature": 0,
+            "include_speculation": True,
+        }
         null = chat(server, chat_template_kwargs={name: None}, **asked).json()
         plain = chat(server, **asked).json()
         assert null["choices"] == plain["choices"]
         assert null["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-    for value in ("{{ 7 * 7 }}", [[]], {"__class__": 1}, 10**400):
+    for value in ["{{ 7 * 7 }}", [[]], {"__class__": 1}, 10**400]:
         answer = chat(server, chat_template_kwargs={"enable_thinking": value})
         assert answer.status_code in (200, 400)
     for name in ("chat_template", "template", "documents"):
@@ -474,7 +479,7 @@ def test_a_chat_s_prefix_is_not_told_to_another_key(server: LiveServer) -> None:
 
 
 def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"tools": [weather()], "tool_choice": "required", "stream": True},
         {"response_format": {"type": "json_object"}, "stream": True, "n": 2},
         {"stream": True, "prediction": {"type": "content", "content": "the quick"}},

@@ -670,7 +670,8 @@ def test_a_call_of_a_strict_tool_is_reported_when_its_arguments_fit(
         )
         [choice] = answer.choices
         if fits:
-            [found] = choice.message.tool_calls or ()
+            assert choice.message.tool_calls
+            [found] = choice.message.tool_calls
             assert found.function.parsed_arguments == Weather(city="Rome", unit="C")
         else:
             assert choice.message.content == call and choice.finish_reason == "stop"

@@ -118,7 +118,7 @@ def test_choices_of_a_chat_are_alike_alone_and_together(server: LiveServer) -> N
     assert texts == {choice["index"]: choice["message"]["content"] for choice in whole}
 
 
-CITY = {
+CITY: dict[str, dict[str, Any]] = {
     "city": {"enum": ["Paris", "Rome", "Zürich"]},
     "days": {"type": "integer", "minimum": 1, "maximum": 99},
 }

@@ -27,7 +27,7 @@ from tests.api.chat_models import (
 from tests.api.tiny_tokenizers import chat_tokenizer, sentencepiece_tokenizer
 
 CONTROLS = ["<|im_start|>", "<|im_end|>", "<|end|>", "[TOOL_CALLS]", "<tool_call>", "<|user|>"]
-USER = [{"role": "user", "content": "the quick brown fox"}]
+USER: list[dict[str, Any]] = [{"role": "user", "content": "the quick brown fox"}]
 CALL = {
     "role": "assistant",
     "content": "",
@@ -39,7 +39,11 @@ CALL = {
         }
     ],
 }
-TALK = [*USER, CALL, {"role": "tool", "content": "12°", "tool_call_id": "abcdefghi"}]
+TALK: list[dict[str, Any]] = [
+    *USER,
+    CALL,
+    {"role": "tool", "content": "12°", "tool_call_id": "abcdefghi"},
+]
 
 
 def controls_of(ids: list[int]) -> list[str]:
@@ -50,7 +54,7 @@ def controls_of(ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("tools", [None, [weather()]], ids=["plain", "tools"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_are_those_of_transformers(name: str, tools: list[dict[str, Any]] | None) -> None:
+def test_ids_are_those_of_transformers(name: str, tools: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
     reference = PreTrainedTokenizerFast(tokenizer_object=chat_tokenizer(), **CONSTANTS)

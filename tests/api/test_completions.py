@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -210,9 +211,13 @@ def test_best_of_returns_the_n_likeliest(server: LiveServer, engine: ScriptedEng
 
     def script(request: Request) -> Any:
         assert request.num_choices == 3 and request.sampling.num_logprobs == 0
+
+        def mean_of(k: int, _: int) -> float:
+            return means[k]
+
         return together(
             [
-                steps_of(request, as_bytes(str(k)), choice_id=k, logprob=lambda i, k=k: means[k])
+                steps_of(request, as_bytes(str(k)), choice_id=k, logprob=partial(mean_of, k))
                 for k in range(3)
             ]
         )
@@ -246,7 +251,9 @@ def test_logprobs_have_tokens_offsets_and_the_likeliest(
 
 def test_streamed_logprobs_are_the_whole_ones(server: LiveServer, engine: ScriptedEngine) -> None:
     engine.script = saying(REPLY_IDS, per_step=3)
-    options = {"logprobs": 1, "max_tokens": 10, "stop": ["never, ever"], "echo": True}
+    options: dict[str, Any] = {
+        "logprobs": 1, "max_tokens": 10, "stop": ["never, ever"], "echo": True,
+    }  # fmt: skip
     whole = server.post(**options).json()["choices"][0]
     joined: dict[str, list[Any]] = {k: [] for k in whole["logprobs"]}
     text = ""

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
-from server.api.dashboard import PAGE_PATHS
-from server.api.dashboard_history import History
+from server.api.dashboard import PAGE_PATHS, History
 from server.api.keys import ApiKey
 from server.config import KeyConfig, ServerConfig, VocabularyConfig
 from server.types import Request
@@ -105,7 +105,7 @@ def test_the_history_is_what_the_counters_were_and_each_key_sees_its_own() -> No
         "drafts": [("a", "m", 6.0, 3.0, 0.0, 0.0), ("b", "m", 7.0, 0.0, 4.0, 0.0)],
     }  # fmt: skip
     assert [p["now_s"] for p in history.since(3970.0, None)] == [3980.0, 3990.0]
-    key = ApiKey.from_config(KeyConfig(id="k", key="sk-k", tasks=("b",)))
+    key = ApiKey.from_config(KeyConfig(id="k", key=SecretStr("sk-k"), tasks=("b",)))
     [last] = history.since(3980.0, key)
     assert [entry[0] for entry in last["drafts"]] == ["b"]
     [cut] = history.since(3980.0, key, tells_sums=False)

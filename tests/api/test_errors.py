@@ -163,7 +163,7 @@ def test_refusals_by_code(server: LiveServer, body: dict[str, Any], code: str, p
 
 
 def test_noop_fields_are_the_documented_ones(server: LiveServer) -> None:
-    noops = {
+    noops: dict[str, Any] = {
         "user": "x", "metadata": {}, "store": True, "safety_identifier": "s",
         "prompt_cache_key": "k",
     }  # fmt: skip
@@ -568,7 +568,7 @@ def test_a_browser_asks_for_the_key_of_a_page(locked: LiveServer, path: str) -> 
         httpx.get(locked.url + path, headers={"authorization": "Basic sk-one"}).status_code == 401
     )
     for how in ({"auth": ("anybody", "sk-one")}, {"headers": {"authorization": "Bearer sk-one"}}):
-        opened = httpx.get(locked.url + path, follow_redirects=True, **how)  # type: ignore[arg-type]
+        opened = httpx.get(locked.url + path, follow_redirects=True, **how)
         assert opened.status_code == 200
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from server.config import SamplingDefaults, TaskConfig
-from server.wiring.generation_config import sampling_defaults
+from server.wiring.model import sampling_defaults
 from tests.api.live import LiveServer, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 

@@ -32,6 +32,7 @@ from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
+from server.grammar_text import grammar_problem
 from server.wiring.drafter import make_task_drafter
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
@@ -217,7 +218,7 @@ def test_a_grammar_of_another_is_compiled_again(
     """What is compiled already comes at once: the time would tell who asks with the same schema."""
     checked: list[str] = []
     compiled: list[str] = []
-    check, work = grammars.grammar_problem, GrammarCompiler._work
+    check, work = grammar_problem, GrammarCompiler._work
 
     def count_check(spec: Any) -> str:
         checked.append(spec.source)

@@ -94,7 +94,7 @@ class Visitor:
         assert self._counted("499") + self._counted("200") == sum(self._before) + 1
         wait_until(lambda: any(hasattr(record, "status") for record in self._log.records))
         [line] = [record for record in self._log.records if hasattr(record, "status")]
-        assert (line.levelno, str(line.status)) == (logging.INFO, status)  # type: ignore[attr-defined]
+        assert (line.levelno, str(line.status)) == (logging.INFO, status)
         assert self._server.client.num_open == 0
 
     def _counted(self, status: str) -> float:

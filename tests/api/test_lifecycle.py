@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_client_that_leaves_the_queue_is_aborted() -> None:
             s.close()
             wait_until(lambda: live.client.num_open == 0)
         wait_until(lambda: len(engine.aborted) == 2)
-        assert len(live.client.waiting) == 0 and live.client.waiting.num_tokens == 0
+        assert len(live.client.waiting) == live.client.waiting.num_tokens == 0
         engine.gate.set()
         assert live.post(max_tokens=1).status_code == 200
 
@@ -208,7 +209,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
         engine.gate.set()
         assert [w.result().status_code for w in waiting] == [200] * 3
         assert live.post(prompt=["a", "b", "c"], max_tokens=1).status_code == 200
-        assert live.client.waiting.num_tokens == 0
+        assert len(live.client.waiting) == live.client.waiting.num_tokens == 0
 
 
 def test_a_key_that_fills_the_queue_leaves_another_its_share() -> None:
@@ -297,7 +298,10 @@ def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
         assert states == {dead.name: 1, alive.name: 0}
         assert live.sample("tailor_engine_restarts_total", engine=dead.name) == 1
         assert live.sample("tailor_engine_up") == 2
-        assert live.client.num_open == 0 and live.client.waiting.num_tokens == 0
+        assert (
+            live.client.num_open == 0
+            and len(live.client.waiting) == live.client.waiting.num_tokens == 0
+        )
 
 
 @pytest.mark.server_error
@@ -324,7 +328,7 @@ def test_too_many_deaths_end_the_server_with_a_status() -> None:
     live = LiveServer([engine], restart=policy)
     with live:
         for start in (1, 2, 3):
-            wait_until(lambda start=start: engine.num_starts == start and live.client.is_ready)
+            wait_until(partial(lambda n: engine.num_starts == n and live.client.is_ready, start))
             engine.die()
         assert live.join() == 1
         assert engine.num_starts == 3
@@ -333,7 +337,7 @@ def test_too_many_deaths_end_the_server_with_a_status() -> None:
 def test_an_engine_that_cannot_be_built_ends_the_server() -> None:
     engine = ScriptedEngine(saying(IDS), refuses="ModelError: no such model")
     live = LiveServer([engine], wait_ready=False)
-    live._thread.start()
+    live.thread.start()
     assert live.join() == 1
     assert engine.num_starts == 1
 
@@ -386,8 +390,7 @@ def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
         )
         await client.start()
         async with asyncio.timeout(5):
-            while {e["state"] for e in client.engines()} != {"ready"}:
-                await asyncio.sleep(0.01)
+            await client.wait_ready()
 
         def request(task: str, i: int) -> Request:
             return Request(f"{task}-{i}", task, "tiny", (5,), SamplingParams())
@@ -412,7 +415,7 @@ def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
         loads = sorted(e["open_requests"] for e in client.engines())
         assert sum(loads) == 72 and loads[-1] <= 1.25 * 18 + 1
         client.abort_all(NoEngineError("over"))
-        assert client.num_open == 0 and len(client.waiting) == 0 and client.waiting.num_tokens == 0
+        assert client.num_open == 0 and len(client.waiting) == client.waiting.num_tokens == 0
         await client.stop()
 
     asyncio.run(scenario())
@@ -543,7 +546,7 @@ def test_a_second_sigterm_does_not_wait() -> None:
         answer = threads.submit(httpx.post, url, json=body, timeout=30)
         under_way(port, answer)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
         process.send_signal(signal.SIGINT)  # a drain lasts up to 60 s
         assert answer.result().status_code == 503
         assert process.wait(20) == 0
@@ -651,9 +654,9 @@ def test_a_server_that_is_replaced_serves_its_connections_and_ends_each_with_an_
         with httpx.Client(base_url=live.url) as kept:
             first = kept.post("/v1/completions", json=body)
             assert first.status_code == 200 and "connection" not in first.headers
-            live._loop.call_soon_threadsafe(live._stop.set)
-            wait_until(lambda: not live._answers("/ready"))  # it takes no new connection
+            live.loop.call_soon_threadsafe(live.stop.set)
+            wait_until(lambda: not live.answers("/ready"))  # it takes no new connection
             last = kept.post("/v1/completions", json=body)
             assert (last.status_code, last.headers["connection"]) == (200, "close")
-        wait_until(lambda: not live._thread.is_alive())  # and ends when it has none
+        wait_until(lambda: not live.thread.is_alive())  # and ends when it has none
         assert live.status == 0

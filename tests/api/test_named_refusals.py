@@ -85,12 +85,12 @@ def test_objects_are_closed_unless_opened(server: LiveServer) -> None:
     """Every text of the open object's grammar but the described one is out of reach."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     compact: dict[str, Any] = {"json": schema, "disable_any_whitespace": True}
-    closed = [
+    closed: list[dict[str, Any]] = [
         {"structured_outputs": compact},
         {"structured_outputs": {**compact, "disable_additional_properties": True}},
         {"structured_outputs": compact, "additional_properties": False},
     ]
-    opened = [
+    opened: list[dict[str, Any]] = [
         {"structured_outputs": {**compact, "disable_additional_properties": False}},
         {"structured_outputs": compact, "additional_properties": True},
     ]

@@ -46,7 +46,7 @@ def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
 def events_of(text: str) -> list[dict[str, str]]:
     """Server-sent events as a reader has them."""
     return [
-        dict(line.split(": ", 1) for line in block.split("\n"))  # type: ignore[misc]
+        dict(line.split(": ", 1) for line in block.split("\n"))
         for block in text.strip().split("\n\n")
     ]
 

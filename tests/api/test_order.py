@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from server import token_bytes
 from server.api.bodies import validate
-from server.api.model_routes import DetokenizeBody
+from server.api.routes import DetokenizeBody
 from server.api.served_model import ServedModel
 from server.config import ContextMarks, SpeculationConfig, TaskConfig
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
@@ -33,7 +33,7 @@ def test_context_marks_become_a_span_of_ids(where: str, as_ids: bool) -> None:
         ),
     )
     prompt = encode(PROMPT) if as_ids else PROMPT
-    body = {} if where == "task" else {"context": marks}
+    body: dict[str, Any] = {} if where == "task" else {"context": marks}
     [request] = completion(orders(task), model="rag", prompt=prompt, **body).requests
     span = request.speculation.context_span
     assert span is not None
@@ -48,7 +48,7 @@ def test_marks_that_are_not_there_leave_the_whole_prompt(marks: dict[str, str]) 
 
 
 def test_a_request_without_speculation_has_no_span() -> None:
-    body = {"context": {"after": "<doc>"}, "speculation": {"drafter": "off"}}
+    body: dict[str, Any] = {"context": {"after": "<doc>"}, "speculation": {"drafter": "off"}}
     [request] = completion(orders(), prompt=PROMPT, **body).requests
     assert (request.speculation.drafter, request.speculation.context_span) == ("off", None)
 

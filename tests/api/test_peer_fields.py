@@ -99,7 +99,8 @@ def test_settings_of_peers_that_change_something_are_refused(
 def test_a_field_of_a_peer_is_told_what_to_send(
     server: LiveServer, path: str, field: str, says: str
 ) -> None:
-    answer = post(server, path, **{field: {}})
+    given: dict[str, Any] = {field: {}}
+    answer = post(server, path, **given)
     assert check(answer, 400, "unknown_parameter", field).endswith(says)
 
 

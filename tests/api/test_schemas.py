@@ -29,7 +29,7 @@ SHUT = {**CITY, "additionalProperties": False}
 def test_only_objects_that_are_described_whole_are_closed() -> None:
     free = {"type": "object"}
     said = {"properties": {}, "additionalProperties": True}
-    patterns = {"properties": {"a": {}}, "patternProperties": {"^x": {}}}
+    patterns: dict[str, Any] = {"properties": {"a": {}}, "patternProperties": {"^x": {}}}
     mixed = {"properties": {"a": CITY}, "anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]}
     schema = {
         "properties": {

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -296,7 +297,7 @@ def test_an_upload_is_drafted_from_at_once_grows_and_goes(live: LiveServer, plac
     # A restart finds it; two files are kept at most.
     again = place.task_set()
     size = again.corpus_size("sql")
-    assert size is not None and size.num_tokens == 4
+    assert size is not None and size.tokens == 4
     (folder,) = (place.kept / "uploads").iterdir()
     assert len(list(folder.glob("*.corpus"))) == 2 and len(list(folder.glob("*.bin"))) == 1
     assert folder.stat().st_mode & 0o077 == 0
@@ -356,7 +357,7 @@ def test_a_full_disk_is_the_server_s_fault_and_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     owner, name = {
-        "the body": (task_set_module.tempfile, "mkstemp"),
+        "the body": (tempfile, "mkstemp"),
         "the examples": (LearnedOutputs, "save"),
         "the corpus": (Corpus, "save"),
         "current.json": (task_set_module, "_write_json"),

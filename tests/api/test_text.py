@@ -115,6 +115,7 @@ def test_a_match_that_the_engine_ignored_is_shown() -> None:
 @pytest.mark.parametrize("include", [False, True])
 def test_the_id_that_ends_a_choice_has_text_only_if_asked(include: bool) -> None:
     end = TOKENIZER.token_to_id("<|end|>")
+    assert end is not None
     stream = TextStream(TABLE, include_stop=include, skip_special=False)
     text = stream.push(as_byte_tokens("ok"))
     text += stream.finish([end], "stop", None)

@@ -93,7 +93,7 @@ def test_a_finished_request_leaves_no_timer() -> None:
     with LiveServer([engine], tasks=TASKS) as live:
         for _ in range(20):
             assert live.post(model="patient", max_tokens=1).status_code == 200
-        due = [t for t in getattr(live._loop, "_scheduled", []) if not t.cancelled()]
+        due = [t for t in getattr(live.loop, "_scheduled", []) if not t.cancelled()]
         assert len(due) < 20
 
 

@@ -60,7 +60,7 @@ def test_byte_fallback_tokens_are_single_bytes() -> None:
     tokenizer = sentencepiece_tokenizer()
     for byte in (0, 0x0A, 0x7F, 0xE2, 0xFF):
         token_id = tokenizer.token_to_id(f"<0x{byte:02X}>")
-        assert table.bytes_of(token_id) == bytes([byte])
+        assert token_id is not None and table.bytes_of(token_id) == bytes([byte])
 
 
 def test_special_and_added_tokens() -> None:
@@ -69,6 +69,7 @@ def test_special_and_added_tokens() -> None:
     table = token_bytes.build(tokenizer)
     eos = tokenizer.token_to_id("<|end|>")
     added = tokenizer.token_to_id("two words")
+    assert eos is not None and added is not None
     specials = table.special_ids.tolist()
     assert specials.count(eos) == 1 and added not in specials
     assert table.bytes_of(added) == b"two words"

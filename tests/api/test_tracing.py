@@ -142,7 +142,7 @@ def test_sampling_follows_the_caller(collector: Collector) -> None:
     engine = ScriptedEngine(saying([5]))
     with traced(collector, engine, sample_ratio=0.0) as live:
         for parent in ("", "nonsense\x00", PARENT[:-1] + "0", "00-" + "0" * 32 + "-1-01"):
-            headers = {"traceparent": parent.encode("latin-1")}
+            headers = {b"traceparent": parent.encode("latin-1")}
             with suppress(httpx.LocalProtocolError):
                 httpx.get(live.url + "/v1/models", headers=headers)
         httpx.get(live.url + "/v1/models", headers={"traceparent": PARENT})

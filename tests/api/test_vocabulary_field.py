@@ -3,7 +3,7 @@ reported in the response and in /metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ TASKS = {
 }
 
 
-def _script(request: Request) -> list[list[Delta]]:
+def _script(request: Request) -> Iterable[list[Delta]]:
     steps = saying([5, 6, 7])(request)
     if request.vocabulary.mode == "full":
         return steps

@@ -41,7 +41,7 @@ def unharmed_by(server: LiveServer, normal: Callable[[], httpx.Response]) -> Ite
     answer = normal()
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 3
-    assert len(server.client.waiting) == 0 and server.client.waiting.num_tokens == 0
+    assert len(server.client.waiting) == server.client.waiting.num_tokens == 0
     wait_until(lambda: server.sample("tailor_kv_cache_usage_perc") == 0)
     assert server.client.engines()[0]["restarts"] == 0
     if before:

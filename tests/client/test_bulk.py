@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from server.client.bulk import BulkError, BulkOutcome, BulkRun
-from server.client.connection import CallFailedError, Endpoint
+from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from server.client.complete import complete
-from server.client.connection import CallFailedError, Endpoint
+from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
 from tests.api.live import LiveServer, as_bytes, encode
 from tests.client.test_bulk import answering

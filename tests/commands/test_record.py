@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from drafters.replay import read_recordings
-from server.client.connection import CallFailedError, Endpoint
+from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
 from server.commands.recorder import (
     Answer,

@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
             EngineSpec(n, model, "cpu", partial(start_thread, make, name=n, device="cpu"))
             for n in names
         ]
-        return fleet_spec(LocalReplicas(specs), lambda: live._loop)
+        return fleet_spec(LocalReplicas(specs), lambda: live.loop)
 
     models = {name: served(name) for name in MODELS}
     specs = [fleet(name) for name in MODELS]

@@ -35,7 +35,7 @@ def _scripted(i: int, step_s: float = 0.005) -> tuple[ScriptedEngine, EngineSpec
 
 def _live(replicas: LocalReplicas, retry: RetryPolicy | None = None) -> LiveServer:
     options = {} if retry is None else {"retry": retry}
-    live = LiveServer([fleet_spec(replicas, lambda: live._loop, **options)], max_model_len=CONTEXT)
+    live = LiveServer([fleet_spec(replicas, lambda: live.loop, **options)], max_model_len=CONTEXT)
     return live
 
 
@@ -194,7 +194,7 @@ def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> Non
             wait_until(lambda: slot.serves and slot.num_restarts == 1, 30.0)
             replicas.there[busy].check()  # the replica stays
         finally:  # their processes would outlive the test
-            asyncio.run_coroutine_threadsafe(replicas.stop(), live._loop).result(30)
+            asyncio.run_coroutine_threadsafe(replicas.stop(), live.loop).result(30)
 
 
 @pytest.mark.server_error

@@ -33,6 +33,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         EngineSpec(n, "tiny", "cpu", partial(start_thread, make, name=n, device="cpu"))
         for n in ("e0", "e1")
     ]
-    live = LiveServer([fleet_spec(LocalReplicas(specs), lambda: live._loop)])
+    live = LiveServer([fleet_spec(LocalReplicas(specs), lambda: live.loop)])
     with live:
         yield live

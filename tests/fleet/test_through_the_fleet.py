@@ -24,7 +24,7 @@ from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     replicas = LocalReplicas([spec(i=i) for i in range(3)], max_messages_per_s=2000.0)
-    fleet = fleet_spec(replicas, lambda: live._loop)
+    fleet = fleet_spec(replicas, lambda: live.loop)
     live = LiveServer([fleet], max_model_len=CONTEXT)
     with live:
         yield live

@@ -293,10 +293,10 @@ def test_charts_have_axes_and_tell_the_value_under_the_pointer(
 
 
 def test_a_page_that_is_opened_late_shows_what_was_before(browser: Any) -> None:
-    from server.api import dashboard_history
+    from server.api import dashboard
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dashboard_history, "EVERY_S", 0.2)
+        patch.setattr(dashboard, "EVERY_S", 0.2)
         with monitored(step_s=0.004, tasks=TASKS) as live:
             for i in range(6):
                 live.post(model="sql", prompt=PROMPTS[i % 4], max_tokens=30, temperature=0)

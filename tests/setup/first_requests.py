@@ -69,7 +69,7 @@ def main(folder: str, weights: Any) -> None:
     """Write, as JSON, what of a compiler was imported for all of them."""
     config = ServerConfig(models=(ModelConfig(name="m", path=folder, weights=weights),))
     plan = plan_server(config, {}, {"m": Path(folder)})
-    engine = build_engine(replace(plan.orders[0], learns=True))
+    engine = build_engine(plan.orders[0])
     for request in requests(engine):
         run(engine, request)
         assert not compilers(), request.request_id

@@ -34,7 +34,7 @@ from server.config import (
 )
 from server.engine.host import start_thread
 from server.errors import ConfigError
-from server.wiring.engine import _runner_spec, build_engine
+from server.wiring.engine import build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from server.wiring.task_set import BuildOrder, build_upload
@@ -358,12 +358,12 @@ def test_what_a_configuration_may_not_say(served: Served, tmp_path: Path) -> Non
     on_cuda = model.model_copy(update={"devices": ("cuda",)})
     [order] = plan_server(ServerConfig(models=(on_cuda,)), {}, folders).orders
     assert [a.adapter_id.partition("@")[0] for a in order.adapters] == ["plain"]
-    spec = _runner_spec(order)
-    assert (spec.adapters, spec.adapter_places) == ((one.path,), 1), "what the KV cache leaves"
+    beside = [adapter.folder for adapter in order.adapters]
+    assert (beside, order.runner.adapter_places) == ([one.path], 1), "what the KV cache leaves"
     admin = KeyConfig(id="ops", key=SecretStr("admin-key"), admin=True)
     bare = ServerConfig(models=(ModelConfig(name="m", path="m"),), keys=(admin,))
     [order] = plan_server(bare, {}, folders).orders
-    assert (order.adapters, order.adapter_places) == ((), bare.engine.max_adapters)
+    assert (order.adapters, order.runner.adapter_places) == ((), bare.engine.max_adapters)
     with pytest.raises(ValueError, match="twice"):
         ServerConfig(models=(model.model_copy(update={"adapters": (one, one)}),))
     with pytest.raises(ValueError, match="give one of them"):

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from server.commands import serve
+from server.commands import own_engine, serve
 from server.commands.cli import main
+from server.commands.own_engine import check_places
 from server.commands.serve import ModelChoice, Place, server_config
 from server.config import ModelConfig, load_server_config, load_tasks
 from server.errors import ConfigError
 from server.model.cache_folder import MARKER
 from server.model.catalog import CONVERTER_VERSION
-from server.wiring import places
-from server.wiring.places import check_places
 from tests.model.tiny_models import save_tiny, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +128,7 @@ def test_a_missing_device_is_told_at_once(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(metadata, "version", lambda _: version)
-    monkeypatch.setattr(places, "_num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(own_engine, "_num_gpus", lambda: num_gpus)
     (tmp_path / "config.json").write_text("{}")
     if told is None:
         check_places([_model(tmp_path, devices=(device,))])

@@ -27,8 +27,7 @@ from server.config import (
     load_task,
 )
 from server.config.cluster import ClusterConfig
-from server.config.section import validate
-from server.config.yaml_file import read_yaml
+from server.config.yaml_file import read_yaml, validate
 from tests.commands.command_line import ALL as COMMANDS
 from tests.setup import pages
 

@@ -251,7 +251,9 @@ def test_plan_has_one_order_a_device(tiny_folder: Path, own_cache: None) -> None
     )
     tasks = {"t": TaskConfig(name="t")}
     plan = plan_server(config, tasks, {"a": tiny_folder, "b": tiny_folder})
-    assert [(o.name, o.device, o.dtype, o.max_model_len) for o in plan.orders] == [
+    assert [
+        (o.name, r.device, r.dtype, r.max_model_len) for o in plan.orders for r in (o.runner,)
+    ] == [
         ("a/0", "cuda:0", "float16", 120),
         ("a/1", "cuda:1", "float16", 120),
         ("b/0", "cpu", "auto", 100),
@@ -268,7 +270,7 @@ def test_engines_on_the_cpu_share_its_cores(tiny_folder: Path, own_cache: None) 
             models=(ModelConfig(name="a", path="a", devices=devices),),
             engine=EngineConfig(threads=given),
         )
-        return [o.engine.threads for o in plan_server(config, {}, {"a": tiny_folder}).orders]
+        return [o.runner.threads for o in plan_server(config, {}, {"a": tiny_folder}).orders]
 
     cores = len(os.sched_getaffinity(0))
     assert threads(("cpu",)) == [None]

@@ -13,8 +13,7 @@ from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig, V
 from server.engine.engine import Engine
 from server.errors import ConfigError
 from server.types import Delta, Request, SamplingParams, VocabularyParams
-from server.wiring.engine import build_engine
-from server.wiring.profiles import ProfileFiles
+from server.wiring.engine import ProfileFiles, build_engine
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
 from vocab_store.documents import Example

@@ -246,15 +246,11 @@ class Submission:
 
     def expire_after(self, seconds: float) -> None:
         """Abort with DeadlineExceededError when it is still open after so many seconds."""
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def _expire(self) -> None:
-        self.abort(
-            DeadlineExceededError(
-                "The request took longer than its task allows.",
-                headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed
-            )
+        error = DeadlineExceededError(
+            "The request took longer than its task allows.",
+            headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed
         )
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort, error)
 
     def wake(self) -> None:
         """Let the iteration read what arrived. Called after `take`, once for all Deltas of a

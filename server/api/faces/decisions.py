@@ -37,11 +37,12 @@ import math
 import secrets
 import string
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 from pydantic import Field, WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -331,45 +332,6 @@ def _prompt_ids(model: ServedModel, text: str, tail: str, text_at: str) -> list[
         return model.prompt_ids(model.chat.encode(chat))
     except InvalidRequestError as error:
         raise error.moved(text_at) from None
-
-
-class DecisionRun:
-    """The Requests of one body in the engines: the first question, then the others in batches.
-
-    submit: hands some of them to the engines. `abort` may be called at any time; `probabilities`
-    then ends with ClientGoneError. accounts: of the Requests so far.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        submit: Callable[[Sequence[Request]], Awaitable[Submission]],
-    ) -> None:
-        self._requests = requests
-        self._submit = submit
-        self._submission: Submission | None = None
-        self._aborted = False
-        self.accounts: list[RequestAccount] = []
-
-    def abort(self) -> None:
-        """Free what the engines hold for this. Idempotent."""
-        self._aborted = True
-        if self._submission is not None:
-            self._submission.abort()
-
-    async def probabilities(self) -> list[list[float]]:
-        """Of each question's labels. Raises the TailorError that ended it early."""
-        chances: list[list[float]] = []
-        for wave in _waves(self._requests):
-            if self._aborted:
-                raise ClientGoneError("The client left before all questions were asked.")
-            self._submission = await self._submit(wave)
-            self.accounts += self._submission.accounts
-            if self._aborted:
-                self._submission.abort()
-            deltas = await self._submission.rest()
-            chances += [probabilities_of(deltas[i, 0][-1].label_logprobs) for i in range(len(wave))]
-        return chances
 
 
 def _waves(requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -789,50 +751,87 @@ class Decision(Shape, kw_only=True):
     usage: TokenUsage
 
 
-class Decisions(Face):
+Answered = Sequence[tuple[Question, list[float]]]
+"""Questions, each with the chances of its labels."""
+
+
+class QuestionFace(Face):
+    """A route that asks questions about an input."""
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, context: RouteContext, decider: Decider) -> None:
+        super().__init__(context)
+        self._decider = decider
+
+    @abstractmethod
+    def asked(self, body: Any) -> tuple[list[Question], str, str]:
+        """(questions, the input as text, what the body calls it). Raises the client's errors."""
+
+    @abstractmethod
+    def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
+        """The answer. label: what the body called the model."""
+
+    async def respond(self, request: HttpRequest) -> Response:
+        context = self.context
+        body: Any = validate(self.body, await context.body(request))
+        target = context.target(request, body.model)
+        questions, text, at = self.asked(body)
+        prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
+        requests = await self._decider.requests(text, at, questions, target, prefix)
+        submissions: list[Submission] = []
+        is_gone = False
+
+        def abort() -> None:
+            nonlocal is_gone
+            is_gone = True
+            for submission in submissions:
+                submission.abort()
+
+        async def answer() -> Struct:
+            chances: list[list[float]] = []
+            for wave in _waves(requests):
+                if is_gone:
+                    raise ClientGoneError("The client left before all questions were asked.")
+                submission = await context.submit(request, target, wave)
+                submissions.append(submission)
+                if is_gone:
+                    submission.abort()
+                deltas = await submission.rest()
+                labels = [deltas[i, 0][-1].label_logprobs for i in range(len(wave))]
+                chances += map(probabilities_of, labels)
+            accounts = [account for one in submissions for account in one.accounts]
+            return self.told(target.label, list(zip(questions, chances, strict=True)), accounts)
+
+        return await context.whole(request, answer, abort)
+
+
+class Decisions(QuestionFace):
     """The route."""
 
     path = "/v1/decisions"
     summary = "Typed answers about an input"
     body = DecisionBody
     answer = Decision
+    id_prefix = "dec-"
 
-    def __init__(self, context: RouteContext, decider: Decider) -> None:
-        super().__init__(context)
-        self._decider = decider
+    def asked(self, body: Any) -> tuple[list[Question], str, str]:
+        return questions_of(body.questions), input_text(body.input), "input"
 
-    async def respond(self, request: HttpRequest) -> Response:
-        context = self.context
-        body = validate(DecisionBody, await context.body(request))
-        target = context.target(request, body.model)
-        questions = questions_of(body.questions)
-        prefix = f"dec-{secrets.token_hex(12)}"
-        requests = await self._decider.requests(
-            input_text(body.input), "input", questions, target, prefix
+    def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
+        num = sum(account.num_prompt_tokens for account in accounts)
+        cached = sum(account.num_cached_tokens for account in accounts)
+        return Decision(
+            model=label,
+            answers=[_answer(question, chances) for question, chances in answered],
+            usage=TokenUsage(
+                input_tokens=num,
+                input_tokens_details=InputDetails(cached_tokens=cached),
+                output_tokens=0,
+                output_tokens_details=OutputDetails(),
+                total_tokens=num,
+            ),
         )
-        run = DecisionRun(requests, lambda wave: context.submit(request, target, wave))
-
-        async def answer() -> Decision:
-            chances = await run.probabilities()
-            return Decision(
-                model=target.label,
-                answers=[_answer(*pair) for pair in zip(questions, chances, strict=True)],
-                usage=_usage(run.accounts),
-            )
-
-        return await context.whole(request, answer, run.abort)
-
-
-def _usage(accounts: Sequence[RequestAccount]) -> TokenUsage:
-    num = sum(account.num_prompt_tokens for account in accounts)
-    cached = sum(account.num_cached_tokens for account in accounts)
-    return TokenUsage(
-        input_tokens=num,
-        input_tokens_details=InputDetails(cached_tokens=cached),
-        output_tokens=0,
-        output_tokens_details=OutputDetails(),
-        total_tokens=num,
-    )
 
 
 def _answer(

@@ -22,6 +22,7 @@ from server.api.answer import choices_of, joined, speculation_of
 from server.api.bodies import (
     BodyPart,
     GenerationBody,
+    JsonSchemaBody,
     Neutral,
     Path,
     aliases,
@@ -31,7 +32,7 @@ from server.api.bodies import (
 )
 from server.api.chats import MAX_MESSAGES, Call, Chat, Chats, Turn
 from server.api.engines.submission import Submission
-from server.api.faces.chat import check_tier
+from server.api.faces.chat import FunctionBody, check_tier
 from server.api.grammars import OutputFormat
 from server.api.http_answers import encode_ascii
 from server.api.order import Generation, Names, Order, Target
@@ -56,14 +57,10 @@ _NOT_STORED = "conversations are not stored here; send the whole one as input"
 _ONE = "a response is one message"
 
 
-class FormatBody(BodyPart):
+class FormatBody(JsonSchemaBody):
     """text.format. Name and strict change nothing: a schema always holds."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    description: str | None = Field(None, max_length=1 << 16)
-    schema_value: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextBody(BodyPart):
@@ -73,14 +70,10 @@ class TextBody(BodyPart):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class FunctionToolBody(BodyPart):
+class FunctionToolBody(FunctionBody):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(pattern=FUNCTION_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ReasoningBody(BodyPart):
@@ -492,7 +485,15 @@ class ResponseWriter:
         answer = self.answer
         answer.status = "incomplete" if was_cut else "completed"
         answer.incomplete_details = IncompleteDetails() if was_cut else None
-        answer.usage = _usage(self._submission)
+        [account] = self._submission.accounts
+        num_in, num_out = account.num_prompt_tokens, account.num_completion_tokens
+        answer.usage = TokenUsage(
+            input_tokens=num_in,
+            input_tokens_details=InputDetails(cached_tokens=account.num_cached_tokens),
+            output_tokens=num_out,
+            output_tokens_details=OutputDetails(base_tokens=account.num_base_tokens or UNSET),
+            total_tokens=num_in + num_out,
+        )
         answer.speculation = speculation_of(self._order, self._submission)
         return [*events, self._event(f"response.{answer.status}", response=answer)]
 
@@ -593,18 +594,6 @@ def _begun(order: Order) -> ResponseAnswer:
         top_p=request.sampling.top_p,
         user=body.user,
         metadata=body.metadata or {},
-    )
-
-
-def _usage(submission: Submission) -> TokenUsage:
-    [account] = submission.accounts
-    num_in, num_out = account.num_prompt_tokens, account.num_completion_tokens
-    return TokenUsage(
-        input_tokens=num_in,
-        input_tokens_details=InputDetails(cached_tokens=account.num_cached_tokens),
-        output_tokens=num_out,
-        output_tokens_details=OutputDetails(base_tokens=account.num_base_tokens or UNSET),
-        total_tokens=num_in + num_out,
     )
 
 

@@ -14,32 +14,29 @@ and confidence are those of /v1/decisions. Pictures are refused by name.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 from pydantic import Field, WithJsonSchema
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from server.api.bodies import BodyPart, ModelName, validate
+from server.api.bodies import BodyPart, ModelName
+from server.api.engines.submission import RequestAccount
 from server.api.faces.decisions import (
     MAX_CHOICES,
     MAX_LABEL_CHARS,
     MAX_LEVELS,
     MAX_QUESTIONS,
-    Decider,
-    DecisionRun,
+    Answered,
     Option,
     Question,
+    QuestionFace,
     best_of,
     json_text,
     one_of,
     score_of,
 )
 from server.api.openapi import schema_of
-from server.api.route_context import Face, RouteContext
 from server.api.shapes import Chance, Count, Shape
 from server.errors import InvalidRequestError, echoed
 
@@ -201,42 +198,25 @@ class SystemOneAnswer(Shape, kw_only=True):
     usage: SystemOneUsage
 
 
-class SystemOne(Face):
+class SystemOne(QuestionFace):
     """The route."""
 
     path = "/v1/systemone"
     summary = "Answers about a state, by name"
     body = SystemOneBody
     answer = SystemOneAnswer
+    id_prefix = "sys-"
 
-    def __init__(self, context: RouteContext, decider: Decider) -> None:
-        super().__init__(context)
-        self._decider = decider
+    def asked(self, body: Any) -> tuple[list[Question], str, str]:
+        return questions_of(body.questions), _text(body.state, "state"), "state"
 
-    async def respond(self, request: HttpRequest) -> Response:
-        context = self.context
-        body = validate(SystemOneBody, await context.body(request))
-        target = context.target(request, body.model)
-        questions = questions_of(body.questions)
-        prefix = f"sys-{secrets.token_hex(12)}"
-        requests = await self._decider.requests(
-            _text(body.state, "state"), "state", questions, target, prefix
+    def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
+        num_tokens = sum(account.num_prompt_tokens for account in accounts)
+        return SystemOneAnswer(
+            model=label,
+            answers={str(question.name): _answer(question, of) for question, of in answered},
+            usage=SystemOneUsage(input_tokens=num_tokens, output_tokens=0),
         )
-        run = DecisionRun(requests, lambda wave: context.submit(request, target, wave))
-
-        async def answer() -> SystemOneAnswer:
-            chances = await run.probabilities()
-            num_tokens = sum(account.num_prompt_tokens for account in run.accounts)
-            return SystemOneAnswer(
-                model=target.label,
-                answers={
-                    str(question.name): _answer(question, of_question)
-                    for question, of_question in zip(questions, chances, strict=True)
-                },
-                usage=SystemOneUsage(input_tokens=num_tokens, output_tokens=0),
-            )
-
-        return await context.whole(request, answer, run.abort)
 
 
 def _answer(question: Question, chances: list[float]) -> NoulAnswer | OptionAnswer | LevelAnswer:

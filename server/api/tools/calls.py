@@ -22,11 +22,11 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from server.api.tools.strict import StrictArguments
+from server.api.schemas import StrictArguments
 
 ToolFormat = Literal["hermes", "mistral", "llama3"]
 
@@ -58,6 +58,9 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 _SPACE = " \t\r\n"
+_T = TypeVar("_T")
+_Reading = Generator[None, str, _T]
+"""Takes characters until it has what it reads."""
 _State = Literal["start", "text", "open", "call", "after", "plain", "rest", "forced"]
 
 
@@ -335,12 +338,8 @@ class CallScanner:
         self.done = False
         self._read: list[str] = []
         self._arguments: list[str] = []
-        self._state: Literal["open", "key", "colon", "value", "next"] = "open"
-        self._key = ""
-        self._value: list[str] = []
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._scan = self._object()
+        next(self._scan)
 
     @property
     def raw(self) -> str:
@@ -365,105 +364,88 @@ class CallScanner:
     def push(self, char: str) -> None:
         """Take one character. Raises NotACall."""
         self._read.append(char)
-        if self._state == "open":
-            if char == "{":
-                self._state = "key"
-            elif char not in _SPACE:
-                raise NotACall
-        elif self._state == "colon":
-            if char == ":":
-                self._state = "value"
-                self._value = []
-            elif char not in _SPACE:
-                raise NotACall
-        elif self._state == "next":
-            self._after_value(char)
-        else:  # a key or a value
-            if not self._value and char in _SPACE:
-                return
-            if self._state == "key" and not self._value and char != '"':
-                if char != "}" or self._key:
-                    raise NotACall
-                self._finish()
-                return
-            self._take(char)
+        try:
+            self._scan.send(char)
+        except StopIteration:
+            self.done = True
 
-    def _take(self, char: str) -> None:
-        """One character of a key or a value."""
-        first = not self._value
-        is_bare = not first and self._value[0] not in '"[{'
-        if is_bare and char in ",}" + _SPACE:  # a number or a word ends behind itself
-            self._end_value()
-            self._after_value(char)
-            return
-        if first and self._is_arguments:
-            if char == "{":
-                self.has_arguments = True
-            elif char != '"':
-                raise NotACall
-        self._value.append(char)
-        if self.has_arguments and self._is_arguments:
-            self._arguments.append(char)
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-                if self._depth == 0:
-                    self._end_value()
-        elif char == '"':
-            self._in_string = True
-        elif char in "[{":
-            self._depth += 1
-        elif char in "]}":
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value()
-
-    @property
-    def _is_arguments(self) -> bool:
-        return self._state == "value" and self._key in self._keys
-
-    def _end_value(self) -> None:
-        text = "".join(self._value)
-        self._value = []
-        if self._state == "key":
-            self._key = str(_json_of(text))
-            self._state = "colon"
-            return
-        if self._key == "name":
-            name = _json_of(text)
-            if self.name is not None or not isinstance(name, str) or name not in self._names:
-                raise NotACall
-            self.name = name
-        elif self._key in self._keys and text.startswith('"'):
-            # Some models write the arguments as a string that holds JSON.
-            inner = _json_of(text)
-            if not isinstance(_json_of(str(inner)), dict):
-                raise NotACall
-            self._arguments.append(str(inner))
-            self.has_arguments = True
-        self._state = "next"
-
-    def _after_value(self, char: str) -> None:
-        if char == ",":
-            self._state = "key"
-        elif char == "}":
-            self._finish()
-        elif char not in _SPACE:
+    def _object(self) -> _Reading[None]:
+        """All of the call."""
+        char = yield from _next()
+        if char != "{":
             raise NotACall
-        else:
-            self._state = "next"
-
-    def _finish(self) -> None:
+        while char != "}":
+            if (yield from _next()) != '"':
+                raise NotACall
+            text, _ = yield from self._value('"', passes=False)
+            key = _json_of(text)
+            if (yield from _next()) != ":":
+                raise NotACall
+            first = yield from _next()
+            is_arguments = key in self._keys
+            if is_arguments and first not in '{"':
+                raise NotACall
+            text, char = yield from self._value(first, passes=is_arguments and first == "{")
+            if key == "name":
+                name = _json_of(text)
+                if self.name is not None or not isinstance(name, str) or name not in self._names:
+                    raise NotACall
+                self.name = name
+            elif is_arguments and first == '"':
+                # Some models write the arguments as a string that holds JSON.
+                inner = str(_json_of(text))
+                if not isinstance(_json_of(inner), dict):
+                    raise NotACall
+                self._arguments.append(inner)
+                self.has_arguments = True
+            char = char or (yield from _next())
+            if char not in ",}":
+                raise NotACall
         if self.name is None:
             raise NotACall
         if not self.has_arguments:
             self._arguments.append("{}")
             self.has_arguments = True
-        self.done = True
+
+    def _value(self, first: str, *, passes: bool) -> _Reading[tuple[str, str]]:
+        """(a key's or value's text, the character behind it that ended it, "" for none). passes:
+        whether it is the arguments, which are told as they come."""
+        text = [first]
+        if first not in '"[{':  # a number or a word ends behind itself
+            if first in ",:]}":
+                raise NotACall
+            while (char := (yield)) not in ",}" + _SPACE:
+                if char in '":[{':
+                    raise NotACall
+                text.append(char)
+            return "".join(text), char.strip()
+        if passes:
+            self.has_arguments = True
+            self._arguments.append(first)
+        depth, in_string, escaped = int(first != '"'), first == '"', False
+        while depth or in_string:
+            char = yield
+            text.append(char)
+            if passes:
+                self._arguments.append(char)
+            if escaped:
+                escaped = False
+            elif in_string:
+                escaped, in_string = char == "\\", char != '"'
+            elif char == '"':
+                in_string = True
+            elif char in "[{":
+                depth += 1
+            elif char in "]}":
+                depth -= 1
+        return "".join(text), ""
+
+
+def _next() -> _Reading[str]:
+    """The next character that is no white space."""
+    while (char := (yield)) in _SPACE:
+        pass
+    return char
 
 
 def _json_of(text: str) -> Any:

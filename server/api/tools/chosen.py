@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from server.api.schemas import SchemaRules, prepared
+from server.api.schemas import SchemaRules, StrictArguments, prepared
 from server.api.tools.calls import ARGUMENTS_KEY, ToolFormat
-from server.api.tools.strict import StrictArguments
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from server.api.tools.strict import StrictArguments
+from server.api.schemas import StrictArguments
 from server.errors import UnsupportedFieldError
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec

@@ -92,7 +92,7 @@ def _() -> None:
     first = CLIENT.chat.completions.create(messages=messages, tool_choice="required", **options)
     said = first.choices[0].message
     [call] = said.tool_calls or []
-    assert is_weather(call.function.arguments)  # type: ignore[union-attr]
+    assert is_weather(call.function.arguments)
     result = {"role": "tool", "tool_call_id": call.id, "content": weather("Rome")}
     messages += [said.model_dump(), result]
     second = CLIENT.chat.completions.create(messages=messages, **options)
