@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
@@ -189,7 +189,8 @@ class TaskAdmin(Protocol):
 
 @dataclass(slots=True)
 class _Report:
-    """The sums of what the engines of a task's model keep of it."""
+    """The sums of what the engines of a task's model keep of it. cells: (offered, accepted) by
+    source, length and share."""
 
     num_steps: float = 0.0
     num_tokens: float = 0.0
@@ -198,18 +199,36 @@ class _Report:
     tokens_without: float = 0.0
     learned: Learned = field(default_factory=lambda: Learned(tokens=0, outputs=0, scopes=0))
     engines: list[EngineReport] = field(default_factory=list)
-    calibration: list[CalibrationRow] = field(default_factory=list)
+    cells: dict[tuple[str, int, float], list[float]] = field(default_factory=dict)
 
     def add(self, value: Mapping[str, Any]) -> None:
         """One engine's answer."""
-        self.num_steps += float(value.get("num_steps", 0.0))
-        self.num_tokens += float(value.get("num_tokens", 0.0))
-        self.corpus_steps += float(value.get("corpus_steps", 0.0))
-        self.tokens_with += float(value.get("tokens_with", 0.0))
-        self.tokens_without += float(value.get("tokens_without", 0.0))
-        self.learned.tokens += int(value.get("num_learned_tokens", 0))
-        self.learned.outputs += int(value.get("num_learned_outputs", 0))
-        self.learned.scopes += int(value.get("num_learned_scopes", 0))
+        for name in ("num_steps", "num_tokens", "corpus_steps", "tokens_with", "tokens_without"):
+            setattr(self, name, getattr(self, name) + float(value.get(name, 0.0)))
+        for name in ("tokens", "outputs", "scopes"):
+            more = int(value.get(f"num_learned_{name}", 0))
+            setattr(self.learned, name, getattr(self.learned, name) + more)
+        for row in value.get("calibration", ()):
+            at = (row["source"], row["min_match_length"], row["predicted_share"])
+            cell = self.cells.setdefault(at, [0.0, 0.0])
+            cell[0] += row["offered"]
+            cell[1] += row["accepted"]
+
+    def calibration(self) -> list[CalibrationRow]:
+        """The cells, those that were offered most first."""
+        return [
+            CalibrationRow(
+                source=source,
+                min_match_length=length,
+                predicted_share=share,
+                offered=round(offered, 1),
+                accepted=round(accepted, 1),
+                chance=round((accepted + 1) / (offered + 2), 4),
+            )
+            for (source, length, share), (offered, accepted) in sorted(
+                self.cells.items(), key=lambda item: -item[1][0]
+            )
+        ]
 
     def corpus_fit(self) -> CorpusFit | None:
         """Whether the corpus fits; None before enough steps were compared."""
@@ -228,32 +247,6 @@ class _Report:
         )
 
 
-def _add_cells(
-    cells: dict[tuple[str, int, float], list[float]], rows: Iterable[Mapping[str, Any]]
-) -> None:
-    for row in rows:
-        at = (row["source"], row["min_match_length"], row["predicted_share"])
-        cell = cells.setdefault(at, [0.0, 0.0])
-        cell[0] += row["offered"]
-        cell[1] += row["accepted"]
-
-
-def _rows_of(cells: Mapping[tuple[str, int, float], list[float]]) -> list[CalibrationRow]:
-    return [
-        CalibrationRow(
-            source=source,
-            min_match_length=length,
-            predicted_share=share,
-            offered=round(offered, 1),
-            accepted=round(accepted, 1),
-            chance=round((accepted + 1) / (offered + 2), 4),
-        )
-        for (source, length, share), (offered, accepted) in sorted(
-            cells.items(), key=lambda item: -item[1][0]
-        )
-    ]
-
-
 class TaskRoutes:
     """The routes' work. `add_to` puts them into an app; `reload` is SIGHUP's too.
 
@@ -269,31 +262,6 @@ class TaskRoutes:
         self._note_sizes()
 
     # -- what is there ----------------------------------------------------------------------
-
-    def tasks(self) -> TaskList:
-        """GET /v1/tasks."""
-        return TaskList(data=[TaskEntry(**self._entry(t)) for t in self._catalog.tasks.values()])
-
-    async def task(self, name: str) -> TaskAnswer:
-        """GET /v1/tasks/{task}."""
-        task = self._find(name)
-        report = await self._report(task)
-        steps = report.num_steps
-        spec = task.speculation.model_dump(mode="json", by_alias=True, exclude={"corpus"})
-        return TaskAnswer(
-            **self._entry(task),
-            version=task_version(task),
-            sampling=task.sampling.model_dump(mode="json", exclude_none=True),
-            limits=task.limits.model_dump(mode="json", exclude_none=True),
-            speculation=spec,
-            vocabulary=await self._vocabulary(task),
-            learned=report.learned,
-            expected_tokens_per_step=round(report.num_tokens / steps, 3) if steps else None,
-            measured_steps=round(steps),
-            corpus_fit=None if task.speculation.corpus is None else report.corpus_fit(),
-            engines=report.engines,
-            calibration=report.calibration,
-        )
 
     async def corpus(self, name: str) -> CorpusAnswer:
         """GET /v1/tasks/{task}/corpus."""
@@ -345,19 +313,6 @@ class TaskRoutes:
             ) from None
         await self._serve(tasks)
         return await self.corpus(task.name)
-
-    async def delete(self, name: str) -> CorpusDeleted:
-        """DELETE /v1/tasks/{task}/corpus. Raises EngineError when an engine does not answer."""
-        admin, task = self._need_admin(), self._find(name)
-        # First the engines, which write what they have learned; then the files of all engines.
-        if not await self._tell_engines("task_forget", {"task": task.name}):
-            raise EngineError("An engine did not forget what it learned. Try again.")
-        try:
-            tasks = await admin.delete(task.name)
-        except ConfigError as error:
-            raise InvalidRequestError(f"The corpus was not deleted: {error.message}") from None
-        await self._serve(tasks)
-        return CorpusDeleted(task=task.name)
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -448,18 +403,15 @@ class TaskRoutes:
             return_exceptions=True,
         )
         report = _Report()
-        cells: dict[tuple[str, int, float], list[float]] = {}
         for engine, answer in zip(engines, answers, strict=True):
             value = None
             if isinstance(answer, dict) and answer.get("ok") is True:
                 value = answer["value"]
                 report.add(value)
-                _add_cells(cells, value.get("calibration", ()))
             told = EngineReport(
                 name=engine["name"], state=engine["state"], answered=value is not None
             )
             report.engines.append(told)
-        report.calibration = _rows_of(cells)
         return report
 
     def add_to(self, app: FastAPI) -> None:
@@ -468,7 +420,8 @@ class TaskRoutes:
 
         @app.get("/v1/tasks", **described("The tasks", TaskList))
         async def list_tasks() -> Response:
-            return AnswerResponse(self.tasks())
+            entries = [TaskEntry(**self._entry(task)) for task in self._catalog.tasks.values()]
+            return AnswerResponse(TaskList(data=entries))
 
         @app.post("/v1/tasks/reload", **described("Read the task files again", ReloadAnswer))
         async def reload_tasks() -> Response:
@@ -476,7 +429,25 @@ class TaskRoutes:
 
         @app.get(one, **described("One task: settings, corpus, calibration", TaskAnswer))
         async def get_task(task: str) -> Response:
-            return AnswerResponse(await self.task(task))
+            found = self._find(task)
+            report = await self._report(found)
+            steps = report.num_steps
+            spec = found.speculation.model_dump(mode="json", by_alias=True, exclude={"corpus"})
+            answer = TaskAnswer(
+                **self._entry(found),
+                version=task_version(found),
+                sampling=found.sampling.model_dump(mode="json", exclude_none=True),
+                limits=found.limits.model_dump(mode="json", exclude_none=True),
+                speculation=spec,
+                vocabulary=await self._vocabulary(found),
+                learned=report.learned,
+                expected_tokens_per_step=round(report.num_tokens / steps, 3) if steps else None,
+                measured_steps=round(steps),
+                corpus_fit=None if found.speculation.corpus is None else report.corpus_fit(),
+                engines=report.engines,
+                calibration=report.calibration(),
+            )
+            return AnswerResponse(answer)
 
         @app.get(corpus, **described("A task's corpus and what it learned", CorpusAnswer))
         async def get_corpus(task: str) -> Response:
@@ -497,7 +468,16 @@ class TaskRoutes:
             corpus, **described("Delete what was uploaded and what was learned", CorpusDeleted)
         )
         async def delete_corpus(task: str) -> Response:
-            return AnswerResponse(await self.delete(task))
+            admin, name = self._need_admin(), self._find(task).name
+            # First the engines, which write what they have learned; then the files of all engines.
+            if not await self._tell_engines("task_forget", {"task": name}):
+                raise EngineError("An engine did not forget what it learned. Try again.")
+            try:
+                tasks = await admin.delete(name)
+            except ConfigError as error:
+                raise InvalidRequestError(f"The corpus was not deleted: {error.message}") from None
+            await self._serve(tasks)
+            return AnswerResponse(CorpusDeleted(task=name))
 
 
 def _read_upload(raw: bytes) -> tuple[list[dict[str, Any]], bool]:

@@ -398,8 +398,8 @@ class EngineConfig(Section):
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         return self
 
-    def sizes(self, limits: LimitsConfig, device: str) -> EngineSizes:
-        """The sizes of an engine. limits: of the server, whose queue an engine's is."""
+    def sizes(self, device: str) -> EngineSizes:
+        """The sizes of an engine on a device."""
         memory = self.kv_cache_memory
         kind = device.partition(":")[0]
         rows = self.max_num_batched_tokens or max(self.max_num_seqs or 0, DEFAULT_ROWS[kind])

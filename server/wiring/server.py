@@ -169,7 +169,7 @@ def _orders(
             runner=RunnerSpec(
                 name=model.name,
                 folder=str(folder),
-                sizes=engine.sizes(config.limits, device),
+                sizes=engine.sizes(device),
                 adapter=model.adapter,
                 device=device,
                 dtype=model.dtype or engine.dtype,

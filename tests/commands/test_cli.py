@@ -307,8 +307,8 @@ def test_engine_options() -> None:
     assert engine.max_num_batched_tokens == 128 and not engine.prefix_cache
     # More sequences than the default number of rows raises the rows.
     many = _config("--max-num-seqs", "1024")
-    assert many.engine.sizes(many.limits, "cpu").max_num_batched_tokens == 1024
-    assert many.engine.sizes(many.limits, "cuda:1").max_num_batched_tokens == 8192
+    assert many.engine.sizes("cpu").max_num_batched_tokens == 1024
+    assert many.engine.sizes("cuda:1").max_num_batched_tokens == 8192
 
 
 @pytest.mark.parametrize(

@@ -15,22 +15,12 @@ from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.types import Request, SamplingParams, SpeculationParams
 from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
-from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
 
 pytest.importorskip("peft")
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    made = tmp_path / "tiny"
-    made.mkdir()
-    save_tiny(made, "llama")
-    return made
 
 
 @pytest.fixture

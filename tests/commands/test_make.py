@@ -16,7 +16,6 @@ from server.commands.make import find_fields, propose, read_turns, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
-from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
 
 FIELDS = FieldOptions()
@@ -85,15 +84,6 @@ def test_a_row_without_an_answer_is_named(tmp_path: Path) -> None:
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    made = tmp_path / "tiny"
-    made.mkdir()
-    save_tiny(made, "llama")
-    return made
 
 
 @pytest.fixture
