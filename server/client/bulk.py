@@ -29,8 +29,7 @@ from typing import Any
 import httpx
 
 from server.client.answer_file import AnswerFile, AnswerFileError
-from server.client.http import Caller, CallFailedError, Endpoint, RefusedError
-from server.client.speculation import Tally
+from server.client.http import Caller, CallFailedError, Endpoint, RefusedError, Tally
 
 MAX_LINE_BYTES = 64 << 20
 

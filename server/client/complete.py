@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from server.client.http import Endpoint, events
-from server.client.speculation import Tally
+from server.client.http import Endpoint, Tally, events
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

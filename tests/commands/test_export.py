@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from server.commands.cli import main
-from server.commands.export import export_model
+from server.commands.enrich import export_model
 from server.datasets import open_table
 from server.errors import ConfigError
 from server.model.loader import build_module, open_model

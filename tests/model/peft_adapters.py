@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from server.commands.export import give_rows
+from server.commands.enrich import give_rows
 from vocab_store.enrichment import Enrichment
 
 

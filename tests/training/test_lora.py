@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.commands.export import give_rows
+from server.commands.enrich import give_rows
 from server.errors import ConfigError
 from server.training.examples import (
     TrainExample,
