@@ -380,6 +380,61 @@ def _mutate_safetensors(chance: random.Random, data: bytes) -> bytes:
     return size.to_bytes(8, "little") + told + body
 
 
+_OFFSETS: tuple[Any, ...] = (
+    [0, 0],
+    [8, 4],
+    [-4, 4],
+    [0, 1 << 63],
+    [0, 4.0],
+    ["0", "4"],
+    [0],
+    [],
+    None,
+)
+_SHAPES: tuple[Any, ...] = (
+    [],
+    [0],
+    [-1, -1],
+    [1 << 63],
+    [1 << 32, 1 << 32],
+    [1.5, 2],
+    ["3"],
+    [[2], [2]],
+    None,
+    7,
+)
+_DTYPES: tuple[Any, ...] = ("F64", "BF16", "I8", "U64", "BOOL", "F8_E4M3", "f32", "", 32, None)
+_BEFORE = (b" ", b"\xef\xbb\xbf", b"\x00", b"[" * 99_999, b'{"a":' * 9_999, b"\xff\xfe")
+
+
+def _mutate_header(chance: random.Random, data: bytes) -> bytes:
+    """What a safetensors file says before its numbers; they stay."""
+    files = pickle.loads(data)
+    whole = files["model.safetensors"]
+    length = int.from_bytes(whole[:8], "little")
+    header, body = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    kind = chance.randrange(4)
+    if kind == 0:
+        header = mutate_json(chance, header)
+    elif kind < 3:
+        one, other = chance.sample(sorted(header.keys() - {"__metadata__"}), 2)
+        field, values = chance.choice(
+            (("data_offsets", _OFFSETS), ("shape", _SHAPES), ("dtype", _DTYPES))
+        )
+        wrong = (*values, header[other].get(field), {}, chance.choice(NUMBERS))
+        header[one][field] = chance.choice(wrong)
+        if kind == 2:
+            header[chance.choice((other, "", "\n", "../a", one * 200))] = header.pop(one)
+    told = json.dumps(header).encode()
+    if kind == 3:
+        told = chance.choice(
+            (told[:-1], told + told, told.replace(b"}", b"},", 1), chance.choice(_BEFORE) + told)
+        )
+    size = len(told) if chance.randrange(4) else chance.choice(NUMBERS) % (1 << 64)
+    files["model.safetensors"] = size.to_bytes(8, "little") + told + body
+    return pickle.dumps(files)
+
+
 def _use_folder(data: bytes, folder: Path) -> None:
     from server.model.loader import open_model
 
@@ -815,6 +870,7 @@ READERS: dict[str, Reader] = {
             _use_folder,
             (ModelError,),
         ),
+        Reader("safetensors header", _folders, _mutate_header, _use_folder, (ModelError,)),
         Reader(
             "adapter",
             _adapters,
