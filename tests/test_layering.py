@@ -90,7 +90,6 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.costs": {"server.types"},
     "server.fleet.routing": {"server.fleet.costs"},
     "server.fleet.scaling": {"server.fleet.costs"},
-    "server.fleet.pace": {"server.fleet.costs"},
     "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
     "server.fleet.budgets": {"server.api.keys"},

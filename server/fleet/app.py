@@ -32,11 +32,10 @@ from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
 from server.fleet.ingress import IngressApp, OtherIngresses
 from server.fleet.learning.sharing import BuilderLoop, Sharing
-from server.fleet.parts import FleetParts, Front, ServedParts
+from server.fleet.parts import FleetParts, Front, ServedParts, version_of
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
 from server.fleet.serve_replicas import ServeDesk, ServeReplicas
-from server.fleet.versions import version_of
 from server.types import AdapterOrder
 
 log = logging.getLogger("tailor.fleet")

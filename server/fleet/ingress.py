@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
@@ -22,9 +24,9 @@ from server.errors import DrainingError
 from server.fleet.budgets import Claim, FleetUses, Grant
 from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
-from server.fleet.figures import FleetMetrics, WithoutEngines
 from server.fleet.parts import Front
 from server.metrics.engine_figures import total
+from server.metrics.series import Metrics
 from server.tracing import TraceSink, open_tracer
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
@@ -55,7 +57,7 @@ class IngressApp:
     start: starts the fleet of a model. others: with whom keys' limits and changes of tasks are
     shared; None is nobody. The metrics of each replica have its engine's name, `model/rank`, so
     that dashboards and alerts of a single server hold for a fleet. requests_only_port: where
-    /metrics leaves engines to another ingress (figures.py).
+    /metrics leaves engines to another ingress (WithoutEngines).
     """
 
     def __init__(
@@ -187,3 +189,37 @@ class IngressApp:
         for name in before - state.figures.keys():
             self._metrics.engine_down(name, model, restarted=False)
         self._known[model] = set(state.figures)
+
+
+_ENGINES = re.compile(rb'^[^#\n]*[{,]engine="[^\n]*\n', re.MULTILINE)
+_SUMS = re.compile(rb'^[^#\n]*[{,]engine="(?:[^"\\\n]|\\.)*/fleet"[^\n]*\n', re.MULTILINE)
+
+_without_engines: ContextVar[bool] = ContextVar("_without_engines", default=False)
+
+
+class FleetMetrics(Metrics):
+    """/metrics of an ingress, so that sums over all that are scraped count nothing twice.
+
+    An ingress knows the figures of every engine replica, and has their sum as an engine of its own,
+    MODEL/fleet, for its page. The sum is not told. Where each ingress is scraped alone, on a port
+    of its own, one of them tells the engines' figures, and the others those of their requests.
+    """
+
+    def exposition(self) -> bytes:
+        """As Metrics.exposition, of one request to /metrics."""
+        hidden = _ENGINES if _without_engines.get() else _SUMS
+        return hidden.sub(b"", super().exposition())
+
+
+class WithoutEngines:
+    """ASGI middleware: /metrics has no figures of engines where it is asked on `port`."""
+
+    def __init__(self, app: ASGIApp, port: int) -> None:
+        self._app = app
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["path"] == "/metrics":
+            _without_engines.set((scope.get("server") or ("", 0))[1] == self._port)
+        await self._app(scope, receive, send)

@@ -2,18 +2,22 @@
 
 A FleetParts is pickled once and sent to every replica. It holds no weights and no open file; each
 replica reads what it needs where it runs.
+
+Each part has a version. `tailor fleet up` on a fleet that runs deploys again: Serve replaces the
+replicas whose version is another one, new ones first, and leaves the others alone. New weights at
+the same path replace the engines of their model; ingresses, the desk and what they know stay.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from server.config import ServerConfig, TaskConfig
-from server.fleet.versions import files_id, for_ingress, version_of
 
 if TYPE_CHECKING:
     from server.api.engines.slot import EngineSpec
@@ -122,7 +126,7 @@ class ServedParts:
 
         tasks = Path(self.server.tasks) if self.server.tasks is not None else tasks_folder()
         paths = [*(Path(m.path) for m in self.server.models), *([] if tasks is None else [tasks])]
-        files = for_ingress(path for path in paths if path.exists())
+        files = files_id([path for path in paths if path.exists()], endings=_FOR_INGRESS)
         return version_of(self.server.model_dump_json(), files)
 
     def engine_version(self, model: str) -> str:
@@ -140,3 +144,34 @@ class ServedParts:
 
         folders = {m.name: ready_folder(m, config.engine) for m in config.models}
         return plan_server(config, server_tasks(config), folders, lambda: server_tasks(config))
+
+
+_FOR_INGRESS = (".json", ".jinja", ".model", ".txt", ".yaml")
+"""How the names of a model's files end that an ingress reads: tokenizer, template, config."""
+
+
+def version_of(*parts: object) -> str:
+    """Of values whose repr tells all of them."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(repr(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
+
+
+def files_id(paths: Iterable[Path], *, endings: Sequence[str] = ("",)) -> str:
+    """Of files and of all that lies in folders: names, sizes and times of writing, of those whose
+    name ends so. What is not there counts as such."""
+    told: list[tuple[str, int, int]] = []
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not file.name.endswith(tuple(endings)):
+                continue
+            try:
+                stat = file.stat()
+            except OSError:
+                told.append((str(file), -1, -1))
+                continue
+            if file.is_file():
+                told.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return version_of(told)

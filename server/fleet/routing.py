@@ -38,6 +38,11 @@ _SHRINK = 0.3  # of a home that must be spare before one is given up
 _KEPT_HOMES = 16  # of a task's ranking
 _DRAWN = 8  # replicas that are drawn by chance: two to compare, the others to try after those
 
+SLOW = 4.0
+"""So many times the usual seconds of a step are slow."""
+TRIAL_S = 10.0
+"""After so long a slow replica gets a request again, whose steps tell how it is now."""
+
 UInt64 = npt.NDArray[np.uint64]
 
 
@@ -124,11 +129,6 @@ class TaskRouting:
         self._ranked.clear()
         self._ids, self._there = ids, there
         self._seeds = np.array([_hash(name) for name in ids], np.uint64)
-
-    @property
-    def num_links(self) -> int:
-        """Links of prefix chains that are remembered."""
-        return len(self._places)
 
     def ranking(self, task: str, num: int) -> list[str]:
         """The `num` best homes of a task, best first."""
@@ -243,6 +243,44 @@ class TaskRouting:
         elif wanted < homes - 1 - _SHRINK:
             homes = max(1, math.ceil(wanted + _SHRINK))
         self._rates[job.task] = (rate, now_s, homes)
+
+
+class Pace:
+    """Which replicas are slow, and get nothing but a trial now and then.
+
+    A slow replica (its machine is busy with something else, its clock is lowered, its memory swaps)
+    still answers, so nobody replaces it; but what runs there takes several times as long. Each
+    replica's last steps are compared with what steps of as many rows cost at the others.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tried_s: dict[str, float] = {}  # of those that are slow
+
+    def read(
+        self, recent: Mapping[str, tuple[float, float]], costs: Mapping[str, StepCosts]
+    ) -> None:
+        """What replicas told last. recent: (rows, seconds) of each one's last steps
+        (CostMeter.recent). costs: of all."""
+        known = sorted(costs.values(), key=lambda one: one.step_s(8))
+        slow: list[str] = []
+        if len(known) > 1:
+            usual = known[(len(known) - 1) // 2]
+            slow = [name for name, (rows, s) in recent.items() if s > SLOW * usual.step_s(rows)]
+        if 2 * len(slow) > len(known):  # then it is the others that are fast
+            slow = []
+        now_s = self._clock()
+        self._tried_s = {name: self._tried_s.get(name, now_s) for name in slow}
+
+    def is_out(self, name: str) -> bool:
+        """Whether a replica is slow and has no trial now."""
+        tried_s = self._tried_s.get(name)
+        return tried_s is not None and self._clock() < tried_s + TRIAL_S
+
+    def routed(self, name: str) -> None:
+        """A request went to a replica; the next trial of a slow one is later."""
+        if name in self._tried_s:
+            self._tried_s[name] = self._clock()
 
 
 def _without(avoid: Sequence[str], views: Mapping[str, ReplicaView]) -> Mapping[str, ReplicaView]:

@@ -21,8 +21,7 @@ from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import BuilderNumbers
 from server.fleet.learning.exchange import ExchangeNumbers
 from server.fleet.learning.sharing import Sharing
-from server.fleet.parts import Front
-from server.fleet.versions import version_of
+from server.fleet.parts import Front, version_of
 from server.machine_code import make_ready
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet

@@ -38,8 +38,7 @@ import psutil
 
 from server.config import ListenConfig, ServerConfig
 from server.config.cluster import ClusterConfig
-from server.fleet.head import HeadKeeper, head_settings
-from server.fleet.local import APPLICATION, Fleet
+from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server

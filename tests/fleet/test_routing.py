@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.fleet.costs import CostMeter, StepCosts, TaskHabit, habits_of
-from server.fleet.pace import Pace
-from server.fleet.routing import CHUNK, Job, ReplicaView, TaskRouting, prefix_chain
+from server.fleet.routing import CHUNK, Job, Pace, ReplicaView, TaskRouting, prefix_chain
 from server.types import Delta, StepCounts
 
 COSTS = StepCosts(0.02, 0.001, 16)
@@ -183,10 +182,14 @@ def test_a_task_gets_homes_as_its_load_grows_and_gives_them_up_later() -> None:
 
 def test_few_replicas_bound_the_homes_and_tables_are_bounded() -> None:
     routing = _routing(["a", "b"], max_links=32)
-    for i in range(200):
-        ids = [i] * CHUNK * 4
-        routing.routed(Job("slots", len(ids), 64, chain=prefix_chain("", ids)), "a", COSTS)
-    assert routing.num_homes("slots") == 2 and routing.num_links == 32
+    jobs = [
+        Job("slots", 4 * CHUNK, 64, chain=prefix_chain("", [i] * CHUNK * 4)) for i in range(200)
+    ]
+    for job in jobs:
+        routing.routed(job, "a", COSTS)
+    assert routing.num_homes("slots") == 2
+    known = [bool(routing.matched_tokens(job)) for job in jobs]
+    assert known == [False] * 192 + [True] * 8  # of four links each
 
 
 def test_costs_are_learned_from_steps() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from server.config import ModelConfig, ServerConfig
 from server.config.cluster import LearningConfig
-from server.fleet.parts import ServedParts
-from server.fleet.versions import files_id, version_of
+from server.fleet.parts import ServedParts, files_id, version_of
 
 
 def test_new_weights_replace_the_engines_of_their_model_alone(tmp_path: Path) -> None:
