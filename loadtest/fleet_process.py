@@ -32,6 +32,8 @@ class FleetProcess:
         self._lines: queue.Queue[str] = queue.Queue()
         self._process: subprocess.Popen[str]
         self.port = 0
+        self.told: list[str] = []
+        """What it said of its start."""
 
     @property
     def url(self) -> str:
@@ -93,6 +95,8 @@ class FleetProcess:
             if line == "":
                 raise TimeoutError(f"it ended; it said: {said[-20:]}")
             said.append(line)
+            if line.startswith("TOLD "):
+                self.told.append(line[5:])
 
     def _start(self) -> None:
         self.port = free_port()

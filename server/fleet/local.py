@@ -12,8 +12,9 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from server.config.cluster import ClusterConfig
@@ -26,6 +27,7 @@ APPLICATION = "tailor"
 RECONNECT_S = 600
 """How long Ray's processes wait for a head that is gone before they end; Ray's own is 60."""
 _LOOK_S = 0.2
+_TELL_S = 1.0
 _MAX_PAUSE_S = 10.0
 _QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -51,9 +53,13 @@ class Fleet:
     Raises ConfigError when Ray is not installed, cannot be reached, or the fleet does not start.
     """
 
-    def __init__(self, cluster: ClusterConfig, parts: FleetParts) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, parts: FleetParts, tell: Callable[[str], None] = log.info
+    ) -> None:
+        """tell: what happens while it starts or changes, a line each."""
         self._cluster = cluster
         self._parts = parts
+        self._tell = tell
         self._own_ray = False
         self._keeper: HeadKeeper | None = None
         self._state_folder: str | None = None
@@ -141,8 +147,12 @@ class Fleet:
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         try:
             if cluster.address is not None:
+                self._tell(f"looking for Ray at {cluster.address}")
                 ray.init(address=cluster.address, **common)
                 return
+            self._tell("preparing what is made once on this machine: models, machine code")
+            self._parts.prepare()
+            self._tell("starting Ray")
             self._state_folder = tempfile.mkdtemp(prefix="tailor-ray-")
             memory = cluster.embedded.object_store_memory.num_bytes
             ray.init(
@@ -182,17 +192,60 @@ class Fleet:
         else:
             http = {"host": listen.host, "port": listen.port, "keep_alive_timeout_s": 30}
             serve.start(proxy_location="EveryNode", http_options=http)
+        self._tell("starting replicas: each reads its model, and measures it the first time")
         try:
-            serve.run(
-                application(self._cluster, self._parts),
-                name=APPLICATION,
-                route_prefix=None if direct else "/",
-            )
+            with self._told_replicas():
+                serve.run(
+                    application(self._cluster, self._parts),
+                    name=APPLICATION,
+                    route_prefix=None if direct else "/",
+                )
             serve.get_deployment_handle("desk", APPLICATION).own.remote(self._id).result(
                 timeout_s=30.0
             )
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
+
+    @contextlib.contextmanager
+    def _told_replicas(self) -> Iterator[None]:
+        """Meanwhile, tell how many replicas each deployment has, and what Serve says of it."""
+        is_over, began_s = threading.Event(), time.monotonic()
+
+        def look() -> None:
+            told: dict[str, str] = {}
+            ends = False
+            while not ends:
+                ends = is_over.wait(_TELL_S)
+                for name, line in _replica_lines().items():
+                    if told.get(name) != line:
+                        told[name] = line
+                        self._tell(f"{name}: {line}, after {time.monotonic() - began_s:.0f} s")
+
+        telling = threading.Thread(target=look, name="tell-replicas", daemon=True)
+        telling.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            telling.join()
+
+
+def _replica_lines() -> dict[str, str]:
+    """Of each deployment: its replicas by their state, and why it is unhealthy."""
+    from ray import serve
+
+    try:
+        deployments: Any = serve.status().applications[APPLICATION].deployments
+    except Exception:  # it is not there yet, or Ray's head is away
+        return {}
+    lines = {}
+    for name, one in deployments.items():
+        words = [f"{num} {str.lower(state)}" for state, num in one.replica_states.items()]
+        words = words or ["no replica yet"]
+        if one.status == "UNHEALTHY" or "fail" in one.message:
+            words.append(" ".join(one.message.split())[:300])
+        lines[name] = ", ".join(words)
+    return lines
 
 
 def head_settings(folder: str) -> dict[str, Any]:
@@ -268,17 +321,18 @@ def up(
     parts: FleetParts,
     *,
     on_ready: Callable[[], None] | None = None,
+    tell: Callable[[str], None] = log.info,
     again: Callable[[], tuple[ClusterConfig, FleetParts]] | None = None,
     stop: threading.Event | None = None,
 ) -> int:
     """Run a fleet until SIGTERM or SIGINT (or `stop`). Returns the exit status.
 
-    again: reads the files anew; called on SIGHUP, and the fleet becomes what it says. May raise
-    ConfigError: then the fleet stays as it is.
+    tell: what happens while it starts or changes, a line each. again: reads the files anew; called
+    on SIGHUP, and the fleet becomes what it says. May raise ConfigError: then it stays as it is.
     """
     stop, hup = stop or threading.Event(), threading.Event()
     _catch(stop, hup)
-    with Fleet(cluster, parts) as fleet:
+    with Fleet(cluster, parts, tell) as fleet:
         _catch(stop, hup)  # Ray has put its own there, which ends the process
         if on_ready is not None:
             on_ready()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +49,9 @@ class FleetParts(Protocol):
     def server(self) -> ServerConfig:
         """What every part is configured by."""
 
+    def prepare(self) -> None:
+        """Make what all replicas of one machine would else make at once, and show it."""
+
     def front(self) -> Front:
         """For an ingress. Raises ConfigError, ModelError."""
 
@@ -80,6 +85,14 @@ class ServedParts:
         from server.model.cache_folder import cache_dir
 
         return Sharing.of(self.learning, cache_dir() / "fleet")
+
+    def prepare(self) -> None:
+        """Fetched and converted models, and machine code."""
+        from server.commands.own_engine import ready_folder
+
+        for model in self.server.models:
+            ready_folder(model, self.server.engine)
+        subprocess.run([sys.executable, "-m", "server.machine_code"], stdin=subprocess.DEVNULL)
 
     def front(self) -> Front:
         """Tokenizers, chat templates and tasks of every model."""

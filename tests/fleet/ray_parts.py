@@ -99,6 +99,9 @@ class FakeParts:
         numbers = ExchangeNumbers(append_s=0.1, look_s=0.2)
         return Sharing(self.shared, numbers, BuilderNumbers(), publish_s=0.2)
 
+    def prepare(self) -> None:
+        """Nothing is to be made."""
+
     def ingress_version(self) -> str:
         return version_of(self.server.model_dump_json(), self.weights)
 

@@ -105,7 +105,7 @@ def main() -> None:
     with _nodes(options.nodes) as nodes:
         address = None if nodes is None else nodes.cluster.address
         cluster, parts = _fleet_of(options, address)
-        with Fleet(cluster, parts) as fleet:
+        with Fleet(cluster, parts, lambda line: _say(f"TOLD {line}")) as fleet:
             keeper = fleet.keeper if nodes is None else nodes.keeper
             _say("READY")
             for line in sys.stdin:

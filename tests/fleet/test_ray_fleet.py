@@ -79,6 +79,18 @@ def _wanted(single: LiveServer, body: dict[str, Any]) -> Any:
     return _post(single.url, body)["choices"]
 
 
+def test_a_start_tells_what_it_does(fleet: FleetProcess) -> None:
+    told = fleet.told
+    wanted = ("preparing", "starting Ray", "starting replicas")
+    assert [next(i for i, line in enumerate(told) if line.startswith(w)) for w in wanted] == [
+        0,
+        1,
+        2,
+    ]
+    states = [line for line in told if line.startswith("engine-tiny: ")]
+    assert states and all(" starting" in line or " running" in line for line in states), told
+
+
 def test_answers_are_those_of_a_single_server(fleet: FleetProcess, single: LiveServer) -> None:
     bodies = [_body(i, n=1 + i % 2, logprobs=2) for i in range(24)]
     with ThreadPoolExecutor(8) as threads:
