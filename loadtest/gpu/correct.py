@@ -17,8 +17,7 @@ import torch
 
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of
 from server.engine.batch import Batch, Drawn, DrawParams
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.runner import TorchModel, TorchRunner, Ways
 from server.types import SamplingParams
 
 PROMPT = 48

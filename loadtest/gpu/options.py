@@ -19,9 +19,8 @@ from loadtest.gpu.shapes import SHAPES, Asked, build, info_of
 from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch
 from server.model.adapter import TokenRows
-from server.model.gpu.lora import GpuAdapter, adapted_sizes
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.adapters import GpuAdapter, adapted_sizes
+from server.model.gpu.runner import TorchModel, TorchRunner, Ways
 from server.model.shape import shape_of
 
 __all__ = ["adapters", "eight_bits", "own_tokens"]
@@ -86,21 +85,21 @@ def adapters(asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def _random_adapter(module: Any) -> GpuAdapter:
-    """As lora.pack_adapter makes one, of every linear layer."""
+    """As adapters.pack_adapter makes one, of every linear layer."""
     seeds = torch.Generator().manual_seed(7)
     parts = {}
     for name, (outputs, inputs) in adapted_sizes(shape_of(module.config)).items():
         a = torch.randn((inputs, RANK), generator=seeds) * inputs**-0.5
-        b = torch.randn((RANK, outputs), generator=seeds) * 0.1
-        parts[name] = (a.to(module.dtype), 0.5, b.to(module.dtype))
+        b = torch.randn((RANK, outputs), generator=seeds) * 0.05
+        parts[name] = (a.to(module.dtype), b.to(module.dtype))
     return GpuAdapter(parts, 16, module.config.vocab_size, 0)
 
 
 @torch.no_grad()
 def _merge(module: Any, adapter: GpuAdapter) -> None:
-    for name, (a, scale, b) in adapter.parts.items():
+    for name, (a, b) in adapter.parts.items():
         weight = module.get_parameter(name)
-        added = (a.float() * scale @ b.float()).t().to(weight.device)
+        added = (a.float() @ b.float()).t().to(weight.device)
         weight.copy_(weight.float() + added)
 
 

@@ -19,8 +19,7 @@ from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of
 from loadtest.gpu.steps import named, timed
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.runner import TorchModel, TorchRunner, Ways
 from server.types import Request, SamplingParams, SpeculationParams
 
 __all__ = ["engine", "transformers_own"]

@@ -26,8 +26,7 @@ import transformers
 
 from loadtest.gpu.correct import apart_bound, rows_of, run
 from loadtest.gpu.shapes import Asked, info_of
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.runner import TorchModel, TorchRunner, Ways
 
 __all__ = ["FOLDER", "check", "make", "record"]
 

@@ -21,8 +21,7 @@ import transformers
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu.kv_cache import bytes_per_block
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.runner import TorchModel, TorchRunner, Ways
 from server.types import SamplingParams
 
 MAX_ROWS = 2048

@@ -21,8 +21,7 @@ import torch
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
 from loadtest.gpu.shapes import Shape as ModelShape
 from server.engine.batch import Batch, Drawn, DrawParams, HeadSlice, Int32
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel
+from server.model.gpu.runner import TorchModel, TorchRunner
 from server.types import SamplingParams
 
 PLACES = ("device", "stream", "cpu")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from server.model.gpu.reserve import DeviceMemory
+    from server.model.gpu.device import DeviceMemory
     from server.model.gpu.runner import TorchRunner
     from server.model.loader import ModelFolder
     from server.model.shape import ModelShape
@@ -297,42 +297,19 @@ def _kv_block_bytes(
     )  # fmt: skip
 
 
-def _calculated_reserve(spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes that a step takes beside weights and KV, where they are not measured."""
-    from server.model.gpu.graphs import MAX_GRAPH_ROWS
-    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
-    from server.model.kv_memory import step_reserve
-
-    sizes, graph_bytes = spec.sizes, 0
-    if spec.cuda_graphs and spec.full_head in ("auto", "device"):
-        rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
-        kept = graph_head_rows(shape.vocab_size, HEAD_BYTES, rows)  # of logits
-        graph_bytes = 4 * shape.vocab_size * kept
-    return step_reserve(
-        rows=sizes.max_num_batched_tokens,
-        hidden_size=shape.hidden_size,
-        inner_size=shape.intermediate_size,
-        itemsize=dtype.itemsize,
-        head_bytes=HEAD_BYTES + PARTIAL_BYTES + graph_bytes,
-    )
-
-
 def _fit_kv(
     spec: RunnerSpec,
     shape: ModelShape,
     runner: TorchRunner,
-    calculated: int,
     memory: DeviceMemory,
 ) -> None:
     """Give the KV cache of a runner that has a small one its share of what is free beside a step.
 
     Raises ValueError when no block fits, or max_model_len does not.
     """
-    from server.model.gpu.reserve import reserve_of
     from server.model.kv_memory import num_blocks_for
 
-    adapters = runner.adapter_bytes(spec.adapters, spec.adapter_places)
-    reserve = reserve_of(runner, memory, calculated)._replace(adapters=adapters)
+    reserve = runner.reserve(memory, spec.adapters, spec.adapter_places)
     block_bytes, size = runner.info.kv_block_bytes, spec.sizes.block_size
     free = memory.free()
     num_blocks = num_blocks_for(
@@ -401,21 +378,19 @@ def _torch_runner(
 ) -> TorchRunner:
     """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
     and what is computed in."""
-    from server.model.gpu.reserve import FEW_SLOTS, CudaMemory
-    from server.model.gpu.runner import TorchRunner
-    from server.model.gpu.spec import TorchModel, Ways
+    from server.model.gpu.device import CudaMemory
+    from server.model.gpu.runner import FEW_SLOTS, TorchModel, TorchRunner, Ways
     from server.model.kv_memory import num_blocks_for
     from server.model.shape import generic_shape, shape_of
 
     device, dtype = place
     sizes, narrow = spec.sizes, _narrow_form(spec)
     shape = (generic_shape if is_generic(folder.config) else shape_of)(module.config)
-    calculated = _calculated_reserve(spec, shape, dtype)
     block_bytes = _kv_block_bytes(spec, shape, module, dtype)
     measures = device.type == "cuda" and sizes.kv_bytes is None
     num_blocks = num_blocks_for(
         block_bytes, device, num_bytes=sizes.kv_bytes,
-        fraction=1.0 if measures else sizes.kv_fraction, reserve=0 if measures else calculated,
+        fraction=1.0 if measures else sizes.kv_fraction,
     )  # fmt: skip
     kv_name = str(dtype).removeprefix("torch.")
     info = ModelInfo(
@@ -441,5 +416,5 @@ def _torch_runner(
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
     runner = TorchRunner(model, info, ways)
     if measures:
-        _fit_kv(spec, shape, runner, calculated, CudaMemory(device))
+        _fit_kv(spec, shape, runner, CudaMemory(device))
     return runner

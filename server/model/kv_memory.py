@@ -16,16 +16,6 @@ MARGIN = 256 << 20
 """Bytes beside what a step is known to take: fragments, and what was not there when it was."""
 
 
-def step_reserve(
-    *, rows: int, hidden_size: int, inner_size: int, itemsize: int, head_bytes: int
-) -> int:
-    """Bytes that a step of so many rows takes beside weights and KV: activations, logits, MARGIN.
-    Calculated, where gpu/reserve.py cannot measure: layers reuse the memory of activations, which
-    at the widest are the two inner products, their product, and a few vectors of hidden_size."""
-    activations = rows * itemsize * (3 * inner_size + 8 * hidden_size)
-    return activations + head_bytes + MARGIN
-
-
 def num_blocks_for(
     per_block: int,
     device: torch.device | str,

@@ -18,8 +18,8 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch, Drawn
 from server.model.gpu import sampler
-from server.model.gpu.draw_plan import plan_draws
 from server.model.gpu.generic import take_over
+from server.model.gpu.head_plan import plan_draws
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import SamplingParams

@@ -51,7 +51,7 @@ def batch_of(kind: str) -> Batch:
         table = pages.sequence(320)
         builder.add_rows(table, [1], 300)
         builder.add_tree(table, 300, [1] * 5, [-1, 0, 1, -1, 3])
-        builder.add_rows(pages.sequence(300), [1] * 20, 250)
+        builder.add_rows(pages.sequence(300), [1] * 9, 250)
     if kind in ("decode", "mixed"):
         for length in (1, 17, 256, 257, 600):
             builder.add_rows(pages.sequence(length), [1], length - 1)

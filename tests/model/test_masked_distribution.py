@@ -220,7 +220,7 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
     compiler = GrammarCompiler(load, runner.info.vocab_size)
     module: Any = AutoModelForCausalLM.from_pretrained(real_model_folder, dtype=torch.float32)
     prompt = tuple(tokenizer.encode("Is the sky blue? Answer with one word:").ids)
-    grammar = GrammarSpec("regex", " (yes|no|not (always|often|here)|sometimes blue)")
+    grammar = GrammarSpec("regex", " (yes|no|not (so|in)|a big no)")
 
     def logits(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.model.gpu.runner import TorchRunner
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.runner import TorchModel, TorchRunner, Ways
 from server.model.gpu.transfers import SideStream
 from server.types import ModelInfo
 from tests.model.batches import BLOCK_SIZE

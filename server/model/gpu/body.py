@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,13 @@ from transformers import PreTrainedModel
 
 from server.model.families import family_of
 from server.model.gpu import attention as paged
-from server.model.gpu.convolution import replace_convolutions
-from server.model.gpu.delta import PagedDeltaNet, kept_width, state_size
-from server.model.gpu.grouped import grouped
-from server.model.gpu.lora import LoraBank
+from server.model.gpu.adapters import Grouped, LoraBank
+from server.model.gpu.recurrent import (
+    PagedDeltaNet,
+    kept_width,
+    replace_convolutions,
+    state_size,
+)
 from server.model.shape import ModelShape, shape_of
 
 
@@ -65,32 +67,15 @@ def kept_by(module: Any) -> Kept:
     return Kept(layers - convolutions, convolutions, shape.kept_width, shape.conv_taps)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepIds:
-    """What goes into a step: one row per position.
-
-    token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
-    memory, in their place, own ones among them; None where the table is on the device. adapters:
-    int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places: int32 [R],
-    OwnRows.embedding_places, None where no row has one.
-    """
-
-    token_ids: torch.Tensor
-    embeds: torch.Tensor | None
-    adapters: torch.Tensor | None = None
-    own_places: torch.Tensor | None = None
-
-
 class Body:
     """Everything between token ids and the LM head.
 
-    module: taken over; its attention must be `paged` already. kept: of a position. nets: its gated
-    delta nets. adapters: beside the model; None for models of the generic path.
+    module: taken over; its attention must be `paged` already. product: of adapters. kept: of a
+    position. nets: its gated delta nets. adapters: beside the model; None for models of the generic
+    path.
     """
 
-    def __init__(
-        self, module: PreTrainedModel, attention: paged.AttentionName, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, product: Grouped, dtype: torch.dtype) -> None:
         device = next(p.device for p in module.parameters() if p.device.type != "meta")
         embed: Any = module.get_input_embeddings()
         self._body = module.base_model
@@ -102,28 +87,39 @@ class Body:
         self.adapters: LoraBank | None = None
         shape = _shape(module)
         if shape is not None:
-            self.adapters = LoraBank(module, shape, dtype, device, grouped(attention))
+            self.adapters = LoraBank(module, shape, dtype, device, product)
         # Gemma's scale, rounded as transformers' own embedding does.
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
 
     def __call__(
-        self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
+        self,
+        token_ids: torch.Tensor,
+        embeds: torch.Tensor | None,
+        adapters: torch.Tensor | None,
+        own_places: torch.Tensor | None,
+        step: paged.PagedStep,
     ) -> torch.Tensor:
-        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing."""
-        embeds = ids.embeds
+        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing.
+
+        token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
+        memory, in their place, own ones among them; None where the table is on the device.
+        adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places:
+        int32 [R], OwnRows.embedding_places, None where no row has one. step: with its rows.
+        """
         if self.adapters is not None:
-            self.adapters.spans = ids.adapters
-            if embeds is None and ids.own_places is not None:
-                embeds = self.adapters.own.embed(self._table, ids.token_ids, ids.own_places)
+            self.adapters.spans = adapters
+            if embeds is None and own_places is not None:
+                embeds = self.adapters.own.embed(self._table, token_ids, own_places)
         given: dict[str, torch.Tensor]
         if embeds is None:
-            given = {"input_ids": ids.token_ids[None]}
+            given = {"input_ids": token_ids[None]}
         else:
             embeds = embeds if self._scale is None else embeds * self._scale
             given = {"inputs_embeds": embeds[None]}
+        assert step.rows is not None
         result = self._body(
-            **given, position_ids=step.positions[None], use_cache=False, paged=paged_step
+            **given, position_ids=step.rows.positions[None], use_cache=False, paged=step
         )
         hidden: torch.Tensor = result.last_hidden_state[0]
         return hidden

@@ -1,36 +1,167 @@
-"""BodyRun: the rows of a step through transformers' layers, plainly or by replaying a CUDA graph.
+"""BodyRun: the rows of a step through transformers' layers, plainly or by replaying a CUDA graph,
+for decode steps and for trees alike.
 
-What a graph reads lies in an upload of its own, at addresses that its bucket fixes. Grammars, draws
-and steps without a graph have another upload, which may grow and move. So no step makes the graphs
-be captured again.
+A step whose sequences have few rows each (last tokens, trees, ends of prompts) has its number of
+rows padded to a bucket and its number of splits to a level; for every such pair the body is
+captured once, at first use, and replayed afterwards. Padded rows read nothing and write to the
+cache's trash slot. So a drafted step costs what a decode step of as many rows costs. Head and draws
+are queued behind the replay, while the device works on it.
+
+What makes this possible lives elsewhere and must stay: all inputs of the body are views into one
+device buffer at offsets that a bucket fixes (they come first in a step's upload), launches have
+grids known on the host, and nothing between the upload and the last hidden state syncs. When the
+buffer moves, for a step that is larger than any before, the graphs are captured again.
+
+Adapters' rows are in graphs of their own, and so are those of adapters with rows of the embedding:
+their tables keep their addresses until larger ones are needed, and the graphs are captured again
+then. Embeddings that are gathered in CPU memory are inputs like the others.
+
+The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
+the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
+plain path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.batch import Batch, Int32
+from server.engine.batch import Batch
 from server.model.gpu import attention as paged
-from server.model.gpu.body import Body, StepIds
-from server.model.gpu.convolution import input_slots
-from server.model.gpu.delta import ITEMS_A_ROW, DeltaItems, DeltaStates, delta_rule
-from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
-from server.model.gpu.grouped import SPAN_FIELDS
+from server.model.gpu.adapters import lora_spans
+from server.model.gpu.body import Body
 from server.model.gpu.kv_cache import KvCache
-from server.model.gpu.lm_head import GraphHead, LmHead
-from server.model.gpu.lora import lora_spans
-from server.model.gpu.slices import gathered
-from server.model.gpu.spec import graph_head_rows
-from server.model.gpu.transfers import Upload
+from server.model.gpu.lm_head import gathered
+from server.model.gpu.recurrent import (
+    ITEMS_A_ROW,
+    NOTHING,
+    DeltaItems,
+    DeltaRule,
+    DeltaStates,
+    input_slots,
+)
 
 Array = npt.NDArray[Any]
+
+WARM_UP_RUNS = 2
+MAX_GRAPH_ROWS = 256
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_GRAPH_ROWS)
+
+
+def row_bucket(num_rows: int, largest: int) -> int | None:
+    """The padded row count, of ROW_BUCKETS; None when that is more than `largest`."""
+    return next((b for b in ROW_BUCKETS if num_rows <= b <= largest), None)
+
+
+def split_level(num_splits: int, max_splits: int) -> int:
+    """The padded number of splits: a power of four, at most max_splits. Splits without keys end at
+    once, so that few levels, and few graphs, serve every length."""
+    level = 1
+    while level < num_splits:
+        level *= 4
+    return min(level, max_splits)
+
+
+class GraphKey(NamedTuple):
+    """rows, splits: as padded. has_adapters, has_own_rows: whether rows' adapters are in the graph,
+    and adapters' own rows of the embedding."""
+
+    rows: int
+    splits: int
+    has_adapters: bool = False
+    has_own_rows: bool = False
+
+
+Forward = Callable[[], torch.Tensor]
+
+
+class StepGraphs:
+    """Captured graphs by their key. One memory pool; used from one thread and stream. largest: most
+    rows of a graph."""
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self._device = device
+        self.largest = largest
+        self.num_captured = 0
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, key: GraphKey, forward: Forward) -> torch.Tensor:
+        """What `forward` returns, computed by a replay.
+
+        forward: runs the step on its static inputs; called only when the key is new: first plainly,
+        so that Triton compiles and cuBLAS allocates outside the capture, then under it.
+        It can run several times: it writes the same KV to the same slots. The returned tensor is
+        overwritten by the next run.
+        """
+        found = self._graphs.get(key)
+        if found is None:
+            for _ in range(WARM_UP_RUNS):
+                forward()
+            graph = torch.cuda.CUDAGraph()
+            # On the runner's own stream: torch's is one per process, on the device that came first.
+            stream = torch.cuda.current_stream(self._device)
+            # Another thread's allocation, or a question to the driver, does not end a capture.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode=mode):
+                output = forward()
+            found = self._graphs[key] = (graph, output)
+            self.num_captured += 1
+        graph, output = found
+        graph.replay()
+        return output
+
+    def forget(self) -> None:
+        """Drop all graphs: something that they read has moved."""
+        self._graphs.clear()
+        # torch does not capture into a pool again whose last graph is gone.
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+def pad_to_bucket(
+    arrays: dict[str, Array],
+    plan: paged.TilePlan,
+    key: GraphKey,
+    trash_slot: int,
+    tables_shape: tuple[int, int],
+) -> paged.TilePlan:
+    """Pad a step's arrays in place to the bucket's shapes; the padded plan.
+
+    plan: of one group. tables_shape: of the bucket's block tables; entries of the step's own beyond
+    it are not read. Padded rows have no keys, no tile and the trash slot; every shape depends on
+    the key alone.
+    """
+    num_rows, num_splits = key.rows, key.splits
+    fills = {"slots": trash_slot, "sources": NOTHING, "own_places": -1}
+    shapes: dict[str, tuple[int, ...]] = {
+        "block_tables": tables_shape,
+        "ancestors": (num_rows, -(-num_rows // paged.WORD)),
+        "lines": (num_rows, 2),
+    }
+    for name, array in arrays.items():  # of adapters' spans, one a row is the most
+        room = num_rows * (ITEMS_A_ROW if name == "items" else 1)
+        shape = shapes.get(name, (room, *array.shape[1:]))
+        arrays[name] = _corner(array, shape, fills.get(name, 0))
+    group = plan.groups[0]
+    tiles = _corner(group.tiles, (num_rows, paged.TILE_FIELDS))
+    split_rows = _corner(plan.split_rows, (num_rows if num_splits > 1 else 0,), -1)
+    return paged.TilePlan(
+        (paged.TileGroup(tiles, group.block_m, num_splits),), split_rows, num_splits
+    )
+
+
+def _corner(array: Array, shape: tuple[int, ...], fill: int = 0) -> Array:
+    """An array of a shape, with what fits of the given one in its first places."""
+    padded = np.full(shape, fill, array.dtype)
+    part = array[tuple(map(slice, shape))]
+    padded[tuple(map(slice, part.shape))] = part
+    return padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,27 +176,12 @@ class BodyPlan:
     graph_key: GraphKey | None
     tiles: paged.TilePlan | None
 
-    @property
-    def has_head(self) -> bool:
-        """Whether the full head's rows go through it in the graph."""
-        return self.graph_key is not None and self.graph_key.has_head
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Computed:
-    """Last hidden states [num_rows (or more, in a graph), hidden_size]; where the head was in the
-    graph, logits float32 of its rows (GraphHead), and their argmax int32, if that is what is
-    drawn. Valid until the next step."""
-
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
-
 
 class BodyRun:
     """The body of one runner.
 
-    shape: how attention is divided. attention: "triton" or "torch". embedding: see TorchRunner.
+    shape: how attention is divided. attention: "triton" or "torch". rule: of gated delta
+    nets. embedding: see TorchRunner.
     tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows of the
     largest graph, 0 for none. The partial results of split attention and the states of gated delta
     nets belong to it. All runs on the current stream.
@@ -78,6 +194,7 @@ class BodyRun:
         shape: paged.TileShape,
         *,
         attention: paged.AttentionName,
+        rule: DeltaRule,
         embedding: torch.Tensor | None,
         tables_shape: tuple[int, int],
         graph_rows: int,
@@ -88,7 +205,6 @@ class BodyRun:
         self._taps = body.kept.taps
         self.states: DeltaStates | None = None
         if body.nets:
-            rule = delta_rule(attention)
             self.states = DeltaStates(body.nets, tables_shape[0], cache.block_size, rule, device)
         self.embedding = embedding
         self.shape = shape
@@ -102,31 +218,12 @@ class BodyRun:
 
             num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
             self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
-        width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
-        fields = 14 + paged.TILE_FIELDS + 2 * SPAN_FIELDS + graph_rows // paged.WORD + self._taps
-        if self.states is not None:
-            fields += 2 + ITEMS_A_ROW * self.states.item_fields
-        per_row = 4 * fields + width
-        tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
-        self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
-        self.head: GraphHead | None = None
         self._num_graph = self._num_plain = 0
         if graph_rows:
             self.graphs = StepGraphs(device, graph_rows)
 
-    def add_head(self, head: LmHead, head_bytes: int) -> None:
-        """Graphs have the full head, too, and its argmax. head_bytes: see Ways."""
-        assert self.graphs is not None
-        num_rows = graph_head_rows(head.weight.shape[0], head_bytes, self.graphs.largest)
-        self.head = GraphHead(head, num_rows)
-
-    def plan(
-        self,
-        batch: Batch,
-        head_rows: Int32 | None = None,
-    ) -> BodyPlan:
-        """What a step's body reads. head_rows: the rows that go through
-        the full head, if all go through it at once and none through a slice of it."""
+    def plan(self, batch: Batch) -> BodyPlan:
+        """What a step's body reads."""
         arrays = self._row_arrays(batch)
         if self._attention == "torch":
             arrays |= {
@@ -148,10 +245,6 @@ class BodyRun:
             has = {"has_adapters": "adapters" in arrays, "has_own_rows": "own_places" in arrays}
             key = key._replace(**has)
             tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
-            if head_rows is not None and self.head is not None and key.rows <= self.head.num_rows:
-                key = key._replace(has_head=True)
-                arrays["graph_rows"] = np.zeros(key.rows, np.int32)  # padded: row 0's logits
-                arrays["graph_rows"][: head_rows.shape[0]] = head_rows
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
@@ -200,51 +293,34 @@ class BodyRun:
             return None
         return GraphKey(num_rows, num_splits)
 
-    def run(self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan) -> Computed:
-        """Compute the layers, and the head where the plan has it."""
-        step = paged.StepTensors(
-            tensors["positions"],
-            tensors["seq_ids"],
-            tensors["slots"],
-            tensors["prefix_len"],
-            tensors["block_tables"],
-            tensors.get("path_start"),
-            tensors.get("path_len"),
-            tensors.get("path_slots"),
-            tensors.get("ancestors"),
-            tensors.get("sources"),
-        )
+    def run(
+        self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan
+    ) -> torch.Tensor:
+        """Last hidden states [num_rows (or more, in a graph), hidden_size], valid until the next
+        step."""
+        names = paged.StepTensors.__dataclass_fields__
+        step = paged.StepTensors(**{name: tensors[name] for name in names if name in tensors})
         attention = self._attends(batch, step, tensors, plan)
         recur = None
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])
             recur = partial(self.states.recur, items, step.slots, self._cache.inputs)
-        paged_step = paged.PagedStep(self._cache, attention, step, recur)
-
         embeds = None
         if self.embedding is not None:
             embeds = tensors["embeds"].view(self.embedding.dtype)
-        ids = StepIds(
-            tensors["token_ids"], embeds, tensors.get("adapters"), tensors.get("own_places")
+        forward = partial(
+            self.body, tensors["token_ids"], embeds, tensors.get("adapters"),
+            tensors.get("own_places"), paged.PagedStep(self._cache, attention, step, recur),
         )  # fmt: skip
-
-        head = self.head if plan.has_head else None
-
-        def forward() -> tuple[torch.Tensor, ...]:
-            hidden = self.body(ids, step, paged_step)
-            if head is None:
-                return (hidden,)
-            return hidden, *head(hidden, tensors["graph_rows"])
-
         if plan.graph_key is None or self.graphs is None:
             self._num_plain += 1
-            computed = Computed(*forward())
+            hidden = forward()
         else:
             self._num_graph += 1
-            computed = Computed(*self.graphs.run(plan.graph_key, forward))
+            hidden = self.graphs.run(plan.graph_key, forward)
         if self.states is not None:
             self.states.commit()
-        return computed
+        return hidden
 
     def _attends(
         self,
@@ -275,11 +351,3 @@ class BodyRun:
         """Steps since the start: replayed, captured first, and without a graph."""
         num_captured = 0 if self.graphs is None else self.graphs.num_captured
         return self._num_graph - num_captured, num_captured, self._num_plain
-
-    def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """A graph step's arrays on the device, where its bucket has them."""
-        generation = self.inputs.generation
-        tensors = self.inputs(arrays)
-        if self.inputs.generation != generation and self.graphs is not None:
-            self.graphs.forget()  # never: it is sized for the largest bucket
-        return tensors

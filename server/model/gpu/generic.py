@@ -15,7 +15,7 @@ from torch import nn
 from server.model.delta_net import DeltaNet, replace_delta_nets
 from server.model.gpu import attention as paged
 from server.model.gpu.body import place_attention
-from server.model.gpu.delta import (
+from server.model.gpu.recurrent import (
     CONTINUES,
     RELOAD,
     ROW,

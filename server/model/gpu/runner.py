@@ -1,17 +1,16 @@
 """TorchRunner: Batch -> ids on a GPU, with transformers' own modules as the body.
 
 It serves every supported family on "cuda", and on "cpu" as the reference of the CPU fast path. A
-step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed
-and more than an argmax is drawn), the body on all rows with our paged attention (body_run.py), the
-LM head on the rows that draw or are scored (head_plan.py, head_run.py),
-the sampler (sampler.py), one download (results.py).
+step is: one upload of everything the Batch holds (one pinned copy), the body on all rows with our
+paged attention (body_run.py), the LM head on the rows that draw or are scored (head_plan.py,
+head_run.py), the sampler (sampler.py), one download.
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 One step is in flight. All work is queued on one stream of the runner, KV moves included, but for
 copies of the LM head's rows, which have a second one (transfers.py).
 
 Vocabulary slices: draws are sorted by what they see, the full head or a table's slices; each kind
-goes through the head and the sampler in slabs of rows (slices.py). `verify` draws again from
+goes through the head and the sampler in slabs of rows (lm_head.py). `verify` draws again from
 kept hidden states with the full head, on the device, streamed to it, or on the CPU.
 
 What ran where: the whole path with the torch attention runs in CI on the CPU; the Triton kernels
@@ -26,7 +25,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,25 +34,69 @@ from transformers import PreTrainedModel
 
 from server.engine.batch import Batch, Drawn, Int32
 from server.errors import UnsupportedModelError
+from server.model.gpu import adapters
 from server.model.gpu import attention as paged
-from server.model.gpu import lora
-from server.model.gpu.batch_check import check_batch, check_sizes
 from server.model.gpu.body import Body, narrow_layers
-from server.model.gpu.body_run import BodyRun, Computed
-from server.model.gpu.device import DeviceMeter
-from server.model.gpu.graphs import MAX_GRAPH_ROWS
-from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays, whole_head_rows
-from server.model.gpu.head_run import HeadRun
+from server.model.gpu.body_run import MAX_GRAPH_ROWS, BodyRun
+from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve
+from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
+from server.model.gpu.head_run import HeadRun, Step
 from server.model.gpu.kv_cache import KvCache
-from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
-from server.model.gpu.results import Step
-from server.model.gpu.slices import TorchSlices
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead, TorchSlices
+from server.model.gpu.recurrent import DeltaRule, delta_torch
 from server.model.gpu.transfers import HostTable, SideStream, Upload
 from server.model.gpu.warm_up import Trials
-from server.types import DeviceFigures, ModelInfo
+from server.types import DeviceFigures, ModelInfo, NarrowForm
 
 Array = npt.NDArray[Any]
+
+HEAD_BYTES = 512 << 20
+PARTIAL_BYTES = 256 << 20
+"""Memory for split attention's partial results."""
+FEW_SLOTS = MAX_GRAPH_ROWS
+"""Of the KV cache that measured steps have; the rows of a larger step share them."""
+
+
+class TorchModel(NamedTuple):
+    """A model's weights, and which of them lie in CPU memory.
+
+    module: a causal LM of transformers, in eval mode, on the runner's device; the runner takes it
+    over and switches its attention. embedding: [rows, hidden_size] in CPU memory, from which a
+    step's rows are gathered into its upload; None: the module's own, on the device. head: [rows,
+    hidden_size] in CPU memory, where the full head stays; None: the module's own, on the device.
+    What is given here may be on the meta device in the module. verify_on_cpu: `verify` multiplies
+    there, instead of copying the head through the device; only with `head`.
+    """
+
+    module: PreTrainedModel
+    embedding: torch.Tensor | None = None
+    head: torch.Tensor | None = None
+    verify_on_cpu: bool = False
+
+
+class Ways(NamedTuple):
+    """How a step is computed.
+
+    attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs:
+    captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
+    memory that a slab of logits and the work on it may take; more rows go through the head in
+    several slabs. weights: of the layers, in 8 bits (body.narrow_layers), or None as they are
+    loaded.
+    """
+
+    attention: paged.AttentionName | None = None
+    cuda_graphs: bool = False
+    head_bytes: int = HEAD_BYTES
+    weights: NarrowForm | None = None
+
+
+def kernels(attention: paged.AttentionName) -> tuple[adapters.Grouped, DeltaRule]:
+    """The products of adapters and the gated delta rule that go with an attention."""
+    if attention == "torch":
+        return adapters.grouped_torch, delta_torch
+    from server.model.gpu.triton_kernels import delta_triton, grouped_triton
+
+    return grouped_triton, delta_triton
 
 
 class TorchRunner:
@@ -97,8 +140,6 @@ class TorchRunner:
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         self._body = self._make_body(module, dtype, embedding, ways)
-        if self._body.graphs is not None and isinstance(self._head, LmHead):
-            self._body.add_head(self._head, ways.head_bytes)
         own, head_size = self._body.own, self._head.vocab_size
         self._planner = HeadPlanner(self._slices, head_size, ways.head_bytes, own)
         self._head_run = HeadRun(self._slices, own, on_gpu=self._on_gpu)
@@ -125,7 +166,8 @@ class TorchRunner:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         if ways.weights is not None:
             narrow_layers(module)
-        body = Body(module, self._attention, dtype)
+        product, rule = kernels(self._attention)
+        body = Body(module, product, dtype)
         kept = body.kept
         self._cache = KvCache(
             num_layers=kept.layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -137,20 +179,23 @@ class TorchRunner:
             self._cache,
             paged.TileShape.of(
                 num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                max_model_len=info.max_model_len, num_bytes=ways.partial_bytes, dtype=dtype,
+                max_model_len=info.max_model_len, num_bytes=PARTIAL_BYTES, dtype=dtype,
             ),
             attention=self._attention,
+            rule=rule,
             embedding=embedding,
             tables_shape=(info.max_num_seqs, self._max_blocks),
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
         )  # fmt: skip
 
     def _make_upload(self, with_embedding: bool) -> Upload:
-        """Room for a step's arrays, and for its rows of the embedding where they travel along."""
-        row_bytes = 4 * (12 + paged.TILE_FIELDS) + self.head_row_bytes * with_embedding
-        table_bytes = 4 * self.info.max_num_seqs * self._max_blocks
-        num_bytes = row_bytes * self.info.max_num_batched_tokens + table_bytes + (1 << 16)
-        return Upload(self._device, num_bytes)
+        """Room for a step's arrays, and for its rows of the embedding where they travel along: as
+        much as most steps need, since graphs are captured again when it moves."""
+        info = self.info
+        row_bytes = 256 + self.head_row_bytes * with_embedding
+        seq_bytes = 4 * self._max_blocks + info.vocab_size // 8  # its table and a grammar's mask
+        num_bytes = row_bytes * info.max_num_batched_tokens + seq_bytes * info.max_num_seqs
+        return Upload(self._device, num_bytes + (1 << 20), self.forget_graphs)
 
     def _make_head(self, model: TorchModel) -> FullHead:
         own: Any = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -255,10 +300,10 @@ class TorchRunner:
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
             if self._cpu_head is None:
-                self._head_run.run(step, slabs, Computed(hidden), tensors, self._head)
+                self._head_run.run(step, slabs, hidden, tensors, self._head)
             else:
                 there = {k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}
-                self._head_run.run(step, slabs, Computed(hidden.cpu()), there, self._cpu_head)
+                self._head_run.run(step, slabs, hidden.cpu(), there, self._cpu_head)
             step.mark_end(on_gpu=self._on_gpu)
         return step.finish()
 
@@ -266,24 +311,19 @@ class TorchRunner:
 
     def check_adapter(self, folder: str) -> bool:
         """See AdaptingRunner."""
-        return lora.check_adapter(Path(folder), self._adapting(folder).shape)
+        return adapters.check_adapter(Path(folder), self._adapting(folder).shape)
 
-    def pack_adapter(self, folder: str) -> lora.GpuAdapter:
-        """See AdaptingRunner; raises as lora.pack_adapter does."""
+    def pack_adapter(self, folder: str) -> adapters.GpuAdapter:
+        """See AdaptingRunner; raises as adapters.pack_adapter does."""
         bank = self._adapting(folder)
-        return lora.pack_adapter(Path(folder), bank.shape, bank.dtype, self.info.vocab_size)
+        return adapters.pack_adapter(Path(folder), bank.shape, bank.dtype, self.info.vocab_size)
 
-    def hold_adapter(self, place: int, adapter: lora.GpuAdapter) -> None:
+    def hold_adapter(self, place: int, adapter: adapters.GpuAdapter) -> None:
         """See AdaptingRunner."""
         self._check_idle()
         with torch.inference_mode(), self._on_stream():
             if self._adapting().hold(place, adapter):
                 self.forget_graphs()  # they read the tables where they were
-
-    def adapter_bytes(self, folders: Iterable[str], most: int) -> int:
-        """As LoraBank.bytes_for; 0 where adapters are not computed."""
-        bank = self._body.body.adapters
-        return 0 if bank is None else bank.bytes_for(folders, most)
 
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
@@ -291,7 +331,7 @@ class TorchRunner:
         with torch.inference_mode(), self._on_stream():
             self._adapting().drop(place)
 
-    def _adapting(self, folder: str = "") -> lora.LoraBank:
+    def _adapting(self, folder: str = "") -> adapters.LoraBank:
         body = self._body.body
         if body.adapters is not None:
             return body.adapters
@@ -336,11 +376,9 @@ class TorchRunner:
     @property
     def trials(self) -> Trials:
         """Batches that it may try out."""
-        body, graphs = self._body, self._body.graphs
-        return Trials(
-            self.info, body.shape, 0 if graphs is None else graphs.largest, self._max_blocks,
-            has_head=body.head is not None,
-        )  # fmt: skip
+        graphs = self._body.graphs
+        graph_rows = 0 if graphs is None else graphs.largest
+        return Trials(self.info, self._body.shape, graph_rows, self._max_blocks)
 
     def try_out(self, batches: Iterable[Batch]) -> int:
         """Run steps whose results nobody reads, before any KV is kept; how many."""
@@ -357,6 +395,33 @@ class TorchRunner:
             if states is not None:
                 states.is_warming = False
         return num_steps
+
+    def reserve(self, memory: DeviceMemory, folders: Iterable[str], most: int) -> Reserve:
+        """What its steps take, and the tables of `most` adapters as large as those of these
+        folders. Call it before any KV is kept; its graphs are gone afterwards.
+
+        The largest steps that the sizes allow run over a KV cache of a few slots, then the largest
+        graphs are captured. What the allocator held at most, less what it still holds when all that
+        is given back, is what steps take; what the driver took at each capture, beside the
+        allocator, is what a graph takes, and there will be so many. What remains (cuBLAS, compiled
+        kernels) is not free any more when the KV cache takes its share. What other processes do on
+        the device meanwhile shows as the driver's. Raises what such a step raises: serving would.
+        """
+        trials = self.trials
+        memory.release()
+        self.try_out(trials.largest())
+        before = memory.elsewhere()
+        num = self.try_out(trials.graphs())
+        each = max(0, memory.elsewhere() - before) // max(1, num)
+        held = memory.most_held()
+        self.forget_graphs()
+        memory.release()
+        bank = self._body.body.adapters
+        return Reserve(
+            steps=max(0, held - memory.held()),
+            graphs=each * num * trials.graphs_a_size,
+            adapters=0 if bank is None else bank.bytes_for(folders, most),
+        )
 
     def resize_kv(self, num_blocks: int, max_model_len: int) -> None:
         """Room for other numbers than it was made with, before any KV is kept; max_model_len at
@@ -396,7 +461,7 @@ class TorchRunner:
         check_batch(batch, self.info, self._cache.num_slots, own_ids)
         step.mark_begin(on_gpu=self._on_gpu)
         slabs, step.placed = self._planner.plan(batch)
-        plan = self._body.plan(batch, whole_head_rows(slabs))
+        plan = self._body.plan(batch)
         keep = kept_draws(batch)
         arrays: dict[str, Array] = {}
         if keep.shape[0]:
@@ -405,22 +470,14 @@ class TorchRunner:
             arrays["keep_places"] = batch.draw_keep[keep]
             self._make_room_to_keep(int(arrays["keep_places"].max()) + 1)
         arrays |= self._slices.arrays(step.placed)
-        takes_argmax = plan.has_head and slabs[0].plan.plain_is_all
-        if not takes_argmax or not slabs[0].only_draws or batch.num_likely:
-            arrays |= slab_arrays(batch, slabs)
-        if plan.graph_key is None:
-            tensors = self._upload(plan.arrays | arrays)
-        else:
-            tensors = self._body.upload(plan.arrays)
-            tensors |= self._upload(arrays) if arrays else {}
+        arrays |= slab_arrays(batch, slabs)
+        tensors = self._upload(plan.arrays | arrays)  # what graphs read comes first
         self._slices.write(step.placed, tensors)
-        computed = self._body.run(batch, tensors, plan)
-        if not takes_argmax:
-            computed = replace(computed, ids=None)
+        hidden = self._body.run(batch, tensors, plan)
         if keep.shape[0]:
-            rows = computed.hidden.index_select(0, tensors["keep_rows"])
+            rows = hidden.index_select(0, tensors["keep_rows"])
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
-        self._head_run.run(step, slabs, computed, tensors, self._head)
+        self._head_run.run(step, slabs, hidden, tensors, self._head)
         step.mark_end(on_gpu=self._on_gpu)
 
     def _make_room_to_keep(self, num: int) -> None:
@@ -428,3 +485,36 @@ class TorchRunner:
             grown = self._kept.new_zeros((max(num, 2 * self._kept.shape[0]), self._kept.shape[1]))
             grown[: self._kept.shape[0]] = self._kept
             self._kept = grown
+
+
+def check_sizes(config: Any, info: ModelInfo) -> None:
+    """Raise ValueError for sizes that the model of this config does not have."""
+    if info.max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {info.max_model_len} is above the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    if info.block_size & (info.block_size - 1) or info.block_size < 1:
+        raise ValueError(f"block_size must be a power of two, not {info.block_size}")
+
+
+def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_ids: Int32 | int) -> None:
+    """Raise ValueError for indices that would read or write outside the device's memory: on a GPU
+    they would end the process. num_ids: that each row may have."""
+    if batch.num_rows == 0:
+        raise ValueError("a batch without rows")
+    if int(batch.slots.min()) < 0 or int(batch.slots.max()) >= num_slots:
+        raise ValueError("a row's slot is outside the KV cache")
+    if int(batch.token_ids.min()) < 0 or (batch.token_ids >= num_ids).any():
+        raise ValueError("a row's token id is outside the vocabulary")
+    if int(batch.positions.min()) < 0 or int(batch.positions.max()) >= info.max_model_len:
+        raise ValueError("a row's position is outside the model's length")
+    tables = batch.block_tables
+    if int(batch.seq_ids.max()) >= tables.shape[0] or int(tables.max()) >= info.num_blocks:
+        raise ValueError("a row's sequence or block does not exist")
+    if int(batch.prefix_len.max()) > tables.shape[1] * info.block_size:
+        raise ValueError("a row's prefix is longer than its block table")
+    if int((batch.path_start + batch.path_len).max()) > batch.path_slots.shape[0]:
+        raise ValueError("a row's path ends outside path_slots")
+    if batch.path_slots.shape[0] and int(batch.path_slots.max()) >= num_slots:
+        raise ValueError("a path slot is outside the KV cache")

@@ -1,11 +1,10 @@
 """The coupling sampler on a device: many draws at once, the reference sampler's integers.
 
-`draw` runs a DrawPlan (draw_plan.py) on float32 logits with torch operations that never sync. Draws
+`draw` runs a DrawPlan (head_plan.py) on float32 logits with torch operations that never sync. Draws
 that only take the argmax of raw logits go a fast way that reads the logits once; the others are
 processed in float64 in the fixed order (bias, allowed ids and grammar, min_tokens, penalties,
-temperature, top-k, top-p, min-p) and drawn by Gumbel-max with the shared counter hash. On CUDA
-torch.compile makes noise, sum and argmax one pass over the logits; rows with top-k or top-p are
-sorted, and no others.
+temperature, top-k, top-p, min-p) and drawn by Gumbel-max with the shared counter hash. Rows with
+top-k or top-p are sorted, and no others.
 
 Against the reference: every comparison, order and tie rule is the same; exp and log of the device
 may differ from numpy's in the last bit of a float64, and CUDA's running sum associates differently,
@@ -14,15 +13,13 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 
-from server.model.gpu.draw_plan import DrawPlan
+from server.model.gpu.head_plan import DrawPlan
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1
@@ -78,12 +75,6 @@ def gumbel_max(
     noisy = logits + torch.where(is_noisy, -torch.log(-torch.log(u)), 0.0)
     value, which = noisy.max(dim=1)
     return value, which.int()
-
-
-@cache
-def _gumbel_max(device_type: str) -> Callable[..., Any]:
-    """gumbel_max as it runs on a kind of device; compiled for any number of rows and columns."""
-    return torch.compile(gumbel_max, dynamic=True) if device_type == "cuda" else gumbel_max
 
 
 def keep_nucleus(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -224,10 +215,10 @@ def draw(
         x = adjusted(raw, plan, arrays, own)
         if plan.noisy:
             _cut(x, plan, arrays)
-            noise, best = arrays["noise"], _gumbel_max(x.device.type)
+            noise = arrays["noise"]
             if own is None:
                 own = torch.arange(x.shape[1], device=x.device)
-            value, which = best(x, noise_words(noise), noise[:, 2:] != 0, own.long())
+            value, which = gumbel_max(x, noise_words(noise), noise[:, 2:] != 0, own.long())
         else:
             value, which = x.max(dim=1)
         value = torch.where(raw.isnan().any(dim=1), float("nan"), value)

@@ -39,14 +39,15 @@ class Upload:
     """Many small host arrays to the device by one copy on the current stream.
 
     Arrays are packed in order, each aligned to 16 bytes, so equal shapes get equal addresses from
-    call to call: what CUDA graphs read. Without CUDA there is one buffer. `generation` changes when
-    the device buffer moved, after which earlier addresses are invalid. Use one Upload on one
-    stream.
+    call to call: what CUDA graphs read. Without CUDA there is one buffer. moved: called when arrays
+    need a larger one, after which earlier addresses are invalid. Use one Upload on one stream.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, num_bytes: int, moved: Callable[[], None] = lambda: None
+    ) -> None:
         self._device = device
-        self.generation = 0
+        self._moved = moved
         self._on_gpu = device.type == "cuda"
         self._next = 0
         self._turns = TURNS if self._on_gpu else 1
@@ -64,7 +65,6 @@ class Upload:
             else self._host[0]
         )
         self._capacity = num_bytes
-        self.generation += 1
 
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """Tensors of the same names, shapes and dtypes on the device; valid until the next call."""
@@ -80,6 +80,7 @@ class Upload:
                 torch.cuda.current_stream(self._device).synchronize()
             self._events = [None] * self._turns
             self._allocate(2 * end)
+            self._moved()
         turn, self._next = self._next, (self._next + 1) % self._turns
         event = self._events[turn]
         if event is not None:

@@ -1,4 +1,5 @@
-"""Triton kernels of the CUDA path: paged attention, its reduction, KV writes.
+"""Triton kernels of the CUDA path: paged attention, its reduction, KV writes; grouped products of
+adapters and own head rows; the gated delta rule.
 
 Every kernel reads its work from device memory that the runner fills with one copy a step, has a
 grid known on the host and syncs nothing, so a step can be captured in a CUDA graph.
@@ -10,9 +11,9 @@ splits. There are no atomics.
 Split keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023); online
 softmax: Milakov and Gimelshein (arXiv 1805.02867).
 
-Run under TRITON_INTERPRET=1 by tests/model/gpu/test_attention.py; tests/gpu runs the same cases
-on CUDA. The tile sizes below were chosen from the sizes of registers and shared memory, not
-measured.
+None of it was run on a GPU. Triton's interpreter runs it in tests/model/gpu (test_attention.py,
+test_adapters.py, test_delta.py), which also compile it for sm_80 to sm_100; tests/gpu runs the same
+cases on CUDA. Sizes of tiles follow from those of registers and shared memory, not from measuring.
 """
 
 # Kernels are untyped by nature, and triton ships no stubs.
@@ -26,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
+from server.model.delta_net import DeltaNet
+from server.model.gpu.adapters import SPAN_FIELDS, SPAN_ROWS
 from server.model.gpu.attention import (
     SMALL_M,
     TILE_FIELDS,
@@ -34,11 +37,14 @@ from server.model.gpu.attention import (
     StepTensors,
     TileShape,
 )
+from server.model.gpu.recurrent import DeltaItems, DeltaMemory, state_size
 
 # Said aloud because Triton is changing its default.
 FUSE = {"enable_fp_fusion": True}
 _FIELDS = tl.constexpr(TILE_FIELDS)
 _WORD = tl.constexpr(WORD)
+_SPAN_FIELDS = tl.constexpr(SPAN_FIELDS)
+_SPAN_ROWS = tl.constexpr(SPAN_ROWS)
 
 
 @triton.jit
@@ -428,3 +434,158 @@ class TritonAttention:
                 **common,
             )
         return out
+
+
+GROUPED_N = 32
+
+
+@triton.jit
+def _grouped(
+    x, spans, w, y, stride_x, stride_y, stride_place, stride_k, stride_n, num_outputs,
+    SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ADDS: tl.constexpr,
+):  # fmt: skip
+    """Program (span, part): BLOCK_N outputs of its rows, up to SPAN_ROWS of one adapter, of SIZE
+    inputs. A row's result is a function of that row and its adapter: rows are lines of one tile,
+    and no sum crosses them. A span without rows pads a CUDA graph's, and ends at once."""
+    fields = spans + tl.program_id(0).to(tl.int64) * _SPAN_FIELDS
+    first = tl.load(fields).to(tl.int64)
+    num = tl.load(fields + 1)
+    place = tl.load(fields + 2).to(tl.int64)
+    if num == 0:
+        return
+    r = tl.arange(0, _SPAN_ROWS)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_row, is_output = r < num, n < num_outputs
+    of_rows = x + (first + r[:, None]) * stride_x
+    of_outputs = w + place * stride_place + n[None, :] * stride_n
+    total = tl.zeros((_SPAN_ROWS, BLOCK_N), tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        inside = start + k < SIZE
+        states = tl.load(
+            of_rows + start + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0
+        )
+        weights = tl.load(
+            of_outputs + (start + k[:, None]) * stride_k,
+            mask=is_output[None, :] & inside[:, None], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(states, weights.to(states.dtype), total, input_precision="ieee")
+    at = y + (first + r[:, None]) * stride_y + n[None, :]
+    mask = is_row[:, None] & is_output[None, :]
+    if ADDS:
+        total = tl.load(at, mask=mask, other=0.0).to(tl.float32) + total
+    tl.store(at, total.to(y.dtype.element_ty), mask=mask)
+
+
+def block_k(dtype: torch.dtype) -> int:
+    """Inputs that are multiplied at once: products of float32 fill the registers."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def grouped_triton(
+    x: torch.Tensor,
+    spans: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    adds: bool = False,
+) -> None:
+    """adapters.Grouped by the kernel above."""
+    size, outputs = w.shape[1:]
+    _grouped[(spans.shape[0], triton.cdiv(outputs, GROUPED_N))](
+        x, spans, w, y, x.stride(0), y.stride(0), *w.stride(), outputs,
+        SIZE=size, BLOCK_N=GROUPED_N, BLOCK_K=block_k(x.dtype), ADDS=adds, num_warps=4, **FUSE,
+    )  # fmt: skip
+
+
+_COLUMNS = 32  # of a state, for one program
+
+
+@triton.jit
+def _filtered(item, kept, taps, at, inside, CHANNELS, WIDTH, NUM_TAPS: tl.constexpr):
+    """SiLU of the sum over taps of the channels `at`, the oldest position first."""
+    total = at.to(tl.float32) * 0.0
+    for j in tl.static_range(NUM_TAPS):
+        slot = tl.load(item + 3 + j).to(tl.int64) + at.to(tl.int64) * 0
+        there = inside & (slot >= 0)
+        value = tl.load(kept + tl.maximum(slot, 0) * WIDTH + at, mask=there, other=0.0)
+        total += tl.load(taps + j * CHANNELS + at, mask=inside, other=0.0) * value.to(tl.float32)
+    return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
+def _delta_rows(
+    items, lines, kept, taps, rate, shift, states, out, scale,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NUM_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (line, head, part): a sequence's items and BLOCK_V columns of one value head's state,
+    which stays in registers: columns of a state do not read each other. Prompts are walked token by
+    token: their order of sums is that of decoding, at the price of a slow prefill."""
+    line = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(lines + 2 * line)
+    end = tl.load(lines + 2 * line + 1)
+    channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
+    width: tl.constexpr = channels + 2 * HEADS
+    i = tl.arange(0, BLOCK_K)
+    in_k = i < DK
+    j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = j < DV
+    at_q = (head // (HEADS // KEY_HEADS)) * DK + i
+    at_v = 2 * KEY_HEADS * DK + head * DV + j
+    at_state = head * (DK * DV) + i[:, None] * DV + j[None, :]
+    inside = in_k[:, None] & in_v[None, :]
+    head_rate = tl.load(rate + head)
+    head_shift = tl.load(shift + head)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    for n in range(first, end):
+        item = items + n * (3 + NUM_TAPS)
+        row = tl.load(item).to(tl.int64)
+        reload = tl.load(item + 1).to(tl.int64) + at_state.to(tl.int64) * 0
+        save = tl.load(item + 2).to(tl.int64)
+        before = states + tl.maximum(reload, 0) * (HEADS * DK * DV) + at_state
+        stored = tl.load(before, mask=inside & (reload >= 0), other=0.0)
+        state = tl.where(reload == -2, state, stored)  # CONTINUES
+
+        k = _filtered(item, kept, taps, KEY_HEADS * DK + at_q, in_k, channels, width, NUM_TAPS)
+        k = tl.where(in_k, k, 0.0)
+        k = k / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
+        v = _filtered(item, kept, taps, at_v, in_v, channels, width, NUM_TAPS)
+        own = kept + tl.load(item + 2 + NUM_TAPS).to(tl.int64) * width + channels + head
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(own).to(tl.float32)))
+        x = tl.load(own + HEADS).to(tl.float32) + head_shift
+        e = tl.exp(tl.minimum(x, 20.0))
+        # log(1 + e): of a small e its first terms, of a large x the x itself.
+        soft = tl.where(x < -8.0, e - 0.5 * e * e, tl.log(1.0 + e))
+        soft = tl.where(x > 20.0, x, soft)
+        state = state * tl.exp(-head_rate * soft)
+        change = (v - tl.sum(state * k[:, None], axis=0)) * beta
+        state = state + k[:, None] * change[None, :]
+        if row >= 0:
+            q = _filtered(item, kept, taps, at_q, in_k, channels, width, NUM_TAPS)
+            q = tl.where(in_k, q, 0.0)
+            q = q / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
+            read = tl.sum(state * q[:, None], axis=0)
+            place = out + row * (HEADS * DV) + head * DV + j
+            tl.store(place, read.to(out.dtype.element_ty), mask=in_v)
+        if save >= 0:
+            tl.store(states + save * (HEADS * DK * DV) + at_state, state, mask=inside)
+
+
+def delta_triton(
+    net: DeltaNet, mixed: torch.Tensor, step: DeltaItems, memory: DeltaMemory
+) -> torch.Tensor:
+    """recurrent.DeltaRule by the kernel above."""
+    heads, dk, dv = state_size(net)
+    memory.inputs.index_copy_(0, memory.slots.long(), mixed)
+    out = torch.empty((mixed.shape[0], heads * dv), dtype=mixed.dtype, device=mixed.device)
+    block_v = min(_COLUMNS, triton.next_power_of_2(dv))
+    _delta_rows[(step.lines.shape[0], heads, triton.cdiv(dv, block_v))](
+        step.items, step.lines, memory.inputs, net.taps, net.rate, net.shift, memory.states, out,
+        dk**-0.5, KEY_HEADS=net.key_heads, HEADS=heads, DK=dk, DV=dv,
+        BLOCK_K=triton.next_power_of_2(dk), BLOCK_V=block_v, NUM_TAPS=net.taps.shape[0],
+        num_warps=4, **FUSE,
+    )  # fmt: skip
+    return out

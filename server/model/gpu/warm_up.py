@@ -1,5 +1,5 @@
 """Trials: batches that TorchRunner runs before the first request, so that kernels are compiled,
-graphs captured, and memory is measured (reserve.py).
+graphs captured, and memory is measured (TorchRunner.reserve).
 
 tests/model/gpu/test_warm_up.py counts what is compiled or captured after them. Not met here:
 adapters, whose kernels and graphs come with the first one that is loaded.
@@ -14,34 +14,26 @@ import numpy as np
 
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu import attention as paged
-from server.model.gpu.graphs import ROW_BUCKETS, split_level
+from server.model.gpu.body_run import ROW_BUCKETS, split_level
 from server.types import ModelInfo, SamplingParams
 
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, num_logprobs=20)
 """Draws that take the most memory: float64 logits, their order, and logprobs."""
-_NOISY = SamplingParams(temperature=1.0)
-"""Draws whose noise is compiled: for one row, and for several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
     """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
-    of its largest graph, 0 for none. max_blocks: of a row of its block tables. has_head: whether
-    graphs have the full head; they are captured with and without it, as steps with slices have it.
-    """
+    of its largest graph, 0 for none. max_blocks: of a row of its block tables."""
 
     info: ModelInfo
     shape: paged.TileShape
     graph_rows: int
     max_blocks: int
-    has_head: bool = False
 
     def kernels(self) -> Iterator[Batch]:
         """One for every kernel that serving needs, and for every graph."""
         yield from self._of(warm_up_shapes(self.info.max_model_len, self.shape, self.graph_rows))
-        one = warm_up_batch(1, 1, 1, self.max_blocks)
-        yield _drawing(one, 1, _NOISY)
-        yield _choices(one, _NOISY)
 
     def graphs(self) -> Iterator[Batch]:
         """One for each of the largest graphs: smaller ones fit into the memory that they took."""
@@ -72,8 +64,7 @@ class Trials:
             total = num_seqs * rows
             fits = total <= info.max_num_batched_tokens and num_seqs <= info.max_num_seqs
             if fits and rows <= length <= info.max_model_len and total <= num_slots:
-                for draws in (True, False) if self.has_head else (True,):
-                    yield warm_up_batch(num_seqs, rows, length, self.max_blocks, draws=draws)
+                yield warm_up_batch(num_seqs, rows, length, self.max_blocks)
 
 
 def _drawing(batch: Batch, num_draws: int, sampling: SamplingParams) -> Batch:
@@ -122,16 +113,14 @@ def _graph_shapes(
     return shapes
 
 
-def warm_up_batch(
-    num_seqs: int, rows: int, length: int, max_blocks: int, *, draws: bool = True
-) -> Batch:
+def warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:
     """`rows` last positions of num_seqs sequences of `length` that all read block 0; the last of
-    each draws greedily, if any draws."""
+    each draws greedily."""
     total = num_seqs * rows
     nth = np.tile(np.arange(rows, dtype=np.int32), num_seqs)
     positions = (length - rows + nth).astype(np.int32)
     zeros, none = np.zeros(total, np.int32), np.empty(0, np.int32)
-    last = np.arange(rows - 1, total, rows, dtype=np.int32) if draws else none
+    last = np.arange(rows - 1, total, rows, dtype=np.int32)
     params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
     return Batch(
         token_ids=zeros,
@@ -149,14 +138,3 @@ def warm_up_batch(
         draw_mask=np.full_like(last, -1),
         params=(params,),
     )
-
-
-def _choices(batch: Batch, sampling: SamplingParams) -> Batch:
-    """The same rows, with two draws from the last one: what no graph draws."""
-    zeros, (params,) = np.zeros(2, np.int32), batch.params
-    return replace(
-        batch, draw_rows=zeros + batch.draw_rows[-1], draw_params=zeros,
-        draw_parent=zeros - np.int32(1), draw_mask=zeros - np.int32(1),
-        draw_positions=zeros + batch.draw_positions[-1],
-        params=(replace(params, sampling=sampling),),
-    )  # fmt: skip

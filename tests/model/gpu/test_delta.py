@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from server.engine.batch import Batch
-from server.model.gpu.delta import (
+from server.model.gpu.generic import take_over
+from server.model.gpu.recurrent import (
     CONTINUES,
     RELOAD,
     ROW,
@@ -30,7 +31,6 @@ from server.model.gpu.delta import (
     plan_items,
     state_size,
 )
-from server.model.gpu.generic import take_over
 from server.model.gpu.runner import TorchRunner
 from server.model.states import StatePlaces
 from server.types import SpeculationParams
@@ -166,7 +166,7 @@ def _problem(dtype: torch.dtype, seed: int = 3) -> tuple[Any, torch.Tensor, Delt
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)
 
-    key_heads, heads, dk, dv, taps = 2, 4, 12, 40, 4
+    key_heads, heads, dk, dv, taps = 1, 2, 12, 40, 4
     channels = 2 * key_heads * dk + heads * dv
     net: Any = SimpleNamespace(
         taps=random(taps, channels), rate=random(heads).exp(), shift=random(heads),
@@ -192,7 +192,7 @@ def _problem(dtype: torch.dtype, seed: int = 3) -> tuple[Any, torch.Tensor, Delt
 
 @needs_interpreter
 def test_triton_walks_items_as_the_reference() -> None:
-    from server.model.gpu.delta_kernels import delta_triton
+    from server.model.gpu.triton_kernels import delta_triton
 
     net, mixed, step, memory = _problem(torch.float32)
     results = []
@@ -224,14 +224,14 @@ def test_the_delta_kernel_compiles_for_a_gpu(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code at Qwen3.5's sizes, without a GPU."""
-    from server.model.gpu import delta_kernels
+    from server.model.gpu import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"KEY_HEADS": 16, "HEADS": 32, "DK": 128, "DV": 128, "BLOCK_K": 128,
                  "BLOCK_V": 32, "NUM_TAPS": 4}  # fmt: skip
     kinds = {"items": "*i32", "lines": "*i32", "kept": "*bf16", "out": "*bf16", "scale": "fp32"}
     made = compiled(
-        delta_kernels._delta_rows, kinds, constants,
+        triton_kernels._delta_rows, kinds, constants,
         capability=capability, other="*fp32", num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     assert made.asm["cubin"]

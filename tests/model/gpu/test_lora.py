@@ -20,9 +20,8 @@ import torch
 
 from server.engine.batch import AdaptingRunner
 from server.errors import ModelError, UnsupportedModelError
-from server.model.gpu.graphs import GraphKey
-from server.model.gpu.grouped import SPAN_ROWS, grouped_torch
-from server.model.gpu.lora import lora_spans
+from server.model.gpu.adapters import SPAN_ROWS, grouped_torch, lora_spans
+from server.model.gpu.body_run import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from tests.model import families
@@ -168,7 +167,7 @@ def test_spans_cover_the_rows_of_adapters_and_no_others() -> None:
 def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
     """Triton's sums against the reference's, on a device or in the interpreter: an adapter's two
     products, and own head rows, which lie the other way round."""
-    from server.model.gpu.grouped_kernel import grouped_triton
+    from server.model.gpu.triton_kernels import grouped_triton
 
     seeds = torch.Generator().manual_seed(3)
 
@@ -176,7 +175,7 @@ def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
         return torch.randn(*size, generator=seeds).to(device)
 
     a, b = random(3, 72, 16).to(dtype) / 8, random(3, 16, 100).to(dtype) / 4
-    head, scales = random(3, 40, 72).to(dtype), random(3, 16)
+    head = random(3, 40, 72).to(dtype)
     spans = torch.tensor(
         [[1, 16, 2], [17, 3, 2], [22, 1, 0], [0, 0, 0]], dtype=torch.int32, device=device
     )
@@ -187,7 +186,7 @@ def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
     ):  # fmt: skip
         t, own, out = (torch.zeros(24, num, device=device) for num in (16, 40, 1))
         out = y.clone()
-        product(x, given, a, t, scales)
+        product(x, given, a, t)
         product(t, given, b, out, adds=True)
         product(x, given, head.transpose(1, 2), own)
         results.append((t, own, out))
@@ -210,10 +209,10 @@ def test_triton_adds_adapters_as_the_reference(dtype: torch.dtype, atol: float) 
 def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
     """A graph is captured once; the next step's rows have other adapters, in other spans. Larger
     tables lie elsewhere, and are captured again."""
-    for seed, rank in ((0, 4), (1, 3), (2, 40)):
+    for seed, rank in ((0, 4), (1, 3), (2, 20)):
         lora(families.build("llama"), tmp_path / str(seed), seed, r=rank)
     runner, plain = made(attention="triton"), made()
-    graphs = FirstCalls(16)
+    graphs = FirstCalls(16, num_runs=0)
     use_graphs(runner, graphs)
     packed = [plain.pack_adapter(str(tmp_path / str(seed))) for seed in range(3)]
     steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
@@ -232,19 +231,19 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
             for own, other in zip(got, want, strict=True):
                 np.testing.assert_allclose(own, other, rtol=0, atol=1e-4)
     assert forgotten == [1, 2, 3] and graphs.num_captured == 2
-    assert graphs.keys == [GraphKey(16, 1, has_head=True, has_adapters=True)] * 3
+    assert graphs.keys == [GraphKey(16, 1, has_adapters=True)] * 3
     logprobs(runner, [tokens(3, 1)], None)
-    assert graphs.keys[-1] == GraphKey(4, 1, has_head=True)
+    assert graphs.keys[-1] == GraphKey(4, 1)
     runner.close()
     plain.close()
 
 
-KINDS = {"spans": "*i32", "scales": "*fp32", "num_outputs": "i32"} | {
+KINDS = {"spans": "*i32", "num_outputs": "i32"} | {
     f"stride_{name}": "i32" for name in ("x", "y", "place", "k", "n")
 }
 USES = {
-    "x @ A": {"SIZE": 2048, "ADDS": False, "HAS_SCALES": True},
-    "t @ B": {"SIZE": 64, "ADDS": True, "HAS_SCALES": False},
+    "x @ A": {"SIZE": 2048, "ADDS": False},
+    "t @ B": {"SIZE": 64, "ADDS": True},
 }
 
 
@@ -256,14 +255,14 @@ def test_the_kernel_of_grouped_products_compiles_for_a_gpu(
     use: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code, without a GPU; nothing spills."""
-    from server.model.gpu import grouped_kernel as kernel
+    from server.model.gpu import triton_kernels as kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = {"y": "*fp32"} if use == "x @ A" else {"x": "*fp32"}
     of_x = torch.bfloat16 if (use, kind) == ("x @ A", "bf16") else torch.float32
     made = compiled(
         kernel._grouped, KINDS | wide,
-        USES[use] | {"BLOCK_N": kernel.BLOCK_N, "BLOCK_K": kernel.block_k(of_x)},
+        USES[use] | {"BLOCK_N": kernel.GROUPED_N, "BLOCK_K": kernel.block_k(of_x)},
         capability=capability, other=f"*{kind}", num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     assert stack_bytes(made, tmp_path) == 0

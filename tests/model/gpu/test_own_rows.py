@@ -23,7 +23,7 @@ from server.engine.adapters import Vocabulary
 from server.engine.batch import Batch, Drawn
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
-from server.model.gpu.graphs import GraphKey
+from server.model.gpu.body_run import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
@@ -298,7 +298,7 @@ def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
     the same ids and logprobs as on the plain path."""
     adapters("llama", tmp_path)
     runner, plain = (made("llama", tmp_path, attention="triton") for _ in range(2))
-    graphs = FirstCalls(16)
+    graphs = FirstCalls(16, num_runs=0)
     use_graphs(runner, graphs)
     for order, settings in (((1, -1), {}), ((2, 1), {"temperature": 0.9, "num_logprobs": 2})):
         batch = decoded(2, order, **settings)

@@ -14,8 +14,8 @@ import torch
 from server.engine.batch import Batch
 from server.model import build
 from server.model.build import RunnerSpec
-from server.model.gpu.graphs import ROW_BUCKETS
-from server.model.gpu.reserve import CudaMemory, Reserve, reserve_of
+from server.model.gpu.body_run import ROW_BUCKETS
+from server.model.gpu.device import CudaMemory, Reserve
 from server.model.gpu.runner import TorchRunner
 from server.model.kv_memory import MARGIN, num_blocks_for
 from server.model.shape import shape_of
@@ -43,12 +43,12 @@ class Device:
     graph 3 MiB at the driver for each split of its keys and 2 for each row at the allocator. The
     first step leaves some memory at both for good."""
 
-    def __init__(self, runner: TorchRunner, fails: Exception | None = None) -> None:
+    def __init__(self, runner: TorchRunner) -> None:
         self.batches: list[Batch] = []
         self._held = self._most = WEIGHTS
         self._driver = 300 * MIB
         self._graphs = self._graph_driver = 0
-        self._own, self._fails = runner.launch, fails
+        self._own = runner.launch
         self._runner: Any = runner
         self._runner.launch = self._launch
         self._forget = runner.forget_graphs
@@ -65,8 +65,6 @@ class Device:
             self._graph_driver += 3 * MIB
         most = self._held + self._graphs + (batch.num_rows + 20 * sampled) * MIB
         self._most = max(self._most, most)
-        if self._fails is not None:
-            raise self._fails
         self._own(batch)
 
     def _forgets(self) -> None:
@@ -89,13 +87,11 @@ class Device:
         return TOTAL - self.held() - self.elsewhere()
 
 
-def fitted(
-    runner: TorchRunner, device: Device, *, calculated: int = 700 * MIB, **given: Any
-) -> None:
+def fitted(runner: TorchRunner, device: Device, **given: Any) -> None:
     sizes = EngineSizes(max_num_seqs=8, max_num_batched_tokens=256, kv_fraction=0.5)
     spec = RunnerSpec("tiny", "", sizes, device="cuda:0", **given)
     shape = shape_of(families.build("llama").config)
-    build._fit_kv(spec, shape, runner, calculated, device)
+    build._fit_kv(spec, shape, runner, device)
 
 
 def small(largest: int = 0) -> TorchRunner:
@@ -122,7 +118,7 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
     whole, sampled, *graphs = device.batches
     assert (whole.num_rows, whole.num_draws) == (rows, rows)
     assert (sampled.num_rows, sampled.num_draws) == (rows, draws)
-    assert {b.num_rows for b in graphs} == {32} and {b.num_draws for b in graphs} == {0, 1}
+    assert {b.num_rows for b in graphs} == {32}
     # What remains at allocator and driver is not free any more: it is in no reserve.
     steps = (rows + 20 * draws) * MIB
     in_driver = 3 * MIB * len(graphs) * sum(bucket <= 32 for bucket in ROW_BUCKETS)
@@ -130,14 +126,14 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
     want = (free - steps - in_driver - MARGIN) // 2 // MIB - 1
     assert runner.info.num_blocks == want == runner._cache.num_blocks
     text = caplog.text
-    assert f"measured reserve {(steps + in_driver + MARGIN) // MIB} MiB" in text
+    assert f"reserve {(steps + in_driver + MARGIN) // MIB} MiB" in text
     assert f"of {free // MIB} MiB free; KV cache: {want * 16} tokens" in text
 
 
 def test_a_graph_larger_than_a_step_counts() -> None:
     """Its memory is held beside the step's, which a private pool cannot take."""
     runner = small(largest=192)
-    assert reserve_of(runner, Device(runner), 0).steps == (192 + 2 * 192) * MIB
+    assert runner.reserve(Device(runner), (), 0).steps == (192 + 2 * 192) * MIB
 
 
 def test_a_resized_runner_draws_the_same() -> None:
@@ -153,20 +149,11 @@ def test_a_resized_runner_draws_the_same() -> None:
         runner.close()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("a driver")])
-def test_what_cannot_be_measured_is_calculated(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = small(largest=32)
-    device = Device(runner, fails=error)
-    with caplog.at_level(logging.INFO):
-        fitted(runner, device)
-    free = TOTAL - WEIGHTS - KEPT_STEPS - KEPT_DRIVER - 300 * MIB
-    assert runner.info.num_blocks == (free - 700 * MIB) // 2 // MIB - 1
-    assert f"was not measured ({type(error).__name__}: {error}); it is calculated" in caplog.text
-    assert "calculated reserve 700 MiB of" in caplog.text
-    runner.launch = device._own  # type: ignore[method-assign]
-    assert drawn(runner) == drawn(small())
+def test_a_step_that_cannot_run_ends_the_start() -> None:
+    runner = small()
+    runner.launch = lambda _: (_ for _ in ()).throw(MemoryError("no room"))  # type: ignore[method-assign,assignment]
+    with pytest.raises(MemoryError, match="no room"):
+        fitted(runner, Device(runner))
 
 
 def test_a_length_that_does_not_fit_beside_the_reserve_is_refused() -> None:
@@ -178,12 +165,11 @@ def test_a_length_that_does_not_fit_beside_the_reserve_is_refused() -> None:
 def fitted_into(runner: TorchRunner, free: int) -> None:
     device: Any = Device(runner)
     device.free = lambda: free
-    fitted(runner, device, max_model_len=200, calculated=0)
+    fitted(runner, device, max_model_len=200)
 
 
-def test_the_reserve_has_a_margin_where_it_is_measured() -> None:
-    assert Reserve(5 * MIB, 7 * MIB).num_bytes == 12 * MIB + MARGIN
-    assert Reserve(5 * MIB, is_measured=False).num_bytes == 5 * MIB
+def test_the_reserve_has_a_margin() -> None:
+    assert Reserve(5 * MIB, 7 * MIB, MIB).num_bytes == 13 * MIB + MARGIN
     # As many blocks, whatever else the device has by then.
     assert num_blocks_for(MIB, "cuda", fraction=0.5, reserve=100 * MIB, free=300 * MIB) == 99
 
@@ -221,8 +207,10 @@ def test_adapters_tables_are_counted_before_they_are_there(tmp_path: Path) -> No
     enriched(families.build("llama"), tmp_path / "1", 2, 90)
     folders = [str(tmp_path / name) for name in ("0", "1", "gone")]
     runner = runner_over(families.build("llama"))
-    want = runner.adapter_bytes(folders, 3)
-    assert want == runner.adapter_bytes(folders, 4) > runner.adapter_bytes(folders[:1], 4)
+    memory = Device(runner)
+    want = runner.reserve(memory, folders, 3).adapters
+    assert want == runner.reserve(memory, folders, 4).adapters
+    assert want > runner.reserve(memory, folders[:1], 4).adapters
     for place, folder in enumerate((folders[0], folders[1], folders[1])):
         runner.hold_adapter(place, runner.pack_adapter(folder))
     bank: Any = runner._adapting()
@@ -238,7 +226,7 @@ def test_adapters_tables_are_in_the_reserve(caplog: pytest.LogCaptureFixture) ->
     fitted(without, Device(without))
     for family, places in (("llama", 4096), ("gpt2", 4096), ("llama", 0)):
         runner = runner_over(module_of(family), num_blocks=16, kv_block_bytes=MIB)
-        needed = runner.adapter_bytes((), places)
+        needed = runner.reserve(Device(runner), (), places).adapters
         with caplog.at_level(logging.INFO):
             fitted(runner, Device(runner), adapter_places=places)
         assert (needed > 4 * MIB) == (family == "llama" and places > 0)
@@ -246,4 +234,3 @@ def test_adapters_tables_are_in_the_reserve(caplog: pytest.LogCaptureFixture) ->
         assert abs(blocks - runner.info.num_blocks) <= 1
         assert f", adapters {needed // MIB}, margin" in caplog.text
         runner.close()
-    assert Reserve(5, adapters=7, is_measured=False).num_bytes == 12

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import sampler
-from server.model.gpu.draw_plan import DrawPlan, plan_draws
+from server.model.gpu.head_plan import DrawPlan, plan_draws
 from server.model.gpu.sampler import token_logprobs
 from server.types import SamplingParams
 from tests.model.batches import BatchBuilder, Pages, draw_params
@@ -117,7 +117,9 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Logits]:
                     num_generated=draw(st.integers(0, 3)),
                 )
             )
-            masks = [builder.add_mask(draw(ids_in(1, V)), V), -1, -1]
+            num = draw(st.sampled_from([1, 2, 31, V // 2, V]))
+            of_mask = np.random.default_rng(num).permutation(V)[:num].tolist()
+            masks = [builder.add_mask(of_mask, V), -1, -1]
             drawn = {-1: builder.draw(row, params, mask=draw(st.sampled_from(masks)))}
             for i, parent in enumerate(parents):
                 drawn[i] = builder.draw(

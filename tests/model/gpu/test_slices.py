@@ -26,9 +26,8 @@ from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.model.build import RunnerSpec, _build_torch_runner
-from server.model.gpu.lm_head import LmHead, StreamedHead, product
+from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices, product
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.slices import TorchSlices
 from server.model.gpu.transfers import Fence, HostTable, SideStream
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Result, run_requests

@@ -111,7 +111,7 @@ def test_triton_nothing_is_compiled_or_captured_after_warming_up(
     graphs = FirstCalls(4, num_runs=0)
     if with_graphs:
         use_graphs(runner, graphs)
-    assert runner.warm_up() > 4
+    assert runner.warm_up() >= 4
     before, captured = set(programs), graphs.num_captured
     _serve(runner)
     assert not programs - before

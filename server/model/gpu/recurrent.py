@@ -1,12 +1,17 @@
-"""The gated delta rule on a GPU (Qwen3.5): a step's work as items, its states, and the reference.
+"""Layers that read a state instead of a history, on a GPU: short convolutions (LFM2) and gated
+delta nets (Qwen3.5).
 
-Yang et al. 2024, arXiv 2412.06464, section 3, per value head with state S [dk, dv], float32:
+As on a CPU, what a position puts into such a layer is kept in its KV slot, so that a tree row reads
+its own ancestors' and a rejected draft leaves nothing behind. Which slots those are is the same in
+every layer and known on the host: `input_slots` says it once a step.
+
+The gated delta rule (Yang et al. 2024, arXiv 2412.06464, section 3), per value head with state S
+[dk, dv], float32:
 
     S = exp(g) S;  S += k ((v - S^T k) beta)^T;  out = S^T q
 
-As on a CPU (cpu/generic/delta.py), what a position puts into the recurrence is kept in its KV slot,
-so that a rejected draft leaves nothing behind, and a lost state is what replaying these inputs
-gives. states.py says where each sequence begins and what is kept of it. A step is a list of items,
+A lost state is what replaying the kept inputs gives. states.py says where each sequence begins and
+what is kept of it. A step is a list of items,
 made on the host for all layers: positions that are replayed, prompt and decode rows, draft nodes
 depth first. An item goes on from the one before it or from a kept state; where a draft branches,
 the root's state is read again and the branch's ancestors are replayed, so that no stack is needed
@@ -23,13 +28,68 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
 from server.engine.batch import Batch, Int32
 from server.model.cpu.records import Rows
 from server.model.delta_net import DeltaNet
-from server.model.gpu.convolution import NOTHING, input_slots
 from server.model.states import StatePlaces, StatePlan
+
+NOTHING = -1
+"""The slot of a position before the text."""
+
+
+def input_slots(batch: Batch, taps: int, block_size: int) -> Int32:
+    """int32 [R, taps]: the slots of a row's last positions on its path, its own last, or
+    NOTHING."""
+    last = batch.prefix_len + batch.path_len - 1
+    at = last[:, None] - np.arange(taps - 1, -1, -1, dtype=np.int32)
+    block = np.clip(at // block_size, 0, batch.block_tables.shape[1] - 1)
+    slots = batch.block_tables[batch.seq_ids[:, None], block] * block_size + at % block_size
+    if batch.path_slots.shape[0]:
+        nth = at - batch.prefix_len[:, None]
+        which = np.clip(batch.path_start[:, None] + nth, 0, batch.path_slots.shape[0] - 1)
+        slots = np.where(nth >= 0, batch.path_slots[which], slots)
+    return np.where(at < 0, NOTHING, slots).astype(np.int32)
+
+
+class PagedConvolution(nn.Module):
+    """A gated short convolution of transformers (Lfm2ShortConv) over inputs by slot: the forward's
+    keyword `paged` carries them (attention.PagedStep). layer: its place among the convolutions."""
+
+    def __init__(self, net: Any, layer: int) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = net.in_proj, net.out_proj
+        self.layer = layer
+        self.taps = net.conv.weight.detach().float()[:, 0].t().contiguous()  # of [H, 1, taps]
+        self.bias = None if net.conv.bias is None else net.conv.bias.detach().float()
+
+    def forward(self, hidden_states: torch.Tensor, *, paged: Any, **_: Any) -> torch.Tensor:
+        """[1, R, H] to [1, R, H]; the rows' own inputs are kept first, and read with the others."""
+        gate, scale, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        rows, kept = paged.rows, paged.cache.inputs[self.layer]
+        kept.index_copy_(0, rows.slots.long(), gate * x)
+        sources = rows.sources
+        read = kept.index_select(0, sources.clamp(min=0).flatten()).float()
+        read = read.view(*sources.shape, -1).masked_fill_((sources < 0)[..., None], 0.0)
+        filtered = (read * self.taps).sum(dim=1)
+        if self.bias is not None:
+            filtered = filtered + self.bias
+        out: torch.Tensor = self.out_proj((scale * filtered.to(x.dtype))[None])
+        return out
+
+
+def replace_convolutions(body: nn.Module) -> int:
+    """Put a PagedConvolution in the place of every short convolution of transformers; how many."""
+    num = 0
+    for name, module in list(body.named_modules()):
+        if type(module).__name__ == "Lfm2ShortConv":
+            owner, _, leaf = name.rpartition(".")
+            setattr(body.get_submodule(owner), leaf, PagedConvolution(module, num))
+            num += 1
+    return num
+
 
 ROW, RELOAD, SAVE, SOURCES = range(4)
 """Fields of an item: the step's row, -1 for a replay; the state it goes on from; the state to keep
@@ -241,15 +301,6 @@ def delta_torch(
         if save >= 0:
             memory.states[save] = state
     return out.flatten(1)
-
-
-def delta_rule(attention: str) -> DeltaRule:
-    """The one that goes with an attention (attention.AttentionName)."""
-    if attention == "torch":
-        return delta_torch
-    from server.model.gpu.delta_kernels import delta_triton
-
-    return delta_triton
 
 
 def _inputs(net: DeltaNet, kept: torch.Tensor, sources: list[int]) -> tuple[torch.Tensor, ...]:
