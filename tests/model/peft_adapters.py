@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from server.commands.enrich import give_rows
 from vocab_store.enrichment import Enrichment
 
 
@@ -39,6 +38,8 @@ def with_tokens(
     """PEFT's model over `model` with the tokens of an enrichment: a random LoRA and random rows of
     embedding and head, which are saved into `folder`."""
     import peft
+
+    from server.commands.enrich import give_rows  # a bare machine lacks what commands import
 
     give_rows(model, enrichment)
     torch.manual_seed(seed)
