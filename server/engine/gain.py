@@ -48,7 +48,7 @@ import numpy.typing as npt
 
 from drafters.arrays import Float64, Float64x2, Int32, Int64
 from drafters.jit import compiled, entry, inlined
-from server.engine.step_times import CostTable, HostTimes, seconds_of
+from server.engine.step_times import MEMORY, CostTable, HostTimes, seconds_of
 
 SHARE = 0.0075
 """Of a scope's plain decoding, what it may lose to find out whether drafts pay: less than the one
@@ -65,15 +65,9 @@ EDGES = (0.15, 0.35, 0.6, 0.85)
 """Of claimed survivals: each part is calibrated for itself, because high claims are wrong in other
 ways than low ones."""
 
-TRUST = 0.9
-"""Tokens that come for a claimed one in a new scope: cold claims are too high."""
-
 PRIOR = 3.0
-"""Claimed tokens of a part that this counts for, claimed tokens of an answer's own drafts, and asks
-that what was watched counts for: a few real ones tell more."""
-
-MEMORY = 32.0
-"""Asks of a scope, and tokens watched, that are remembered: texts change with requests."""
+"""Claimed tokens of a part, and of an answer's own drafts, that are believed to come before any are
+known: a few real ones tell more."""
 
 IDLE = 256.0
 """Plain tokens after which as much of asks is forgotten: a scope that rests is asked again once it
@@ -82,16 +76,9 @@ is unsure what would come of it, after some hundreds."""
 DOUBT = 0.2
 """Accepted tokens an ask that one ask without any does not rule out."""
 
-SURE = 0.25
-"""Standard deviations by which an ask has to pay not to be charged: what is left undone at the
-edge for fear of a loss stays under one twentieth."""
-
-NEAR_BEST = 0.99
-"""Of numbers of nodes with rates so near to the best one, the fewest are taken where several
-choices decode: whoever comes meanwhile waits for the step, and chances are not known any better."""
-
 REST = 4
-"""Steps without a look at choices that rest, whose look takes as long as a plain step's host."""
+"""Of steps in which nobody is asked, one in so many is looked at (step_drafts.py) and learned from
+(step_figures.py): they are alike, and a look takes as long as a plain step's host."""
 
 _PARTS = len(EDGES) + 1
 _DEPTH = 3  # nodes of a path that is watched
@@ -131,11 +118,11 @@ class _Rows:
         return row
 
 
-# Columns of a scope: its account in asks, and whether it was asked last. Of plain tokens that were
-# watched: how many, those that stood behind two ids that were known, and with how many of them
-# that token, the two and the three from there on were repeated. Of asks: how many, and of each part
-# of claims the nodes offered, tokens claimed by nodes that were verified, tokens that came of them.
-_ACCOUNT, _IS_ASKED, _SEEN, _KNOWN, _REPEATED = range(5)
+# Columns of a scope: its account in asks, whether it was asked last, and its seats. Of plain tokens
+# that were watched: how many, those that stood behind two ids that were known, and with how many of
+# them that token, the two and the three from there on were repeated. Of asks: how many, and of each
+# part of claims the nodes offered, tokens claimed by nodes that were verified, tokens that came.
+_ACCOUNT, _IS_ASKED, _SEATS, _SEEN, _KNOWN, _REPEATED = range(6)
 _ASKS = _REPEATED + _DEPTH
 _OFFERED = _ASKS + 1
 _CLAIMED, _CAME, _NUM_COLUMNS = (_OFFERED + i * _PARTS for i in (1, 2, 3))
@@ -156,14 +143,15 @@ def _part(claim: float) -> int:
 @inlined
 def _trust(scopes: Float64x2, row: int, part: int) -> float:
     """Tokens that come for a claimed one."""
-    came = scopes[row, _CAME + part] + PRIOR * TRUST
+    came = scopes[row, _CAME + part] + PRIOR
     return float(min(came / (scopes[row, _CLAIMED + part] + PRIOR), 1.0 / _MIDDLES[part]))
 
 
 @inlined
 def _own_trust(seats: Float64x2, seat: int) -> float:
-    """Of an answer's own drafts, beside its scope's."""
-    return float(min(1.0, (seats[seat, _OWN_CAME] + PRIOR) / (seats[seat, _OWN_CLAIMED] + PRIOR)))
+    """Of an answer's own drafts, beside its scope's: below 1 where more miss than by chance."""
+    came = seats[seat, _OWN_CAME] + PRIOR
+    return float(min(1.0, (came + math.sqrt(came)) / (seats[seat, _OWN_CLAIMED] + PRIOR)))
 
 
 @inlined
@@ -207,7 +195,7 @@ def weigh(
 
     prices: see Gain._prices. has_room: whether any node could pay. verdicts: float64 [seats, 3],
     written: 1 where a seat is asked and else 0; 1 where it would be, if there is room; and what an
-    ask may lose, in asks.
+    ask is expected to lose, in asks.
     """
     token_s, ask_s, node_s, worth = prices
     price = node_s / token_s
@@ -232,11 +220,9 @@ def weigh(
         repeated *= known / max(seen, 1.0)
         value = (asks * drafted + repeated) / (asks + 1.0) - ask_s / token_s
         doubt = math.sqrt((came + DOUBT) / asks)
-        sure = SURE * math.sqrt((came + repeated + DOUBT) / (asks + seen))
         verdicts[i, 0] = value > doubt
         verdicts[i, 1] = value + doubt > 0.0
-        # What one may lose at most, if its nodes are worth their rows.
-        verdicts[i, 2] = min(max((sure - value) * (token_s / ask_s), 0.0), 1.0)
+        verdicts[i, 2] = min(max(-value * (token_s / ask_s), 0.0), 1.0)
     num_asked = 0
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
@@ -245,10 +231,9 @@ def weigh(
         would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= loss)
         is_asked = has_room and would_be
         if is_asked:
-            account -= loss
+            account -= 1.0
             num_asked += 1
-        else:
-            _fade(scopes, row, 1.0 - 1.0 / IDLE)
+        _fade(scopes, row, 1.0 - 1.0 / ((MEMORY if is_asked else IDLE) * scopes[row, _SEATS]))
         scopes[row, _ACCOUNT], scopes[row, _IS_ASKED] = account, would_be
         verdicts[i, 0], verdicts[i, 1] = is_asked, would_be
     return num_asked
@@ -260,9 +245,9 @@ def rest(
     scopes: Float64x2, seats: Float64x2, resting: Int64, income: float, num_steps: int
 ) -> None:
     """Book steps that these seats rested. income: of all of them, in asks."""
-    share = (1.0 - 1.0 / IDLE) ** num_steps
     for i in range(resting.shape[0]):
         row = int(seats[resting[i], _SCOPE])
+        share = (1.0 - 1.0 / (IDLE * scopes[row, _SEATS])) ** num_steps
         scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + income, MOST)
         _fade(scopes, row, share)
 
@@ -344,11 +329,6 @@ def best_number(
         rates[num] = (gains[num] + num_draws) / step_s
         if rates[num] > rates[best]:  # ties: the fewest nodes
             best = num
-    if num_draws > 1:
-        near = NEAR_BEST * rates[best]
-        best = 0
-        while rates[best] < near:
-            best += 1
     if num_rows == num_draws and num_waiting == 0:
         return best
     # Who waits for a first token loses as much by a longer step as one that decodes.
@@ -367,7 +347,6 @@ def best_number(
 def note_ask(scopes: Float64x2, seats: Float64x2, seat: int, claims: Float64) -> None:
     """Book an ask that brought nodes with these claims."""
     row = int(seats[seat, _SCOPE])
-    _fade(scopes, row, 1.0 - 1.0 / MEMORY)
     scopes[row, _ASKS] += 1.0
     for i in range(claims.shape[0]):
         scopes[row, _OFFERED + _part(claims[i])] += 1.0
@@ -431,7 +410,6 @@ class Gain:
         self._scopes = _Rows(_NUM_COLUMNS)
         self._seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
-        self._num_seats: dict[int, int] = {}  # by scope's row
 
     # -- who is known -----------------------------------------------------------------------
 
@@ -446,27 +424,26 @@ class Gain:
         row = self._known.get(key)
         if row is None:
             row = self._known[key] = self._scopes.take()
-            self._num_seats[row] = 1
-            self._scopes.table[row, [_ACCOUNT, _IS_ASKED]] = MOST * knows, knows
+            self._scopes.table[row, [_ACCOUNT, _IS_ASKED, _SEATS]] = MOST * knows, knows, 1.0
             if len(self._known) > self._capacity:
                 self._forget_one()
         else:
             self._known.move_to_end(key)
-            self._num_seats[row] += 1
+            self._scopes.table[row, _SEATS] += 1.0
         seat = self._seats.take()
         self._seats.table[seat, _SCOPE] = row
         return seat
 
     def leave(self, seat: int) -> None:
         """The choice has ended."""
-        self._num_seats[int(self._seats.table[seat, _SCOPE])] -= 1
+        self._scope_of(seat)[_SEATS] -= 1.0
         self._seats.free.append(seat)
 
     def _forget_one(self) -> None:
         """Of the scopes without a choice, the one that was used longest ago."""
         for key, row in self._known.items():
-            if not self._num_seats[row]:
-                del self._known[key], self._num_seats[row]
+            if not self._scopes.table[row, _SEATS]:
+                del self._known[key]
                 self._scopes.free.append(row)
                 return
 
@@ -528,7 +505,7 @@ class Gain:
             taken = np.zeros(len(sizes), np.int64)
             order = order[: limit(*tables, heard, forced, owners, order, taken)]
         order = order[:room]
-        num = len(order) if self.cost is None else self._best(chances[order], shape)
+        num = len(order) if self.cost is None else self._best(chances[order], shape, len(sizes))
         kept: list[int] = np.bincount(owners[order[:num]], minlength=len(sizes)).tolist()
         return kept
 
@@ -570,11 +547,11 @@ class Gain:
         saves of a plain one, 0..1. likely: nodes that come true if all are asked."""
         cost, num = self.cost, shape.num_draws
         assert cost is not None
-        plain_s = cost.cost(num, num * shape.mean_len) + self.host.plain(num)
+        rows_s, node_s = cost.cost(num), cost.node_s(shape.mean_len)
+        plain_s = rows_s + num * (node_s - cost.likely_s) + self.host.plain(num)
         ask_s = max(self.host.asking(num) / num + cost.likely_s, 1e-9)
         nodes = max(1.0, likely)
-        row_s = (cost.cost(num + nodes) - cost.cost(num)) / nodes
-        node_s = row_s + cost.node_s(shape.mean_len)
+        node_s += (cost.cost(num + nodes) - rows_s) / nodes
         return plain_s / num, ask_s, node_s, self._worth(shape, plain_s / num)
 
     def _worth(self, shape: StepShape, token_s: float) -> float:
@@ -585,19 +562,23 @@ class Gain:
         """
         cost, num = self.cost, shape.num_draws
         assert cost is not None
+        if not self.host.mixed:
+            return 1.0
         row_s = cost.cost(num + 1) - cost.cost(num) + cost.key_s * shape.mean_len
         return 1.0 - self.host.mixed * (1.0 - min(1.0, row_s / token_s))
 
     def most(self, shape: StepShape, room: int) -> int:
         """The most nodes that could pay if every one of them were accepted."""
-        return self._best(np.ones(room), shape) if room > 0 else 0
+        return self._best(np.ones(room), shape, shape.num_draws) if room > 0 else 0
 
-    def _best(self, ranked: Float64, shape: StepShape) -> int:
-        """The best number of nodes for chances in descending order."""
+    def _best(self, ranked: Float64, shape: StepShape, num_asked: int) -> int:
+        """The best number of nodes for chances in descending order, in a step that has asked so
+        many."""
         cost, num_draws = self.cost, shape.num_draws
         assert cost is not None
         node_s, host_s = cost.node_s(shape.mean_len), self.host.plain(num_draws)
         token_s = (cost.cost(num_draws) + host_s) / num_draws + node_s
+        host_s += self.host.asking(num_asked)
         times = node_s, host_s, self._worth(shape, token_s)
         waiting = shape.num_waiting
         return best_number(ranked, cost.curve, times, num_draws, shape.num_rows, waiting)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 
 from server.engine.figures import StepTotals
-from server.engine.gain import Gain
+from server.engine.gain import REST, Gain
 from server.engine.results import Results
 from server.engine.slices import SliceBook
 from server.engine.step_drafts import Step
 from server.engine.step_times import CostTable
-
-SAMPLED = 4
-"""Of steps of plain choices without drafts, one in so many is learned from: hundreds a second are
-alike."""
 
 
 class StepFigures:
@@ -41,7 +37,7 @@ class StepFigures:
         totals.observe(step_s, model_s, drafts.seconds, host_s, num_rows)
         is_alike = rows.is_plain and not (rows.num_prefill_rows or drafts.num_asked)
         self._num_alike += is_alike
-        if is_alike and self._num_alike % SAMPLED:
+        if is_alike and self._num_alike % REST:
             self._gain.host.observe_mix(has_prompt=False)
             return
         if self._cost is not None:

@@ -31,22 +31,21 @@ DOUBT = math.log(2.0)
 """Standard deviation of a table's logarithm, as a whole and of what further rows cost: one measured
 beside other work is wrong by two."""
 
-SHAPE = 0.1
-"""The part of it that a row count has for itself, and a third of it an octave further: kernels
-change their tiles there."""
-
 NOISE = 0.1
-"""Standard deviation of one step's logarithm beside the table's error, on a quiet machine."""
+"""Standard deviation of one step's logarithm beside the table's error, on a quiet machine; and the
+part of DOUBT that a row count has for itself, and a third of it an octave further: kernels change
+their tiles there. Two of it are the most that one step moves: one may take ten times as long."""
 
 DRIFT = 0.04
 """Standard deviation by which the table's error moves from step to step: others come and go, and
 half of what they take is known after ten steps."""
 
-OUTLIER = 0.18
-"""Of a logarithm: what one step moves at most. A step may take ten times as long for once."""
+MEMORY = 32.0
+"""Steps that are remembered of what changes with requests: texts, and whether prompts come."""
 
-MIXED = 0.05
-"""Weight of a step in the share of steps that have rows of prompts."""
+HOST = (0.05, 0.01, 0.05, 0.05)
+"""What the host takes at first (HostTimes), as shares of the model's step of one row; four times as
+much is no surprise."""
 
 HOST_NOISE = 0.5
 """Standard deviation of the host's seconds of one step, as a share of them."""
@@ -141,7 +140,7 @@ class CostTable:
         near = np.exp(-np.abs(octaves[:, None] - octaves))
         # Of a step, what is not its first row: nothing where a busy machine made that one slower.
         further = np.maximum(0.0, 1.0 - self._raw[0] / self._raw)
-        wrong = 1.0 + np.outer(further, further) + SHAPE**2 * near
+        wrong = 1.0 + np.outer(further, further) + NOISE**2 * near
         self._off = Filter(np.zeros(len(rows)), DOUBT**2 * wrong, DRIFT**2 * wrong)
         self._settle()
 
@@ -240,7 +239,7 @@ class CostTable:
         span = self._row_list[high] - self._row_list[at]
         x[high] = min(1.0, (num_rows - self._row_list[at]) / span) if span else 0.0
         x[at] += 1.0 - x[high]
-        self._off.observe(x, off, NOISE, OUTLIER)
+        self._off.observe(x, off, NOISE, 2.0 * NOISE)
         self._settle()
 
     def as_dict(self) -> dict[str, Any]:
@@ -268,7 +267,7 @@ class HostTimes:
 
     def __init__(self, row_s: float) -> None:
         """row_s: of the model's step of one row. What the host takes is at first a part of it."""
-        first = row_s * np.array([0.05, 0.01, 0.05, 0.05])
+        first = row_s * np.array(HOST)
         self._fit = Filter(first, np.diag(16.0 * first**2), np.diag((DRIFT * first) ** 2))
         self.mixed = 0.0
 
@@ -280,7 +279,7 @@ class HostTimes:
 
     def observe_mix(self, has_prompt: bool) -> None:
         """A step in which somebody decodes."""
-        self.mixed += MIXED * (has_prompt - self.mixed)
+        self.mixed += (has_prompt - self.mixed) / MEMORY
 
     def plain(self, num_draws: int) -> float:
         """Seconds of a step without drafts."""

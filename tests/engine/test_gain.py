@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine import gain as gain_module
-from server.engine.gain import MOST, NEAR_BEST, REST, SHARE, Gain, StepShape, repeats
+from server.engine.gain import REST, Gain, StepShape, repeats
 from server.engine.step_times import CostTable, row_grid
 
 ROWS = row_grid(64)
@@ -66,11 +64,10 @@ def test_the_choice_is_the_best_rate_of_all_choices(
     cost = _line(0.01, per_row, jump)
     gain = Gain(cost)
     kept = _choose(gain, claims, _alone(len(trees)))
-    host_s = gain.host.plain(len(trees))
+    host_s = gain.host.plain(len(trees)) + gain.host.asking(len(trees))  # they were asked
     came = sum(sum(own[:n]) for own, n in zip(claims, kept, strict=True))
     rate = (len(trees) + came) / (cost.cost(len(trees) + sum(kept)) + host_s)
-    near = NEAR_BEST if len(trees) > 1 else 1.0
-    assert rate >= near * _brute_force(claims, cost, host_s) * (1 - 1e-3)
+    assert rate >= _brute_force(claims, cost, host_s) * (1 - 1e-3)
 
 
 def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
@@ -114,9 +111,12 @@ def test_the_likeliest_nodes_of_all_sequences_win() -> None:
 
 def test_load_shrinks_the_nodes() -> None:
     """Rows that are nearly free up to 16, then cost: more sequences leave less for drafts."""
-    cost = CostTable(ROWS, [0.02 + 0.002 * max(0, r - 16) for r in ROWS])
+    gain = Gain(CostTable(ROWS, [0.02 + 0.002 * max(0, r - 16) for r in ROWS]))
+    for _ in range(200):
+        gain.host.observe(1, 0, 1e-4)
+        gain.host.observe(64, 64, 1e-3)
     per_sequence = [
-        sum(_choose(Gain(cost), [[0.7, 0.5, 0.3, 0.2]] * num, _alone(num), 1000)) / num
+        sum(_choose(gain, [[0.7, 0.5, 0.3, 0.2]] * num, _alone(num), 1000)) / num
         for num in (1, 4, 16, 64)
     ]
     assert per_sequence == sorted(per_sequence, reverse=True)
@@ -274,6 +274,9 @@ WORLDS = [
 def test_after_200_steps_it_is_near_the_best_fixed_policy(world: dict[str, float]) -> None:
     found = [_policy(seed, 500, **world).rate(200) for seed in range(5)]
     assert np.mean(found) >= 0.95 * _best(1, **world)
+    world = world | {"row": 0.5, "ask": 0.4}
+    found = [_policy(seed, 300, 8, **world).rate(200) for seed in range(3)]
+    assert np.mean(found) >= 0.95 * _best(8, **world), "of eight choices"
 
 
 def test_after_a_change_of_load_it_is_near_the_best_of_the_new_one() -> None:
@@ -289,7 +292,7 @@ def test_after_a_change_of_load_it_is_near_the_best_of_the_new_one() -> None:
             _serve(true, 100, num, gain, seats[:num])
             found.append(_serve(true, 200, num, gain, seats[:num]).rate())
     for num, found in rates.items():
-        assert np.mean(found) >= (0.95 if num == 1 else 0.94) * _best(num, **known)
+        assert np.mean(found) >= 0.95 * _best(num, **known)
 
 
 def test_after_a_change_of_the_text_it_is_found_out() -> None:
@@ -339,7 +342,7 @@ def test_a_new_scope_is_not_slower_than_without_drafts(
         served = _serve(true, num_steps, 1, gain := Gain(true.table()), [gain.seat("a")])
         plain = _serve(World(seed, 0.0, 0.0), num_steps)
         lost.append(plain.rate() / served.rate() - 1.0)
-    assert np.mean(lost) < 0.013 + (0.004 if claim > 0.9 else 0.0)
+    assert np.mean(lost) < 0.012
 
 
 def test_nothing_depends_on_what_another_scope_s_drafts_have_brought() -> None:
@@ -423,33 +426,3 @@ def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
     assert gain.ask(seats, _alone(2), 0) == (["budget"] * 2, 0)
     gain.watch(seats[0], np.arange(9, dtype=np.int32), 4)
     gain.rested(seats, _alone(2), 3)
-
-
-def _figures() -> dict[str, float]:
-    """What a decision is made of, at figures that tell the constants apart."""
-    gain = Gain(_line(FIRST_S, ROW_S))
-    for _ in range(50):
-        gain.host.observe(1, 0, HOST_S)
-        gain.host.observe(1, 1, HOST_S + ASK_S)
-    seats = [gain.seat("new"), gain.seat("old")]
-    steps = 1
-    while gain.ask(seats[:1], _alone(1), 64)[0][0]:
-        steps += 1
-    found = {"steps to the first ask": float(steps)}
-    for _ in range(3000):
-        gain.rested(seats[:1], _alone(1), 1)
-    asks = 0
-    while not gain.ask(seats[:1], _alone(1), 64)[0][0]:
-        asks += 1
-    found["asks saved up"] = float(asks)
-    return found
-
-
-def test_a_new_scope_saves_for_its_first_ask_and_saves_no_more_than_a_few() -> None:
-    """SHARE is of plain seconds, MOST of asks."""
-    found = _figures()
-    each = ASK_S / (SHARE * (FIRST_S + HOST_S))
-    assert found["steps to the first ask"] == pytest.approx(each, rel=0.35)
-    assert found["asks saved up"] == pytest.approx(MOST, abs=2.1)
-    assert math.isclose(SHARE, 0.0075) and MOST == 32.0 and REST == 4
-    assert tuple(sorted(gain_module.EDGES)) == gain_module.EDGES

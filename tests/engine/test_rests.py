@@ -61,7 +61,7 @@ def test_rests_change_no_text_and_sessions_are_told_what_they_missed(seed: int, 
         assert engine.num_drafter_errors == 0
 
 
-def _eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
+def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
     """Eight equal answers of 40 tokens: the counts of every Delta, how often it was weighed who is
     asked, and the texts."""
     work = random_workload(Random(0))
@@ -92,10 +92,10 @@ def _eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[in
 
 
 def test_who_is_asked_is_not_weighed_in_every_step() -> None:
-    counts, asked, texts = _eight_choices(dear=True)
+    counts, asked, texts = eight_choices(dear=True)
     assert sum(c.num_steps for c in counts) == 8 * 40, "nobody drafted"
     assert asked <= 14, "one look for some steps, not one for each"
     reasons = Counter(c.no_draft_reason for c in counts)
     assert reasons["length"] == 8 and reasons["cooldown"] >= 8 * 36
-    cheap, _, same = _eight_choices(dear=False)
+    cheap, _, same = eight_choices(dear=False)
     assert same == texts and sum(c.num_accepted for c in cheap) > 100

@@ -1,0 +1,261 @@
+"""Each constant of Gain and StepTimes decides something: changed, the policy leaves its bound.
+
+A row is a constant, a value that it might have, what the policy does, and the bounds of that. With
+the constants as they are every figure lies within its bounds, and with that value outside. What is
+compiled runs as it is written here, so that a changed constant is read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafters.jit import Entry
+from server.engine import gain, step_drafts, step_times
+from server.engine.gain import Gain, StepShape
+from server.engine.step_times import CostTable, HostTimes, row_grid
+from tests.engine.test_rests import eight_choices
+
+ALONE = StepShape(1, 1, 0.0)
+ASK, NODE = 0.1, 0.15
+"""Plain tokens that an ask and a node take."""
+
+
+class Fixed(HostTimes):
+    """A host that takes nothing but what asking takes."""
+
+    def __init__(self, row_s: float, ask_s: float = ASK) -> None:
+        super().__init__(row_s)
+        self._ask_s = ask_s
+
+    def plain(self, num_draws: int) -> float:
+        return 0.0
+
+    def asking(self, num_asked: int) -> float:
+        return self._ask_s * num_asked
+
+
+def _gain() -> Gain:
+    rows = row_grid(64)
+    made = Gain(CostTable(rows, [1.0 + NODE * (r - 1) for r in rows]))
+    made.host = Fixed(0.0)
+    return made
+
+
+def _is_asked(made: Gain, seat: int) -> bool:
+    return not made.ask([seat], ALONE, 64)[0][0]
+
+
+def _steps_until(made: Gain, seat: int, is_asked: bool, most: int = 4000) -> int:
+    """Steps until a choice is asked, or is not; what is asked brings nothing."""
+    for step in range(most):
+        if _is_asked(made, seat) == is_asked:
+            return step
+        if not is_asked:
+            made.observe_ask(seat, np.empty(0))
+    return most
+
+
+def _drafts(made: Gain, seat: int, claim: float, came: bool, num: int) -> None:
+    for _ in range(num):
+        claims = np.full(1, claim)
+        made.ask([seat], ALONE, 64)
+        made.observe_ask(seat, claims)
+        made.observe_drafts(seat, claims, range(int(came)))
+
+
+def to_the_first_ask() -> float:
+    made = _gain()
+    return _steps_until(made, made.seat("a"), True)
+
+
+def asks_saved_up() -> float:
+    made = _gain()
+    seat = made.seat("a")
+    made.rested([seat], ALONE, 100_000)
+    return _steps_until(made, seat, False)
+
+
+def steps_in_debt() -> float:
+    """After the first drafts, which all missed."""
+    made = _gain()
+    seat = made.seat("a")
+    made.ask([seat], ALONE, 64)
+    made.observe_drafts(seat, np.full(400, 0.1), ())
+    return _steps_until(made, seat, True)
+
+
+def nodes_beside_wrong_high_claims() -> float:
+    made = _gain()
+    seat = made.seat("a", knows=True)
+    _drafts(made, seat, 0.5, True, 30)
+    made.observe_drafts(seat, np.full(120, 0.8), ())
+    return made.choose([made.seat("a")], [np.full(1, 0.5)], [0], ALONE, 64)[0]
+
+
+def misses_until_nothing_is_taken() -> float:
+    made = _gain()
+    seat = made.seat("a", knows=True)
+    for missed in range(200):
+        if not made.choose([seat], [np.full(1, 0.7)], [0], ALONE, 64)[0]:
+            return missed
+        made.observe_drafts(seat, np.full(1, 0.7), ())
+    return 200
+
+
+def asks_until_a_text_that_paid_is_given_up() -> float:
+    made = _gain()
+    seat = made.seat("a", knows=True)
+    _drafts(made, seat, 0.9, True, 200)
+    return _steps_until(made, seat, False)
+
+
+def rest_until_it_is_asked_again() -> float:
+    made = _gain()
+    seat = made.seat("a", knows=True)
+    for _ in range(200):
+        made.ask([seat], ALONE, 64)
+        made.observe_ask(seat, np.empty(0))
+    steps = 0
+    while not made.is_asked(seat) and steps < 20_000:
+        made.rested([seat], ALONE, 25)
+        made.ask([seat], ALONE, 64)
+        steps += 25
+    return steps
+
+
+def asks_without_a_node_until_given_up() -> float:
+    made = _gain()
+    return _steps_until(made, made.seat("a", knows=True), False)
+
+
+def looks_at_an_answer_that_drafts_nothing() -> float:
+    return eight_choices(dear=True)[1]
+
+
+def asked_for_a_copy() -> float:
+    """Whether a copied text that was watched is asked at once, where an ask takes 1.5 tokens."""
+    made = _gain()
+    made.host = Fixed(0.0, 1.5)
+    seat = made.seat("a")
+    made.watch(seat, np.tile(np.arange(9, dtype=np.int32), 20), 19)
+    return _is_asked(made, seat)
+
+
+def _table() -> CostTable:
+    rows = row_grid(64)
+    return CostTable(rows, [1.0 + 0.2 * (r - 1) for r in rows])
+
+
+def a_first_step_that_is_a_tenth_slower() -> float:
+    table = _table()
+    table.observe(1, 0.0, 1.1)
+    return table.cost(1)
+
+
+def a_step_that_took_ten_times_as_long() -> float:
+    table = _table()
+    for _ in range(100):
+        table.observe(1, 0.0, 1.0)
+    table.observe(1, 0.0, 10.0)
+    return table.cost(1)
+
+
+def ten_steps_after_others_came() -> float:
+    table = _table()
+    for _ in range(300):
+        table.observe(1, 0.0, 1.0)
+    for _ in range(10):
+        table.observe(1, 0.0, 1.2)
+    return table.cost(1)
+
+
+def host_at_the_start() -> float:
+    return HostTimes(1.0).plain(1) + HostTimes(1.0).asking(1)
+
+
+def host_after_twenty_quick_steps() -> float:
+    times = HostTimes(1.0)
+    for _ in range(20):
+        times.observe(1, 0, 0.03)
+    for _ in range(5):
+        times.observe(1, 0, 0.06)
+    return times.plain(1)
+
+
+def mixed_after_32_prompts() -> float:
+    times = HostTimes(1.0)
+    for _ in range(32):
+        times.observe_mix(True)
+    return times.mixed
+
+
+CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
+    (gain, "SHARE", 0.005, to_the_first_ask, 10, 16),
+    (gain, "MOST", 16.0, asks_saved_up, 25, 40),
+    (gain, "LEAST", 4.0, steps_in_debt, 20, 45),
+    (gain, "EDGES", (0.15, 0.35, 0.4, 0.85), nodes_beside_wrong_high_claims, 1, 1),
+    (gain, "PRIOR", 6.0, misses_until_nothing_is_taken, 10, 16),
+    (gain, "MEMORY", 64.0, asks_until_a_text_that_paid_is_given_up, 30, 60),
+    (gain, "IDLE", 512.0, rest_until_it_is_asked_again, 300, 600),
+    (gain, "DOUBT", 0.1, asks_without_a_node_until_given_up, 20, 33),
+    (gain, "_DEPTH", 1, asked_for_a_copy, 1, 1),
+    (step_drafts, "REST", 2, looks_at_an_answer_that_drafts_nothing, 8, 14),
+    (step_times, "DOUBT", 0.1, a_first_step_that_is_a_tenth_slower, 1.085, 1.1),
+    (step_times, "NOISE", 0.2, a_step_that_took_ten_times_as_long, 1.15, 1.3),
+    (step_times, "DRIFT", 0.02, ten_steps_after_others_came, 1.18, 1.22),
+    (step_times, "HOST", (0.1, 0.02, 0.1, 0.1), host_at_the_start, 0.1, 0.2),
+    (step_times, "HOST_NOISE", 0.25, host_after_twenty_quick_steps, 0.04, 0.045),
+    (step_times, "MEMORY", 64.0, mixed_after_32_prompts, 0.55, 0.75),
+]
+"""(module, constant, another value, what it decides, from, to)"""
+
+
+@pytest.fixture
+def as_written(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What Gain calls compiled is run by Python."""
+    for name, function in vars(gain).items():
+        if isinstance(function, Entry):
+            monkeypatch.setattr(gain, name, function.py_func)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("module", "name", "other", "figure", "low", "high"), CASES)
+def test_what_a_constant_decides_leaves_its_bounds_where_it_is_changed(
+    as_written: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    other: Any,
+    figure: Callable[[], float],
+    low: float,
+    high: float,
+) -> None:
+    assert low <= figure() <= high
+    as_written.setattr(module, name, other)
+    assert not low <= figure() <= high
+
+
+def test_every_constant_is_here_and_there_are_no_more_than_15() -> None:
+    def own(module: Any) -> set[str]:
+        tree = ast.parse(Path(module.__file__).read_text())
+        names = {
+            target.id
+            for statement in tree.body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Name) and target.id.isupper()
+        }
+        return {name for name in names if name == "_DEPTH" or not name.startswith("_")}
+
+    known = own(gain) | {f"{name} of a table" for name in own(step_times)}
+    tried = {
+        f"{name} of a table" if module is step_times else name
+        for module, name, *_ in CASES
+        if (module, name) != (gain, "MEMORY")  # it is step_times'
+    }
+    assert known == tried and len(known) <= 15
