@@ -15,27 +15,11 @@ from loadtest import cells, load, load_figures, step_times
 from loadtest.completion import Timing
 from loadtest.peer import CpuMeter
 from loadtest.trace import Arrival, read_trace
+from tests.loadtest.conftest import last_json
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 IDLE = ["--max-load", "1e9"]
 FIXED = ["--prompts", "plain,copy", *IDLE]
-
-
-def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    return result
-
-
-@pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
-    for name in ("alpha", "beta"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "test.jsonl").write_text(
-            "".join(
-                json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) + "\n" for i in range(4)
-            )
-        )
-    return tmp_path
 
 
 def test_one_stream_finds_the_ratio_and_the_different_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,8 @@ import pytest
 
 from loadtest import lossless
 from loadtest.prompts import Example
+from tests.loadtest.conftest import last_json
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
-
-
-def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    return result
-
-
-@pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
-    for name in ("alpha", "beta"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "test.jsonl").write_text(
-            "".join(
-                json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) + "\n" for i in range(4)
-            )
-        )
-    return tmp_path
 
 
 def lossless_args(url: str, data_dir: Path, drafter: str = "suffix") -> list[str]:

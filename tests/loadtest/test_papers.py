@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest import papers
-from tests.loadtest.test_load import last_json
+from tests.loadtest.conftest import last_json
 from tests.model.tiny_models import save_tiny
 
 

@@ -33,7 +33,7 @@ from server.model.scoring import Scores, Text, compare, score
 from server.types import Request, SamplingParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-from tests.loadtest.test_load import last_json
+from tests.loadtest.conftest import last_json
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.vocab_store.test_slice import Texts as Letters
 from vocab_store.profile import VocabProfile

@@ -18,7 +18,7 @@ from drafters.replay import Recording, read_recordings
 from loadtest import drafter_costs, fit_trust, own_runs, replay
 from loadtest.peer_drafters import tree_of_paths
 from loadtest.recordings import open_ids
-from tests.loadtest.test_load import last_json
+from tests.loadtest.conftest import last_json
 from tests.model.tiny_models import save_tiny
 
 NUM = 3

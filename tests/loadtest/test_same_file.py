@@ -18,7 +18,7 @@ from server.model.gguf_folder import file_folder
 from server.model.gguf_index import GgufIndex
 from server.model.scoring import Text, score
 from server.types import EngineSizes
-from tests.loadtest.test_load import last_json
+from tests.loadtest.conftest import last_json
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.setup.test_gguf_file import write_gguf
 
