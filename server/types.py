@@ -341,7 +341,7 @@ class StepCounts:
     verify_s: seconds of the forward passes that carried drafts of this choice; every choice of a
         batch counts the whole pass.
     no_draft_reason: "" or why no node was carried, each told in docs/no-drafts.md: "off",
-        "prefill", "length", "cooldown", "no_match", "budget".
+        "prefill", "length", "cooldown", "no_match", "budget", "room".
     """
 
     num_steps: int = 0

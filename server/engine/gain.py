@@ -453,8 +453,10 @@ class Gain:
         """Of each choice that may draft "" where it is to be asked in this step, else why not, in
         the words of StepCounts.no_draft_reason; and the most nodes that could pay if all of them
         were accepted (0 where nobody is asked). room: nodes that fit. Called once a step."""
+        if room <= 0:
+            return ["room"] * len(seats), 0
         if self.cost is None:
-            return ["" if room > 0 else "budget"] * len(seats), max(0, room)
+            return [""] * len(seats), room
         asked = np.array(seats, np.int64)
         likely = likely_nodes(self._scopes.table, self._seats.table, asked)
         prices = token_s, ask_s, node_s, worth = self._prices(shape, likely)

@@ -174,5 +174,5 @@ class StepDrafts:
         num = self._scheduler.reserve_drafts(sequence, len(tree.token_ids))
         if num:
             return tree if num == len(tree.token_ids) else tree.prune(num)
-        sequence.no_draft_reason = "budget"
+        sequence.no_draft_reason = "room"
         return None

@@ -423,6 +423,8 @@ def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
     gain = Gain()
     seats = [gain.seat("a"), gain.seat("b")]
     assert gain.is_asked(seats[0]) and gain.ask(seats, _alone(2), 7) == (["", ""], 7)
-    assert gain.ask(seats, _alone(2), 0) == (["budget"] * 2, 0)
+    for full in (gain, Gain(_line(FIRST_S, ROW_S))):
+        known = [full.seat("k", knows=True), full.seat("k", knows=True)]
+        assert full.ask(known, _alone(2), 0) == (["room"] * 2, 0), "the step is full of rows"
     gain.watch(seats[0], np.arange(9, dtype=np.int32), 4)
     gain.rested(seats, _alone(2), 3)
