@@ -197,8 +197,9 @@ SPECULATION = Dashboard(
             Panel(
                 "Steps without a draft",
                 "Why, as docs/no-drafts.md tells: cooldown (drafts like these do not pay now), "
-                "no_match (no source had anything), budget (no node was worth its row), room (a step "
-                "or the KV cache was full), length (one token left), prefill (the prompt is being read), off.",
+                "no_match (no source had anything), budget (no node was worth its row), room (a "
+                "step or the KV cache was full), length (one token left), prefill (the prompt is "
+                "being read), off.",
                 (Query(rate("spec_decode_num_no_draft_total", "reason"), "{{reason}}"),),
                 stacked=True,
             ),
