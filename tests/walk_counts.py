@@ -3,12 +3,18 @@
     python -m tests.walk_counts                    # the working tree
     python -m tests.walk_counts dff5c7d            # a commit beside the working tree
     python -m tests.walk_counts dff5c7d HEAD       # two commits
+    python -m tests.walk_counts --times dff5c7d HEAD   # microseconds of the same steps instead
 
 Walks are counted with sys.setprofile on a real engine whose runner computes nothing, and on the
 real API in front of it: Python calls of ours, distinct functions and files among them, and records,
 which are classes of ours of which an object was made. A walk's figures are those of its median
 step or request; the first ones, which make what is kept, are left out. Another commit is checked
 out into a temporary worktree and counted by this very file, in a process of its own.
+
+--times: what the host takes of a step, the runner's own time left out, in microseconds of CPU: of
+four steps in a row, as of these one is looked at where nobody drafts, the lowest tenth; of each
+commit the lowest of PASSES alternating processes. Steps follow each other at once, so what the host
+needs lies in the core's caches, as it does not behind a model's step.
 
 `BOUNDS` is what tests/test_walk_counts.py holds the working tree to. Whoever makes a walk shorter
 lowers it, in the same commit.
@@ -25,8 +31,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -41,17 +49,19 @@ BOUNDS = {
     "plain step, 1 choice: calls": 24,
     "plain step, 1 choice: files": 13,
     "plain step, 8 choices: calls": 24,
-    "drafting step, 1 choice: calls": 141,
+    "drafting step, 1 choice: calls": 121,
     "drafting step, 1 choice: files": 32,
-    "drafting step, 8 choices: calls": 571,
+    "drafting step, 8 choices: calls": 537,
     "request, API: calls": 200,
     "request, API: files": 17,
     "request, engine: calls": 500,
     "request, engine: files": 28,
     "circles": 0,
-    "arrows up": 1,
+    "arrows up": 0,
 }
 """The most that the working tree may have."""
+
+PASSES = 3
 
 FLOORS = (
     ("drafters.atomic_file", "drafters.json_text"),
@@ -256,6 +266,8 @@ class NullRunner:
 
     max_in_flight = 1  # which engines once asked for
     step_s = 1000.0
+    own_s = 0.0
+    """What drawing took, of all steps."""
 
     def __init__(self, info: Any) -> None:
         self.info = info
@@ -266,6 +278,12 @@ class NullRunner:
 
     def wait(self) -> Any:
         """Its draws."""
+        began = time.thread_time()
+        drawn = self._drawn()
+        self.own_s += time.thread_time() - began
+        return drawn
+
+    def _drawn(self) -> Any:
         import numpy as np
 
         from server.engine.batch import Drawn, Likely
@@ -312,19 +330,19 @@ def _cost_table(rows: list[int], seconds: list[float]) -> Any:
     return importlib.import_module(f"server.engine.{at}").CostTable(rows, seconds)
 
 
-def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
-    """Decode steps of so many requests, all of which draft in each or none in any."""
+def _engine(num_choices: int, drafter: str) -> tuple[Any, NullRunner]:
+    """One that decodes so many requests, all of which draft in each step or none in any."""
     from drafters import make_drafter
     from server.engine.engine import Engine
     from server.engine.settings import EngineSettings
     from server.types import Request, SamplingParams, SpeculationParams
 
     made = {} if drafter == "off" else {drafter: make_drafter(drafter)}
-    settings = EngineSettings(max_num_seqs=16, max_num_batched_tokens=512)
+    settings = EngineSettings(max_num_seqs=num_choices, max_num_batched_tokens=512)
+    runner = NullRunner(_info(max_num_seqs=num_choices))
     # Nodes cost nothing, so that all choices draft in every step, whatever the machine does.
-    engine = Engine(
-        NullRunner(_info()), made, settings, cost=_cost_table([1, 512], [NullRunner.step_s] * 2)
-    )
+    cost = _cost_table([1, 512], [NullRunner.step_s] * 2)
+    engine = Engine(runner, made, settings, cost=cost)
     for i in range(num_choices):
         prompt = tuple((i + j) % 11 + 3 for j in range(40))
         engine.submit(
@@ -334,6 +352,12 @@ def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
                 SpeculationParams(drafter, 0 if drafter == "off" else 8),
             )
         )  # fmt: skip
+    return engine, runner
+
+
+def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
+    """What each of its steps passed."""
+    engine, _ = _engine(num_choices, drafter)
     walk, found = Walk(), []
     for _ in range(90):
         sys.setprofile(walk)
@@ -417,11 +441,36 @@ def walks() -> dict[str, int]:
     }
 
 
+def times() -> dict[str, float]:
+    """Microseconds of CPU of the host in a step."""
+    found = {}
+    for drafter, numbers in (("off", (1, 8, 32)), ("auto", (1, 8))):
+        for num_choices in numbers:
+            taken = []
+            for _ in range(4):
+                engine, runner = _engine(num_choices, drafter)
+                for _ in range(25):
+                    own, began = runner.own_s, time.thread_time()
+                    for _ in range(4):
+                        engine.step()
+                    taken.append((time.thread_time() - began - (runner.own_s - own)) / 4.0)
+                engine.close()
+            kind = "plain" if drafter == "off" else "drafting"
+            name = f"{kind} step, {num_choices} choice{'s' * (num_choices > 1)}: us"
+            found[name] = round(1e6 * sorted(taken)[len(taken) // 10], 1)
+    return found
+
+
 # -- both, of a commit ----------------------------------------------------------------------------
 
 
 def figures(root: Path) -> dict[str, int]:
     """All figures of the tree at `root`. Raises CalledProcessError where its product fails."""
+    return {**_run(root, "walks"), **house(root)}
+
+
+def _run(root: Path, function: str) -> dict[str, Any]:
+    """What a function of this file finds of the product at `root`."""
     here = str(ROOT / "tests" / "walk_counts.py")
     code = (
         "import importlib.util, json, sys\n"
@@ -429,17 +478,22 @@ def figures(root: Path) -> dict[str, int]:
         "module = importlib.util.module_from_spec(spec)\n"
         "sys.modules['walk_counts'] = module\n"
         "spec.loader.exec_module(module)\n"
-        "print(json.dumps(module.walks()))\n"
+        f"print(json.dumps(module.{function}()))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, env=environment, stdout=subprocess.PIPE, check=True
     )
-    return {**json.loads(done.stdout.splitlines()[-1]), **house(root)}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def _of_commit(revision: str) -> dict[str, int]:
-    """The figures of a commit, in a worktree that is removed again."""
+@contextmanager
+def _tree(revision: str | None) -> Iterator[Path]:
+    """The tree of a commit (None: the working tree), in a worktree that is removed again."""
+    if revision is None:
+        yield ROOT
+        return
     with tempfile.TemporaryDirectory(prefix="walk-counts-") as folder:
         tree = Path(folder) / "tree"
         git: Callable[..., Any] = lambda *words: subprocess.run(  # noqa: E731
@@ -447,12 +501,25 @@ def _of_commit(revision: str) -> dict[str, int]:
         )
         git("worktree", "add", "--quiet", "--detach", str(tree), revision)
         try:
-            return figures(tree)
+            yield tree
         finally:
             git("worktree", "remove", "--force", str(tree))
 
 
-def _lines(names: list[str], columns: list[dict[str, int]]) -> Iterator[str]:
+def _compared(revisions: Sequence[str | None], *, timed: bool) -> list[dict[str, Any]]:
+    """The figures of each commit."""
+    with ExitStack() as stack:
+        trees = [stack.enter_context(_tree(revision)) for revision in revisions]
+        if not timed:
+            return [figures(tree) for tree in trees]
+        passes = [[_run(tree, "times") for tree in trees] for _ in range(PASSES)]
+        return [
+            {name: min(each[name] for each in of_tree) for name in of_tree[0]}
+            for of_tree in zip(*passes, strict=True)
+        ]
+
+
+def _lines(names: list[str], columns: list[dict[str, Any]]) -> Iterator[str]:
     rows = list(dict.fromkeys(key for column in columns for key in column))
     width = max(len(row) for row in rows)
     yield " " * width + "".join(f"{name[:14]:>15}" for name in names)
@@ -473,14 +540,14 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("revisions", nargs="*", metavar="REV", help="at most two commits")
-    revisions = parser.parse_args(arguments).revisions
-    if len(revisions) > 2:
+    parser.add_argument("--times", action="store_true", help="microseconds of the host instead")
+    options = parser.parse_args(arguments)
+    if len(options.revisions) > 2:
         parser.error("at most two commits are compared")
+    revisions = [*options.revisions, None][:2]
+    names = ["working tree" if revision is None else revision for revision in revisions]
     try:
-        names, columns = list(revisions), [_of_commit(revision) for revision in revisions]
-        if len(revisions) < 2:
-            names.append("working tree")
-            columns.append(figures(ROOT))
+        columns = _compared(revisions, timed=options.times)
     except subprocess.CalledProcessError:
         return 1  # git, or the product, has said why
     for line in _lines(names, columns):

@@ -20,7 +20,6 @@ _SEED = 20
 _LEAST = 20  # examples
 _WHAT = "JSON lines, CSV or Parquet with a prompt and a completion, or messages"
 
-DataFile = Annotated[Path, Parameter(metavar="FILE", help=_WHAT)]
 DataFiles = Annotated[tuple[Path, ...], Parameter(metavar="FILE", help=f"{_WHAT}; may be repeated")]
 
 

@@ -15,9 +15,9 @@ from cyclopts import Parameter
 from server.commands.data import FieldOptions
 from server.commands.options import CallOptions
 from server.commands.quality import METRICS, Estimate, estimate
-from server.commands.serve import tasks_folder
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
+from server.wiring.task_set import tasks_folder
 
 _FIELDS, _CALL = FieldOptions(), CallOptions()
 _MAX_TEXT = 120

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_TASKS = Path("configs/tasks")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsForm = Literal[

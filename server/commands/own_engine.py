@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from server.api.served_model import ServedModel
     from server.commands.options import ModelOptions
     from server.commands.progress import Bar
-    from server.config import EngineConfig, ModelConfig
+    from server.config import ModelConfig
     from server.engine.engine import Engine
 
 
@@ -38,37 +36,6 @@ def model_name(model: str) -> str:
     if path.is_dir() or model.startswith((".", "/", "~")):
         return path.resolve().name
     return model.partition("@")[0]
-
-
-def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
-    """Whether a model is served from its GGUF as it is: asked for, or nothing else is."""
-    from server.model.catalog import BUILT_IN
-    from server.model.gguf_folder import is_gguf_path
-
-    weights, dtype = model.weights or engine.weights, model.dtype or engine.dtype
-    if weights != "auto":
-        return weights == "file"
-    on_cpu = all(device == "cpu" for device in model.devices)
-    is_gguf = model.path in BUILT_IN or is_gguf_path(model.path)
-    return dtype == "auto" and model.adapter is None and on_cpu and is_gguf
-
-
-def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
-    """The model's folder. Fetching and converting, once, is done by a process of its own, because
-    it loads torch and the whole model, and this one will only speak HTTP."""
-    from server.model.catalog import cached_folder
-    from server.model.gguf_folder import cached_file_folder
-
-    kind = (model.weights or engine.weights) if serves_file(model, engine) else "float32"
-    folder = (cached_folder if kind == "float32" else cached_file_folder)(model.path)
-    if folder is None:
-        command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]
-        command += ["--form", kind]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        if done.returncode != 0:
-            raise SystemExit(done.returncode)  # it has said why
-        folder = Path(done.stdout.strip().splitlines()[-1])
-    return folder
 
 
 class OwnTokenizer:
@@ -112,6 +79,7 @@ def own_engine(
 
     from server.config import EngineConfig, ModelConfig, ServerConfig, parse_device_list
     from server.wiring.engine import build_engine
+    from server.wiring.model import ready_folder
     from server.wiring.server import plan_server
 
     try:

@@ -16,7 +16,8 @@ from cyclopts import Parameter
 
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
-from server.commands.options import DEFAULT_TASKS, writing
+from server.commands.options import writing
+from server.config import DEFAULT_TASKS
 from server.errors import ConfigError
 
 SUFFIX = ".tailor-task"
@@ -48,7 +49,11 @@ def pack(
         "yaml": task.name,
         "made_by": f"tailor {__version__}",
         "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files
+            file.name: {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+            for file in files
         },
     }
     with (
@@ -136,8 +141,3 @@ def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     entry = zipfile.ZipInfo(name, _EPOCH)
     entry.external_attr = 0o644 << 16
     archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from server.client.bulk import BulkOutcome
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
 
 
 class Bar:
@@ -33,8 +31,6 @@ class Bar:
     LOG_EVERY_S = 10.0
 
     def __init__(self) -> None:
-        from rich.console import Console
-
         self._console = Console(stderr=True, highlight=False)
         self._bars = _bars(self._console)
         self._tasks: dict[str, Any] = {}
@@ -86,15 +82,6 @@ def duration(seconds: float) -> str:
 
 def _bars(console: Console) -> Progress:
     """Bars of one line each; on a narrow terminal the stage's name is shortened."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Column
-
     return Progress(
         TextColumn(
             "{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -115,8 +102,6 @@ class Stages:
     """
 
     def __init__(self) -> None:
-        from rich.console import Console
-
         self._console = Console(stderr=True, highlight=False)
         self._live = contextlib.ExitStack()
         self._line = ""

@@ -13,13 +13,13 @@ from cyclopts import Parameter
 
 from server.commands.data import FieldOptions, chat_render
 from server.commands.options import (
-    DEFAULT_TASKS,
     ModelOptions,
     SamplingOptions,
     sampling_of,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
-from server.commands.progress import Bar
+from server.commands.progress import Bar, duration
+from server.config import DEFAULT_TASKS
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,12 +99,14 @@ class TaskFile:
 
     def path(self) -> Path:
         """Where the task file goes. Raises ConfigError for a place or name that cannot be."""
+        from server.commands.tune_data import kept_file
         from server.config import TaskConfig
 
         output = self.output or DEFAULT_TASKS / f"{self.name}.yaml"
         if output.suffix not in (".yaml", ".yml"):
             raise ConfigError(f"{output}: a task file ends in .yaml")
-        if output.exists() and not self.force:
+        # An interrupted run goes on with its own file; tune_data.Kept looks whether it is this.
+        if output.exists() and not self.force and not kept_file(output).exists():
             raise ConfigError(f"{output}: is there already; --force replaces it")
         try:
             TaskConfig(name=self.name, description=self.description)
@@ -131,9 +133,15 @@ def tune(
     even_if_busy: Annotated[
         bool, Parameter(help="decide although others use the machine; without mode exact")
     ] = False,
+    skip_forms: Annotated[
+        bool, Parameter(help="do not measure the other forms of the weights, which choose nothing")
+    ] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
 ) -> int:
-    report = tune_task(data, file, fields, recording, sampling, model, even_if_busy=even_if_busy)
+    report = tune_task(
+        data, file, fields, recording, sampling, model,
+        even_if_busy=even_if_busy, skip_forms=skip_forms,
+    )  # fmt: skip
     output = Path(report["file"])
     if as_json:
         print(json.dumps(report))
@@ -151,10 +159,11 @@ def tune_task(
     model: ModelOptions,
     *,
     even_if_busy: bool,
+    skip_forms: bool = False,
 ) -> dict[str, Any]:
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
     from server.commands.tune_data import TuneSettings, check_data
-    from server.commands.tune_machine import OtherProcesses, compare_forms, refuse_if_busy
+    from server.commands.tune_machine import LIMIT_S, OtherProcesses, compare_forms, refuse_if_busy
     from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
@@ -171,7 +180,15 @@ def tune_task(
     time.sleep(0.5)
     if not even_if_busy:
         refuse_if_busy(others.share())
+    stages = {
+        "recording": recording.record_seconds if recording.outputs == "model" else 0.0,
+        "serving": recording.serve_seconds,
+        "the forms of the weights": 0.0 if skip_forms else LIMIT_S,
+    }
+    times = ", ".join(f"{stage} {duration(most_s)}" for stage, most_s in stages.items() if most_s)
     with Bar() as bar, own_engine(model, bar, ("auto",)) as (served, engine):
+        if times:
+            bar.say(f"beside replays, which tell what is left of them, about: {times}")
         busy = others.share()  # while the model was loaded and its steps were measured
         if not even_if_busy:
             refuse_if_busy(busy)
@@ -179,6 +196,7 @@ def tune_task(
             name=file.name,
             data=data,
             output=output,
+            replaces=file.force,
             outputs=recording.outputs,
             description=file.description,
             model=file.served_model_name,
@@ -193,7 +211,9 @@ def tune_task(
             head_share=_head_share(model.model, engine.info.dtype),
             busy=busy,
             render=None if served.chat is None else chat_render(served.chat),
-            compare_forms=functools.partial(compare_forms, model, progress=bar),
+            compare_forms=(
+                None if skip_forms else functools.partial(compare_forms, model, progress=bar)
+            ),
             enrichment=enrichment_of(model.adapter),
         )
         return _tuned(settings, served, engine, bar)

@@ -9,7 +9,9 @@
        slice of the LM head saves more than its verifications cost, NAME.vocab and mode `exact`
 
 What is measured is measured on examples that the corpus of that replay did not hold. The corpus
-that is written holds them all.
+that is written holds them all. The task file is there once drafts are chosen, and what was found
+is kept in NAME.yaml.partial until the end: the same command goes on where it was stopped
+(tune_data.Kept).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +37,9 @@ from server.commands.tune_choice import (
     best_of,
     bigram_coverage,
     corpus_fit,
-    expected_gains,
+    expected_gain,
+    forecast_gains,
+    measured_gains,
     prompt_coverage,
     replay_all,
     vocabulary,
@@ -44,12 +49,14 @@ from server.commands.tune_data import (
     DATA,
     OWN,
     Example,
+    Kept,
     Material,
     Progress,
     TuneSettings,
     gather,
     quality,
     quality_lines,
+    read_data,
 )
 from server.commands.tune_machine import form_lines
 from server.errors import ConfigError
@@ -61,7 +68,6 @@ if TYPE_CHECKING:
     from server.engine.engine import Engine
     from server.engine.step_times import CostTable
     from server.token_bytes import TokenBytes
-    from vocab_store.profile import VocabProfile
 
 MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
 """(drafter's name, task, speculation) -> Drafter, as the server makes it."""
@@ -91,8 +97,15 @@ def tune(
     """
     began = time.monotonic()
     fingerprint = tokens.fingerprint.hex()
-    material = gather(settings, engine, tokenizer, progress)
-    with tempfile.TemporaryDirectory(prefix="tailor-tune-") as scratch:
+    identity = f"{engine.info.fingerprint} {engine.info.dtype} {engine.info.device} {fingerprint}"
+    data = read_data(settings, tokenizer, engine.info.eos_token_ids[0], progress)
+    with (
+        Kept(settings, identity) as kept,
+        tempfile.TemporaryDirectory(prefix="tailor-tune-") as scratch,
+    ):
+        if kept.num_found:
+            progress(f"going on with {kept.num_found} findings of an earlier run", 0, None)
+        material = gather(settings, engine, tokenizer, data, kept, progress)
         corpora = _build_corpora(settings, material, Path(scratch), fingerprint, progress)
 
         def drafter_of(name: str, label: str | None, options: Options) -> Drafter:
@@ -101,21 +114,39 @@ def tune(
             return make_drafter(name, settings.name, SpeculationParams(name, 16, given, path))
 
         pricing = Pricing(engine, head[1])
-        choices = replay_all(settings, material, drafter_of, list(corpora), pricing, progress)
+        choices = replay_all(settings, material, drafter_of, list(corpora), pricing, kept, progress)
         best = best_of(choices)
-        corpus = str(corpora[best.corpus][0]) if best is not None and best.corpus else None
-        gains = expected_gains(settings, material, best, drafter_of, pricing, corpus, progress)
-        why = corpus_fit(choices) | _why(best, material, corpora)
-    progress("vocabulary", 0, None)
-    slices, profile = vocabulary(material, best, engine, tokens, pricing.cost, head, settings)
-    label = best.corpus if best is not None else None
-    report = _report(settings, material, best, label, gains)
-    report |= {"why": why, "vocabulary": slices, "weights": {}}
-    if settings.compare_forms is not None:
-        shown = material.whole.get(DATA) or [(r.prompt_ids, r.output_ids) for r in material.held]
-        report["weights"] = settings.compare_forms(shown)
-    text = task_text(settings, material, engine, pricing.cost, choices, best, report)
-    _write(settings, material, text, label, profile, fingerprint, progress)
+        label = best.corpus if best is not None else None
+        corpus = None if label is None else str(corpora[label][0])
+        progress(f"replaying {MANY_STREAMS} streams", 0, None)
+        forecasts = forecast_gains(material, best, drafter_of, pricing, kept)
+        gains = {clients: expected_gain(told) for clients, told in forecasts.items()}
+        report = _report(settings, material, best, label, gains)
+        report["why"] = corpus_fit(choices) | _why(best, material, corpora)
+        told = partial(task_text, settings, material, engine, pricing.cost, choices, best)
+        # The choice is made: from here on there is a task file, whatever ends the run.
+        was_ours = kept.once("was ours", lambda: is_ours(settings.output))
+        if label is not None:
+            progress("building the corpus", 0, None)
+            whole = _corpus(settings, material.whole[label], fingerprint)
+            save(settings.output.with_suffix(".corpus"), whole.save)
+        _write(settings, told(report), {".corpus": label is not None} if was_ours else {})
+        if best is not None:
+            gains = measured_gains(
+                settings, material, best, forecasts, pricing, corpus, kept, progress
+            )
+            report |= _gains_told(gains)
+        progress("vocabulary", 0, None)
+        slices, profile = vocabulary(material, best, engine, tokens, pricing.cost, head, settings)
+        report["vocabulary"] = slices
+        if settings.compare_forms is not None:
+            held = [(r.prompt_ids, r.output_ids) for r in material.held]
+            compared = partial(settings.compare_forms, material.whole.get(DATA) or held)
+            report["weights"] = kept.once("forms", compared)
+        report["is_whole"] = True
+        if profile is not None:
+            save(settings.output.with_suffix(".vocab"), profile.save)
+        _write(settings, told(report), {".vocab": profile is not None} if was_ours else {})
     report["seconds"] = round(time.monotonic() - began, 1)
     return report
 
@@ -182,7 +213,6 @@ def _report(
     gains: dict[int, Expected],
 ) -> dict[str, Any]:
     corpus_file = settings.output.with_suffix(".corpus")
-    alone, many = gains[1], gains[MANY_STREAMS]
     return {
         "task": settings.name,
         "file": str(settings.output),
@@ -199,44 +229,34 @@ def _report(
         ),
         "drafter": "off" if best is None else best.drafter,
         "max_draft_tokens": 0 if best is None else best.budget,
-        "tokens_per_step": round(alone.tokens_per_step, 3),
-        "expected_speedup": round(alone.speedup, 3),
-        "expected_range": [round(alone.low, 3), round(alone.high, 3)],
-        "expected_of": alone.num_served,
         "expected_decode_speedup": (
             1.0 if best is None else round(best.forecast.decode_speedup, 3)
         ),
-        f"expected_speedup_{MANY_STREAMS}_streams": round(many.speedup, 3),
-        f"expected_range_{MANY_STREAMS}_streams": [round(many.low, 3), round(many.high, 3)],
-        f"expected_of_{MANY_STREAMS}_streams": many.num_served,
         "busy": round(settings.busy, 2) if settings.busy > BUSY else None,
+        "vocabulary": {},
+        "weights": {},
+        "is_whole": False,
+        **_gains_told(gains),
     }
 
 
-def _write(
-    settings: TuneSettings,
-    material: Material,
-    text: str,
-    label: str | None,
-    profile: VocabProfile | None,
-    fingerprint: str,
-    progress: Progress,
-) -> None:
-    """The task's files; what an earlier tuning wrote and this one does not name goes."""
-    profile_file = settings.output.with_suffix(".vocab")
-    corpus_file = settings.output.with_suffix(".corpus")
-    if profile is not None:
-        save(profile_file, profile.save)
-    if label is not None:
-        progress("building the corpus", 0, None)
-        whole = material.whole[label]
-        save(corpus_file, lambda file: _corpus(settings, whole, fingerprint).save(file))
-    replaced = is_ours(settings.output)
+def _gains_told(gains: Mapping[int, Expected]) -> dict[str, Any]:
+    """What a report says of them. Empty: nothing is drafted."""
+    found: dict[str, Any] = {}
+    for clients, suffix in ((1, ""), (MANY_STREAMS, f"_{MANY_STREAMS}_streams")):
+        gain = gains.get(clients, Expected())
+        found[f"expected_speedup{suffix}"] = round(gain.speedup, 3)
+        found[f"expected_range{suffix}"] = [round(gain.low, 3), round(gain.high, 3)]
+        found[f"expected_of{suffix}"] = gain.num_served
+    return found | {"tokens_per_step": round(gains.get(1, Expected()).tokens_per_step, 3)}
+
+
+def _write(settings: TuneSettings, text: str, is_named: Mapping[str, bool]) -> None:
+    """The task file. is_named: of the files of an earlier tuning, by suffix; others go."""
     save(settings.output, lambda file: write_checked(file, text, settings.name))
-    if replaced:
-        for file, kept in ((profile_file, profile is not None), (corpus_file, label is not None)):
-            if not kept:
-                remove(file)
+    for suffix, stays in is_named.items():
+        if not stays:
+            remove(settings.output.with_suffix(suffix))
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -253,6 +273,8 @@ def task_text(
 ) -> str:
     """The YAML text: reasons as comments, then what the server reads."""
     lines = _origin_lines(settings, material, engine, cost, report)
+    if not report["is_whole"]:
+        lines.append("Not whole: what drafts gain is forecast. The same command measures it.")
     lines += quality_lines(report["quality"])
     if report["busy"] is not None:
         lines.append(

@@ -13,8 +13,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from drafters.catalog import Need, catalog, that_use
@@ -24,6 +24,7 @@ from server.commands.tune_data import (
     DATA,
     OWN,
     Example,
+    Kept,
     Material,
     Progress,
     TuneSettings,
@@ -33,6 +34,7 @@ from server.config import SpeculationConfig
 from server.types import CORPUS_FITS, Request, SpeculationParams
 
 if TYPE_CHECKING:
+    from drafters.arrays import Float64
     from drafters.base import Drafter, DraftSession
     from drafters.corpus import Corpus
     from drafters.replay import Recording
@@ -174,7 +176,7 @@ class _Priced:
         self.seat = self.gain.seat("replay")
         for claim in (0.05, 0.25, 0.5, 0.75, 0.95):
             claims = np.full(100, claim)
-            self.gain.observe_drafts(self.seat, claims, range(round(100 * claim)))
+            self.observe(claims, range(round(100 * claim)))
         info = pricing.engine.info
         self.vocab_size = info.vocab_size
         self._block_size = info.block_size if pricing.engine.settings.prefix_cache else 0
@@ -200,6 +202,15 @@ class _Priced:
             list(map(int, prompt_ids)), context_span=context_span, prediction_ids=prediction_ids
         )
         return cast("DraftSession", _PricedSession(self, session, num, prompt_s))
+
+    def observe(self, claims: Float64, accepted: Sequence[int]) -> None:
+        """Nodes with these claims were verified. accepted: indexes of those that came true."""
+        import numpy as np
+
+        came, num = np.zeros(len(claims), np.int32), np.zeros(1, np.int32)
+        came[list(accepted)] = 1
+        start = np.array([0, len(claims)], np.int32)
+        self.gain.observe_drafts(np.array([self.seat]), start, num, claims, came)
 
     def _cached(self, prompt_ids: Sequence[int]) -> int:
         """Tokens of a prompt that need not be computed: whole blocks that an earlier one has."""
@@ -236,6 +247,8 @@ class _PricedSession:
 
     def propose(self, max_nodes: int, max_depth: int) -> DraftTree:
         """The nodes of the drafter's tree that pay; the step is priced with them."""
+        import numpy as np
+
         from drafters.tree import DraftTree
         from server.engine.drafting import check_tree
         from server.engine.gain import StepShape
@@ -249,8 +262,10 @@ class _PricedSession:
                 self._session.propose(max_nodes, max_depth), owner.vocab_size, max_depth
             )
             ask_s = owner.ask_s(time.thread_time() - began)
-            claims, seats = [checked.survival] * num, [owner.seat] * num
-            kept = owner.gain.choose(seats, claims, [0] * num, shape, room)[0]
+            claims, seats = np.tile(checked.survival, num), np.full(num, owner.seat)
+            start = np.arange(num + 1, dtype=np.int32) * len(checked.survival)
+            certain = np.zeros(num, np.int32)
+            kept = int(owner.gain.choose(seats, start, certain, claims, shape, room, num)[0])
             tree = checked.prune(kept).tree
         seconds, self._prompt_s = self._prompt_s, 0.0
         if seconds:  # the prompt's step, with the nodes that hang off its last row
@@ -263,8 +278,7 @@ class _PricedSession:
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """As DraftSession.feedback; the estimate hears of it too."""
-        claims = tree.survival.astype("float64")
-        self._owner.gain.observe_drafts(self._owner.seat, claims, accepted)
+        self._owner.observe(tree.survival.astype("float64"), accepted)
         self._session.feedback(tree, accepted)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -299,15 +313,19 @@ def replay_all(
     drafter_of: DrafterOf,
     corpora: Sequence[str],
     pricing: Pricing,
+    kept: Kept,
     progress: Progress,
 ) -> list[Choice]:
     """Every drafter with every corpus it can use, at every budget, and where a published one is
-    among the best its options; one stream."""
+    among the best its options; one stream. Those that are kept are not replayed again."""
 
     def tried(name: str, label: str | None, budget: int, options: Options = ()) -> Choice:
-        drafter = drafter_of(name, label, options)  # anew: a drafter learns from what it sees
-        expected = pricing.replay(drafter, material.held, budget)
-        return Choice(name, label, budget, expected, options)
+        def replayed() -> dict[str, Any]:
+            drafter = drafter_of(name, label, options)  # anew: a drafter learns from what it sees
+            return asdict(pricing.replay(drafter, material.held, budget))
+
+        found = kept.once(f"replay {(name, label, budget, options)}", replayed)
+        return Choice(name, label, budget, Forecast(**found), options)
 
     budgets = settings.budgets
     cells: list[tuple[str, str | None, int]] = [
@@ -408,22 +426,33 @@ def expected_gain(told: Forecast | Served) -> Expected:
     return Expected(told.speedup, low, high, num * is_served, told.tokens_per_step)
 
 
-def expected_gains(
+def forecast_gains(
+    material: Material, best: Choice | None, drafter_of: DrafterOf, pricing: Pricing, kept: Kept
+) -> dict[int, Forecast]:
+    """What a choice is expected to bring one client and MANY_STREAMS, by replay; {} for none."""
+    if best is None:
+        return {}
+
+    def replayed() -> dict[str, Any]:
+        drafter = drafter_of(best.drafter, best.corpus, best.options)
+        return asdict(pricing.replay(drafter, material.held, best.budget, MANY_STREAMS))
+
+    many = Forecast(**kept.once(f"replay {MANY_STREAMS} streams", replayed))
+    return {1: best.forecast, MANY_STREAMS: many}
+
+
+def measured_gains(
     settings: TuneSettings,
     material: Material,
-    best: Choice | None,
-    drafter_of: DrafterOf,
+    best: Choice,
+    forecasts: Mapping[int, Forecast],
     pricing: Pricing,
     corpus: str | None,
+    kept: Kept,
     progress: Progress,
 ) -> dict[int, Expected]:
-    """Of a choice, for one client and for MANY_STREAMS: measured where there are prompts and time
-    for it, else forecast. corpus: the file of the choice's, without what is held back."""
-    if best is None:
-        return {1: Expected(), MANY_STREAMS: Expected()}
-    progress(f"replaying {MANY_STREAMS} streams", 0, None)
-    drafter = drafter_of(best.drafter, best.corpus, best.options)
-    many = pricing.replay(drafter, material.held, best.budget, MANY_STREAMS)
+    """Of a choice, for so many clients as were forecast: measured where there are prompts and time
+    for it. corpus: the file of the choice's, without what is held back."""
     learns = best.drafter in that_use(Need.LEARNED)  # as a task's requests do
     speculation = SpeculationParams(
         best.drafter,
@@ -440,21 +469,26 @@ def expected_gains(
         sampling=sampling_of(settings, material),
         speculation=speculation,
     )
-    found = {}
-    for clients, told in ((1, best.forecast), (MANY_STREAMS, many)):
-        progress(f"serving {clients} at once with drafts and without", 0, None)
+
+    def measured(clients: int, told: Forecast) -> Expected:
         share = _ALONE_SHARE if clients == 1 else 1.0 - _ALONE_SHARE
         most_s = share * settings.serve_s
         each_s = (sum(told.plain_s) + sum(told.seconds)) / len(told.seconds)
         prompts = material.to_serve[: int(most_s / each_s)]
-        found[clients] = expected_gain(told)
-        if len(prompts) >= _FEWEST:
-            try:
-                served = serve(pricing.engine, prompts, asked, num_clients=clients, most_s=most_s)
-            except RuntimeError as error:
-                _log.warning("a held-back prompt failed, so its gain is forecast: %s", error)
-                continue
-            found[clients] = expected_gain(served)
+        if len(prompts) < _FEWEST:
+            return expected_gain(told)
+        try:
+            served = serve(pricing.engine, prompts, asked, num_clients=clients, most_s=most_s)
+        except RuntimeError as error:
+            _log.warning("a held-back prompt failed, so its gain is forecast: %s", error)
+            return expected_gain(told)
+        return expected_gain(served)
+
+    found = {}
+    for clients, told in forecasts.items():
+        progress(f"serving {clients} at once with drafts and without", 0, None)
+        gain = kept.once(f"gain {clients}", lambda: asdict(measured(clients, told)))  # noqa: B023
+        found[clients] = Expected(**gain)
     return found
 
 

@@ -3,19 +3,22 @@ part held back."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from server.client.answer_file import AnswerFile, AnswerFileError
 from server.commands.quality import estimate, exact, f1, repetition
 from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
 from server.datasets import ExampleReader, Fields, rows, turn_of
 from server.errors import ConfigError, TailorError
-from server.types import SamplingParams, SpeculationParams
+from server.types import SamplingParams, SpeculationParams, TokenLogprob
 
 if TYPE_CHECKING:
     from drafters.replay import Recording
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 Ids = Sequence[int]
 Example = tuple[Ids, Ids]
 Progress = Callable[[str, int, int | None], None]
+Data = tuple[list[Example | None], list[Prompt], list[str | None]]
+"""(examples, prompts to be recorded, outputs as text) of the rows, None where one has none."""
 
 _MAX_HELD = 200
 _MAX_HELD_TOKENS = 12_000
@@ -41,6 +46,7 @@ _FAILS = 0.2  # mean F1 below which the model does not do the task
 _LOOPS = 0.5  # repetition from which on an output goes round in a circle
 _SHOWN = 3
 _MAX_TEXT = 90
+_MOST_KEPT = 100_000  # findings of one run
 
 
 BUSY = 0.5
@@ -63,7 +69,8 @@ class TuneSettings:
     name: the task's. model: the model's name in server.yaml, or None for the server's first.
     data: rows with a prompt and, for outputs "gold", an output, with messages, or recordings;
     fields: where they are.
-    output: the task file; the corpus goes beside it. outputs: what drafts are judged by.
+    output: the task file; the corpus goes beside it. replaces: whether it may be there already.
+    outputs: what drafts are judged by.
     num_prompts, record_s: most prompts and seconds of recording. serve_s: seconds for measuring
     what the choice gains; 0: it is told as it was forecast. max_tokens: None takes a bound
     from the completions, or 256 without any. budgets: most nodes a step, to be tried.
@@ -78,6 +85,7 @@ class TuneSettings:
     data: Path
     output: Path
     outputs: Literal["gold", "model"]
+    replaces: bool = True
     description: str = ""
     model: str | None = None
     fields: Fields = field(default_factory=Fields)
@@ -94,6 +102,80 @@ class TuneSettings:
     budgets: tuple[int, ...] = (4, 8, 16, 32)
     compare_forms: Callable[[Sequence[Example]], dict[str, dict[str, float]]] | None = None
     enrichment: Enrichment | None = None
+
+
+def kept_file(output: Path) -> Path:
+    """Where a run that writes this task file keeps what it has found until its end."""
+    return output.with_name(output.name + ".partial")
+
+
+class Kept:
+    """What a run has found so far, in a file beside the task's; the same run, typed again, goes on
+    with it. A context manager: the file goes with the block, unless an error or a signal ends it.
+
+    identity: of what decides what is found, beside the settings and the data. What a run of another
+    identity kept is dropped; raises ConfigError where the task file is there, too, and may not be
+    replaced. num_found: findings of an earlier run.
+    """
+
+    def __init__(self, settings: TuneSettings, identity: str) -> None:
+        told = replace(settings, description="", replaces=True, busy=0.0, head_share=None)
+        told = replace(told, render=None, compare_forms=None, enrichment=None)
+        digest = hashlib.sha256(f"{identity} {told!r}".encode())
+        digest.update(settings.data.read_bytes())
+        self._settings, self._key = settings, digest.hexdigest()
+        self._file = AnswerFile(kept_file(settings.output))
+        self._found: dict[str, Any] = {}
+        self.num_found = 0
+
+    def __enter__(self) -> Kept:
+        output = self._settings.output
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{output}: {error.strerror}") from None
+        self._file.__enter__()
+        try:
+            records = self._file.take_up(dict.fromkeys(range(_MOST_KEPT), self._key))
+        except AnswerFileError:  # of another run
+            records = {}
+        if not records and output.exists() and not self._settings.replaces:
+            self._file.__exit__(None, None, None)
+            raise ConfigError(f"{output}: is there already; --force replaces it")
+        if not records:
+            self._file.path.write_bytes(b"")
+        self._found = {record["name"]: record["value"] for record in records.values()}
+        self.num_found = len(self._found)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or not self._found:
+            self._file.path.unlink(missing_ok=True)
+        self._file.__exit__(kind, error, trace)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a finding: plain values."""
+        record = {"line": len(self._found), "key": self._key, "name": name, "value": value}
+        with self._file.appending() as append:
+            append(record)
+        self._found[name] = value
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        """What is kept under this name, or what `find` finds now: plain values."""
+        if name not in self._found:
+            self.note(name, find())
+        return self._found[name]
 
 
 @dataclass(slots=True)
@@ -118,9 +200,16 @@ class Material:
     max_tokens: int = 0
 
 
-def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Progress) -> Material:
-    """Read the data, record outputs where they are asked for, and hold a part back."""
-    gold, prompts, texts = _read(settings, tokenizer, engine.info.eos_token_ids[0], progress)
+def gather(
+    settings: TuneSettings,
+    engine: Engine,
+    tokenizer: Any,
+    data: Data,
+    kept: Kept,
+    progress: Progress,
+) -> Material:
+    """Record outputs where they are asked for, and hold a part of the data back."""
+    gold, prompts, texts = data
     material = Material(num_lines=len(gold))
     enrichment = settings.enrichment
     # In base ids: an answer may be written without the tokens that it could have.
@@ -146,7 +235,7 @@ def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Pro
         material.whole[DATA] = examples
         return material
     material.has_plain_prompts = any(prompt.text is not None for prompt in prompts)
-    answers = _record(settings, material, engine, tokenizer, prompts, progress)
+    answers = _record(settings, material, engine, tokenizer, prompts, kept, progress)
     own: list[Example] = [(answer.prompt.ids or (), answer.output_ids) for answer in answers]
     own_lines = [answer.prompt.line for answer in answers]
     _compare(material, own, own_lines, texts, tokenizer)
@@ -189,10 +278,10 @@ def _to_serve(
     return found
 
 
-def _read(
+def read_data(
     settings: TuneSettings, tokenizer: Any, eos_token_id: int, progress: Progress
-) -> tuple[list[Example | None], list[Prompt], list[str | None]]:
-    """(examples, prompts to be recorded, outputs as text) of the rows, None where one has none."""
+) -> Data:
+    """See Data. Raises ConfigError with file and line for a row that cannot be used."""
     gold: list[Example | None] = []
     prompts: list[Prompt] = []
     texts: list[str | None] = []
@@ -322,10 +411,11 @@ def _record(
     engine: Engine,
     tokenizer: Any,
     prompts: Sequence[Prompt],
+    kept: Kept,
     progress: Progress,
 ) -> list[Answer]:
     """The model's own outputs in the order of the data; `line` is the index of a line. Those to be
-    held back come with what the model held likely."""
+    held back come with what the model held likely. Those that are kept are not asked again."""
     from drafters.auto.likely import NUM_LIKELY
 
     num = min(settings.num_prompts, len(prompts))
@@ -334,17 +424,19 @@ def _record(
     asked = [replace(prompts[i], line=i) for i in picked]
     asked.sort(key=lambda prompt: _shuffle(prompt.line))
     end_s = time.monotonic() + settings.record_s
+    answers = {p.line: _answer(p, kept[_name(p)]) for p in asked if _name(p) in kept}
+    failures: list[Failure] = []
 
     def in_time() -> Iterator[Prompt]:
         for prompt in asked:
-            if time.monotonic() > end_s:
+            if prompt.line in answers:
+                continue
+            if _RECORDED in kept or time.monotonic() > end_s:
                 return
             yield prompt
 
     sampling = sampling_of(settings, material)
-    answers: dict[int, Answer] = {}
-    failures: list[Failure] = []
-    progress("recording", 0, num)
+    progress("recording", len(answers), num)
     for answer in ask_engine(
         engine,
         tokenizer,
@@ -360,12 +452,38 @@ def _record(
             failures.append(answer)
         else:
             answers[answer.prompt.line] = answer
+            kept.note(_name(answer.prompt), asdict(answer))
         progress("recording", len(answers) + len(failures), num)
     material.num_recorded, material.num_failed = len(answers), len(failures)
     if len(answers) < _MIN_EXAMPLES:
         reason = f": {failures[0].message}" if failures else "; give it more time"
         raise ConfigError(f"only {len(answers)} outputs were recorded{reason}")
+    # What was replayed since then was replayed on these: no further ones are asked for.
+    kept.once(_RECORDED, lambda: True)
     return [answers[line] for line in sorted(answers)]
+
+
+_RECORDED = "recorded"
+
+
+def _name(prompt: Prompt) -> str:
+    """Of its answer among what is kept."""
+    return f"answer {prompt.line}"
+
+
+def _answer(prompt: Prompt, told: dict[str, Any]) -> Answer:
+    """An answer that is kept. prompt: without ids."""
+    likely = (
+        TokenLogprob(row["token_id"], row["logprob"], row["rank"], tuple(map(tuple, row["top"])))
+        for row in told["likely"]
+    )
+    return Answer(
+        replace(prompt, ids=tuple(told["prompt"]["ids"])),
+        tuple(told["output_ids"]),
+        told["finish_reason"],
+        told["text"],
+        tuple(likely),
+    )
 
 
 def _shuffle(number: int) -> int:

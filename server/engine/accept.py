@@ -73,6 +73,7 @@ def why_ended(sequence: Sequence, token: int) -> int:
     follow(
         table.numbers, table.blocks, table.ends, table.block_size, choice, none,
         np.array([token], np.int32), np.empty((3, 1), np.int32), found, none[:2],
+        none[0],
     )  # fmt: skip
     return int(found[END, 0])
 

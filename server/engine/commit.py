@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafters.arrays import Int32x2
+from drafters.arrays import Int32, Int32x2
 from server.engine.accept import (
     StopCut,
     count_step,
@@ -110,11 +110,15 @@ class Committer:
         runs: Int32x2 = np.empty((3, choices.shape[1] + num_nodes), np.int32)
         found: Int32x2 = np.empty((NUM_FOUND_LINES, choices.shape[1]), np.int32)
         moves: Int32x2 = np.empty((2, num_nodes), np.int32)
+        came: Int32 = np.empty(num_nodes, np.int32)
         num_moves = follow(
             table.numbers, table.blocks, table.ends, table.block_size, choices, trees.nodes,
             results.drawn.token_ids, runs, found, moves,
+            came,
         )  # fmt: skip
         self.moves = moves[:, :num_moves]
+        if num_nodes:
+            self._sessions.observe(rows, trees, came)
         num_tokens = table.num_tokens[choices[SEAT]].tolist()
         ids, draws, nodes = runs.tolist()
         for c, (at, num, num_accepted, why, todo) in enumerate(found.T.tolist()):

@@ -164,7 +164,7 @@ class Engine:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a request waits for its grammar or adapter: has_work may turn true by itself."""
+        """Whether a request waits for its grammar or adapter: work may appear by itself."""
         return self.admission.num_preparing > 0
 
     @property

@@ -40,15 +40,23 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from drafters.arrays import Float64, Float64x2, Int32, Int64
 from drafters.jit import compiled, entry, inlined
-from server.engine.step_times import MEMORY, CostTable, HostTimes, seconds_of
+from server.engine.step_times import (
+    MEMORY,
+    CostTable,
+    Curve,
+    HostTimes,
+    asking_s,
+    plain_host_s,
+    seconds_of,
+)
 
 SHARE = 0.0075
 """Of a scope's plain decoding, what it may lose to find out whether drafts pay: less than the one
@@ -80,13 +88,13 @@ REST = 4
 """Of steps in which nobody is asked, one in so many is looked at (step_drafts.py) and learned from
 (step_figures.py): they are alike, and a look takes as long as a plain step's host."""
 
+_NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)
 _PARTS = len(EDGES) + 1
 _DEPTH = 3  # nodes of a path that is watched
 _MIDDLES = tuple(0.5 * (low + high) for low, high in pairwise((0.0, *EDGES, 1.0)))
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """A step without its drafts: choices that draw, rows, and mean keys that a draw attends to.
 
     num_waiting: choices that wait for their first token and have a seat, or would get one now.
@@ -170,15 +178,77 @@ def _fade(scopes: Float64x2, row: int, share: float) -> None:
         scopes[row, column] *= share
 
 
+@inlined
+def _worth(curve: Curve, host: Float64, shape: StepShape, token_s: float) -> float:
+    """What an accepted token saves, in tokens of plain decoding, 0..1.
+
+    Where prompts come all the time, steps are taken for their sake: a token less to decode saves
+    its row there, and no step.
+    """
+    rows, seconds, key_s, _ = curve
+    num = float(shape.num_draws)
+    row_s = seconds_of(rows, seconds, num + 1.0) - seconds_of(rows, seconds, num)
+    row_s += key_s * shape.mean_len
+    return float(1.0 - host[4] * (1.0 - min(1.0, row_s / token_s)))
+
+
+@inlined
+def _prices(
+    curve: Curve, host: Float64, shape: StepShape, likely: float
+) -> tuple[float, float, float, float]:
+    """Seconds of a plain token, of asking one choice and of a node; what an accepted token saves of
+    a plain one, 0..1. likely: nodes that come true if all are asked."""
+    rows, seconds, key_s, likely_s = curve
+    num, nodes = float(shape.num_draws), max(1.0, likely)
+    rows_s, node_s = seconds_of(rows, seconds, num), key_s * shape.mean_len
+    token_s = (rows_s + plain_host_s(host, num)) / num + node_s
+    ask_s = max(asking_s(host, num) / num + likely_s, 1e-9)
+    node_s += likely_s + (seconds_of(rows, seconds, num + nodes) - rows_s) / nodes
+    return token_s, ask_s, node_s, _worth(curve, host, shape, token_s)
+
+
+@inlined
+def _best(
+    chances: Float64, order: Int64, size: int, curve: Curve, host: Float64, shape: StepShape,
+    num_asked: int,
+) -> int:  # fmt: skip
+    """The best number of the first `size` nodes in `order`, which has descending chances (none: all
+    are certain), in a step that has asked so many."""
+    rows, seconds, key_s, likely_s = curve
+    num_draws, num_rows, mean_len, num_waiting = shape
+    draws = float(num_draws)
+    node_s, host_s = key_s * mean_len + likely_s, plain_host_s(host, draws)
+    token_s = (seconds_of(rows, seconds, draws) + host_s) / draws + node_s
+    host_s += asking_s(host, float(num_asked))
+    worth = _worth(curve, host, shape, token_s)
+    best, best_rate, gained = 0, 0.0, 0.0
+    for num in range(size + 1):
+        if num:
+            gained += (chances[order[num - 1]] if order.shape[0] else 1.0) * worth
+        drawn = draws + num
+        rate = (gained + draws) / (seconds_of(rows, seconds, drawn) + node_s * drawn + host_s)
+        if rate > best_rate:  # ties: the fewest nodes
+            best, best_rate = num, rate
+    if num_rows == num_draws and num_waiting == 0:
+        return best
+    # Who waits for a first token loses as much by a longer step as one that decodes.
+    price = best_rate * (num_draws + num_waiting) / draws
+    plain_s, most, gained, best = seconds_of(rows, seconds, float(num_rows)), 0.0, 0.0, 0
+    for num in range(1, size + 1):
+        gained += (chances[order[num - 1]] if order.shape[0] else 1.0) * worth
+        more_s = seconds_of(rows, seconds, float(num_rows + num)) + node_s * num - plain_s
+        if gained - price * more_s > most:
+            best, most = num, gained - price * more_s
+    return best
+
+
 @entry
 @compiled
-def likely_nodes(scopes: Float64x2, seats: Float64x2, asked: Int64) -> float:
-    """Nodes that come true if these seats are asked."""
-    likely = 0.0
-    for i in range(asked.shape[0]):
-        row = int(seats[asked[i], _SCOPE])
-        likely += _num_came(scopes, row) / max(scopes[row, _ASKS], 1.0)
-    return likely
+def most_nodes(
+    curve: Curve, host: Float64, shape: StepShape, room: int, none: Float64, no_order: Int64
+) -> int:
+    """See Gain.most. none, no_order: empty."""
+    return int(_best(none, no_order, room, curve, host, shape, shape.num_draws))
 
 
 @entry
@@ -187,17 +257,26 @@ def weigh(
     scopes: Float64x2,
     seats: Float64x2,
     asked: Int64,
-    prices: tuple[float, float, float, float],
-    has_room: bool,
+    curve: Curve,
+    host: Float64,
+    shape: StepShape,
+    most: int,
     verdicts: Float64x2,
+    in_asks: Float64,
 ) -> int:
     """Decide which of these seats are asked, and book it; returns how many are.
 
-    prices: see Gain._prices. has_room: whether any node could pay. verdicts: float64 [seats, 3],
-    written: 1 where a seat is asked and else 0; 1 where it would be, if there is room; and what an
-    ask is expected to lose, in asks.
+    curve, host: of CostTable, of HostTimes. most: nodes that could pay. verdicts: float64 [seats,
+    3], written: 1 where a seat is asked and else 0; 1 where it would be, if there is room; and what
+    an ask is expected to lose, in asks. in_asks: float64 [2], written: what a token saves and a
+    node takes.
     """
-    token_s, ask_s, node_s, worth = prices
+    likely = 0.0
+    for i in range(asked.shape[0]):
+        row = int(seats[asked[i], _SCOPE])
+        likely += _num_came(scopes, row) / max(scopes[row, _ASKS], 1.0)
+    token_s, ask_s, node_s, worth = _prices(curve, host, shape, likely)
+    in_asks[0], in_asks[1] = token_s / ask_s * worth, node_s / ask_s
     price = node_s / token_s
     for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
         row = int(seats[asked[i], _SCOPE])
@@ -229,7 +308,7 @@ def weigh(
         account = min(scopes[row, _ACCOUNT] + SHARE * token_s / ask_s, MOST)
         loss = verdicts[i, 2]
         would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= loss)
-        is_asked = has_room and would_be
+        is_asked = most > 0 and would_be
         if is_asked:
             account -= 1.0
             num_asked += 1
@@ -242,12 +321,15 @@ def weigh(
 @entry
 @compiled
 def rest(
-    scopes: Float64x2, seats: Float64x2, resting: Int64, income: float, num_steps: int
-) -> None:
-    """Book steps that these seats rested. income: of all of them, in asks."""
+    scopes: Float64x2, seats: Float64x2, resting: Int64, curve: Curve, host: Float64,
+    shape: StepShape, num_steps: int,
+) -> None:  # fmt: skip
+    """Book steps that these seats rested."""
+    token_s, ask_s, _, _ = _prices(curve, host, shape, 0.0)
     for i in range(resting.shape[0]):
         row = int(seats[resting[i], _SCOPE])
         share = (1.0 - 1.0 / (IDLE * scopes[row, _SEATS])) ** num_steps
+        income = num_steps * SHARE * token_s / ask_s
         scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + income, MOST)
         _fade(scopes, row, share)
 
@@ -258,98 +340,76 @@ def expect(
     scopes: Float64x2,
     seats: Float64x2,
     heard: Int64,
-    sizes: Int64,
-    certain: Int64,
+    start: Int32,
+    certain: Int32,
+    claims: Float64,
     chances: Float64,
-    owners: Int64,
 ) -> None:
-    """Make chances of claims. heard: the seats. sizes, certain: int64 [seats], nodes of each tree,
-    and its first ones that a grammar forces. chances: float64 [nodes], written over the claims.
-    owners: int64 [nodes], written: the tree of each."""
-    node = 0
+    """Make chances of claims. heard: the seat of each tree. chances: float64 [nodes], written. The
+    others: see Gain.choose."""
     for tree in range(heard.shape[0]):
         row, own = int(seats[heard[tree], _SCOPE]), _own_trust(seats, heard[tree])
-        for place in range(sizes[tree]):
-            claim = chances[node]
+        for node in range(start[tree], start[tree + 1]):
+            claim = claims[node]
             chances[node] = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
-            if place < certain[tree]:
+            if node - start[tree] < certain[tree]:
                 chances[node] = 1.0
-            owners[node] = tree
-            node += 1
 
 
 @entry
 @compiled
-def limit(
+def take(
     scopes: Float64x2,
     seats: Float64x2,
     heard: Int64,
-    certain: Int64,
+    certain: Int32,
     owners: Int64,
+    chances: Float64,
     order: Int64,
+    curve: Curve,
+    host: Float64,
+    shape: StepShape,
+    room: int,
+    num_asked: int,
     taken: Int64,
-) -> int:
-    """Leave those nodes in `order` that their scopes may have, at its begin; returns how many.
+) -> None:
+    """Take the nodes that pay, of those that their scopes may have.
 
     A scope of which little came true yet has few nodes: 1, and one for each that did, beside the
-    certain ones. order: int64 [nodes], by descending chance. taken: int64 [seats], zeros, written.
+    certain ones. owners: int64 [nodes], the tree of each. order: int64 [nodes], by descending
+    chance; used up. taken: int64 [trees], zeros, written.
     """
     num = 0
     for i in range(order.shape[0]):
         tree = owners[order[i]]
         came = _num_came(scopes, int(seats[heard[tree], _SCOPE]))
-        if taken[tree] < int(1.0 + came) + certain[tree]:
+        if num < room and taken[tree] < int(1.0 + came) + certain[tree]:
             order[num] = order[i]
             taken[tree] += 1
             num += 1
-    return num
+    best = _best(chances, order, num, curve, host, shape, num_asked)
+    taken[:] = 0
+    for i in range(best):
+        taken[owners[order[i]]] += 1
 
 
 @entry
 @compiled
-def best_number(
-    ranked: Float64,
-    curve: tuple[Float64, Float64],
-    times: tuple[float, float, float],
-    num_draws: int,
-    num_rows: int,
-    num_waiting: int,
-) -> int:
-    """The best number of nodes. ranked: chances in descending order. curve: see CostTable. times:
-    seconds of a node beside its row, and of the host in a plain step; what a token saves, 0..1."""
-    node_s, host_s, worth = times
-    (rows, seconds), num_nodes = curve, ranked.shape[0]
-    gains, rates = np.zeros(num_nodes + 1), np.empty(num_nodes + 1)
-    best = 0
-    for num in range(num_nodes + 1):
-        if num:
-            gains[num] = gains[num - 1] + ranked[num - 1] * worth
-        draws = float(num_draws + num)
-        step_s = seconds_of(rows, seconds, draws) + node_s * draws + host_s
-        rates[num] = (gains[num] + num_draws) / step_s
-        if rates[num] > rates[best]:  # ties: the fewest nodes
-            best = num
-    if num_rows == num_draws and num_waiting == 0:
-        return best
-    # Who waits for a first token loses as much by a longer step as one that decodes.
-    price = rates[best] * (num_draws + num_waiting) / num_draws
-    plain_s, most = seconds_of(rows, seconds, float(num_rows)), 0.0
-    best = 0
-    for num in range(1, num_nodes + 1):
-        more_s = seconds_of(rows, seconds, float(num_rows + num)) + node_s * num - plain_s
-        if gains[num] - price * more_s > most:
-            best, most = num, gains[num] - price * more_s
-    return best
-
-
-@entry
-@compiled
-def note_ask(scopes: Float64x2, seats: Float64x2, seat: int, claims: Float64) -> None:
-    """Book an ask that brought nodes with these claims."""
-    row = int(seats[seat, _SCOPE])
-    scopes[row, _ASKS] += 1.0
-    for i in range(claims.shape[0]):
-        scopes[row, _OFFERED + _part(claims[i])] += 1.0
+def note_asks(
+    scopes: Float64x2,
+    seats: Float64x2,
+    asked: Int64,
+    start: Int32,
+    certain: Int32,
+    claims: Float64,
+) -> None:
+    """See Gain.observe_asks."""
+    for tree in range(asked.shape[0]):
+        if asked[tree] >= 0:
+            row = int(seats[asked[tree], _SCOPE])
+            scopes[row, _ASKS] += 1.0
+            for node in range(start[tree] + certain[tree], start[tree + 1]):
+                scopes[row, _OFFERED + _part(claims[node])] += 1.0
 
 
 @entry
@@ -357,27 +417,31 @@ def note_ask(scopes: Float64x2, seats: Float64x2, seat: int, claims: Float64) ->
 def note_drafts(
     scopes: Float64x2,
     seats: Float64x2,
-    seat: int,
+    drafted: Int64,
+    start: Int32,
+    certain: Int32,
     claims: Float64,
-    accepted: Int64,
-    in_asks: tuple[float, float],
+    came: Int32,
+    in_asks: Float64,
 ) -> None:
-    """Book nodes with these claims that were verified. accepted: indexes of those that came true.
-    in_asks: what a token saves and a node takes."""
-    row = int(seats[seat, _SCOPE])
-    for i in range(claims.shape[0]):
-        scopes[row, _CLAIMED + _part(claims[i])] += claims[i]
-    for i in range(accepted.shape[0]):
-        scopes[row, _CAME + _part(claims[accepted[i]])] += 1.0
-    expected = 0.0
-    for i in range(claims.shape[0]):
-        expected += claims[i] * _trust(scopes, row, _part(claims[i]))
-    share = 1.0 - 1.0 / MEMORY
-    seats[seat, _OWN_CLAIMED] = seats[seat, _OWN_CLAIMED] * share + expected
-    seats[seat, _OWN_CAME] = seats[seat, _OWN_CAME] * share + accepted.shape[0]
-    token, node = in_asks
-    account = scopes[row, _ACCOUNT] + token * accepted.shape[0] - node * claims.shape[0]
-    scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
+    """See Gain.observe_drafts. in_asks: what a token saves and a node takes."""
+    for tree in range(drafted.shape[0]):
+        first, end, seat = start[tree] + certain[tree], start[tree + 1], drafted[tree]
+        if first >= end or seat < 0 or came[first] < 0:
+            continue
+        row, num_came, expected = int(seats[seat, _SCOPE]), 0, 0.0
+        for node in range(first, end):
+            part = _part(claims[node])
+            scopes[row, _CLAIMED + part] += claims[node]
+            scopes[row, _CAME + part] += came[node]
+            num_came += came[node]
+        for node in range(first, end):
+            expected += claims[node] * _trust(scopes, row, _part(claims[node]))
+        share = 1.0 - 1.0 / MEMORY
+        seats[seat, _OWN_CLAIMED] = seats[seat, _OWN_CLAIMED] * share + expected
+        seats[seat, _OWN_CAME] = seats[seat, _OWN_CAME] * share + num_came
+        account = scopes[row, _ACCOUNT] + in_asks[0] * num_came - in_asks[1] * (end - first)
+        scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
 
 
 def repeats(ids: Int32, start: int) -> npt.NDArray[np.int8]:
@@ -406,7 +470,7 @@ class Gain:
         self.cost = cost
         self.host = HostTimes(0.0 if cost is None else cost.cost(1))
         self._capacity = capacity
-        self._in_asks = 0.0, 0.0  # what a token saves and a node takes, at the last step
+        self._in_asks = np.zeros(2)  # what a token saves and a node takes, at the last step
         self._scopes = _Rows(_NUM_COLUMNS)
         self._seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
@@ -457,12 +521,11 @@ class Gain:
             return ["room"] * len(seats), 0
         if self.cost is None:
             return [""] * len(seats), room
-        asked = np.array(seats, np.int64)
-        likely = likely_nodes(self._scopes.table, self._seats.table, asked)
-        prices = token_s, ask_s, node_s, worth = self._prices(shape, likely)
-        self._in_asks = token_s / ask_s * worth, node_s / ask_s
         most, verdicts = self.most(shape, room), np.empty((len(seats), 3))
-        num = weigh(self._scopes.table, self._seats.table, asked, prices, most > 0, verdicts)
+        num = weigh(
+            self._scopes.table, self._seats.table, np.array(seats, np.int64), self.cost.curve,
+            self.host.numbers, shape, most, verdicts, self._in_asks,
+        )  # fmt: skip
         why = ["" if is_asked else "cooldown" for is_asked in verdicts[:, 0].tolist()]
         return why, most if num else 0
 
@@ -474,53 +537,56 @@ class Gain:
         """So many steps of these choices were taken without `ask`, and without drafts."""
         if self.cost is None or not num_steps:
             return
-        token_s, ask_s, _, _ = self._prices(shape, 0.0)
-        income = num_steps * SHARE * token_s / ask_s
-        resting = np.array(seats, np.int64)
-        rest(self._scopes.table, self._seats.table, resting, income, num_steps)
+        rest(
+            self._scopes.table, self._seats.table, np.array(seats, np.int64), self.cost.curve,
+            self.host.numbers, shape, num_steps,
+        )  # fmt: skip
 
     def choose(
-        self,
-        seats: Sequence[int],
-        claims: Sequence[Float64],
-        certain: Sequence[int],
-        shape: StepShape,
-        room: int,
-    ) -> list[int]:
-        """How many nodes of each tree to verify: its likeliest ones.
+        self, seats: Int64, start: Int32, certain: Int32, claims: Float64, shape: StepShape,
+        room: int, num_asked: int,
+    ) -> Int64:  # fmt: skip
+        """int64 [trees]: how many nodes of each tree to verify, its likeliest ones.
 
-        claims: per tree float64 [nodes], the survivals that its drafter claims, each within [0, 1].
-        certain: how many of its first nodes a grammar forces.
+        seats: int64 [trees]. start: int32 [trees + 1], the nodes of tree i are [start[i], start[i +
+        1]). certain: int32 [trees], how many of its first nodes a grammar forces. claims: float64
+        [nodes], the survivals that drafters claim, each within [0, 1]. num_asked: sessions that
+        were asked for them, also in vain: the step takes that time whatever is chosen.
         """
-        sizes = [own.shape[0] for own in claims]
-        total = sum(sizes)
+        sizes, total = np.diff(start).astype(np.int64), claims.shape[0]
         if total == 0 or room <= 0:
-            return [0] * len(sizes)
+            return np.zeros_like(sizes)
         if self.cost is None and total <= room:
             return sizes
-        tables, heard = (self._scopes.table, self._seats.table), np.array(seats, np.int64)
-        forced, owners = np.array(certain, np.int64), np.empty(total, np.int64)
-        chances = np.concatenate(claims)
-        expect(*tables, heard, np.array(sizes, np.int64), forced, chances, owners)
-        order = np.argsort(-chances, kind="stable")
-        if self.cost is not None:
-            taken = np.zeros(len(sizes), np.int64)
-            order = order[: limit(*tables, heard, forced, owners, order, taken)]
-        order = order[:room]
-        num = len(order) if self.cost is None else self._best(chances[order], shape, len(sizes))
-        kept: list[int] = np.bincount(owners[order[:num]], minlength=len(sizes)).tolist()
-        return kept
+        tables, chances = (self._scopes.table, self._seats.table), np.empty(total)
+        expect(*tables, seats, start, certain, claims, chances)
+        order, owners = np.argsort(-chances, kind="stable"), np.repeat(np.arange(len(sizes)), sizes)
+        if self.cost is None:
+            return np.bincount(owners[order[:room]], minlength=len(sizes))
+        taken = np.zeros_like(sizes)
+        take(
+            *tables, seats, certain, owners, chances, order, self.cost.curve,
+            self.host.numbers, shape, room, num_asked, taken,
+        )  # fmt: skip
+        return taken
 
     # -- after a step -----------------------------------------------------------------------
 
-    def observe_ask(self, seat: int, claims: Float64) -> None:
-        """A choice was asked and proposed nodes with these claims, maybe none."""
-        note_ask(self._scopes.table, self._seats.table, seat, claims)
+    def observe_asks(self, seats: Int64, start: Int32, certain: Int32, claims: Float64) -> None:
+        """Who was asked proposed these nodes, maybe none. seats: -1 for a tree of which nobody was
+        asked. The others: see choose."""
+        note_asks(self._scopes.table, self._seats.table, seats, start, certain, claims)
 
-    def observe_drafts(self, seat: int, claims: Float64, accepted: Sequence[int]) -> None:
-        """The nodes with these claims were verified. accepted: indexes of those that came true."""
-        came = np.array(accepted, np.int64)
-        note_drafts(self._scopes.table, self._seats.table, seat, claims, came, self._in_asks)
+    def observe_drafts(
+        self, seats: Int64, start: Int32, certain: Int32, claims: Float64, came: Int32
+    ) -> None:
+        """These nodes were verified. came: int32 [nodes], 1 for those that came true, -1 of a
+        tree of which nothing is known, else 0. seats: -1 where there is none. The others: see
+        choose."""
+        note_drafts(
+            self._scopes.table, self._seats.table, seats, start, certain, claims, came,
+            self._in_asks,
+        )  # fmt: skip
 
     def watch(self, seat: int, ids: Int32, start: int) -> None:
         """A choice was not asked for what follows ids[:start], prompt and output. Tokens that it
@@ -544,43 +610,9 @@ class Gain:
         scope: Float64 = self._scopes.table[int(self._seats.table[seat, _SCOPE])]
         return scope
 
-    def _prices(self, shape: StepShape, likely: float) -> tuple[float, float, float, float]:
-        """Seconds of a plain token, of asking one choice and of a node; what an accepted token
-        saves of a plain one, 0..1. likely: nodes that come true if all are asked."""
-        cost, num = self.cost, shape.num_draws
-        assert cost is not None
-        rows_s, node_s = cost.cost(num), cost.node_s(shape.mean_len)
-        plain_s = rows_s + num * (node_s - cost.likely_s) + self.host.plain(num)
-        ask_s = max(self.host.asking(num) / num + cost.likely_s, 1e-9)
-        nodes = max(1.0, likely)
-        node_s += (cost.cost(num + nodes) - rows_s) / nodes
-        return plain_s / num, ask_s, node_s, self._worth(shape, plain_s / num)
-
-    def _worth(self, shape: StepShape, token_s: float) -> float:
-        """What an accepted token saves, in tokens of plain decoding, 0..1.
-
-        Where prompts come all the time, steps are taken for their sake: a token less to decode
-        saves its row there, and no step.
-        """
-        cost, num = self.cost, shape.num_draws
-        assert cost is not None
-        if not self.host.mixed:
-            return 1.0
-        row_s = cost.cost(num + 1) - cost.cost(num) + cost.key_s * shape.mean_len
-        return 1.0 - self.host.mixed * (1.0 - min(1.0, row_s / token_s))
-
     def most(self, shape: StepShape, room: int) -> int:
         """The most nodes that could pay if every one of them were accepted."""
-        return self._best(np.ones(room), shape, shape.num_draws) if room > 0 else 0
-
-    def _best(self, ranked: Float64, shape: StepShape, num_asked: int) -> int:
-        """The best number of nodes for chances in descending order, in a step that has asked so
-        many."""
-        cost, num_draws = self.cost, shape.num_draws
-        assert cost is not None
-        node_s, host_s = cost.node_s(shape.mean_len), self.host.plain(num_draws)
-        token_s = (cost.cost(num_draws) + host_s) / num_draws + node_s
-        host_s += self.host.asking(num_asked)
-        times = node_s, host_s, self._worth(shape, token_s)
-        waiting = shape.num_waiting
-        return best_number(ranked, cost.curve, times, num_draws, shape.num_rows, waiting)
+        if room <= 0:
+            return 0
+        assert self.cost is not None
+        return most_nodes(self.cost.curve, self.host.numbers, shape, room, _NO_CHANCES, _NO_ORDER)

@@ -356,7 +356,7 @@ class Scheduler:
         for i in range(sequence.num_published, num):
             block = int(self.table.blocks[sequence.seat, i])
             if self.pool.writable(block):
-                self.pool.publish(block, sequence.keys[i])
+                self.pool.publish(block, sequence.keys[i], sequence.request.tenant)
         sequence.num_published = num
 
     # -- inside -----------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from drafters.base import DraftSession
 from server.engine.drafting import CheckedTree, check_tree
 from server.engine.gain import Gain, StepShape
 from server.engine.grammar import GrammarState, constrain
-
-_NONE = np.empty(0)
+from server.engine.trees import Trees
 
 Allowed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 """Token ids -> whether each may be drafted."""
@@ -80,30 +79,23 @@ class DraftPlanner:
         plan = DraftPlan([None] * len(asks), [ask.why_not or "no_match" for ask in asks])
         if room <= 0:
             return plan
-        heard: list[int] = []
         for at, ask in enumerate(asks):
             nodes = min(ask.max_nodes, room if ask.why_not else most)
             if ask.grammar is None:
                 tree = self._propose(at, ask, nodes, ask.max_depth, plan)
             else:
                 tree = self._propose_constrained(at, ask, ask.grammar, nodes, plan)
-            if tree is not None:
-                heard.append(at)
             plan.trees[at] = tree
-            if not ask.why_not:
-                claims = _NONE if tree is None else tree.survival[tree.num_certain :]
-                self.gain.observe_ask(ask.seat, claims)
-        trees = [tree for tree in plan.trees if tree is not None]
-        taken = self.gain.choose(
-            [asks[at].seat for at in heard],
-            [tree.survival for tree in trees],
-            [tree.num_certain for tree in trees],
-            shape,
-            room,
-        )
-        for at, tree, num in zip(heard, trees, taken, strict=True):
-            plan.trees[at] = tree.prune(num) if num else None
-            plan.reasons[at] = "" if num else "budget"
+        trees = Trees.of(plan.trees)
+        columns = trees.start, trees.certain, trees.survival
+        asked = np.array([-1 if ask.why_not else ask.seat for ask in asks], np.int64)
+        self.gain.observe_asks(asked, *columns)
+        seats, num_asked = np.array([ask.seat for ask in asks], np.int64), int((asked >= 0).sum())
+        taken = self.gain.choose(seats, *columns, shape, room, num_asked).tolist()
+        for at, (tree, num) in enumerate(zip(plan.trees, taken, strict=True)):
+            if tree is not None:
+                plan.trees[at] = tree.prune(num) if num else None
+                plan.reasons[at] = "" if num else "budget"
         return plan
 
     def _propose(

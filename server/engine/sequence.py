@@ -167,7 +167,7 @@ class Sequence:
     gain_seat: int = -1
     """Of Gain, while it has a drafter."""
     is_resting: bool = False
-    """Gain does not ask it now: its session is told nothing, or is not there yet."""
+    """Gain does not ask it now: its session gets no updates and may not exist."""
     num_told: int = 0
     """Output tokens that the session was told of."""
 

@@ -6,7 +6,7 @@ Nothing is done for drafts between a request's arrival and the end of its prompt
 wait until that step is under way: the first drafter of a scope is made while the device works, and
 so is a session opened that knows of no other output; on a CPU, whose cores the step computes on,
 both once the first tokens are told. Any other is opened when it is first wanted.
-While a sequence rests (`Sequence.is_resting`) its session is told nothing, or is not there yet.
+While a sequence rests (`Sequence.is_resting`) its session gets no updates and may not exist.
 What was emitted meanwhile it is told before it is next asked, if it ever is.
 
 If a drafter raises, its session is closed and the request goes on without drafts.
@@ -21,6 +21,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Int32
 from drafters.base import DraftSession, LikelySession
 from server.engine.batch import Likely
 from server.engine.drafting import CheckedTree, DrafterRegistry
@@ -29,6 +30,7 @@ from server.engine.grammar import FORCED
 from server.engine.plan import Rows
 from server.engine.planner import Ask
 from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.trees import Trees
 
 _log = logging.getLogger(__name__)
 
@@ -218,6 +220,11 @@ class DraftSessions:
         except Exception as error:
             self.disable(sequence, error)
 
+    def observe(self, rows: Rows, trees: Trees, came: Int32) -> None:
+        """Tell Gain what became of a step's nodes. came: as `follow` writes it."""
+        seats = np.array([sequence.gain_seat for sequence in rows.sequences], np.int64)
+        self._gain.observe_drafts(seats, trees.start, trees.certain, trees.survival, came)
+
     def learn(
         self,
         sequence: Sequence,
@@ -227,9 +234,6 @@ class DraftSessions:
         """Tell a session what was emitted since it was last told, and which nodes of its tree were
         accepted. Called after the tokens were appended."""
         accepted = accepted or []
-        if tree is not None and len(tree.token_ids) > tree.num_certain and sequence.gain_seat >= 0:
-            came = [node - tree.num_certain for node in accepted if node >= tree.num_certain]
-            self._gain.observe_drafts(sequence.gain_seat, tree.survival[tree.num_certain :], came)
         session = sequence.session
         if session is None or sequence.is_resting:
             return

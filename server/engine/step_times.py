@@ -14,15 +14,14 @@ compiled (drafters/jit.py).
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Float64
-from drafters.jit import compiled, entry
+from drafters.arrays import Float64, Float64x2
+from drafters.jit import compiled, entry, inlined
 
 Prober = Callable[[int, int], float]
 """(num_rows, kv_len) -> seconds of one decode step with that many rows over kv_len keys each."""
@@ -51,28 +50,39 @@ HOST_NOISE = 0.5
 """Standard deviation of the host's seconds of one step, as a share of them."""
 
 
-class Filter:
-    """What is believed of the coefficients of a linear model that drift: a Gaussian (Kalman 1960).
+Belief = tuple[Float64, Float64x2, Float64x2, Float64x2]
+"""A Gaussian of the coefficients of a linear model that drift (Kalman 1960): mean float64 [n];
+covariance, what a step adds to it, and space for two vectors, float64 [n, n], [n, n], [2, n]."""
 
-    mean: float64 [n]. cov, drift: float64 [n, n], of what is believed and of what a step adds.
-    """
 
-    __slots__ = ("_drift", "_most", "cov", "mean")
+def belief(mean: Float64, cov: Float64, drift: Float64) -> Belief:
+    """Of n coefficients. cov, drift: float64 [n, n]."""
+    return mean.copy(), cov.copy(), drift, np.zeros((2, mean.shape[0]))
 
-    def __init__(self, mean: Float64, cov: Float64, drift: Float64) -> None:
-        self.mean, self.cov = mean.copy(), cov.copy()
-        self._drift, self._most = drift, float(np.trace(cov))
 
-    def observe(self, x: Float64, off: float, noise: float, most: float) -> None:
-        """The model at x [n] was measured to lie `off` above what is believed, with this standard
-        deviation. What would move it by more than `most` is believed as much less."""
-        towards = self.cov @ x
-        known = float(x @ towards)
-        variance = known + max(noise * noise, known * (abs(off) / most - 1.0))
-        self.mean += towards * (off / variance)
-        self.cov -= np.outer(towards, towards / variance)
-        if float(np.trace(self.cov)) < self._most:
-            self.cov += self._drift
+@inlined
+def believe(fit: Belief, off: float, noise: float, limit: float, most: float) -> None:
+    """The model at x, the first vector of its space, was measured to lie `off` above what is
+    believed, with the standard deviation `noise`. What would move it by more than `limit` is
+    believed as much less. most: of the covariance's trace, above which nothing drifts."""
+    mean, cov, drift, (x, towards) = fit[0], fit[1], fit[2], (fit[3][0], fit[3][1])
+    num, known, trace = mean.shape[0], 0.0, 0.0
+    for i in range(num):
+        towards[i] = 0.0
+        for j in range(num):
+            towards[i] += cov[i, j] * x[j]
+    for i in range(num):
+        known += x[i] * towards[i]
+    variance = known + max(noise * noise, known * (abs(off) / limit - 1.0))
+    for i in range(num):
+        mean[i] += towards[i] * (off / variance)
+        for j in range(num):
+            cov[i, j] -= towards[i] * (towards[j] / variance)
+        trace += cov[i, i]
+    if trace < most:
+        for i in range(num):
+            for j in range(num):
+                cov[i, j] += drift[i, j]
 
 
 @entry
@@ -95,6 +105,62 @@ def seconds_of(rows: Float64, seconds: Float64, num_rows: float) -> float:
     return float(seconds[low] + share * (seconds[high] - seconds[low]))
 
 
+@inlined
+def settle(raw: Float64, mean: Float64, seconds: Float64) -> None:
+    """Write the corrected seconds: they never fall as rows grow."""
+    least = math.inf
+    for i in range(raw.shape[0] - 1, -1, -1):
+        least = min(least, raw[i] * math.exp(mean[i]))
+        seconds[i] = least
+
+
+@entry
+@compiled
+def correct(
+    rows: Float64, raw: Float64, seconds: Float64, fit: Belief, most: float, num_rows: float,
+    step_s: float, keys_s: float,
+) -> None:  # fmt: skip
+    """Correct a CostTable by a step. seconds: written. keys_s: of attention, by the table."""
+    last, x = rows.shape[0] - 1, fit[3][0]
+    # What attention to keys takes is only known from the table: half at least is the rows'.
+    off = math.log(max(step_s - keys_s, 0.5 * step_s) / seconds_of(rows, seconds, num_rows))
+    at = 0
+    while at < last and rows[at + 1] <= num_rows:
+        at += 1
+    for i in range(last + 1):
+        x[i] = 0.0
+    high = min(at + 1, last)
+    if high > at:
+        x[high] = min(1.0, (num_rows - rows[at]) / (rows[high] - rows[at]))
+    x[at] += 1.0 - x[high]
+    believe(fit, off, NOISE, 2.0 * NOISE, most)
+    settle(raw, fit[0], seconds)
+
+
+@entry
+@compiled
+def note_host(fit: Belief, most: float, num_draws: float, num_asked: float, step_s: float) -> None:
+    """See HostTimes.observe."""
+    x, known = fit[3][0], 0.0
+    x[0], x[1], x[2], x[3] = 1.0, num_draws, min(1.0, num_asked), num_asked
+    for i in range(4):
+        known += x[i] * fit[0][i]
+    known = max(known, 1e-6)
+    believe(fit, step_s - known, HOST_NOISE * known, HOST_NOISE * known, most)
+
+
+@inlined
+def plain_host_s(host: Float64, num_draws: float) -> float:
+    """Seconds of the host in a step without drafts. host: see HostTimes.numbers."""
+    return max(0.0, float(host[0] + host[1] * num_draws))
+
+
+@inlined
+def asking_s(host: Float64, num_asked: float) -> float:
+    """Seconds that asking so many sessions adds to a step. host: see HostTimes.numbers."""
+    return max(0.0, float(host[2] + host[3] * num_asked))
+
+
 def row_grid(max_rows: int) -> list[int]:
     """Row counts worth measuring: every small one, then about six an octave."""
     grid = [r for r in range(1, 9) if r <= max_rows]
@@ -105,6 +171,9 @@ def row_grid(max_rows: int) -> list[int]:
             step *= 2
         grid.append(min(nxt, max_rows))
     return grid
+
+
+Curve = tuple[Float64, Float64, float, float]
 
 
 class CostTable:
@@ -135,24 +204,21 @@ class CostTable:
         self._raw = np.asarray(seconds, np.float64)
         self._key_s = key_s
         self.likely_s = likely_s
-        self._row_list: list[float] = self._rows.tolist()
         octaves = np.log2(self._rows)
         near = np.exp(-np.abs(octaves[:, None] - octaves))
         # Of a step, what is not its first row: nothing where a busy machine made that one slower.
         further = np.maximum(0.0, 1.0 - self._raw[0] / self._raw)
         wrong = 1.0 + np.outer(further, further) + NOISE**2 * near
-        self._off = Filter(np.zeros(len(rows)), DOUBT**2 * wrong, DRIFT**2 * wrong)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Take the corrected seconds over: it never falls as rows grow."""
-        seconds = self._raw * np.exp(self._off.mean)
-        self._seconds = np.ascontiguousarray(np.minimum.accumulate(seconds[::-1])[::-1])
+        self._off = belief(np.zeros(len(rows)), DOUBT**2 * wrong, DRIFT**2 * wrong)
+        self._most = float(np.trace(self._off[1]))
+        self._seconds = np.empty(len(rows))
+        settle(self._raw, self._off[0], self._seconds)
 
     @property
-    def curve(self) -> tuple[Float64, Float64]:
-        """float64 [n], [n]: the row counts and their seconds, as seconds_of takes them."""
-        return self._rows, self._seconds
+    def curve(self) -> Curve:
+        """The row counts and their seconds, float64 [n], as seconds_of takes them; seconds of a key
+        and of a row's likeliest ids."""
+        return self._rows, self._seconds, self._key_s, self.likely_s
 
     @property
     def key_s(self) -> float:
@@ -228,19 +294,11 @@ class CostTable:
 
     def observe(self, num_rows: int, keys: float, seconds: float) -> None:
         """Correct the table by one real step."""
-        expected = self.cost(num_rows)
-        if seconds <= 0.0:
-            return
-        # What attention to keys takes is only known from the table: half at least is the rows'.
-        off = math.log(max(seconds - self._key_s * keys, 0.5 * seconds) / expected)
-        x = np.zeros(self._rows.shape[0])
-        at = min(max(bisect_right(self._row_list, num_rows) - 1, 0), x.shape[0] - 1)
-        high = min(at + 1, x.shape[0] - 1)
-        span = self._row_list[high] - self._row_list[at]
-        x[high] = min(1.0, (num_rows - self._row_list[at]) / span) if span else 0.0
-        x[at] += 1.0 - x[high]
-        self._off.observe(x, off, NOISE, 2.0 * NOISE)
-        self._settle()
+        if seconds > 0.0:
+            correct(
+                self._rows, self._raw, self._seconds, self._off, self._most, float(num_rows),
+                seconds, self._key_s * keys,
+            )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a cache file (keyed by device, model, dtype and threads elsewhere)."""
@@ -261,32 +319,35 @@ class CostTable:
 class HostTimes:
     """Seconds that a step takes beside the model: plain, and more where sessions are asked.
 
-    A line in (1, choices that draw, whether any session is asked, sessions asked). mixed: of the
-    steps in which somebody decodes, the share that has rows of prompts as well.
+    numbers: float64 [5], a line in (1, choices that draw, whether any session is asked, sessions
+    asked); and of the steps in which somebody decodes, the share that has rows of prompts as well.
     """
 
     def __init__(self, row_s: float) -> None:
         """row_s: of the model's step of one row. What the host takes is at first a part of it."""
         first = row_s * np.array(HOST)
-        self._fit = Filter(first, np.diag(16.0 * first**2), np.diag((DRIFT * first) ** 2))
-        self.mixed = 0.0
+        fit = belief(first, np.diag(16.0 * first**2), np.diag((DRIFT * first) ** 2))
+        self.numbers: Float64 = np.array([*first, 0.0])
+        self._fit: Belief = (self.numbers[:4], *fit[1:])
+        self._most = float(np.trace(self._fit[1]))
+
+    @property
+    def mixed(self) -> float:
+        """Of the steps in which somebody decodes, the share that has rows of prompts as well."""
+        return float(self.numbers[4])
 
     def observe(self, num_draws: int, num_asked: int, seconds: float) -> None:
         """A step without rows of prompts."""
-        x = np.array([1.0, num_draws, num_asked > 0, num_asked])
-        known = max(float(x @ self._fit.mean), 1e-6)
-        self._fit.observe(x, seconds - known, HOST_NOISE * known, HOST_NOISE * known)
+        note_host(self._fit, self._most, float(num_draws), float(num_asked), seconds)
 
     def observe_mix(self, has_prompt: bool) -> None:
         """A step in which somebody decodes."""
-        self.mixed += (has_prompt - self.mixed) / MEMORY
+        self.numbers[4] += (has_prompt - self.numbers[4]) / MEMORY
 
     def plain(self, num_draws: int) -> float:
         """Seconds of a step without drafts."""
-        mean = self._fit.mean
-        return max(0.0, float(mean[0] + mean[1] * num_draws))
+        return plain_host_s(self.numbers, float(num_draws))
 
     def asking(self, num_asked: int) -> float:
         """Seconds that asking so many sessions adds to a step."""
-        mean = self._fit.mean
-        return max(0.0, float(mean[2] + mean[3] * num_asked))
+        return asking_s(self.numbers, float(num_asked))

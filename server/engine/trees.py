@@ -59,13 +59,15 @@ class Trees:
 
     start: int32 [items + 1], the nodes of item i are [start[i], start[i + 1]). nodes: int32
     [3, N]: ids, parents (within the tree; -1: its root is the item's last row; parents come
-    first), depths (1 below the root). survival: float64 [N], the chance of each as its drafter
+    first), depths (1 below the root). certain: int32 [items], how many of an item's first nodes a
+    grammar forces from the root on. survival: float64 [N], the chance of each as its drafter
     claims it. source: int64 [N], an index into the names of its choice's sources. each: the trees
     one by one, None for none.
     """
 
     start: Int32
     nodes: Int32x2
+    certain: Int32
     survival: Float64
     source: Int64
     each: Sequence[Any]
@@ -78,14 +80,16 @@ class Trees:
         num_nodes = int(start[-1])
         nodes = np.empty((3, num_nodes), np.int32)
         survival, source = np.empty(num_nodes), np.zeros(num_nodes, np.int64)
+        certain = np.zeros(len(each), np.int32)
         for i, tree in enumerate(each):
             if tree is not None:
                 at = slice(start[i], start[i + 1])
                 nodes[:, at] = tree.token_ids, tree.parents, tree.depths
                 survival[at] = tree.survival
+                certain[i] = tree.num_certain
                 if tree.tree.source.shape[0]:
                     source[at] = tree.tree.source
-        return cls(start, nodes, survival, source, each)
+        return cls(start, nodes, certain, survival, source, each)
 
     @cached_property
     def num_path_slots(self) -> int:
@@ -264,6 +268,7 @@ def follow(
     runs: Int32x2,
     found: Int32x2,
     moves: Int32x2,
+    came: Int32,
 ) -> int:
     """Follow the drawn ids of each choice through its tree, until no node has the drawn id or the
     choice ends; returns how many KV entries have to be moved.
@@ -275,6 +280,7 @@ def follow(
     the step's ids, -1 for a draw without an answer. runs: int32 [3, ids], written: the ids that
     stand, and the draw of each. found: int32 [NUM_FOUND_LINES, choices], written. moves: int32 [2,
     nodes], written: slots (from, to) of accepted nodes that do not lie where their positions are.
+    came: int32 [nodes], written: 1 for accepted nodes, -1 where nothing was drawn, else 0.
     """
     at, num_moves = 0, 0
     for c in range(choices.shape[1]):
@@ -283,6 +289,7 @@ def follow(
         left = numbers[MAX_OUTPUT, seat] - numbers[NUM_TOKENS, seat] + numbers[PROMPT_LEN, seat]
         start, accepted, why = at, 0, GOES_ON
         draw, node, current = root, first, -1
+        came[first:end] = 0
         while True:
             token = drawn[draw]
             if token < 0:
@@ -299,6 +306,7 @@ def follow(
                 node += 1  # parents come first: one pass finds the whole path
             if node < end:
                 current = node - first
+                came[node] = 1
                 if current != accepted:
                     for line in range(2):
                         position = numbers[NUM_COMPUTED, seat] + (accepted if line else current)
@@ -314,6 +322,8 @@ def follow(
             break
         if why == FAILED and accepted:
             accepted -= 1  # the last token that stands is the next step's root
+        if at == start:
+            came[first:end] = -1
         found[RUN, c], found[NUM_IDS, c], found[NUM_ACCEPTED, c] = start, at - start, accepted
         found[END, c], found[TODO, c] = why, 0
         if why != GOES_ON or not numbers[IS_SIMPLE, seat]:

@@ -19,7 +19,7 @@ from server import token_bytes
 from server.commands.cli import main
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, Forecast, best_of, corpus_fit, within
-from server.commands.tune_data import TuneSettings, is_held
+from server.commands.tune_data import Progress, TuneSettings, is_held
 from server.commands.tune_machine import OtherProcesses
 from server.config import load_task, load_tasks
 from server.engine.engine import Engine
@@ -86,7 +86,7 @@ def _engine(cost: CostTable) -> Engine:
 
 def _tune(
     data: Path, *, per_row: float = 1.0, head_s: float = 0.1, first_s: float = 100.0,
-    others: str | None = None, **more: Any,
+    others: str | None = None, progress: Progress = lambda *_: None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """tune() over a fake model, with the drafters that the server would make. others: see
     _drafter."""
@@ -99,7 +99,7 @@ def _tune(
         TABLE,
         partial(_drafter, others),
         (head_s, 0.01 * head_s),
-        lambda stage, done, total: None,
+        progress,
     )
     json.dumps(report)
     return report
@@ -277,6 +277,71 @@ def test_tuning_again_leaves_nothing_of_the_old_task(tmp_path: Path) -> None:
     assert names() == ["town.vocab", "town.yaml"]
 
 
+class Stopped(Exception):
+    """Whatever ends a run: a signal, a full disk."""
+
+
+class StopAt:
+    """The progress of a run that ends when it comes to a stage for the `times`-th time; told has
+    the stages."""
+
+    def __init__(self, stage: str, times: int = 1) -> None:
+        self.stage, self.times, self.told = stage, times, list[str]()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        self.told.append(stage)
+        if self.told.count(self.stage) > self.times:
+            raise Stopped
+
+
+@pytest.mark.parametrize(
+    ("stage", "times", "has_file"),
+    [
+        ("recording", 12, False),
+        ("replaying drafters", 5, False),
+        ("serving 1 at once with drafts and without", 0, True),
+        ("vocabulary", 0, True),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on(
+    stage: str, times: int, has_file: bool, tmp_path: Path
+) -> None:
+    data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
+    fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
+    fields |= {"first_s": 0.02, "per_row": 0.0002, "replaces": False}
+    first = StopAt(stage, times)
+    with pytest.raises(Stopped):
+        _tune(data, progress=first, **fields)
+    assert file.exists() == has_file
+    if has_file:
+        assert load_task(file).speculation.drafter == "auto"
+        assert "# Not whole: what drafts gain is forecast." in file.read_text()
+    again = StopAt("nothing", 0)
+    report = _tune(data, progress=again, **fields)
+    assert "# Not whole" not in file.read_text() and report["recorded"] == 40
+    assert sorted(p.name for p in file.parent.iterdir()) == ["town.corpus", "town.yaml"]
+    # What was found is not looked for again.
+    assert any(line.startswith("going on with ") for line in again.told)
+    assert first.told.count("recording") + again.told.count("recording") <= 40 + 3
+    whole = _tune(data, **fields | {"replaces": True})
+    told = ("drafter", "corpus", "recorded", "held_back_tokens", "quality", "vocabulary")
+    assert [report[name] for name in told] == [whole[name] for name in told]
+
+
+def test_a_run_with_other_data_or_options_begins_anew(tmp_path: Path) -> None:
+    data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
+    fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
+    with pytest.raises(Stopped):
+        _tune(data, progress=StopAt("vocabulary", 0), **fields)
+    other = StopAt("nothing", 0)
+    with pytest.raises(ConfigError, match="is there already; --force replaces it"):
+        _tune(data, progress=other, **fields | {"max_tokens": 16, "replaces": False})
+    _write(data, _lines(90))
+    assert _tune(data, progress=other, **fields)["recorded"] == 40
+    assert not any(line.startswith("going on with ") for line in other.told)
+    assert not file.with_name("town.yaml.partial").exists()
+
+
 def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
     data = _write(tmp_path / "train.jsonl", _lines(40))
     with pytest.raises(ConfigError, match="only 0 outputs were recorded; give it more time"):
@@ -422,6 +487,12 @@ def test_from_data_to_answers(
     assert (report["examples"], report["recorded"]) == (48, 24)
     told = run("tasks", "tune", *words, status=1)
     assert "is there already; --force replaces it" in told
+    # A run that was stopped goes on, and the forms of the weights, which choose nothing, are left.
+    kept = tmp_path / "town.yaml.partial"
+    kept.write_text("")
+    assert "is there already" in run("tasks", "tune", *words, status=1)
+    assert run("tasks", "tune", *words, "--force", "--skip-forms", "--json")["weights"] == {}
+    assert not kept.exists()
     # The tiny model's steps are quicker than any draft; those of a model worth serving are not.
     (costs,) = (tiny.parent / "cache" / "costs").iterdir()
     costs.write_text(json.dumps(json.loads(costs.read_text()) | _cost(1.0).as_dict()))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from server.engine.gain import REST, Gain, StepShape, repeats
 from server.engine.step_times import CostTable, row_grid
+from tests.engine.gain_calls import choose, note_ask, note_drafts
 
 ROWS = row_grid(64)
 FIRST_S, ROW_S, HOST_S, ASK_S = 2.7e-3, 0.45e-3, 0.15e-3, 0.3e-3
@@ -30,9 +31,9 @@ def _choose(
     seats = [gain.seat(("known", i)) for i in range(len(claims))]
     for seat in seats:
         for part in (0.05, 0.2, 0.45, 0.7, 0.95):
-            gain.observe_drafts(seat, np.full(10_000, part), range(round(10_000 * part)))
+            note_drafts(gain, seat, np.full(10_000, part), range(round(10_000 * part)))
     arrays = [np.asarray(own, np.float64) for own in claims]
-    return gain.choose(seats, arrays, [0] * len(claims), shape, room)
+    return choose(gain, seats, arrays, shape, room)
 
 
 # -- which nodes are taken ------------------------------------------------------------------------
@@ -86,10 +87,10 @@ def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
 def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
     gain = Gain(_line(0.01, 0.005))
     seat = gain.seat("a")
-    gain.observe_drafts(seat, np.full(100, 0.9), [])
+    note_drafts(gain, seat, np.full(100, 0.9), [])
     claims = [np.array([1.0, 1.0, 0.9])]
-    assert gain.choose([seat], claims, [2], _alone(1), 100) == [2]
-    assert gain.choose([seat], claims, [0], _alone(1), 100) == [0]
+    assert choose(gain, [seat], claims, _alone(1), 100, [2]) == [2]
+    assert choose(gain, [seat], claims, _alone(1), 100) == [0]
 
 
 def test_long_histories_make_nodes_dearer() -> None:
@@ -227,9 +228,9 @@ def _serve(
         kept = {i: min(nodes, len(claims)) for i, (claims, _) in offers.items()}
         if gain is not None:
             for i, (claims, _) in offers.items():
-                gain.observe_ask(seats[i], claims)
+                note_ask(gain, seats[i], claims)
             own = [seats[i] for i in asked]
-            taken = gain.choose(own, [offers[i][0] for i in asked], [0] * len(own), shape, 64)
+            taken = choose(gain, own, [offers[i][0] for i in asked], shape, 64)
             kept = dict(zip(asked, taken, strict=True))
         came = {i: min(num, offers[i][1]) for i, num in kept.items()}
         mean_s = world.seconds(num_draws, sum(kept.values()), len(asked))
@@ -237,7 +238,7 @@ def _serve(
         if gain is not None and gain.cost is not None:
             for i, num in kept.items():
                 if num:
-                    gain.observe_drafts(seats[i], offers[i][0][:num], range(came[i]))
+                    note_drafts(gain, seats[i], offers[i][0][:num], range(came[i]))
             gain.cost.observe(num_draws + sum(kept.values()), 0.0, model_s)
             gain.host.observe(num_draws, len(asked), host_s)
         served.seconds.append(float(mean_s.sum()))
@@ -319,8 +320,8 @@ def test_a_table_wrong_by_two_costs_little_after_100_steps(factor: float, steep:
             seats = [gain.seat("a")]
             for _ in range(20):  # the scope is known, the machine is not
                 claims, came = true.offer()
-                gain.observe_ask(seats[0], claims)
-                gain.observe_drafts(seats[0], claims, range(came))
+                note_ask(gain, seats[0], claims)
+                note_drafts(gain, seats[0], claims, range(came))
             _serve(true, 100, 1, gain, seats)
             rates.append(_serve(true, 200, 1, gain, seats).rate())
         lost.append(1.0 - rates[1] / rates[0])
@@ -357,12 +358,12 @@ def test_nothing_depends_on_what_another_scope_s_drafts_have_brought() -> None:
             told.append(why[0])
             if not why[0]:
                 claims = 0.5 ** np.arange(1, 4)
-                gain.observe_ask(mine, claims)
-                num = gain.choose([mine], [claims], [0], _alone(1), most)[0]
+                note_ask(gain, mine, claims)
+                num = choose(gain, [mine], [claims], _alone(1), most)[0]
                 told.append(str(num))
-                gain.observe_drafts(mine, claims[:num], range(int(rng.random() < 0.5)))
-            gain.observe_ask(others, np.full(4, 0.9))
-            gain.observe_drafts(others, np.full(4, 0.9), range(round(4 * other)))
+                note_drafts(gain, mine, claims[:num], range(int(rng.random() < 0.5)))
+            note_ask(gain, others, np.full(4, 0.9))
+            note_drafts(gain, others, np.full(4, 0.9), range(round(4 * other)))
             gain.watch(others, np.tile(np.arange(5, dtype=np.int32), 4), 8)
         found.append(told)
     assert found[0] == found[1] and "" in found[0] and "cooldown" in found[0]
@@ -374,8 +375,8 @@ def test_an_answer_whose_own_drafts_miss_cools_down_and_no_other_of_its_scope() 
     for _ in range(60):
         for seat, came in ((good, range(3)), (bad, range(0))):
             claims = 0.9 ** np.arange(1, 4)
-            gain.observe_ask(seat, claims)
-            gain.observe_drafts(seat, claims, came)
+            note_ask(gain, seat, claims)
+            note_drafts(gain, seat, claims, came)
     found = [tuple(gain.ask([good, bad], _alone(2), 64)[0]) for _ in range(20)]
     assert all(why[0] == "" for why in found)
     assert found[-1][1] == "cooldown"

@@ -19,6 +19,7 @@ from drafters.jit import Entry
 from server.engine import gain, step_drafts, step_times
 from server.engine.gain import Gain, StepShape
 from server.engine.step_times import CostTable, HostTimes, row_grid
+from tests.engine.gain_calls import choose, note_ask, note_drafts
 from tests.engine.test_rests import eight_choices
 
 ALONE = StepShape(1, 1, 0.0)
@@ -26,24 +27,17 @@ ASK, NODE = 0.1, 0.15
 """Plain tokens that an ask and a node take."""
 
 
-class Fixed(HostTimes):
+def _host(ask_s: float = ASK) -> HostTimes:
     """A host that takes nothing but what asking takes."""
-
-    def __init__(self, row_s: float, ask_s: float = ASK) -> None:
-        super().__init__(row_s)
-        self._ask_s = ask_s
-
-    def plain(self, num_draws: int) -> float:
-        return 0.0
-
-    def asking(self, num_asked: int) -> float:
-        return self._ask_s * num_asked
+    made = HostTimes(0.0)
+    made.numbers[:] = 0.0, 0.0, 0.0, ask_s, 0.0
+    return made
 
 
 def _gain() -> Gain:
     rows = row_grid(64)
     made = Gain(CostTable(rows, [1.0 + NODE * (r - 1) for r in rows]))
-    made.host = Fixed(0.0)
+    made.host = _host()
     return made
 
 
@@ -57,7 +51,7 @@ def _steps_until(made: Gain, seat: int, is_asked: bool, most: int = 4000) -> int
         if _is_asked(made, seat) == is_asked:
             return step
         if not is_asked:
-            made.observe_ask(seat, np.empty(0))
+            note_ask(made, seat, np.empty(0))
     return most
 
 
@@ -65,8 +59,8 @@ def _drafts(made: Gain, seat: int, claim: float, came: bool, num: int) -> None:
     for _ in range(num):
         claims = np.full(1, claim)
         made.ask([seat], ALONE, 64)
-        made.observe_ask(seat, claims)
-        made.observe_drafts(seat, claims, range(int(came)))
+        note_ask(made, seat, claims)
+        note_drafts(made, seat, claims, range(int(came)))
 
 
 def to_the_first_ask() -> float:
@@ -86,7 +80,7 @@ def steps_in_debt() -> float:
     made = _gain()
     seat = made.seat("a")
     made.ask([seat], ALONE, 64)
-    made.observe_drafts(seat, np.full(400, 0.1), ())
+    note_drafts(made, seat, np.full(400, 0.1), ())
     return _steps_until(made, seat, True)
 
 
@@ -94,17 +88,17 @@ def nodes_beside_wrong_high_claims() -> float:
     made = _gain()
     seat = made.seat("a", knows=True)
     _drafts(made, seat, 0.5, True, 30)
-    made.observe_drafts(seat, np.full(120, 0.8), ())
-    return made.choose([made.seat("a")], [np.full(1, 0.5)], [0], ALONE, 64)[0]
+    note_drafts(made, seat, np.full(120, 0.8), ())
+    return choose(made, [made.seat("a")], [np.full(1, 0.5)], ALONE, 64)[0]
 
 
 def misses_until_nothing_is_taken() -> float:
     made = _gain()
     seat = made.seat("a", knows=True)
     for missed in range(200):
-        if not made.choose([seat], [np.full(1, 0.7)], [0], ALONE, 64)[0]:
+        if not choose(made, [seat], [np.full(1, 0.7)], ALONE, 64)[0]:
             return missed
-        made.observe_drafts(seat, np.full(1, 0.7), ())
+        note_drafts(made, seat, np.full(1, 0.7), ())
     return 200
 
 
@@ -120,7 +114,7 @@ def rest_until_it_is_asked_again() -> float:
     seat = made.seat("a", knows=True)
     for _ in range(200):
         made.ask([seat], ALONE, 64)
-        made.observe_ask(seat, np.empty(0))
+        note_ask(made, seat, np.empty(0))
     steps = 0
     while not made.is_asked(seat) and steps < 20_000:
         made.rested([seat], ALONE, 25)
@@ -141,7 +135,7 @@ def looks_at_an_answer_that_drafts_nothing() -> float:
 def asked_for_a_copy() -> float:
     """Whether a copied text that was watched is asked at once, where an ask takes 1.5 tokens."""
     made = _gain()
-    made.host = Fixed(0.0, 1.5)
+    made.host = _host(1.5)
     seat = made.seat("a")
     made.watch(seat, np.tile(np.arange(9, dtype=np.int32), 20), 19)
     return _is_asked(made, seat)
@@ -218,10 +212,11 @@ CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What Gain calls compiled is run by Python."""
-    for name, function in vars(gain).items():
-        if isinstance(function, Entry):
-            monkeypatch.setattr(gain, name, function.py_func)
+    """What is compiled is run by Python."""
+    for module in (gain, step_times):
+        for name, function in vars(module).items():
+            if isinstance(function, Entry):
+                monkeypatch.setattr(module, name, function.py_func)
     return monkeypatch
 
 

@@ -39,7 +39,7 @@ def test_cost_interpolates_keeps_the_jump_never_falls_and_extrapolates() -> None
 def test_a_cost_lies_on_the_line_between_measured_row_counts(rows: float, keys: float) -> None:
     table = CostTable([1, 2, 4, 8, 24], [1.0, 3.0, 9.0, 5.0, 8.0], key_s=0.25)
     for _ in range(2):
-        counts, seconds = table.curve
+        counts, seconds, *_ = table.curve
         expected = float(np.interp(rows, counts, seconds)) if rows >= 1.0 else 0.0
         expected *= max(1.0, rows / 24.0)
         assert table.cost(rows, keys) == pytest.approx(expected + 0.25 * keys)

@@ -77,6 +77,7 @@ def followed(
     follow(
         table.numbers, table.blocks, table.ends, table.block_size, choices, tree,
         np.array(drawn, np.int32), runs, found, np.empty((2, num), np.int32),
+        np.empty(num, np.int32),
     )  # fmt: skip
     ids = runs[0, : found[NUM_IDS, 0]].tolist()
     return ids, runs[2, : found[NUM_ACCEPTED, 0]].tolist(), int(found[END, 0])
@@ -178,11 +179,13 @@ def test_a_simple_choice_is_emitted_into_its_columns_and_others_are_left_alone()
     choices[SEAT], choices[DRAW] = (plain.seat, other.seat), (0, 3)
     choices[END_NODE, 0] = 2
     found = np.empty((NUM_FOUND_LINES, 2), np.int32)
+    came = np.empty(2, np.int32)
     follow(
         table.numbers, table.blocks, table.ends, 4, choices,
         np.array([[5, 6], [-1, 0], [1, 2]], np.int32), np.array([5, 6, 2, 1], np.int32),
-        np.empty((3, 4), np.int32), found, np.empty((2, 2), np.int32),
+        np.empty((3, 4), np.int32), found, np.empty((2, 2), np.int32), came,
     )  # fmt: skip
+    assert came.tolist() == [1, 1]
     assert (plain.num_tokens, plain.last_id, plain.num_computed) == (8, 2, 7)
     assert plain.num_verified == plain.num_released == plain.num_output == 6
     assert found[TODO, 0] and not found[TODO, 1]
