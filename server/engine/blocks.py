@@ -3,13 +3,15 @@
 A *Block* is `block_size` consecutive KV slots. It is always in exactly one of three states:
 
     referenced   ref_count >= 1: it stands in that many block tables
-    cached       ref_count == 0 and published: its content can still be found; evicted LRU first
+    cached       ref_count == 0 and published: its content can still be found; evicted LRU first,
+                 of the API key that has the most of them
     free         ref_count == 0 and unpublished
 
 A published block is keyed by sha256 over (model fingerprint, cache salt, parent key, token ids),
 so equal keys mean equal content, whoever wrote it. Rows may be written into a block only while
-its reference count is 1 and it is unpublished (`writable`). The pool moves no memory and knows
-no sequences; it only hands out ids.
+its reference count is 1 and it is unpublished (`writable`). A key loses no cached block to others
+while it has fewer than each of them, so what it finds again does not tell what they ask. The pool
+moves no memory and knows no sequences; it only hands out ids.
 """
 
 from __future__ import annotations
@@ -47,12 +49,14 @@ class BlockPool:
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached: dict[str, OrderedDict[int, None]] = {}  # by tenant, oldest first
+        self._tenants = [""] * num_blocks  # who has published it
+        self._num_cached = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that allocate() can hand out: free ones, and cached ones by eviction."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._num_cached
 
     @property
     def num_cached(self) -> int:
@@ -68,14 +72,17 @@ class BlockPool:
         return self._ref_counts[block] == 1 and self._keys[block] is None
 
     def allocate(self) -> int:
-        """A writable block. Evicts the least recently used cached block when none is free.
+        """A writable block. Evicts a cached block when none is free: the least recently used of the
+        tenant that has the most.
 
         Raises NoFreeBlockError when every block is referenced.
         """
         if self._free:
             block = self._free.pop()
         elif self._cached:
-            block, _ = self._cached.popitem(last=False)
+            most = max(self._cached.values(), key=len)
+            block = next(iter(most))
+            self._uncache(block)
             self._forget(block)
         else:
             raise NoFreeBlockError("every KV block is referenced")
@@ -87,7 +94,7 @@ class BlockPool:
         if self._ref_counts[block] == 0:
             if self._keys[block] is None:
                 raise ValueError(f"block {block} is free: it has no content to share")
-            del self._cached[block]
+            self._uncache(block)
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -102,10 +109,12 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cached.setdefault(self._tenants[block], OrderedDict())[block] = None
+                    self._num_cached += 1
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Make a full, verified block findable. From now on no row may be written into it.
+    def publish(self, block: int, key: bytes, tenant: str = "") -> None:
+        """Make a full, verified block of a tenant's findable. From now on no row may be written
+        into it.
 
         Where the key is known already the other block keeps it and this one stays unpublished.
         """
@@ -115,6 +124,7 @@ class BlockPool:
             raise ValueError(f"block {block} cannot be published")
         self._keys[block] = key
         self._by_key[key] = block
+        self._tenants[block] = tenant
 
     def lookup(self, key: bytes) -> int | None:
         """The block with this content, or None. Does not acquire it."""
@@ -125,8 +135,10 @@ class BlockPool:
         for block in self._by_key.values():
             self._keys[block] = None
         self._by_key.clear()
-        self._free.extend(self._cached)
+        for cached in self._cached.values():
+            self._free.extend(cached)
         self._cached.clear()
+        self._num_cached = 0
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless every invariant holds for exactly these block tables."""
@@ -139,7 +151,10 @@ class BlockPool:
             assert self._ref_counts[block] == counts[block], (
                 f"block {block}: ref count {self._ref_counts[block]}, in {counts[block]} tables"
             )
-        free, cached = set(self._free), set(self._cached)
+        free = set(self._free)
+        cached = {block for blocks in self._cached.values() for block in blocks}
+        assert len(cached) == self._num_cached == sum(map(len, self._cached.values()))
+        assert all(self._cached.values()), "a tenant without cached blocks is kept"
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached, "a block is both free and cached"
         unreferenced = {b for b in range(self.num_blocks) if counts[b] == 0}
@@ -149,6 +164,13 @@ class BlockPool:
             assert key is None or self._by_key[key] == block, f"block {block}: key is another's"
             assert (block in cached) == (counts[block] == 0 and key is not None)
         assert len(self._by_key) == sum(k is not None for k in self._keys)
+
+    def _uncache(self, block: int) -> None:
+        tenant = self._tenants[block]
+        del self._cached[tenant][block]
+        if not self._cached[tenant]:
+            del self._cached[tenant]
+        self._num_cached -= 1
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]

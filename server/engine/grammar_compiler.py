@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from server.grammar_text import grammar_text
+from server.machine import release_code
 from server.types import NO_SCOPE, GrammarSpec
 
 if TYPE_CHECKING:
@@ -130,6 +131,13 @@ class GrammarCompiler:
             known = tokenizer.result()
         except Exception as error:
             raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
+        try:
+            return self._compiled(spec, known)
+        finally:  # most of what was read of the libraries' code compiles, and is not in a step
+            for library in ("/llguidance/", "/tokenizers/"):
+                release_code(library)
+
+    def _compiled(self, spec: GrammarSpec, known: GrammarTokenizer) -> GrammarTemplate:
         matcher = known.library.matcher(grammar_text(known.spelled(spec)))
         template = GrammarTemplate(matcher, self.vocab_size)
         # Copies keep what the first mask computed, so the step loop does not compute it.

@@ -43,6 +43,31 @@ def test_the_least_recently_released_block_is_evicted_first() -> None:
     assert [pool.allocate() for _ in range(3)] == [blocks[0], blocks[2], blocks[1]]
 
 
+def test_the_key_that_has_most_gives_a_block_first() -> None:
+    """Whatever another asks and however often: it loses what is beyond what the others have."""
+    pool = BlockPool(8, 4)
+
+    def put(tenant: str, number: int) -> None:
+        block = pool.allocate()
+        pool.publish(block, _key(number), tenant)
+        pool.release([block])
+
+    for number in range(3):
+        put("a", number)
+    for number in range(100, 130):
+        put("b", number)
+        pool.check([])
+        assert all(pool.lookup(_key(i)) is not None for i in range(3))
+    assert [pool.lookup(_key(i)) is not None for i in range(125, 130)] == [True] * 5
+    for number in range(200, 230):  # a third one: each keeps about as much as the others
+        put("c", number)
+        pool.check([])
+    assert sum(pool.lookup(_key(i)) is not None for i in range(3)) >= 2
+    for number in range(300, 330):  # its own oldest go when it has the most
+        put("a", number)
+    assert pool.lookup(_key(0)) is None and pool.lookup(_key(329)) is not None
+
+
 def test_equal_content_is_published_once() -> None:
     pool = BlockPool(2, 4)
     a, b = pool.allocate(), pool.allocate()
@@ -122,7 +147,7 @@ def test_random_use_keeps_every_invariant(seed: int) -> None:
             block = rng.choice(tables)[0]
             if pool.writable(block):
                 next_key += 1
-                pool.publish(block, _key(next_key))
+                pool.publish(block, _key(next_key), rng.choice("abc"))
         elif action < 0.95 and next_key:
             found = pool.lookup(_key(rng.randint(1, next_key)))
             if found is not None:

@@ -96,6 +96,27 @@ def test_a_flood_that_holds_all_kv_leaves_another_key_its_share(prompt_len: int)
     engine.check()
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_what_a_key_finds_in_the_cache_does_not_tell_what_another_asks(repeats: bool) -> None:
+    """Prompts that come again need no further blocks, others fill the pool: the first key finds its
+    own in either case."""
+    engine = engine_of()
+
+    def cached(name: str, tenant: str, first: int) -> int:
+        ids = tuple(5 + (first + i * (1 + first)) % 90 for i in range(120))
+        engine.submit(replace(request(name, tenant, 120), prompt_ids=ids))
+        told = [d for _ in range(50) if engine.has_work for d in engine.step()]
+        return sum(delta.num_cached_tokens for delta in told)
+
+    assert cached("first", "a", 0) == 0
+    whole = cached("again", "a", 0)
+    assert whole >= 112
+    for i in range(60):
+        cached(f"b{i}", "b", 1 if repeats else 1 + i)
+    assert cached("last", "a", 0) == whole
+    engine.check()
+
+
 def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
     """Else a long one would begin again each time that another key asks."""
     engine = engine_of()

@@ -13,6 +13,7 @@ from server.engine.grammar_library import LibraryTokenizer
 from server.engine.grammar_tokenizer import GrammarTokenizer, prepare_grammar_tokenizer
 from server.engine.text_cutter import check_tables
 from server.grammar_text import grammar_text
+from server.machine import release_code
 from server.types import GrammarSpec
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
@@ -74,3 +75,26 @@ def test_nothing_is_built_before_the_first_grammar(tmp_path: Path) -> None:
     assert found[0].result() is found[2].result() is not found[1].result()
     assert compiler.tokenizer() is compiler.tokenizer() and num_loads == 1
     compiler.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux alone tells of pages")
+def test_code_that_compiled_leaves_memory_and_what_runs_again_says_the_same() -> None:
+    def resident() -> int:
+        """KiB of llguidance's code."""
+        kib, counts = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split()[0]:
+                counts = "/llguidance/" in line and " r-xp " in line
+            elif counts and line.startswith("Rss:"):
+                kib += int(line.split()[1])
+        return kib
+
+    matcher = _library().matcher(grammar_text(GrammarSpec("json_schema", '{"type": "object"}')))
+    before, after = (np.zeros((len(LETTERS) + 31) // 32, np.uint32) for _ in range(2))
+    assert matcher.copy().fill_mask(before) and before.any()
+    used = resident()
+    assert release_code("/llguidance/") > used * 1024
+    assert resident() == 0 < used
+    assert matcher.fill_mask(after) and (after == before).all()
+    assert 0 < resident() < used
+    assert release_code("/no such library/") == 0
