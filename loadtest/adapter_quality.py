@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from loadtest.answers import answer_all
+from loadtest.answers import answered
 from loadtest.options import ResultOptions, emit
 from server.commands.data import FieldOptions, TaskData, read_task_data
 from server.commands.enrich import count_passes, spelled
 from server.commands.options import DEFAULT_MODEL, ModelOptions
-from server.commands.own_engine import own_engine
+from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.progress import Bar
 from server.commands.quality import estimate, exact, f1
+from server.commands.recorder import Prompt, ask_engine
 from server.datasets import ExampleReader, open_table
 from server.model.catalog import model_folder
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import SamplingParams, SpeculationParams
 from vocab_store.enrichment import Enrichment
 
 Pairs = Sequence[tuple[list[int], list[int]]]
@@ -72,16 +72,16 @@ def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
     """Greedy answers of a model with an adapter merged into it, without drafts."""
     chosen = ModelOptions(model=options.model, adapter=str(adapter), threads=options.threads)
     with Bar() as bar, own_engine(chosen, bar, ()) as (served, engine):
-        requests = [
-            Request(
-                str(i), "table", served.name, tuple(served.prompt_ids(prompt)),
-                SamplingParams(temperature=0.0, max_tokens=options.tokens),
-                speculation=SpeculationParams(drafter="off"),
-            )
-            for i, (prompt, _) in enumerate(tests)
-        ]  # fmt: skip
-        answers = answer_all(engine, requests, str(adapter), Console(stderr=True, width=120))
-        outputs = [list(answers[str(i)].ids) for i in range(len(tests))]
+        prompts = [
+            Prompt(i, None, tuple(served.prompt_ids(ids))) for i, (ids, _) in enumerate(tests)
+        ]
+        found = ask_engine(
+            engine, OwnTokenizer(served), prompts,
+            SamplingParams(temperature=0.0, max_tokens=options.tokens),
+            speculation=SpeculationParams("off"),
+        )  # fmt: skip
+        answers = sorted(map(answered, found), key=lambda one: one.prompt.line)
+        outputs = [list(one.output_ids) for one in answers]
         join = served.table.join
         texts = [join(ids, skip_special=True).decode(errors="replace") for ids in outputs]
         return Side(outputs, texts)

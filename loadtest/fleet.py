@@ -27,24 +27,19 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
+import numpy as np
 from rich.console import Console
 
+from loadtest.completion import stream
 from loadtest.fleet_faults import measure_faults
 from loadtest.fleet_process import FleetProcess
 from loadtest.fleet_scaling import measure_scaling
-from loadtest.fleet_traffic import (
-    NUM_TASKS,
-    FleetOptions,
-    body,
-    first_tokens,
-    generated,
-    many,
-    percentile,
-)
+from loadtest.fleet_traffic import NUM_TASKS, FleetOptions, body, generated, many
 from loadtest.options import ResultOptions, emit, program, run
 from server.machine_code import make_ready
 
@@ -105,6 +100,19 @@ async def routed(url: str, times: int) -> tuple[float, float]:
     return sums[0] / sums[1], sums[2] / max(1.0, sums[3])
 
 
+async def first_tokens(urls: list[str], rounds: int) -> list[list[float]]:
+    """Milliseconds to the first token of a stream, `rounds` for each server, in turn."""
+    told: list[list[float]] = [[] for _ in urls]
+    async with httpx.AsyncClient(timeout=30) as client:
+        for i in range(rounds + 5):
+            for url, times in zip(urls, told, strict=True):
+                asked = body(i % NUM_TASKS, [60 + i % 50], 2, stream=True)
+                timing = await stream(client, url, asked)
+                if i >= 5:
+                    times.append(1e3 * timing.ttft_s)
+    return told
+
+
 def measure_throughput(
     fleet: FleetProcess, console: Console, options: FleetOptions
 ) -> dict[str, Any]:
@@ -123,10 +131,10 @@ def measure_ingress(fleet: FleetProcess, console: Console, options: FleetOptions
     """What the fleet adds to a first token."""
     fleet.deploy("--replicas", "1", "--step-s", "0.03")
     with FleetProcess("--single", "--step-s", "0.03") as single:
-        times = first_tokens([fleet.url, single.url], options.rounds)
+        times = asyncio.run(first_tokens([fleet.url, single.url], options.rounds))
     told: dict[str, Any] = {}
     for percent in (50, 95):
-        of_fleet, of_one = (percentile(values, percent) for values in times)
+        of_fleet, of_one = (float(np.percentile(values, percent)) for values in times)
         told[f"p{percent}_ms"] = of_fleet - of_one
         console.print(
             f"first token p{percent}: fleet {of_fleet:.1f} ms, one server {of_one:.1f} ms, "
@@ -204,10 +212,7 @@ def missed_goals(told: dict[str, Any]) -> list[str]:
     return missed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    return run(app, arguments)
-
+main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,8 +19,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from loadtest.completion import ServerRefused, stream
 from loadtest.fleet_process import FleetProcess
-from loadtest.fleet_traffic import NUM_TASKS, FleetOptions, body, many, streamed
+from loadtest.fleet_traffic import NUM_TASKS, FleetOptions, body, many
 
 NUM_TEXTS = 200
 """Different requests; each is sent several times."""
@@ -32,13 +33,13 @@ def request(i: int) -> dict[str, Any]:
     return asked if i % 3 == 0 else {**asked, "temperature": 0.9, "seed": i}
 
 
-async def answer(client: httpx.AsyncClient, i: int, stream: bool) -> str:
-    """The text; raises ValueError and httpx.HTTPError where there is none."""
-    if stream:
-        return (await streamed(client, request(i)))[0]
+async def answer(client: httpx.AsyncClient, i: int, is_stream: bool) -> str:
+    """The text; raises ServerRefused and httpx.HTTPError where there is none."""
+    if is_stream:
+        return (await stream(client, "", {**request(i), "stream": True})).text
     response = await client.post("/v1/completions", json=request(i))
     if response.status_code != 200:
-        raise ValueError(f"status {response.status_code}: {response.text[:200]}")
+        raise ServerRefused(f"status {response.status_code}: {response.text[:200]}")
     text: str = response.json()["choices"][0]["text"]
     return text
 
@@ -77,8 +78,8 @@ class Flight:
     async def _ask(self, client: httpx.AsyncClient, i: int) -> None:
         which = i % NUM_TEXTS
         try:
-            text = await answer(client, which, stream=i // NUM_TEXTS % 2 == 1)
-        except (ValueError, httpx.HTTPError) as error:
+            text = await answer(client, which, is_stream=i // NUM_TEXTS % 2 == 1)
+        except (ServerRefused, ValueError, httpx.HTTPError) as error:
             self.num_lost += 1
             self.problems.add(f"{type(error).__name__}: {str(error)[:160]}")
             return

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
 from rich.console import Console
 
+from loadtest.completion import stream
 from loadtest.fleet_process import FleetProcess
-from loadtest.fleet_traffic import FleetOptions, body, many, percentile, streamed
+from loadtest.fleet_traffic import FleetOptions, body, many
 
 MOST, NUM_TASKS = 3, 12
 STEP_S, ROW_S = 0.03, 0.0005
@@ -60,8 +62,9 @@ async def play(url: str) -> list[float]:
             await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.perf_counter()))
             prompt = [50 + (arrival.task + k * 7) % 300 for k in range(arrival.num_prompt_tokens)]
             prompt[0] = 50 + int(arrival.at_s * 1e3) % 300  # nothing of it is in a prefix cache
-            asked = body(arrival.task, prompt, arrival.num_output_tokens)
-            return (await streamed(client, asked))[2]
+            asked = body(arrival.task, prompt, arrival.num_output_tokens, stream=True)
+            timing = await stream(client, "", asked)
+            return timing.end_s - timing.start_s
 
         return await asyncio.gather(*(ask(arrival) for arrival in arrivals()))
 
@@ -113,8 +116,8 @@ def measure_scaling(fleet: FleetProcess, console: Console, options: FleetOptions
     told: dict[str, Any] = {
         "replicas": changes,
         "replica_s": replica_s(changes, until_s),
-        "total_p50_s": percentile(total_s, 50),
-        "total_p95_s": percentile(total_s, 95),
+        "total_p50_s": float(np.percentile(total_s, 50)),
+        "total_p95_s": float(np.percentile(total_s, 95)),
     }
     console.print(
         f"{told['replica_s']:.0f} replica seconds, whole answers p50 {told['total_p50_s']:.2f} s, "

@@ -1,15 +1,14 @@
 """One command for a machine with a GPU: is the CUDA path right there, and how fast is a step?
 
     python loadtest/gpu_check.py [--out gpu_check.json] [--device cuda:0] [--dtype bfloat16]
-    python loadtest/gpu_check.py --tables          # then, if there is time: figures of many shapes
 
 The verdict takes at most nine minutes, what says most first: versions, bandwidth and launch costs;
 a slice of a real model against texts that were recorded on a CPU (loadtest/gpu/real.py; carry the
 folder build/gpu-slice); logprobs against transformers and graphs against the plain path, in
-bfloat16; adapters and weights in 8 bits; the part of tests/gpu that is marked `verdict` (needs
-pytest); steps and vocabulary slices beside the memory floor. Parts share a process, which imports
-once; one that dies or hangs is ended, and the parts behind it go on in another. Every result is in
---out, a whole file at any time, as soon as it is known.
+bfloat16; adapters and weights in 8 bits; the memory of steps; the part of tests/gpu that is marked
+`verdict` (needs pytest); steps and vocabulary slices beside the memory floor. Parts share a
+process, which imports once; one that dies or hangs is ended, and the parts behind it go on in
+another. Every result is in --out, a whole file at any time, as soon as it is known.
 
 Needs torch >= 2.11, transformers, numpy, numba (Python 3.11 or newer) and this repository; none of
 the web stack, and no network. The last line is JSON. Exits 1 when something was wrong, failed or
@@ -40,7 +39,7 @@ if __package__ in (None, ""):
 import torch  # noqa: E402
 
 from drafters.atomic_file import replacing  # noqa: E402
-from loadtest.gpu.parts import TABLES, VERDICT, Planned  # noqa: E402
+from loadtest.gpu.parts import VERDICT, Planned  # noqa: E402
 
 TOTAL_S = 540.0
 TESTS_S = 150.0
@@ -196,14 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default=None, choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--tables", action="store_true", help="figures instead of the verdict")
     parser.add_argument("--parts", help="only these, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="every part once, on a tiny shape")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--limit", type=float, default=TOTAL_S, metavar="S", help="of all parts")
     options = parser.parse_args(arguments)
-    planned: Sequence[Planned] = TABLES if options.tables else VERDICT
-    known = [*dict.fromkeys(p.part for p in (*VERDICT, *TABLES)), "tests"]
+    planned: Sequence[Planned] = VERDICT
+    known = [*dict.fromkeys(p.part for p in VERDICT), "tests"]
     chosen = options.parts.split(",") if options.parts else known
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"no part {unknown[0]!r}: choose from {', '.join(known)}")
@@ -223,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, end = Results(options.out), time.monotonic() + options.limit
     timed = [p for p in planned if p.part in ("steps", "vocabulary")]
     outcomes = run_parts([p for p in planned if p not in timed], base, results, end)
-    if on_gpu and "tests" in chosen and not options.tables:
+    if on_gpu and "tests" in chosen:
         outcomes.append(run_tests(results, end))
     outcomes += run_parts(timed, base, results, end)
     fine = all(o["exit"] == 0 and not o["wrong"] for o in outcomes)

@@ -74,9 +74,9 @@ def _account(
         "good_share": good / max(1, len(answers) + num_failed),
         "tokens_per_step": with_steps / steps if steps else None,
         "nodes_per_step": drafted / steps if steps else None,
-        "decode_tokens_per_s": None if decode is None else decode.to_json(),
+        "decode_tokens_per_s": None if decode is None else asdict(decode),
         **{
-            name: None if (s := summarize(values)) is None else s.to_json()
+            name: None if (s := summarize(values)) is None else asdict(s)
             for name, values in latencies(answers).items()
         },
     }
@@ -135,7 +135,7 @@ def _ratios(
     for name in RATIOS:
         pairs = [(a, b) for a, b in zip(own[name], base[name], strict=True) if a and b]
         whole = bool(pairs) and len(pairs) == len(own[name])
-        found[name] = ratio(*zip(*pairs, strict=True)).to_json() if whole else None
+        found[name] = asdict(ratio(*zip(*pairs, strict=True))) if whole else None
     return found
 
 
@@ -232,7 +232,7 @@ def _row(own: Sequence[Cell], base: Sequence[Cell], slo: Mapping[str, float]) ->
         "same_text": _same_text(own, base) if base else None,
         "ratios": ratios,
         "rounds": {
-            name: median_interval(known).to_json()
+            name: asdict(median_interval(known))
             for name, values in rounds.items()
             if (known := [value for value in values if value is not None])
         },

@@ -8,9 +8,10 @@ replay knows, and the answers must equal the recorded ones; else it exits 1.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from drafters.atomic_file import EVERYBODY, replacing
 from drafters.auto.likely import NUM_LIKELY
 from drafters.auto.seen import Seen
 from drafters.base import Drafter
+from loadtest.answers import answer_all, answered
 from loadtest.options import emit, listed, numbers
 from loadtest.peer_drafters import LogitSpec, TokenRecycling
 from loadtest.prompts import data_sets, read_examples
@@ -29,7 +31,7 @@ from loadtest.recordings import SetOptions, open_ids
 from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
-from server.commands.recorder import Answer, Failure, Prompt, ask_engine
+from server.commands.recorder import Answer, Prompt, ask_engine
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner
@@ -77,7 +79,7 @@ def record(*, options: RecordOptions, model: ModelOptions = _MODEL) -> int:
                     engine, served.tokenizer, prompts, sampling,
                     speculation=SpeculationParams("off"), num_likely=lambda _: NUM_LIKELY,
                 )  # fmt: skip
-                answers = sorted(map(_answer, found), key=lambda answer: answer.prompt.line)
+                answers = sorted(map(answered, found), key=lambda answer: answer.prompt.line)
                 target = options.output / name / f"{split}.jsonl"
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(target, EVERYBODY) as out:
@@ -87,12 +89,6 @@ def record(*, options: RecordOptions, model: ModelOptions = _MODEL) -> int:
                 print(f"{name}/{split}: {written[f'{name}/{split}']} tokens", flush=True)
     emit("replay record", {"model": served.name, "tokens": written}, None)
     return 0
-
-
-def _answer(found: Answer | Failure) -> Answer:
-    if isinstance(found, Failure):
-        raise RuntimeError(found.message)
-    return found
 
 
 def _entry(answer: Answer) -> dict[str, Any]:
@@ -123,37 +119,6 @@ def build_engine(folder: Path, drafters: Mapping[str, Drafter], nodes: int) -> E
     return Engine(runner, drafters, settings)
 
 
-def answers(
-    engine: Engine, prompts: Sequence[Sequence[int]], drafter: str, nodes: int, max_tokens: int
-) -> tuple[list[list[int]], int, dict[str, tuple[int, int]]]:
-    """(output ids in order, decode steps behind the prefill steps, (drafted, accepted) by source)
-    of greedy answers, at most 8 at a time."""
-    outputs: list[list[int]] = [[] for _ in prompts]
-    waiting = list(enumerate(prompts))[::-1]
-    num_steps = num_open = 0
-    by_source: dict[str, tuple[int, int]] = {}
-    while waiting or num_open:
-        while waiting and num_open < 8:
-            at, prompt = waiting.pop()
-            sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-            engine.submit(
-                Request(str(at), "runs", "model", tuple(prompt), sampling,
-                        speculation=SpeculationParams(drafter, nodes))
-            )  # fmt: skip
-            num_open += 1
-        for delta in engine.step():
-            outputs[int(delta.request_id)] += delta.token_ids
-            if delta.finish_reason is not None:
-                if delta.finish_reason == "error":
-                    raise RuntimeError(delta.error)
-                num_open -= 1
-            num_steps += delta.counts.num_steps
-            for source, drafted, kept in delta.counts.by_source:
-                old = by_source.get(source, (0, 0))
-                by_source[source] = (old[0] + drafted, old[1] + kept)
-    return outputs, num_steps - len(prompts), by_source
-
-
 def live(
     *,
     sets: SetOptions = _SETS,
@@ -175,12 +140,24 @@ def live(
             cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
             engine = build_engine(model_folder(sets.model), drafters := columns(eos), nodes)
             for column in drafters:
-                outputs, num_steps, by_source = answers(
-                    engine, [test.prompt_ids for test in tests], column, nodes, longest
-                )
-                same = [list(test.output_ids) for test in tests] == outputs
+                drawn = SamplingParams(temperature=0.0, max_tokens=longest)
+                how = SpeculationParams(column, nodes)
+                found = answer_all(
+                    engine,
+                    [
+                        Request(str(i), "runs", "model", tuple(one.prompt_ids), drawn, how)
+                        for i, one in enumerate(tests)
+                    ],
+                    at_once=8,
+                ).values()
+                counts = [one.by_source for one in found]
+                same = [tuple(test.output_ids) for test in tests] == [one.ids for one in found]
+                num_steps = sum(one.num_steps for one in found) - len(tests)  # behind the prompts'
                 cell[column] = round(num_tokens / num_steps, 3)
-                cell[f"{column}: sources"] = by_source
+                cell[f"{column}: sources"] = {
+                    source: [sum(of.get(source, (0, 0))[i] for of in counts) for i in (0, 1)]
+                    for source in dict.fromkeys(itertools.chain(*counts))
+                }
                 cell["same text"] = cell.get("same text", True) and same
             engine.close()
             cells.append(cell)

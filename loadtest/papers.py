@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -412,10 +413,7 @@ def vocabtailor(*, sets: SetOptions = _SETS, options: PaperOptions = _PAPER) -> 
     return finish("vocabtailor", own, [Table(title, columns, lines)], options.json)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    return run(app, arguments)
-
+main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -99,10 +99,6 @@ def _split(option: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-def _dialect_of(name: str) -> Dialect:
-    return next((dialect for dialect in DIALECTS if name.startswith(dialect)), "openai")
-
-
 def parse_peers(
     servers: Sequence[str],
     *,
@@ -125,7 +121,8 @@ def parse_peers(
             raise ValueError(f"server {name!r} is named twice")
         if where.startswith("@") and (where[1:] not in peers or peers[where[1:]].is_alias):
             raise ValueError(f"{name}: {where} is no server named before it")
-        peers[name] = Peer(name, where, dialect=_dialect_of(name))
+        known = (dialect for dialect in DIALECTS if name.startswith(dialect))
+        peers[name] = Peer(name, where, dialect=next(known, "openai"))
 
     def chosen(option: str, text: str) -> tuple[Peer, str]:
         name, value = _split(option, text)

@@ -31,6 +31,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -346,10 +347,7 @@ def curves(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
     return _finish("curves", cells, "auto, learning", slice(None), options.json)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    return run(app, arguments)
-
+main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

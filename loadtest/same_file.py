@@ -27,8 +27,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,10 +167,7 @@ def same_file(*, options: SameFileOptions, results: ResultOptions = _RESULTS) ->
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    return run(app, arguments)
-
+main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -30,7 +30,6 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 from cyclopts import Parameter
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from loadtest.answers import Answer, answer_all
@@ -235,11 +234,16 @@ class Texts:
     """Greedy answers of an engine over any set of ids; what is known already is not asked again.
 
     One writer. num_asked, num_known: answers computed, and taken over. folder: profiles are written
-    there, one for each row that is asked.
+    there, one for each row that is asked. told: (row, answers that are done, all of them).
     """
 
     def __init__(
-        self, engine: Engine, files: ModelFiles, folder: Path, options: SliceOptions
+        self,
+        engine: Engine,
+        files: ModelFiles,
+        folder: Path,
+        options: SliceOptions,
+        told: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
         self.num_asked = 0
         self.num_known = 0
@@ -247,7 +251,7 @@ class Texts:
         self._files = files
         self._folder = folder
         self._options = options
-        self._console = Console(stderr=True, width=120)
+        self._told = told
         self._num_rows = 0
         self._known: dict[tuple[int, ...], list[tuple[Int32 | None, Answer]]] = {}
 
@@ -266,7 +270,10 @@ class Texts:
             VocabProfile(row.slice, none, none.astype(np.float32), manifest).save(profile)
         names = {i: f"{self._num_rows}/{i}" for i in wanted}
         requests = [self._request(names[i], prompts[i], row, profile) for i in wanted]
-        found = answer_all(self._engine, requests, what, self._console, self._options.at_once)
+        found = answer_all(
+            self._engine, requests, self._options.at_once,
+            lambda num: self._told(what, num, len(requests)),
+        )  # fmt: skip
         for i in wanted:
             answers[i] = found[names[i]]
             self._known.setdefault(tuple(prompts[i]), []).append((allowed[i], found[names[i]]))
@@ -397,7 +404,7 @@ def slices(*, options: SliceOptions, results: ResultOptions = _RESULTS) -> int:
             bar = stack.enter_context(Bar())
             _, engine = stack.enter_context(own_engine(model, bar, ()))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slices-")))
-            texts = Texts(engine, files, folder, options)
+            texts = Texts(engine, files, folder, options, bar)
         for task, data in loaded.items():
             found[task] = measure_task(files, data, task, names, texts)
         counts = {} if texts is None else {"asked": texts.num_asked, "taken_over": texts.num_known}

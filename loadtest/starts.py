@@ -34,8 +34,9 @@ from rich.table import Table
 from loadtest.files import write_nothing
 from loadtest.options import ResultOptions, emit, stopped_afterwards
 from loadtest.peer import Peer, start, tailor_peer, wait_ready
-from server.commands.own_engine import model_name, ready_folder
+from server.commands.own_engine import model_name
 from server.config import EngineConfig, ModelConfig
+from server.wiring.model import ready_folder
 
 MIB = 1 << 20
 READY_BYTES_A_PLANE = 2 * (64 << 10)

@@ -8,36 +8,20 @@ rounds (Efron, "Bootstrap methods: another look at the jackknife", Ann. Statist.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Median of pairwise ratios with a two-sided 95 % bootstrap interval over pairs."""
-
-    median: float
-    low: float
-    high: float
-    num_pairs: int
-
-    def to_json(self) -> dict[str, float | int]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
 class Interval:
-    """Median of a sample of rounds with its 95 % bootstrap interval, in the sample's own unit."""
+    """The median of a sample, or of pairwise ratios, with its two-sided 95 % bootstrap interval."""
 
     median: float
     low: float
     high: float
     num: int
-
-    def to_json(self) -> dict[str, float | int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +36,6 @@ class Summary:
     p99: float
     low: float
     high: float
-
-    def to_json(self) -> dict[str, float | int]:
-        return asdict(self)
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
@@ -73,11 +54,11 @@ def ratio(
     *,
     num_resamples: int = 10_000,
     seed: int = 0,
-) -> Ratio:
+) -> Interval:
     """Median of numerators[i] / denominators[i] and its 95 % percentile-bootstrap interval.
 
     Raises ValueError when the lengths differ, there is no pair, or a value is not positive.
-    With one pair the interval is the point itself: no spread is known, and num_pairs says so.
+    With one pair the interval is the point itself: no spread is known, and num says so.
     """
     if len(numerators) != len(denominators):
         raise ValueError(f"{len(numerators)} numerators, {len(denominators)} denominators")
@@ -87,7 +68,7 @@ def ratio(
     b = np.asarray(denominators, dtype=np.float64)
     if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b)) and a.min() > 0 and b.min() > 0):
         raise ValueError("ratios need positive, finite figures")
-    return Ratio(*_bootstrap(a / b, num_resamples, seed), len(a))
+    return Interval(*_bootstrap(a / b, num_resamples, seed), len(a))
 
 
 def median_interval(

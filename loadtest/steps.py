@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -176,7 +176,7 @@ def measure_forms(
             "ms": round(1e3 * statistics.median(wall[form]), 3),
             "best_ms": round(1e3 * min(wall[form]), 3),
             "cpu_ms": round(1e3 * statistics.median(cpu_s for _, cpu_s in took[form]), 3),
-            "speed": ratio(wall["float32"], wall[form]).to_json(),
+            "speed": asdict(ratio(wall["float32"], wall[form])),
             "of_reading": round(
                 statistics.median(
                     seconds * each / weight_bytes(runner)

@@ -24,8 +24,9 @@ class Parameter:
 
     name: of the field, in requests and in task files. kind: bool, int or float. default: OpenAI's,
     where request, task and model are silent. ge, le: bounds, None without. in_tasks: whether a
-    task's file may set it. in_models: whether a model's generation_config.json may. aliases: what
-    clients of other servers call it.
+    task's file may set it. in_models: whether a model's generation_config.json may. in_draws:
+    whether the samplers are given it as one of `numbers`. aliases: what clients of other servers
+    call it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Parameter:
     help: str
     in_tasks: bool
     in_models: bool
+    in_draws: bool
     aliases: tuple[str, ...]
 
 
@@ -47,17 +49,18 @@ def parameter(
     le: float | None = None,
     in_tasks: bool = True,
     in_models: bool = False,
+    in_draws: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> Any:
     """A field of SamplingParams that is a number or a switch; see Parameter.
 
     This row is all that the API needs: the fields of requests and task files, their checks, the
     defaults, /openapi.json and the reference of configuration come from it. What the parameter does
-    to a draw is in server/engine/reference_sampler.py and in the samplers of the devices.
+    to a draw is in the samplers: server/model/cpu/kernels/sampling.py, server/model/gpu/sampler.py.
     """
     metadata = {
         "help": help, "ge": ge, "le": le, "in_tasks": in_tasks, "in_models": in_models,
-        "aliases": aliases,
+        "in_draws": in_draws, "aliases": aliases,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -79,13 +82,19 @@ class SamplingParams:
     """
 
     temperature: float = parameter(
-        1.0, ge=0, le=2, in_models=True, help="0 is greedy: the likeliest id, without noise"
+        1.0,
+        ge=0,
+        le=2,
+        in_models=True,
+        in_draws=True,
+        help="0 is greedy: the likeliest id, without noise",
     )
     top_p: float = parameter(
         1.0,
         ge=0,
         le=1,
         in_models=True,
+        in_draws=True,
         help="draw from the likeliest ids that have this share of the probability; 0 is one id",
     )
     top_k: int = parameter(
@@ -93,6 +102,7 @@ class SamplingParams:
         ge=-1,
         le=INT31,
         in_models=True,
+        in_draws=True,
         help="draw from so many of the likeliest ids; 0 and -1 are off",
     )
     min_p: float = parameter(
@@ -100,19 +110,25 @@ class SamplingParams:
         ge=0,
         le=1,
         in_models=True,
+        in_draws=True,
         help="draw from ids with this share of the likeliest one's chance; 0 is off",
     )
     presence_penalty: float = parameter(
-        0.0, ge=-2, le=2, help="taken off the logits of ids that were generated"
+        0.0, ge=-2, le=2, in_draws=True, help="taken off the logits of ids that were generated"
     )
     frequency_penalty: float = parameter(
-        0.0, ge=-2, le=2, help="taken off the logits of ids for each time they were generated"
+        0.0,
+        ge=-2,
+        le=2,
+        in_draws=True,
+        help="taken off the logits of ids for each time they were generated",
     )
     repetition_penalty: float = parameter(
         1.0,
         ge=0.01,
         le=10,
         in_models=True,
+        in_draws=True,
         aliases=("repeat_penalty",),
         help="divides positive logits of ids that are in prompt or output; 1 is off",
     )
@@ -154,6 +170,11 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values of DRAW_NUMBERS, in their order: what samplers are given."""
+        return tuple(float(getattr(self, name)) for name in DRAW_NUMBERS)
+
+    @property
     def has_penalties(self) -> bool:
         """True when token counts change the distribution."""
         return (
@@ -174,6 +195,9 @@ def _parameters() -> tuple[Parameter, ...]:
 
 PARAMETERS = _parameters()
 """The rows of SamplingParams, in their order."""
+
+DRAW_NUMBERS = tuple(one.name for one in PARAMETERS if one.in_draws)
+"""The parameters that change the logits of a draw."""
 
 
 def scope_of(tenant: str, cache_salt: str, adapter: str = "") -> str:

@@ -11,5 +11,4 @@ inside the functions that need them. Never torch, and nothing of the server.
     unicode_blocks  Unicode blocks and the languages written in them
     cost            which fill of T and how many unverified tokens pay
     edge_llm        the vocab_map.safetensors form of TensorRT-Edge-LLM
-    command         `tailor vocab profile` and `tailor vocab show` as functions
 """

@@ -17,7 +17,7 @@ import torch
 
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of
 from server.engine.batch import Batch, Drawn, DrawParams
-from server.model.gpu.runner import TorchModel, TorchRunner, Ways
+from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.types import SamplingParams
 
 PROMPT = 48
@@ -107,7 +107,7 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
             module, device, num_blocks=64, max_model_len=shape.max_model_len, max_num_seqs=8,
             max_num_batched_tokens=256,
         )  # fmt: skip
-        runner = TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs))
+        runner = TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs))
         prompt = run(runner, rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1]))
         step = rows_of(ids[chain], PROMPT, root=PROMPT, targets=ids[PROMPT + 1 : total + 1])
         began = time.perf_counter()

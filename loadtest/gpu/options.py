@@ -20,7 +20,7 @@ from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch
 from server.model.adapter import TokenRows
 from server.model.gpu.adapters import GpuAdapter, adapted_sizes
-from server.model.gpu.runner import TorchModel, TorchRunner, Ways
+from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.model.shape import shape_of
 
 __all__ = ["adapters", "eight_bits", "own_tokens"]
@@ -37,7 +37,7 @@ def _runner(asked: Asked, module: Any, *, graphs: bool = True, **ways: Any) -> T
         max_model_len=SHAPES[asked.name].max_model_len, max_num_seqs=8, max_num_batched_tokens=256,
     )  # fmt: skip
     graphs = graphs and asked.device.type == "cuda"
-    return TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs, **ways))
+    return TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs, **ways))
 
 
 def _prompt(asked: Asked) -> Batch:

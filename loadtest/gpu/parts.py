@@ -1,9 +1,9 @@
 """Parts of the GPU check, in this process: a line of JSON for each result, as it comes.
 
-    python -m loadtest.gpu.parts steps:llama-3.2-1b machine:tiny --device cuda:0 --dtype bfloat16
+    python -m loadtest.gpu.parts steps:qwen3-0.6b machine:tiny --device cuda:0 --dtype bfloat16
 
 Behind each part's results stands a line with `done`, its seconds. The parts and their order are
-VERDICT's and TABLES'; `python loadtest/gpu_check.py` runs them.
+VERDICT's; `python loadtest/gpu_check.py` runs them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,10 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu import (
-    correct,
-    options,
-    peers,
-    real,
-    reserve,
-    steps,
-    vocabulary,
-)
-from loadtest.gpu.shapes import SHAPES, Asked, build
+from loadtest.gpu import correct, options, real, reserve, steps, vocabulary
+from loadtest.gpu.shapes import Asked
 
-__all__ = ["PARTS", "TABLES", "VERDICT", "Planned", "lines_of", "main"]
+__all__ = ["PARTS", "VERDICT", "Planned", "lines_of", "main"]
 
 Part = Callable[[Asked], Iterator[dict[str, Any]]]
 
@@ -75,40 +67,6 @@ def step_table(asked: Asked) -> Iterator[dict[str, Any]]:
     yield from steps.time_shape(asked, steps.bandwidth(asked.device))
 
 
-def profile(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Kernels of one decode step and of one tree: how many, how long, and the longest fifteen."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
-
-    name, device, dtype = asked.name, asked.device, asked.dtype
-    on_gpu = device.type == "cuda"
-    for graphs in (False, True) if on_gpu else (False,):
-        for case in (steps.Case("decode", 1, 1, 32), steps.Case("tree", 1, 8, 32)):
-            runner = steps.make_runner(name, build(SHAPES[name], device, dtype), [case], graphs)
-            batch = steps.batch_of(case, SHAPES[name].vocab_size)
-            for _ in range(3):
-                runner.launch(batch)
-                runner.wait()
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-            with profiled(activities=kinds) as found:
-                for _ in range(3):
-                    runner.launch(batch)
-                    runner.wait()
-            time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-            kernels = [
-                (str(event.key), int(event.count), float(getattr(event, time_of)))
-                for event in found.key_averages()
-            ]
-            kernels = sorted((k for k in kernels if k[2] > 0), key=lambda k: -k[2])
-            yield {
-                "what": f"profile, {case.kind}", "shape": name, "graphs": graphs,
-                "kernels_per_step": round(sum(k[1] for k in kernels) / 3, 1),
-                "busy_us_per_step": round(sum(k[2] for k in kernels) / 3, 1),
-                "longest": [[k[0][:60], k[1], round(k[2] / 3, 1)] for k in kernels[:15]],
-            }  # fmt: skip
-            runner.close()
-
-
 PARTS: dict[str, Part] = {
     "machine": machine,
     "real": real.check,
@@ -116,10 +74,7 @@ PARTS: dict[str, Part] = {
     "adapters": options.adapters,
     "own-tokens": options.own_tokens,
     "eight-bits": options.eight_bits,
-    "profile": profile,
     "steps": step_table,
-    "transformers": peers.transformers_own,
-    "engine": peers.engine,
     "reserve": reserve.check,
     "vocabulary": vocabulary.check,
 }
@@ -149,21 +104,12 @@ VERDICT = (
     Planned("adapters", "smollm2-135m", 30),
     Planned("own-tokens", "smollm2-135m", 30),
     Planned("eight-bits", "smollm2-135m", 40),
+    Planned("reserve", "qwen3-0.6b", 25),
     Planned("steps", "smollm2-135m", 50),
     Planned("steps", "qwen3-0.6b", 50),
     Planned("vocabulary", "gemma-3-270m", 50),
 )
 """The whole verdict, within nine minutes with the tests that stand before its steps."""
-
-TABLES = (
-    Planned("profile", "smollm2-135m", 60),
-    *(Planned("steps", name, 60) for name in SHAPES if not name.startswith("tiny")),
-    Planned("transformers", "qwen3-0.6b", 90),
-    Planned("engine", "qwen3-0.6b", 60),
-    Planned("engine", "smollm2-135m", 60),
-    Planned("reserve", "qwen3-0.6b", 90),
-)
-"""Figures beside the verdict: what takes how long."""
 
 
 def lines_of(

@@ -26,7 +26,7 @@ import transformers
 
 from loadtest.gpu.correct import apart_bound, rows_of, run
 from loadtest.gpu.shapes import Asked, info_of
-from server.model.gpu.runner import TorchModel, TorchRunner, Ways
+from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 
 __all__ = ["FOLDER", "check", "make", "record"]
 
@@ -68,7 +68,7 @@ def _runner(folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: b
         module, device, num_blocks=64, max_model_len=256, max_num_seqs=4,
         max_num_batched_tokens=128,
     )  # fmt: skip
-    return TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs))
+    return TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs))
 
 
 def _decoded(runner: TorchRunner, prompt: Sequence[int]) -> tuple[list[int], list[float]]:

@@ -12,7 +12,7 @@ from typing import Any
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
 from server.model.gpu.device import CudaMemory, DeviceMemory
 from server.model.gpu.kv_cache import bytes_per_block
-from server.model.gpu.runner import FEW_SLOTS, TorchModel, TorchRunner, Ways
+from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
 from server.model.kv_memory import num_blocks_for
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
 
@@ -44,7 +44,7 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
         max_num_seqs=seqs, max_num_batched_tokens=rows,
     )  # fmt: skip
     memory: DeviceMemory = CudaMemory(device) if on_gpu else _NoDevice()
-    runner = TorchRunner(TorchModel(module), info, Ways(cuda_graphs=on_gpu))
+    runner = TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=on_gpu))
     reserve = runner.reserve(memory, (), 0)
     free = memory.free()
     per_block = bytes_per_block(

@@ -42,14 +42,8 @@ class Shape:
 
 SHAPES = {
     "smollm2-135m": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152),
-    "smollm2-360m": Shape("llama", 960, 2560, 32, 15, 5, 64, 49152),
-    "smollm2-1.7b": Shape("llama", 2048, 8192, 24, 32, 32, 64, 49152),
-    "llama-3.2-1b": Shape("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072),  # its own length
     "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
-    "qwen3-1.7b": Shape("qwen3", 2048, 6144, 28, 16, 8, 128, 151936),
-    "qwen3-4b": Shape("qwen3", 2560, 9728, 36, 32, 8, 128, 151936),
     "gemma-3-270m": Shape("gemma3", 640, 2048, 18, 4, 1, 256, 262144),
-    "gemma-3-1b": Shape("gemma3", 1152, 6912, 26, 4, 1, 256, 262144),
     "tiny": Shape("llama", 64, 128, 2, 4, 2, 16, 256, 256),
     "tiny-gemma": Shape("gemma3", 32, 64, 2, 2, 1, 16, 1024, 256),
 }

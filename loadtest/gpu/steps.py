@@ -21,7 +21,7 @@ import transformers
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu.kv_cache import bytes_per_block
-from server.model.gpu.runner import TorchModel, TorchRunner, Ways
+from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.types import SamplingParams
 
 MAX_ROWS = 2048
@@ -189,7 +189,7 @@ def make_runner(
         max_num_seqs=64,
         max_num_batched_tokens=MAX_ROWS,
     )
-    return TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs))
+    return TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs))
 
 
 def time_shape(asked: Asked, bytes_per_s: float) -> Iterator[dict[str, Any]]:

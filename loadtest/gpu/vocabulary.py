@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from loadtest.gpu.correct import run
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
 from loadtest.gpu.shapes import Shape as ModelShape
-from server.engine.batch import Batch, Drawn, DrawParams, HeadSlice, Int32
+from loadtest.gpu.steps import Case, batch_of
+from server.engine.batch import Batch, Drawn, HeadSlice, Int32
 from server.model.gpu.runner import TorchModel, TorchRunner
-from server.types import SamplingParams
 
 PLACES = ("device", "stream", "cpu")
 TOLERANCE = 0.02
@@ -80,34 +81,12 @@ def build_runner(
 
 def decode(shape: Shape, num_seqs: int, *, logprobs: bool = False) -> Batch:
     """A greedy decode step of several sequences over unwritten (zero) keys."""
-    blocks = -(-(shape.history + 1) // BLOCK_SIZE)
-    tables = np.arange(num_seqs * blocks, dtype=np.int32).reshape(num_seqs, blocks)
-    rows, zeros = np.arange(num_seqs, dtype=np.int32), np.zeros(num_seqs, np.int32)
-    at, none = shape.history, np.empty(0, np.int32)
-    s = SamplingParams(temperature=0.0, num_logprobs=1 if logprobs else None)
-    return Batch(
-        token_ids=np.random.default_rng(1).integers(9, shape.vocab_size, num_seqs, np.int32),
-        positions=zeros + at,
-        seq_ids=rows,
-        slots=tables[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE,
-        prefix_len=zeros + at + 1,
-        path_start=zeros,
-        path_len=zeros,
-        path_slots=none,
-        block_tables=tables,
-        draw_rows=rows,
-        draw_params=zeros,
-        draw_parent=zeros - 1,
-        draw_positions=zeros + at + 1,
-        draw_mask=zeros - 1,
-        masks=np.empty((0, 0), np.uint32),
-        params=(DrawParams(s, 0, none, none, none, none, 0),),
-        score_rows=none,
-        score_targets=none,
-        score_top=none,
-        num_prefill_rows=0,
-        num_draft_rows=0,
-    )
+    batch = batch_of(Case("decode", num_seqs, 1, shape.history), shape.vocab_size)
+    if not logprobs:
+        return batch
+    [params] = batch.params
+    told = replace(params, sampling=replace(params.sampling, num_logprobs=1))
+    return replace(batch, params=(told,))
 
 
 def unverified_of(step: Batch, num: int) -> tuple[Batch, Int32]:
@@ -143,12 +122,6 @@ def load_slices(runner: TorchRunner, shape: Shape, share: float, table: int) -> 
         at = np.argsort(ids)
         result.append(HeadSlice(ids[at], columns[at].astype(np.int32), table, num))
     return result
-
-
-def run(runner: TorchRunner, batch: Batch) -> Drawn:
-    """One step."""
-    runner.launch(batch)
-    return runner.wait()
 
 
 def differences(got: Drawn, want: Drawn) -> dict[str, Any]:

@@ -379,7 +379,7 @@ def _torch_runner(
     """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
     and what is computed in."""
     from server.model.gpu.device import CudaMemory
-    from server.model.gpu.runner import FEW_SLOTS, TorchModel, TorchRunner, Ways
+    from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
     from server.model.kv_memory import num_blocks_for
     from server.model.shape import generic_shape, shape_of
 
@@ -408,7 +408,7 @@ def _torch_runner(
         kv_dtype=kv_name,
         kv_block_bytes=block_bytes,
     )
-    ways = Ways(
+    ways = GpuOptions(
         cuda_graphs=spec.cuda_graphs and device.type == "cuda",
         weights=narrow,
     )

@@ -45,6 +45,19 @@ def cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("tailor"))
 
 
+def model_dirs() -> list[Path]:
+    """Where models that were made lie: $TAILOR_MODELS_DIR (those of an image, which nothing writes
+    to), where it is set, and the cache's folder."""
+    given = os.environ.get("TAILOR_MODELS_DIR")
+    return [*([Path(given).expanduser()] if given else []), cache_dir() / "models"]
+
+
+def made_folder(name: str) -> Path:
+    """The folder of that name in the first of model_dirs() that has it whole; else the cache's."""
+    folders = [folder / name for folder in model_dirs()]
+    return next((one for one in folders if (one / MARKER).is_file()), folders[-1])
+
+
 @contextmanager
 def writing_to_cache() -> Iterator[None]:
     """Turn errors of a full or read-only disk inside the block into a CacheFolderError that says

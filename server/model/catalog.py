@@ -36,6 +36,7 @@ from server.model.cache_folder import (
     cache_dir,
     check_kept,
     hashes_of,
+    made_folder,
     remembered_sha256,
     sha256_of,
     writing_to_cache,
@@ -179,16 +180,16 @@ def model_folder(
 
 
 def _built_in_folder(model: BuiltIn) -> Path:
-    return cache_dir() / "models" / f"{model.name}-v{CONVERTER_VERSION}"
+    return made_folder(f"{model.name}-v{CONVERTER_VERSION}")
 
 
 def built_in_file_folder(model: BuiltIn) -> Path:
     """The folder that a built-in model's GGUF is in, when it is served as it is."""
-    return cache_dir() / "models" / f"{model.name}-file-v{CONVERTER_VERSION}"
+    return made_folder(f"{model.name}-file-v{CONVERTER_VERSION}")
 
 
 def _gguf_folder(digest: str) -> Path:
-    return cache_dir() / "models" / f"gguf-{digest[:16]}-v{GGUF_VERSION}"
+    return made_folder(f"gguf-{digest[:16]}-v{GGUF_VERSION}")
 
 
 def _is_gguf(path: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from drafters.json_text import parsed
 from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog
-from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
+from server.model.cache_folder import MARKER, made_folder, remembered_sha256, writing_to_cache
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VERSION
 from server.model.gguf_config import BY_TRANSFORMERS
 from server.model.gguf_convert import describe
@@ -53,11 +53,10 @@ def is_gguf_path(name_or_path: str) -> bool:
 
 
 def _folder(name_or_path: str) -> Path:
-    models = cache_dir() / "models"
     if name_or_path in BUILT_IN:
         return catalog.built_in_file_folder(BUILT_IN[name_or_path])
     digest = remembered_sha256(Path(name_or_path).expanduser())
-    return models / f"gguf-{digest[:16]}-file-v{GGUF_VERSION}"
+    return made_folder(f"gguf-{digest[:16]}-file-v{GGUF_VERSION}")
 
 
 def cached_file_folder(name_or_path: str) -> Path | None:

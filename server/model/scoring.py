@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from server.engine.batch import Batch, Runner
 
-__all__ = ["Scores", "Text", "compare", "prompt_batch", "score", "top_ids"]
+__all__ = ["Scores", "Text", "compare", "prompt_batch", "score"]
 
 _BLOCK = 16
 
@@ -68,15 +68,6 @@ def score(runner: Runner, texts: list[Text]) -> Scores:
     return Scores(
         columns[0].astype(np.float64), *(column.astype(np.int64) for column in columns[1:])
     )
-
-
-def top_ids(runner: Runner, texts: list[Text], num: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `num` likeliest ids of every scored position, with their log-probabilities."""
-    found: list[tuple[tuple[int, float], ...]] = []
-    for text in texts:
-        runner.launch(prompt_batch(text, num))
-        found += runner.wait().score_top
-    return found
 
 
 def compare(scores: Scores, base: Scores) -> dict[str, float]:

@@ -31,7 +31,7 @@ from server.model.gguf_file import GgufWeights
 from server.model.loader import EMBEDDING, HEAD, ModelFolder, WeightReader
 from server.model.nf4 import Nf4
 
-_HADAMARD = BLOCK  # inputs that spread.py mixes
+_HADAMARD = BLOCK  # inputs that cpu/integers/spread.py mixes
 
 
 class Matrix(Protocol):
@@ -68,8 +68,8 @@ class Integers:
     """A matrix of integers with a scale, and perhaps a minimum, for every few inputs.
 
     stored: taken apart (integers/weights.py). num_inputs: without padding. factors: float32 [padded
-    inputs] of a matrix whose inputs are spread (spread.py), which is undone here: W @ x is
-    stored @ spread(x). dtype: computed in.
+    inputs] of a matrix whose inputs are spread (cpu/integers/spread.py), which is undone here:
+    W @ x is stored @ spread(x). dtype: computed in.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Normals:
 
 
 def _hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[BLOCK, BLOCK] of 1 and -1: the sums and differences of spread.py."""
+    """[BLOCK, BLOCK] of 1 and -1: the sums and differences of cpu/integers/spread.py."""
     matrix = torch.ones((1, 1), dtype=dtype, device=device)
     while matrix.shape[0] < _HADAMARD:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from server.engine.batch import DrawParams
-from server.engine.reference_sampler import draw, token_logprob
 from server.grammar_text import grammar_text
 from server.types import Request, TokenLogprob
 from tests.fakes.fake_runner import FakeModel
+from tests.fakes.reference_sampler import draw, token_logprob
 
 
 @dataclass

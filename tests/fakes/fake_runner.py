@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32, Likely
-from server.engine.reference_sampler import draw, token_logprob
 from server.types import ModelInfo
+from tests.fakes.reference_sampler import draw, token_logprob
 
 UInt64 = npt.NDArray[np.uint64]
 _U64 = (1 << 64) - 1

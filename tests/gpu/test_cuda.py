@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch, Drawn
 from server.model.gpu import sampler
 from server.model.gpu.generic import take_over
@@ -23,6 +22,7 @@ from server.model.gpu.head_plan import plan_draws
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import SamplingParams
+from tests.fakes import reference_sampler as sampling
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loadtest.fleet import missed_goals
 from loadtest.fleet_scaling import arrivals, at, num_up, replica_s
-from loadtest.fleet_traffic import body, percentile
+from loadtest.fleet_traffic import body
 
 
 def test_goals_that_are_missed_are_told() -> None:
@@ -25,10 +25,7 @@ def test_goals_that_are_missed_are_told() -> None:
     ]
 
 
-def test_percentiles_and_bodies() -> None:
-    values = [float(i) for i in range(100, 0, -1)]
-    assert percentile(values, 50) == 51.0 and percentile(values, 95) == 96.0
-    assert percentile([1.0], 95) == 1.0
+def test_a_body_names_its_task() -> None:
     told = body(3, [1, 2], 5, stream=True)
     assert told["model"] == "task-3" and told["stream"] and told["max_tokens"] == 5
 

@@ -37,7 +37,7 @@ def found(part: str, shape: str) -> list[dict[str, Any]]:
 
 
 def test_every_part_of_the_plan_is_known() -> None:
-    assert {p.part for p in (*parts.VERDICT, *parts.TABLES)} == set(parts.PARTS)
+    assert {p.part for p in parts.VERDICT} == set(parts.PARTS)
     assert sum(p.limit_s for p in parts.VERDICT) + gpu_check.TESTS_S < 1.2 * gpu_check.TOTAL_S
     assert gpu_check.TOTAL_S <= 540
 
@@ -115,10 +115,6 @@ def test_dry_run_of_the_other_parts() -> None:
     table = found("steps", "tiny")
     assert [row["kind"] for row in table] == ["decode", "tree", "sampled", "chunk"]
     assert all(row["wall_ms"] > 0 and "error" not in row for row in table)
-    for line in found("profile", "tiny"):
-        assert line["kernels_per_step"] > 10 and len(line["longest"]) == 15
-    for line in found("engine", "tiny"):
-        assert line["tokens_per_s"] > 0 and 0 < line["device_share"] < 1
 
 
 def test_dry_run_of_vocabulary_slices() -> None:
@@ -132,14 +128,6 @@ def test_dry_run_of_vocabulary_slices() -> None:
         timed = [line for line in mine if "wall_ms" in line]
         assert {line["what"] for line in timed} == {"full", "slice 1 %", "slice 10 %"}
         assert all(0 < line["head_ms"] < line["wall_ms"] for line in timed)
-
-
-@pytest.mark.filterwarnings("ignore")  # of transformers, about its own arguments
-def test_transformers_own_ways_are_lines_whatever_it_can() -> None:
-    lines = found("transformers", "tiny")
-    assert [line["streams"] for line in lines] == [1, 8, 1]  # its batching is CUDA's
-    assert all(line["tokens_per_s"] or line["error"] for line in lines)
-    assert lines[0]["tokens_per_s"] > 0 and lines[2]["tokens_per_s"] > 0
 
 
 def test_a_case_that_fails_is_told_and_those_after_it_are_done(
@@ -166,8 +154,8 @@ def test_a_part_that_raises_ends_in_its_error(monkeypatch: pytest.MonkeyPatch) -
         yield {"what": "first"}
         raise TypeError("no more")
 
-    monkeypatch.setitem(parts.PARTS, "engine", broken)
-    assert [line.get("error") for line in found("engine", "tiny")] == [None, "TypeError: no more"]
+    monkeypatch.setitem(parts.PARTS, "machine", broken)
+    assert [line.get("error") for line in found("machine", "tiny")] == [None, "TypeError: no more"]
 
 
 SCRIPT = """

@@ -45,7 +45,7 @@ def test_one_stream_finds_the_ratio_and_the_different_text(
     rows = result["figures"]["1 clients"]
     against = rows["llamacpp"]["data_sets"]["plain"]["ratios"]
     found = against["decode_tokens_per_s"]
-    assert found["num_pairs"] == 5
+    assert found["num"] == 5
     assert 0.05 < found["median"] < 0.83  # a tenth, but for a busy machine
     assert against["ttft_s"]["median"] > 1.0
     assert rows["tailor"]["num_runs"] == 10 and rows["tailor"]["num_tokens"] == [12]
@@ -242,7 +242,7 @@ def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data
     row = result["figures"]["50% of capacity"]["tailor-1"]
     assert row["num_requests"] == 16
     for name in ("ttft_s", "ttft_p95_s", "tokens_per_s", "e2e_s"):
-        assert row["ratios"][name]["num_pairs"] == 2, name
+        assert row["ratios"][name]["num"] == 2, name
 
 
 @pytest.mark.parametrize("rate", ["0%", "x%", "-3"])
@@ -306,7 +306,7 @@ def test_load_counts_each_data_set_and_every_ratio(
     assert models == {"alpha": "extraction", "beta": "scripted-model"}
     for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
         found = row["ratios"][name]
-        assert found["num_pairs"] == 2 and found["median"] < 0.9, name
+        assert found["num"] == 2 and found["median"] < 0.9, name
     for name in ("tokens_per_s", "goodput_per_s", "ttft_s", "ttft_p99_s"):
         told = row["rounds"][name]
         assert told["num"] == 2 and 0 < told["low"] <= told["median"] <= told["high"]

@@ -1,26 +1,21 @@
-"""loadtest.quality: forms, slices and adapters on tiny models; llama.cpp's own answers."""
+"""loadtest.quality: forms, slices and adapters on tiny models."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
 
-import httpx
 import numpy as np
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from loadtest import quality, slice_quality
 from loadtest.adapter_quality import filled, intent, metrics_of, slots
 from loadtest.answers import answer_all
-from loadtest.peer import Peer, PeerFailed
-from loadtest.quality import apart, best, divergence, llamacpp_tops, read_texts, spread
+from loadtest.quality import read_texts
 from loadtest.slice_quality import ModelFiles, Row, SliceOptions, Texts, in_ids, make_rows
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
@@ -102,49 +97,7 @@ def test_texts_are_read_with_their_end_and_the_command_writes_a_line(
     assert quality.main([*words, "--threads", "1"]) == 0
     found = last_json(capsys)
     assert found["texts"] == 2 and found["forms"]["float32"]["texts_agree"] == 1.0
-    assert found["pairs"] == {} and set(found["forms"]) == {"float32", "int8"}
-
-
-def test_divergence_is_that_of_the_distributions() -> None:
-    p = {1: math.log(0.5), 2: math.log(0.3), 3: math.log(0.2)}
-    q = {1: math.log(0.25), 2: math.log(0.5), 3: math.log(0.25)}
-    want = 0.5 * math.log(2) + 0.3 * math.log(0.6) + 0.2 * math.log(0.8)
-    assert divergence(p, q) == pytest.approx(want, abs=1e-6)
-    assert divergence(p, p) == pytest.approx(0.0, abs=1e-6)
-    part = {1: math.log(0.5), 2: math.log(0.3)}  # the rest of both: 0.2 and 0.25
-    assert divergence(part, q) == pytest.approx(want, abs=1e-6)
-    assert best(q) == 2
-    assert best({5: -1.0, 4: -1.0}) == 4
-    assert apart([p, q], [p, p])["greedy_agree"] == 0.5
-
-
-def test_llamacpp_is_asked_after_each_gold_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        body = httpx.Response(200, content=request.content).json()
-        asked.append(body["prompt"])
-        if len(body["prompt"]) > 4:
-            return httpx.Response(500, text="full")
-        said = {"id": 7, "logprob": -0.5, "top_logprobs": [{"id": 7, "logprob": -0.5}]}
-        return httpx.Response(200, json={"completion_probabilities": [said]})
-
-    def client(**_: object) -> httpx.AsyncClient:
-        return real(transport=httpx.MockTransport(answer))
-
-    real = httpx.AsyncClient
-    monkeypatch.setattr("loadtest.quality.httpx.AsyncClient", client)
-    peer = Peer("llamacpp", "x", url="http://127.0.0.1:1")
-    tops = asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4), 2)], 1, [0, 1]))
-    assert asked == [[1, 2], [1, 2, 3]]
-    assert tops == [{7: -0.5}, {7: -0.5}]
-    asked.clear()
-    texts = [Text((1, 2, 3, 4), 2), Text((5, 6, 7, 8), 1)]
-    assert spread(5, None) == [0, 1, 2, 3, 4] == spread(5, 9) and spread(5, 2) == [0, 2]
-    assert len(asyncio.run(llamacpp_tops(peer, texts, 1, spread(5, 2)))) == 2
-    assert asked == [[1, 2], [5]]
-    with pytest.raises(PeerFailed, match="full"):
-        asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4, 5, 6), 5)], 1, [0]))
+    assert set(found["forms"]) == {"float32", "int8"}
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -185,7 +138,7 @@ def test_texts_that_are_taken_over_are_those_that_would_be_computed(tmp_path: Pa
 def test_a_request_that_fails_is_an_error() -> None:
     request = Request("r", "t", "fake", (300,), SamplingParams(max_tokens=2))
     with pytest.raises(RuntimeError, match="r: "):
-        answer_all(_engine(), [request], "x", Console(quiet=True))
+        answer_all(_engine(), [request])
 
 
 def test_rows_of_the_table() -> None:

@@ -106,7 +106,7 @@ def test_a_step_is_timed_in_every_form(folder: Path, capsys: pytest.CaptureFixtu
     assert set(found) == {"float32", "int8"} and set(found["int8"]) == {"1", "4"}
     four = found["int8"]["4"]
     assert four["of_reading"] > 0 < four["read_gb_s"] and four["best_ms"] <= four["ms"]
-    assert found["float32"]["4"]["speed"]["median"] == 1.0 and four["speed"]["num_pairs"] == 3
+    assert found["float32"]["4"]["speed"]["median"] == 1.0 and four["speed"]["num"] == 3
     assert same_file.main(["steps", "--rows", "0"]) == 2
 
 

@@ -52,10 +52,10 @@ def test_rounds_ask_the_same_prompts_once_and_find_the_ratio() -> None:
     assert off["tokens_per_step"] == 1.0 and off["ratios"] == {}
     assert warm["same_text"]["num_same"] == warm["same_text"]["num_compared"] == 6
     speed = rows["cold"]["ratios"]["tokens_per_s"]
-    assert speed["num_pairs"] == 3 and 1.5 < speed["median"] < 8.0  # 4, but for a busy machine
+    assert speed["num"] == 3 and 1.5 < speed["median"] < 8.0  # 4, but for a busy machine
     beside = rows["llamacpp-mod"]
     assert beside["num_requests"] == 2 and beside["same_text"]["num_same"] == 2
-    assert beside["ratios"]["tokens_per_s"]["num_pairs"] == 1  # of the same, last round
+    assert beside["ratios"]["tokens_per_s"]["num"] == 1  # of the same, last round
     # The first example warms up; no prompt of a round comes back, and each way has its task.
     for task, drafter in (("squad-cold", "off"), ("squad-cold", None), ("squad-warm", None)):
         asked = [
@@ -84,7 +84,7 @@ def test_a_learner_has_answered_train_prompts_under_the_salt_that_it_is_measured
         own = [body for body in server.bodies if body["model"] == "squad-learned"]
     assert sorted(body["prompt"] for body in own[:7]) == prompts
     assert len(own) == 7 + 1 + 4 and len({body["cache_salt"] for body in own}) == 1
-    assert rows["learned"]["ratios"]["tokens_per_s"]["num_pairs"] == 2
+    assert rows["learned"]["ratios"]["tokens_per_s"]["num"] == 2
 
 
 def test_several_clients_share_a_round() -> None:
@@ -121,7 +121,7 @@ def test_an_answer_that_ends_at_once_is_one_token() -> None:
 
 
 def line(name: str, low: float, median: float, same: int = 30) -> dict[str, Any]:
-    bound = {"median": median, "low": low, "high": 2.0, "num_pairs": 10}
+    bound = {"median": median, "low": low, "high": 2.0, "num": 10}
     texts = {"num_compared": 30, "num_same": same}
     row = {
         "tokens_per_s": 50.0, "tokens_per_step": 2.0, "nodes_per_step": 2.0, "same_text": texts,

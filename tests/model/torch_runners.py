@@ -1,10 +1,10 @@
-"""TorchRunners over small modules, by keywords: a field of ModelInfo, TorchModel or Ways each."""
+"""TorchRunners over small modules, by keywords: fields of ModelInfo, TorchModel or GpuOptions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from server.model.gpu.runner import TorchModel, TorchRunner, Ways
+from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.model.gpu.transfers import SideStream
 from server.types import ModelInfo
 from tests.model.batches import BLOCK_SIZE
@@ -22,7 +22,7 @@ def runner_over(module: Any, *, side: SideStream | None = None, **options: Any) 
     own = {"vocab_size": module.config.vocab_size, "dtype": str(module.dtype)}
     model, ways = (
         {name: options.pop(name) for name in kind._fields if name in options}
-        for kind in (TorchModel, Ways)
+        for kind in (TorchModel, GpuOptions)
     )
     info = ModelInfo(**(SIZES | own | options))
-    return TorchRunner(TorchModel(module, **model), info, Ways(**ways), side)
+    return TorchRunner(TorchModel(module, **model), info, GpuOptions(**ways), side)

@@ -10,73 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from server.engine.batch import (
-    NO_TOKEN_LEFT,
-    Batch,
-    DrawError,
-    Drawn,
-    DrawParams,
-    Int32,
-    Likely,
-    likeliest_first,
-    places_of,
-)
-from server.engine.reference_sampler import noise_key
+from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, places_of
 from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits
-from server.model.cpu.records import FAILED, Constraints, Counts, DrawSettings, Float32
+from server.model.cpu.records import FAILED, Constraints, Counts, Float32
 from server.model.cpu.sizes import LANES
 from server.model.cpu.slices import gather, padded
+from server.model.draws import Answers, allowed_words, noise_key, penalty_counts
 from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
-_NO_FLOATS = np.empty(0, np.float32)
 _EMPTY_IDS = np.empty(0, np.int64)
 _FIRST = np.zeros(1, np.int64)
-_EMPTY_MASK = np.empty(0, np.uint32)
-_EMPTY_BIAS = np.empty(0, np.float64)
+_ALL_WORDS = np.empty(0, np.uint32)
 _NO_COUNTS = Counts(_EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS)
 
 SlicedLogits = dict[int, tuple[Float32, Float32]]
 """SlicedHead.logits_of: per draw its row's logits over the table and the dynamic rows."""
-
-
-class Answers:
-    """The parts of a Drawn while it is made."""
-
-    def __init__(self, num: int, num_likely: int = 0) -> None:
-        self.likely: Likely | None = None
-        if num_likely:
-            shape = (num, num_likely)
-            self.likely = Likely(np.empty(shape, np.int32), np.empty(shape, np.float32))
-        self.token_ids = np.empty(num, np.int32)
-        self.logprobs = np.empty(num, np.float32)
-        self.logprobs.fill(np.nan)
-        self.ranks = np.zeros(num, np.int32)
-        self.top: list[tuple[tuple[int, float], ...]] = [()] * num
-        self.failed: list[tuple[int, str]] = []
-        self.scored: Sequence[tuple[float, int, tuple[tuple[int, float], ...]]] = ()
-
-    def drawn(self, model_s: float, head_s: float) -> Drawn:
-        """The whole. Raises DrawError when some draws failed."""
-        scored = self.scored
-        result = Drawn(
-            self.token_ids,
-            self.logprobs,
-            self.ranks,
-            self.top,
-            np.array([x[0] for x in scored], np.float32) if scored else _NO_FLOATS,
-            np.array([x[1] for x in scored], np.int32) if scored else _ALL_IDS,
-            [x[2] for x in scored],
-            model_s,
-            head_s,
-            self.likely,
-        )
-        if self.failed:
-            raise DrawError(tuple(sorted(self.failed)), result)
-        return result
 
 
 class Draws:
@@ -106,7 +57,7 @@ class Draws:
         rows. full_logits: those of other rows; called last, because it may overwrite `full`.
         """
         num = batch.num_draws
-        result = Answers(num, batch.num_likely)
+        result = Answers(batch)
         empty: list[int] = []
         if batch.draw_slice is None:
             rows = [full.places[r] for r in batch.draw_rows.tolist()]
@@ -121,12 +72,11 @@ class Draws:
                     logits = self._slice_logits(batch, d, sliced.get(d), full)
                     if not self._draw_sliced(batch, d, logits, hidden, result):
                         empty.append(d)
-        result.scored = [
-            self._logprob(
-                full.logits[full.places[int(r)]], self._size(batch, int(r)), int(t), int(k)
-            )
-            for r, t, k in zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
-        ]
+        scores = zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
+        for c, (r, target, num_top) in enumerate(scores):
+            logits, size = full.logits[full.places[int(r)]], self._size(batch, int(r))
+            told = self._logprob(logits, size, int(target), int(num_top))
+            result.score_logprobs[c], result.score_ranks[c], result.score_top[c] = told
         if empty:
             full = full_logits(batch.draw_rows[empty])
             rows = [full.places[int(batch.draw_rows[d])] for d in empty]
@@ -282,22 +232,23 @@ class Draws:
         if plain:
             return int(kernels.argmax(logits))
         params = batch.params[batch.draw_params[d]]
-        mask_id = int(batch.draw_mask[d])
-        mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
-        if not ids.shape[0] and params.takes_argmax(-1):  # but for its grammar
-            return int(kernels.masked_argmax(logits, mask, num))
-        s = params.sampling
-        path = batch.path_tokens(d)
-        counts = _counts(params, path) if s.has_penalties else _NO_COUNTS
-        constraints = _constraints(params, len(path), mask)
+        s, path = params.sampling, batch.path_tokens(d)
+        words = allowed_words(batch, d, path, int(ids[-1]) + 1 if ids.shape[0] else num)
+        if not ids.shape[0] and words is not None and params.takes_argmax(-1, len(path)):
+            return int(kernels.masked_argmax(logits, words, num))  # but for its grammar
+        counts = Counts(*penalty_counts(params, path)) if s.has_penalties else _NO_COUNTS
+        added = [(i, bias) for i, bias in s.logit_bias if bias > -100.0]
+        constraints = Constraints(
+            np.array([i for i, _ in added], np.int64),
+            np.array([bias for _, bias in added], np.float64),
+            _ALL_WORDS if words is None else words,
+        )
         if ids.shape[0]:
             constraints, counts = _to_columns(ids, constraints, counts)
         if num > self._wide.shape[0]:
             self._wide = np.zeros(num, np.float64)
-        words = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
-        key = (np.uint32(words[0]), np.uint32(words[1]))
-        settings = draw_settings(s)
-        return int(kernels.draw(logits, self._wide[:num], settings, constraints, counts, key, ids))
+        key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
+        return int(kernels.draw(logits, self._wide[:num], s.numbers, constraints, counts, key, ids))
 
     def _logprob(
         self, logits: Float32, num: int, column: int, num_top: int
@@ -344,68 +295,11 @@ def full_rows(batch: Batch) -> Int32:
     return rows
 
 
-def draw_settings(s: SamplingParams) -> DrawSettings:
-    """A request's numbers as the sampler takes them."""
-    return DrawSettings(
-        float(s.temperature),
-        int(s.top_k),
-        float(s.top_p),
-        float(s.min_p),
-        float(s.repetition_penalty),
-        float(s.frequency_penalty),
-        float(s.presence_penalty),
-    )
-
-
-def _constraints(params: DrawParams, num_path: int, mask: npt.NDArray[np.uint32]) -> Constraints:
-    """A draw's constraints in vocabulary ids. num_path: drafted tokens before it."""
-    s = params.sampling
-    banned = _EMPTY_IDS
-    if params.num_generated + num_path < s.min_tokens:
-        banned = params.banned_until.astype(np.int64)
-    bias_ids, biases = _EMPTY_IDS, _EMPTY_BIAS
-    if s.logit_bias:
-        bias_ids = np.array([i for i, _ in s.logit_bias], np.int64)
-        biases = np.array([b for _, b in s.logit_bias], np.float64)
-    allowed = _EMPTY_IDS
-    if s.allowed_token_ids is not None:
-        allowed = np.array(s.allowed_token_ids, np.int64)
-    return Constraints(bias_ids, biases, allowed, s.allowed_token_ids is not None, mask, banned)
-
-
 def _to_columns(ids: Int32, constraints: Constraints, counts: Counts) -> tuple[Constraints, Counts]:
     """From ids to the columns of a slice; what is not in the slice cannot be drawn anyway."""
     bias_ids, found = places_of(ids, constraints.bias_ids)
-    constraints = constraints._replace(
-        bias_ids=bias_ids,
-        biases=constraints.biases[found],
-        allowed_ids=places_of(ids, constraints.allowed_ids)[0],
-        banned_ids=places_of(ids, constraints.banned_ids)[0],
-    )
-    counted, found = places_of(ids, counts.ids)
-    return constraints, Counts(counted, counts.out[found], counts.prompt[found])
-
-
-def _counts(params: DrawParams, path: list[int]) -> Counts:
-    """Penalty counts of a node: its sequence's, plus its path's."""
-    ids = params.count_ids.astype(np.int64)
-    out = params.count_out.astype(np.int64)
-    prompt = params.count_prompt.astype(np.int64)
-    if not path:
-        return Counts(ids, out, prompt)
-    # A path is short and the sampler does not need sorted ids: known ids are counted in
-    # place, new ones appended.
-    new: dict[int, int] = {}
-    for token in path:
-        at = int(np.searchsorted(ids, token))
-        if at < ids.shape[0] and ids[at] == token:
-            out[at] += 1
-        else:
-            new[token] = new.get(token, 0) + 1
-    if not new:
-        return Counts(ids, out, prompt)
-    return Counts(
-        np.concatenate((ids, np.fromiter(new.keys(), np.int64))),
-        np.concatenate((out, np.fromiter(new.values(), np.int64))),
-        np.concatenate((prompt, np.zeros(len(new), np.int64))),
+    counted, had = places_of(ids, counts.ids)
+    return (
+        constraints._replace(bias_ids=bias_ids, biases=constraints.biases[found]),
+        Counts(counted, counts.out[had], counts.prompt[had]),
     )

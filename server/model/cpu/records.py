@@ -145,8 +145,9 @@ class Layers(NamedTuple):
     (outputs: B, C, x), conv_out and taps (float32 [convolutions, taps, H], the oldest first): of
     layers with a short convolution instead of attention. kv_ids, conv_ids: int64 [L], a layer's
     place in the cache's keys or inputs, -1 = it has none. norms: float32 [L, 4, H], rows NORM_* of
-    forward.py. q_norms, k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs] (all at
-    once) or [L, 0]. qkv_bias, out_bias: float32 [L, outputs], or [L, 0]. final_norm: float32 [H].
+    kernels/step.py. q_norms, k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs]
+    (all at once) or [L, 0]. qkv_bias, out_bias: float32 [L, outputs], or [L, 0]. final_norm:
+    float32 [H].
     """
 
     qkv: Linear
@@ -317,7 +318,7 @@ class Tile(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What happens between a block's product and the next: see forward.residual.
+    """What happens between a block's product and the next: `residual` in kernels/step.py.
 
     bias: float32 [H] or [0]. post: the norm before the sum, used if has_post. scale: on what is
     added. following: the norm after it, used if has_following.
@@ -438,32 +439,13 @@ class DeltaLayer(NamedTuple):
 # --- draws ----------------------------------------------------------------------------------------
 
 
-class DrawSettings(NamedTuple):
-    """A request's numbers for one draw; SamplingParams has their meaning."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition: float
-    frequency: float
-    presence: float
-
-
 class Constraints(NamedTuple):
-    """What a draw adds to ids and takes away from them.
-
-    bias_ids int64 [b], biases float64 [b] (-100 and less: never). allowed_ids: int64, ascending,
-    used if has_allowed. mask: uint32 words, bit set = allowed (grammar), or empty. banned_ids:
-    int64.
-    """
+    """What a draw adds to ids and which it may give. bias_ids int64 [b], biases float64 [b]. words:
+    uint32, bit set = allowed, or empty: all are."""
 
     bias_ids: Int64
     biases: Float64
-    allowed_ids: Int64
-    has_allowed: bool
-    mask: UInt32
-    banned_ids: Int64
+    words: UInt32
 
 
 class Counts(NamedTuple):

@@ -22,7 +22,7 @@ from server.engine.batch import Batch, Drawn, Int32
 from server.machine import cores
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
-from server.model.cpu.draws import Answers, Draws, full_rows, takes_argmax
+from server.model.cpu.draws import Draws, full_rows, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
@@ -45,6 +45,7 @@ from server.model.cpu.slices import SlicedHead
 from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads, Pending, Worker
 from server.model.cpu.weights import RunnerWeights
+from server.model.draws import Answers
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
@@ -341,7 +342,7 @@ class CpuRunner:
         if held is not None:
             wanted, answers = held.wanted, held.answers
         elif plain:
-            answers = Answers(batch.num_draws, batch.num_likely)
+            answers = Answers(batch)
             likely = answers.likely
             wanted = Wanted(
                 batch.draw_rows, answers.token_ids,
@@ -446,7 +447,7 @@ class CpuRunner:
     def _verify(self, batch: Batch, kept: Int32) -> Drawn:
         started = time.perf_counter()
         num = batch.num_draws
-        result = Answers(num)
+        result = Answers(batch)
         head_s = 0.0
         for first in range(0, num, VERIFY_ROWS):
             draws = range(first, min(first + VERIFY_ROWS, num))

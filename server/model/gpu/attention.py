@@ -264,7 +264,7 @@ def ancestor_bits(batch: Batch) -> Int32:
 class StepTensors:
     """A Batch's row arrays on the device: int32, names and shapes as in Batch. ancestors: int32
     [R, W], of ancestor_bits; the kernels read it, the reference reads the path arrays. sources:
-    int32 [R, taps], of convolution.input_slots, in models that have short convolutions."""
+    int32 [R, taps], of recurrent.input_slots, in models that have short convolutions."""
 
     positions: torch.Tensor
     seq_ids: torch.Tensor
@@ -308,7 +308,7 @@ class Attention(Protocol):
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """What a layer's attention needs of the step: the forward keyword `paged`. rows: of the step.
-    recur: what a gated delta net (delta.PagedDeltaNet) gives its q, k, v, b and a to, in models
+    recur: what a gated delta net (recurrent.PagedDeltaNet) gives its q, k, v, b and a to, in models
     that have some."""
 
     cache: KvCache

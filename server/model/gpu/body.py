@@ -2,8 +2,8 @@
 
 It turns a step's token ids (or their embeddings) into the last hidden states, with paged attention:
 attention.py says how a module's layers reach our cache. Convolutions and gated delta nets read
-their own memory, adapters are added by hooks (lora.py). body_run.py chooses rows, tiles and graphs;
-head_run.py has the LM head.
+their own memory, adapters are added by hooks (adapters.py). body_run.py chooses rows, tiles and
+graphs; head_run.py has the LM head.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class DeviceMemory(Protocol):
         """The most that it held."""
 
     def free(self) -> int:
-        """What nobody holds."""
+        """Free device memory, in bytes."""
 
     def elsewhere(self) -> int:
         """What is neither free nor held: the driver's, and other processes'."""

@@ -74,7 +74,7 @@ class TorchModel(NamedTuple):
     verify_on_cpu: bool = False
 
 
-class Ways(NamedTuple):
+class GpuOptions(NamedTuple):
     """How a step is computed.
 
     attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs:
@@ -113,7 +113,7 @@ class TorchRunner:
         self,
         model: TorchModel,
         info: ModelInfo,
-        ways: Ways = Ways(),  # noqa: B008  (immutable)
+        ways: GpuOptions = GpuOptions(),  # noqa: B008  (immutable)
         side: SideStream | None = None,
     ) -> None:
         module, embedding = model.module, model.embedding
@@ -157,7 +157,7 @@ class TorchRunner:
         module: PreTrainedModel,
         dtype: torch.dtype,
         embedding: torch.Tensor | None,
-        ways: Ways,
+        ways: GpuOptions,
     ) -> BodyRun:
         """The body over a KV cache of its own, for the sizes of `info`."""
         config, info = module.config, self.info

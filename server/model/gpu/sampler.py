@@ -1,10 +1,11 @@
 """The coupling sampler on a device: many draws at once, the reference sampler's integers.
 
-`draw` runs a DrawPlan (head_plan.py) on float32 logits with torch operations that never sync. Draws
-that only take the argmax of raw logits go a fast way that reads the logits once; the others are
-processed in float64 in the fixed order (bias, allowed ids and grammar, min_tokens, penalties,
-temperature, top-k, top-p, min-p) and drawn by Gumbel-max with the shared counter hash. Rows with
-top-k or top-p are sorted, and no others.
+`plan_draws` makes flat arrays of what a Batch asks of its draws, lists of any length, which go to
+the device in one copy; `draw` runs them on float32 logits with torch operations that never sync.
+Draws that only take the argmax of raw logits go a fast way that reads the logits once; the others
+are processed in float64 in the fixed order (bias, excluded ids, penalties, temperature, top-k,
+top-p, min-p) and drawn by Gumbel-max with the shared counter hash. Rows with top-k or top-p are
+sorted, and no others.
 
 Against the reference: every comparison, order and tie rule is the same; exp and log of the device
 may differ from numpy's in the last bit of a float64, and CUDA's running sum associates differently,
@@ -13,13 +14,19 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from server.model.gpu.head_plan import DrawPlan
+from server.engine.batch import Batch, Int32, places_of
+from server.model.draws import allowed_words, noise_key, penalty_counts
+from server.types import DRAW_NUMBERS
+
+Array = npt.NDArray[Any]
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1
@@ -28,8 +35,123 @@ NOTHING_LEFT = -2
 _MASK32 = 0xFFFFFFFF
 
 
+@dataclass(frozen=True, slots=True)
+class DrawPlan:
+    """Host side of one slab of draws: arrays to copy to the device, and what work there is.
+
+    arrays (n = draws of the slab, m = processed draws among them; rows are indices into the slab's
+    logits):
+      plain_rows, plain_at: int32: logits row and index in the slab of the argmax-only draws.
+      rows, at: int32 [m]: the same for processed draws.
+      bias_row, bias_id int32, bias float64; mask_rows int32, masks int32 [., words]: of
+      allowed_words; penalty_row, penalty_id int32, repetition, subtract float64; `*_row` index
+      processed draws.
+      numbers: float64 [m, k], SamplingParams.numbers. noise: int64 [m, 3]: the words of noise_key,
+      and 1 where noise is added. ordered int32: processed draws with top-k or top-p.
+      logprob_rows, logprob_at int32: draws whose logprobs are wanted.
+    Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
+    num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
+    num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
+    noisy: whether a draw is not greedy.
+    """
+
+    arrays: Mapping[str, Array]
+    num_draws: int
+    plain_is_all: bool
+    num_top: int
+    noisy: bool
+
+
+def plan_draws(
+    batch: Batch,
+    draw_ids: Array,
+    logits_rows: Array,
+    width: int,
+    slice_ids: Sequence[Int32] | None = None,
+) -> DrawPlan:
+    """Plan the draws `draw_ids` of a Batch; draw i of the slab reads row logits_rows[i].
+
+    width: columns of the logits. slice_ids: None where a column is a vocabulary id, else for each
+    draw the ids of its first columns, ascending; the others are -inf.
+    """
+    lists: dict[str, list[Any]] = {name: [] for name in _DTYPES}
+    num_ids = width if slice_ids is None else max(int(ids[-1]) + 1 for ids in slice_ids)
+    num_top, noisy = -1, False
+
+    def entries(row: str, **values: Array) -> None:
+        """Numbers of the processed draw that comes next."""
+        for name, array in values.items():
+            lists[name].extend(array.tolist())
+        lists[row].extend([len(lists["at"])] * len(array))
+
+    for at, (draw, row) in enumerate(zip(draw_ids.tolist(), logits_rows.tolist(), strict=True)):
+        params = batch.params[batch.draw_params[draw]]
+        s = params.sampling
+        if s.num_logprobs is not None and not batch.is_kept(draw):
+            lists["logprob_rows"].append(row)
+            lists["logprob_at"].append(at)
+            num_top = max(num_top, s.num_logprobs)
+        path = batch.path_tokens(draw) if s.min_tokens or s.has_penalties else []
+        if params.takes_argmax(int(batch.draw_mask[draw]), len(path)):
+            lists["plain_rows"].append(row)
+            lists["plain_at"].append(at)
+            continue
+
+        def places(ids: Array, at: int = at) -> tuple[Array, Array | slice]:
+            return (ids, slice(None)) if slice_ids is None else places_of(slice_ids[at], ids)
+
+        added = [(i, bias) for i, bias in s.logit_bias if bias > -100.0]
+        ids, found = places(np.array([i for i, _ in added], np.int64))
+        entries("bias_row", bias_id=ids, bias=np.array([bias for _, bias in added])[found])
+        words = allowed_words(batch, draw, path, num_ids)
+        if words is not None:
+            lists["mask_rows"].append(len(lists["at"]))
+            lists["masks"].append(words.view(np.int32))
+        if s.has_penalties:
+            counted, out, prompt = penalty_counts(params, path)
+            ids, found = places(counted)
+            out, prompt = out[found], prompt[found]
+            entries(
+                "penalty_row", penalty_id=ids,
+                repetition=np.where((out > 0) | (prompt > 0), s.repetition_penalty, 1.0),
+                subtract=s.frequency_penalty * out + s.presence_penalty * (out > 0),
+            )  # fmt: skip
+        key, is_noisy = (0, 0), s.temperature > 0.0
+        if is_noisy:
+            noisy = True
+            key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[draw]))
+            if s.top_p < 1.0 or 0 < s.top_k < width:
+                lists["ordered"].append(len(lists["at"]))
+        lists["noise"].append((*key, is_noisy))
+        lists["numbers"].append(s.numbers)
+        lists["at"].append(at)
+        lists["rows"].append(row)
+    arrays = {
+        name: np.array(values, _DTYPES[name])
+        for name, values in lists.items()
+        if lists["at"] or name in _OF_ALL
+    }
+    num_draws = int(draw_ids.shape[0])
+    is_all = not lists["at"] and bool((logits_rows == np.arange(num_draws)).all())
+    return DrawPlan(arrays, num_draws, is_all, num_top, noisy)
+
+
+_DTYPES: dict[str, type[np.generic]] = {
+    "plain_rows": np.int32, "plain_at": np.int32, "logprob_rows": np.int32, "logprob_at": np.int32,
+    "at": np.int32, "rows": np.int32,
+    "bias_row": np.int32, "bias_id": np.int32, "bias": np.float64,
+    "mask_rows": np.int32, "masks": np.int32,
+    "penalty_row": np.int32, "penalty_id": np.int32,
+    "repetition": np.float64, "subtract": np.float64,
+    "numbers": np.float64, "noise": np.int64, "ordered": np.int32,
+}  # fmt: skip
+"""Arrays of a DrawPlan; without processed draws there are the first four."""
+_OF_ALL = tuple(_DTYPES)[:4]
+
+
 def noise_hash(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """reference_sampler.noise_hash in int64 arithmetic, as torch has no uint32 product.
+    """The hash of ids under a draw's key, in int64 arithmetic, as torch has no uint32 product:
+    fmix32(fmix32(id ^ key0) + key1) of uint32, MurmurHash3's finaliser.
 
     token_ids int64 [V] or [n, V]; keys int64 [n, 2], each word in [0, 2^32). Returns int64 [n, V]
     in [0, 2^32). A product of two 32-bit words may wrap around 2^63; its low 32 bits are right.
@@ -45,31 +167,13 @@ def _fmix32(h: torch.Tensor) -> torch.Tensor:
     return h ^ (h >> 16)
 
 
-def noise_words(noise: torch.Tensor) -> torch.Tensor:
-    """int64 [n, 2]: the words of reference_sampler.noise_key of int64 [n, 3] (DrawPlan.arrays), in
-    arithmetic that wraps around as that of uint64 does."""
-    z = (noise[:, 0] ^ (noise[:, 1] * _signed(0xDABA0B6EB09322E3))) + _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    z = z ^ _shifted(z, 31)
-    return torch.stack([_shifted(z, 32), z & _MASK32], dim=1)
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 64 if bits >> 63 else 0)
-
-
-def _shifted(z: torch.Tensor, num: int) -> torch.Tensor:
-    return (z >> num) & ((1 << (64 - num)) - 1)
-
-
 def gumbel_max(
     logits: torch.Tensor, words: torch.Tensor, is_noisy: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value float64 [n], its lowest column int32 [n]) of logits float64 [n, V] + noise.
 
-    words: of noise_words. is_noisy: bool [n, 1]. ids: int64 [V] or [n, V], the columns' vocabulary
-    ids.
+    words: int64 [n, 2], of noise_key. is_noisy: bool [n, 1]. ids: int64 [V] or [n, V], the columns'
+    vocabulary ids.
     """
     u = (noise_hash(ids, words).double() + 0.5) / 4294967296.0
     noisy = logits + torch.where(is_noisy, -torch.log(-torch.log(u)), 0.0)
@@ -151,12 +255,6 @@ def adjusted(
     if host["bias"].shape[0]:
         row, token = arrays["bias_row"].long(), arrays["bias_id"].long()
         x[row, token] = x[row, token] + arrays["bias"]
-    if host["allow_rows"].shape[0]:
-        drop = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-        drop.index_fill_(0, arrays["allow_rows"].long(), True)
-        row, token = arrays["allow_row"].long(), arrays["allow_id"].long()
-        drop.index_put_((row, token), drop.new_zeros(()))
-        x.masked_fill_(drop, minus_infinity)
     if host["mask_rows"].shape[0]:
         rows = arrays["mask_rows"].long()
         if ids is None:
@@ -167,27 +265,32 @@ def adjusted(
             words = arrays["masks"].gather(1, bits >> 5)
         drop = ((words >> (bits & 31).int()) & 1) == 0
         x[rows] = x[rows].masked_fill(drop, minus_infinity)
-    if host["ban_row"].shape[0]:
-        row, token = arrays["ban_row"].long(), arrays["ban_id"].long()
-        x.index_put_((row, token), x.new_full((), minus_infinity))
     if host["penalty_row"].shape[0]:
         row, token = arrays["penalty_row"].long(), arrays["penalty_id"].long()
         value, repetition = x[row, token], arrays["repetition"]
         value = torch.where(value > 0, value / repetition, value * repetition)
         x[row, token] = value - arrays["subtract"]
     if plan.noisy:
-        x /= arrays["temperature"][:, None]
+        temperature = numbers_of(arrays)["temperature"]
+        x /= torch.where(temperature > 0.0, temperature, 1.0)[:, None]
     return x
+
+
+def numbers_of(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """float64 [m] of each of DRAW_NUMBERS."""
+    return dict(zip(DRAW_NUMBERS, arrays["numbers"].unbind(dim=1), strict=True))
 
 
 def _cut(x: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor]) -> None:
     """Put -inf into x where top-k, top-p or min-p leaves an id out."""
+    numbers, host = numbers_of(arrays), plan.arrays["numbers"]
     if plan.arrays["ordered"].shape[0]:
-        rows = arrays["ordered"]
-        given = (arrays[name].index_select(0, rows) for name in ("top_k", "top_p"))
-        x.index_copy_(0, rows.long(), keep_nucleus(x.index_select(0, rows), *given))
-    if np.isfinite(plan.arrays["log_min_p"]).any():
-        floor = x.amax(dim=1) + arrays["log_min_p"]
+        rows, top_k = arrays["ordered"], numbers["top_k"].long()
+        limit = torch.where(top_k > 0, top_k, x.shape[1]).index_select(0, rows)
+        share = numbers["top_p"].index_select(0, rows)
+        x.index_copy_(0, rows.long(), keep_nucleus(x.index_select(0, rows), limit, share))
+    if host[:, DRAW_NUMBERS.index("min_p")].any():
+        floor = x.amax(dim=1) + numbers["min_p"].log()
         x.masked_fill_(x < floor[:, None], float("-inf"))
 
 
@@ -218,7 +321,7 @@ def draw(
             noise = arrays["noise"]
             if own is None:
                 own = torch.arange(x.shape[1], device=x.device)
-            value, which = gumbel_max(x, noise_words(noise), noise[:, 2:] != 0, own.long())
+            value, which = gumbel_max(x, noise[:, :2], noise[:, 2:] != 0, own.long())
         else:
             value, which = x.max(dim=1)
         value = torch.where(raw.isnan().any(dim=1), float("nan"), value)

@@ -8,12 +8,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine import reference_sampler as sampling
-from server.engine.batch import DrawParams
+from server.engine.batch import Batch, DrawParams
 from server.model.cpu import kernels as cpu_sampler
-from server.model.cpu.draws import draw_settings
-from server.model.cpu.records import FAILED, Constraints, Counts
-from server.types import SamplingParams
+from server.model.cpu.draws import Draws
+from server.model.cpu.head import FullLogits
+from server.model.cpu.kernels.sampling import DrawSettings
+from server.model.cpu.records import FAILED
+from server.model.draws import Answers
+from server.types import DRAW_NUMBERS, SamplingParams
+from tests.fakes import reference_sampler as sampling
 
 VOCAB = 117
 PADDED = 128
@@ -26,34 +29,36 @@ def _row(rng: np.random.Generator, ties: bool) -> np.ndarray:
     return logits
 
 
+def _drawn(logits: np.ndarray, batch: Batch) -> list[int]:
+    """The ids that Draws gives of these draws, all of one row of logits."""
+    padded = np.full((1, PADDED), -np.inf, np.float32)
+    padded[0, :VOCAB] = logits
+    num, answers = batch.num_draws, Answers(batch)
+    full = FullLogits(padded, np.zeros((1, 16), np.float32), {})
+    Draws(lambda _: VOCAB).draw_full(batch, range(num), [0] * num, full, answers)
+    return answers.token_ids.tolist()
+
+
+def _draws(
+    params: DrawParams, positions: np.ndarray, path: list[int], mask: np.ndarray | None
+) -> Batch:
+    """Draws at these positions; with a path each is the child of the one before."""
+    num = positions.shape[0]
+    rows = np.arange(num, dtype=np.int32)
+    return Batch(
+        token_ids=np.array([0, *(path or rows[1:])], np.int32), positions=rows, seq_ids=rows * 0,
+        slots=rows, prefix_len=rows, path_start=rows, path_len=rows, block_tables=rows[None],
+        draw_rows=rows, draw_params=rows * 0, draw_parent=rows - 1 if path else rows * 0 - 1,
+        draw_positions=positions, draw_mask=rows * 0 - (mask is None),
+        masks=np.zeros((0, 0), np.uint32) if mask is None else mask[None], params=(params,),
+    )  # fmt: skip
+
+
 def _fast(logits: np.ndarray, params: DrawParams, position: int, path: list[int],
           mask: np.ndarray | None) -> int:  # fmt: skip
-    """cpu_sampler.draw with the arguments that CpuRunner gives it."""
-    s = params.sampling
-    padded = np.full(PADDED, -np.inf, np.float32)
-    padded[:VOCAB] = logits
-    ids, out, prompt = sampling.penalty_counts(params, path if s.has_penalties else [])
-    if not s.has_penalties:
-        ids, out, prompt = (np.empty(0, np.int64),) * 3
-    banned = np.empty(0, np.int64)
-    if params.num_generated + len(path) < s.min_tokens:
-        banned = params.banned_until.astype(np.int64)
-    key = sampling.noise_key(s.seed, params.choice_id, position)
-    constraints = Constraints(
-        bias_ids=np.array([i for i, _ in s.logit_bias], np.int64),
-        biases=np.array([b for _, b in s.logit_bias], np.float64),
-        allowed_ids=np.array(s.allowed_token_ids or (), np.int64),
-        has_allowed=s.allowed_token_ids is not None,
-        mask=np.empty(0, np.uint32) if mask is None else mask,
-        banned_ids=banned,
-    )
-    return int(
-        cpu_sampler.draw(
-            padded, np.empty(VOCAB, np.float64), draw_settings(s), constraints,
-            Counts(ids, out, prompt), (np.uint32(key[0]), np.uint32(key[1])),
-            np.empty(0, np.int32),
-        )
-    )  # fmt: skip
+    """The last id of a path."""
+    positions = np.arange(position - len(path), position + 1, dtype=np.int32)
+    return _drawn(logits, _draws(params, positions, path, mask))[-1]
 
 
 ids = st.integers(0, VOCAB - 1)
@@ -111,6 +116,10 @@ def test_draws_equal_the_reference(
     assert _fast(logits, params, position, path, mask) == want
 
 
+def test_the_kernel_s_numbers_are_those_of_a_request_in_their_order() -> None:
+    assert DrawSettings._fields == DRAW_NUMBERS
+
+
 def test_pruned_noise_draws_from_the_softmax() -> None:
     """Chi-square over 60,000 draws with distinct positions; false alarm once in 10,000 runs of
     distinct seeds (the seed is fixed, so it either always passes or never does)."""
@@ -119,9 +128,8 @@ def test_pruned_noise_draws_from_the_softmax() -> None:
     empty = np.empty(0, np.int32)
     params = DrawParams(SamplingParams(temperature=1.0, seed=42), 0, empty, empty, empty, empty, 0)
     num = 60_000
-    counts = np.bincount(
-        [_fast(logits, params, position, [], None) for position in range(num)], minlength=VOCAB
-    )
+    batch = _draws(params, np.arange(num, dtype=np.int32), [], None)
+    counts = np.bincount(_drawn(logits, batch), minlength=VOCAB)
     p = np.exp(logits.astype(np.float64))
     expected = num * p / p.sum()
     chi2 = float(((counts - expected) ** 2 / expected).sum())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError, HeadSlice
 from server.model.cpu.draws import takes_argmax
 from server.model.cpu.kernels import argmax
@@ -19,6 +18,7 @@ from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
 from server.model.cpu.sizes import PANEL
 from server.model.cpu.slices import FloatHead, SlicedHead, gather, padded
 from server.types import SamplingParams
+from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner

@@ -62,7 +62,7 @@ def _decodes(tables: list[Pages.Table], ids: list[int], start: int) -> Batch:
 
 
 def _move_on(batch: Batch, tables: list[Pages.Table], ids: list[int], start: int) -> None:
-    """As the engine does (engine/steady.py)."""
+    """As the engine does (engine/build.py)."""
     batch.token_ids[:] = ids
     batch.slots[:] = [table.slot(start) for table in tables]
     for column in (batch.positions, batch.prefix_len, batch.draw_positions):

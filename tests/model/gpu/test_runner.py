@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError
 from server.model.gpu import attention
 from server.model.gpu import body_run as graphs
@@ -25,6 +24,7 @@ from server.model.gpu.transfers import Upload
 from server.model.gpu.warm_up import warm_up_shapes
 from server.model.kv_memory import num_blocks_for
 from server.types import DeviceFigures, SamplingParams
+from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.torch_runners import runner_over

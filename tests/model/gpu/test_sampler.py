@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
+from server.model.draws import noise_key
 from server.model.gpu import sampler
-from server.model.gpu.head_plan import DrawPlan, plan_draws
-from server.model.gpu.sampler import token_logprobs
+from server.model.gpu.sampler import DrawPlan, plan_draws, token_logprobs
 from server.types import SamplingParams
+from tests.fakes import reference_sampler as sampling
 from tests.model.batches import BatchBuilder, Pages, draw_params
 
 V = 130  # not a multiple of 32: the last mask word is partly used
@@ -35,7 +35,7 @@ def draw_all(batch: Batch, logits: Logits) -> list[int]:
 
 
 def reference(batch: Batch, logits: Logits) -> list[int]:
-    """The same, one by one, by server.engine.reference_sampler."""
+    """The same, one by one, by the reference."""
     ids = []
     for d in range(batch.num_draws):
         mask_id = int(batch.draw_mask[d])
@@ -209,12 +209,9 @@ def test_ties_at_the_cut_keep_the_lowest_ids(top_k: int) -> None:
 def test_noise_hash_is_the_reference_s() -> None:
     ids = np.arange(100_000, dtype=np.uint32)
     for seed in range(5):
-        key = sampling.noise_key(seed, seed, 17 * seed)
+        key = noise_key(seed, seed, 17 * seed)
         want = sampling.noise_hash(ids, key)
-        stream = np.array([sampling.noise_stream(seed, seed)], np.uint64).view(np.int64)
-        words = sampler.noise_words(torch.tensor([[int(stream[0]), 17 * seed, 1]]))
-        assert words.tolist() == [list(key)]
-        got = sampler.noise_hash(torch.from_numpy(ids.astype(np.int64)), words)
+        got = sampler.noise_hash(torch.from_numpy(ids.astype(np.int64)), torch.tensor([key]))
         np.testing.assert_array_equal(got[0].numpy(), want.astype(np.int64))
 
 
@@ -259,9 +256,7 @@ def test_distribution() -> None:
     x = sampling.process_logits(logits[0], draw_params(s), [])
     share = np.exp(x - x.max())
     share /= share.sum()
-    noise = np.ones((num_draws, 3), np.uint64)
-    noise[:, 0], noise[:, 1] = sampling.noise_stream(123, 0), np.arange(num_draws)
-    words = sampler.noise_words(torch.from_numpy(noise.view(np.int64)))
+    words = torch.tensor([noise_key(123, 0, position) for position in range(num_draws)])
     is_noisy = torch.ones((num_draws, 1), dtype=torch.bool)
     logits = torch.from_numpy(x).expand(num_draws, V)
     _, ids = sampler.gumbel_max(logits, words, is_noisy, torch.arange(V))

@@ -20,7 +20,6 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import make_drafter
-from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch, DrawError, HeadSlice, SlicingRunner
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
@@ -31,6 +30,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Fence, HostTable, SideStream
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Result, run_requests
+from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner

@@ -241,7 +241,8 @@ def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:
 
 
 def _rounded(x: Float32, width: int) -> Float32:
-    """x as its integers give it back, one scale for `width` inputs, 0: all (quantise.py)."""
+    """x as its integers (kernels/integer_rows.py) give it back, one scale for `width` inputs, 0:
+    all."""
     num, inputs = x.shape
     width = width or inputs
     padded: npt.NDArray[Any] = np.pad(x, ((0, 0), (0, -inputs % width)))

@@ -159,9 +159,9 @@ def lay_out(
     form: int, words: UInt32x2, scales: UInt8x2, minima: UInt8x2, tops: UInt8x2,
     panels: UInt8x2, panel_words: UInt32x2,
 ) -> None:  # fmt: skip
-    """Panels of rows that are taken apart (forms.py says what lies where). words: four numbers
-    each, [N, K / 4]; scales, minima, tops: bytes, [N, 0] where there are none; panels: of as many
-    rows as need be, 0 past N; panel_words: the same memory."""
+    """Panels of rows that are taken apart (integers/forms.py says what lies where). words: four
+    numbers each, [N, K / 4]; scales, minima, tops: bytes, [N, 0] where there are none; panels: of
+    as many rows as need be, 0 past N; panel_words: the same memory."""
     num_rows, blocks = words.shape[0], words.shape[1] // 8
     bits, parts, per_output = _BITS[form], _PARTS[form], form == 0
     # Bytes of a block's scale in a row and how many of them lie side by side.

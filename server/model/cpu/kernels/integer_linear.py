@@ -140,7 +140,7 @@ def _narrow_panel(job, kernel, width, out, first, column, work):
 def _product_share(weights, layer, num_rows, out, work):
     """One thread's share of out[:num_rows, :outputs] = W @ rows. weights: Linear.
 
-    Views of arrays are not made here (kernels.rms_norm).
+    Views of arrays are not made here (vectors.rms_norm).
     """
     parts = weights.parts
     span, spans = _even_span(num_rows, weights)

@@ -179,7 +179,7 @@ def factor_of(top):
 
 @compiled
 def _quantise_row(x, num_inputs, factors, pad, q, figures):
-    """One row with one scale, its figure in the first place. Addresses, as in kernels.rms_norm."""
+    """One row with one scale, its figure in the first place. Addresses, as in vectors.rms_norm."""
     blocks = num_inputs // BLOCK
     room = pad + 4 * BLOCK
     top, whole = np.float32(0.0), blocks
@@ -200,9 +200,9 @@ def quantise_rows(first, step, num_rows, x, num_inputs, factors, rows, pad):
     """Rows first, first + step, ... of x as integers.
 
     x: float32 [rows, >= num_inputs], C order. rows: Activations. factors: 0: a scale a block; else
-    one a row, in its first figure, and the address of the product's factors (spread.py), for whole
-    blocks. pad: address of 32 floats, for the last inputs where they are no whole block; with
-    factors, of a spread row's more.
+    one a row, in its first figure, and the address of the product's factors (integers/spread.py),
+    for whole blocks. pad: address of 32 floats, for the last inputs where they are no whole block;
+    with factors, of a spread row's more.
     """
     blocks = num_inputs // BLOCK
     tail = num_inputs - BLOCK * blocks

@@ -1,13 +1,13 @@
 """Adapters in the forward pass: y += scale * (x @ A) @ B for the rows that have one.
 
-One record (StepAdapters) and three functions that forward.py calls after each product. The base
+One record (StepAdapters) and three functions that step.py calls after each product. The base
 product is the same as without adapters, so a row without one gets the same bits. A row with
 one gets, for every weight kind and every number of rows and threads,
 
     t = 0;  for k in 0 .. K-1:     t = fma(x[k], A[k], t)       t = t * scale
     d = 0;  for j in 0 .. rank-1:  d = fma(t[j], B[j], d)       y = y + d
 
-in float32 and in that order: lanes are outputs, as in kernels.py. A and B are kept as the adapter's
+in float32 and in that order: lanes are outputs, as in linear.py. A and B are kept as the adapter's
 file has them (FORMS) and widened where they are read, which is exact: the memory that a step reads
 is what many adapters cost. adapters.py packs adapters and holds them in memory.
 """

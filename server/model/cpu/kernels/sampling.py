@@ -1,4 +1,4 @@
-"""Draws on a CPU: the semantics of server/engine/reference_sampler.py at the speed of a step.
+"""Draws on a CPU: the semantics of tests/fakes/reference_sampler.py at the speed of a step.
 
 It is fast without changing a draw: plain greedy rows stay in float32; noise is computed only for
 ids that can still win; a nucleus is sorted only as deep as it reaches. And rows of a head for
@@ -10,6 +10,8 @@ slices: copied from panel to panel, and their logits gathered.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from drafters.jit import compiled, entry
@@ -18,7 +20,6 @@ from server.model.cpu.records import (
     FAILED,
     Constraints,
     Counts,
-    DrawSettings,
     Float32,
     Float32x2,
     Float64,
@@ -32,6 +33,18 @@ from server.model.cpu.records import (
 from server.model.cpu.sizes import LANES
 
 _CHUNK = 256
+
+
+class DrawSettings(NamedTuple):
+    """SamplingParams.numbers of a request, by the names of server.types.DRAW_NUMBERS."""
+
+    temperature: float
+    top_p: float
+    top_k: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
 
 
 @entry
@@ -185,30 +198,26 @@ def _ordered(x, top, num_wanted, reach):
 
 @compiled
 def _restrict(x, logits, constraints, columns):
-    """x = logits with bias added, and -inf where an id may not be drawn."""
+    """x = logits with bias added, and -inf where an id may not be drawn. Without columns most words
+    are empty or full ones."""
     num = x.shape[0]
     for i in range(num):
         x[i] = logits[i]
     for j in range(constraints.bias_ids.shape[0]):
-        if constraints.biases[j] <= -100.0:
-            x[constraints.bias_ids[j]] = -np.inf
-        else:
-            x[constraints.bias_ids[j]] += constraints.biases[j]
-    if constraints.has_allowed:
-        j = 0
-        for i in range(num):
-            if j < constraints.allowed_ids.shape[0] and constraints.allowed_ids[j] == i:
-                j += 1
-            else:
+        x[constraints.bias_ids[j]] += constraints.biases[j]
+    words = constraints.words
+    if columns.shape[0] > 0:
+        for i in range(num if words.shape[0] > 0 else 0):
+            token = columns[i]
+            if (words[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
                 x[i] = -np.inf
-    mask = constraints.mask
-    if mask.shape[0] > 0:
-        for i in range(num):
-            token = _id_at(columns, i)
-            if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
-                x[i] = -np.inf
-    for j in range(constraints.banned_ids.shape[0]):
-        x[constraints.banned_ids[j]] = -np.inf
+        return
+    for w in range(words.shape[0]):
+        word = words[w]
+        if word != np.uint32(0xFFFFFFFF):
+            for i in range(32 * w, min(32 * w + 32, num)):
+                if (word >> np.uint32(i - 32 * w)) & np.uint32(1) == np.uint32(0):
+                    x[i] = -np.inf
 
 
 @compiled
@@ -218,11 +227,11 @@ def _penalise(x, counts, settings):
         i = counts.ids[j]
         if counts.out[j] > 0 or counts.prompt[j] > 0:
             if x[i] > 0:
-                x[i] /= settings.repetition
+                x[i] /= settings.repetition_penalty
             else:
-                x[i] *= settings.repetition
+                x[i] *= settings.repetition_penalty
         if counts.out[j] > 0:
-            x[i] -= settings.frequency * counts.out[j] + settings.presence
+            x[i] -= settings.frequency_penalty * counts.out[j] + settings.presence_penalty
 
 
 @compiled
@@ -230,7 +239,7 @@ def _nucleus(x, top, settings):
     """(ids in order, how many of them to keep) of top-k and top-p; sorted only as deep as the
     nucleus reaches."""
     num = x.shape[0]
-    top_k, top_p = settings.top_k, settings.top_p
+    top_k, top_p = int(settings.top_k), settings.top_p
     limited = 0 < top_k < num
     total = 0.0
     if not limited:
@@ -271,11 +280,11 @@ def draw(
     logits: Float32, x: Float64, settings: DrawSettings, constraints: Constraints, counts: Counts,
     key: tuple[np.uint32, np.uint32], columns: Int32,
 ) -> int:  # fmt: skip
-    """One draw with everything; see reference_sampler.process_logits for the order. Returns the id.
+    """One draw with everything; see SamplingParams for the order. Returns the id.
 
-    logits: float32, at least as many as x: float64 scratch, one for each id or column. settings,
-    constraints, counts: records.py. key: the noise key, two uint32. columns: empty, or the
-    ascending ids of a slice of x.shape[0] columns: then the ids of constraints and counts and the
+    logits: float32, at least as many as x: float64 scratch, one for each id or column. constraints,
+    counts: records.py. key: the noise key, two uint32. columns: empty, or the
+    ascending ids of a slice of x.shape[0] columns: then the ids of biases and counts and the
     result are places in it, while noise and mask go by id.
     """
     num = x.shape[0]

@@ -16,8 +16,9 @@ from tests.model.cpu.integers.cases import inputs, stored
 
 @dataclass(frozen=True)
 class Job:
-    """All rows with all panels. head: form, rows, bytes between rows of x, and of figures, count
-    (kernels.py), panels, bytes of a panel. data: x, figures, panels. want: what comes out."""
+    """All rows with all panels. head: form, rows, bytes between rows of x, and of figures,
+    count (records.JOB_ITEMS), panels, bytes of a panel. data: x, figures, panels. want: what comes
+    out."""
 
     head: tuple[int, ...]
     data: tuple[bytes, bytes, bytes]

@@ -57,7 +57,7 @@ def spread(x: Float32, factors: Float32) -> Float32:
 
 
 def inputs_of(x: Float32, *, per_row: bool, factors: Float32 | None = None) -> Inputs:
-    """quantise.py's rule. factors: of a row with one scale, ones when None."""
+    """integer_rows.py's rule. factors: of a row with one scale, ones when None."""
     num, width = x.shape
     padded = np.zeros((num, -(-width // BLOCK) * BLOCK), np.float32)
     padded[:, :width] = x
@@ -79,7 +79,7 @@ def inputs_of(x: Float32, *, per_row: bool, factors: Float32 | None = None) -> I
 
 
 def product(inputs: Inputs, stored: Stored) -> Float32:
-    """float32 [rows, N], as kernels.py's docstring says."""
+    """float32 [rows, N], as kernels/integer_linear.py's docstring says."""
     form = stored.form
     num = inputs.q.shape[0]
     numbers = stored.numbers.astype(np.int64) - form.zero

@@ -1,8 +1,8 @@
 """The integer kernels in vector instructions: rows of int8 activations against one panel.
 
-What: LLVM IR, one function a form (forms.py) and row count, in the words of the instruction set in
-use (instructions.py). What not: the same with AMX tiles (tiles.py), the functions that
-are called (panels.py).
+What: LLVM IR, one function a form (cpu/integers/forms.py) and row count, in the words of the
+instruction set in use (instructions.py). What not: the same with AMX tiles (tiles.py), the
+functions that are called (panels.py).
 
 The sum of a block (of all inputs, for the form `int8`) is an int32 and exact, so no order, row
 count or instruction set can change it. What follows is float32, the same operations in the same

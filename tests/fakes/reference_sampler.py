@@ -1,8 +1,8 @@
-"""The coupling sampler, defined once: numpy, one row at a time, in float64.
+"""The coupling sampler as a reference: numpy, one row at a time, in float64.
 
-This is the reference that the Runners' fast samplers are tested against, and what the FakeRunner
-draws with. It draws each token once, from the fully processed distribution, with noise that
-depends on (seed, choice, absolute position, vocabulary id) alone: Gumbel-max over the kept ids.
+The Runners' fast samplers are tested against it, and the FakeRunner draws with it. It draws each
+token once, from the fully processed distribution, with noise that depends on (seed, choice,
+absolute position, vocabulary id) alone: Gumbel-max over the kept ids.
 So the drawn id never depends on the drafter, on other requests or on chunks (docs/DESIGN.md 1.1).
 """
 
@@ -14,36 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import NO_TOKEN_LEFT, DrawParams, UInt32
+from server.model.draws import noise_key
 from server.types import TokenLogprob
 
 Float64 = npt.NDArray[np.float64]
-
-_U64 = (1 << 64) - 1
-_U32 = (1 << 32) - 1
-
-
-def _splitmix64(z: int) -> int:
-    """One round of SplitMix64 (Steele, Lea, Flood 2014) on Python ints."""
-    z = (z + 0x9E3779B97F4A7C15) & _U64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
-    return z ^ (z >> 31)
-
-
-def noise_stream(seed: int, choice_id: int) -> int:
-    """64 bits that the noise of all draws of a choice begins with."""
-    z = _splitmix64(seed & _U64)
-    return _splitmix64(z ^ ((choice_id * 0xD1342543DE82EF95) & _U64))
-
-
-def noise_key(seed: int, choice_id: int, position: int) -> tuple[int, int]:
-    """Two uint32 words that key the noise of one draw.
-
-    position is the absolute position of the token being drawn (prompt length for the first one).
-    """
-    z = noise_stream(seed, choice_id)
-    z = _splitmix64(z ^ ((position * 0xDABA0B6EB09322E3) & _U64))
-    return z >> 32, z & _U32
 
 
 def _fmix32(h: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:

@@ -1,0 +1,127 @@
+"""What both devices read of a Batch's draws: the key of their noise, the ids that they may give and
+their penalty counts; and Answers, of which a Drawn is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int64, Likely, UInt32
+
+_U64 = (1 << 64) - 1
+_U32 = (1 << 32) - 1
+
+
+def _splitmix64(z: int) -> int:
+    """One round of SplitMix64 (Steele, Lea, Flood 2014) on Python ints."""
+    z = (z + 0x9E3779B97F4A7C15) & _U64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+    return z ^ (z >> 31)
+
+
+def noise_key(seed: int, choice_id: int, position: int) -> tuple[int, int]:
+    """Two uint32 words that key the noise of one draw (docs/DESIGN.md 1.1).
+
+    position is the absolute position of the token being drawn (prompt length for the first one).
+    """
+    z = _splitmix64(seed & _U64)
+    z = _splitmix64(z ^ ((choice_id * 0xD1342543DE82EF95) & _U64))
+    z = _splitmix64(z ^ ((position * 0xDABA0B6EB09322E3) & _U64))
+    return z >> 32, z & _U32
+
+
+def allowed_words(batch: Batch, draw: int, path: Sequence[int], num_ids: int) -> UInt32 | None:
+    """The ids below num_ids that a draw may give: uint32 [ceil(num_ids / 32)], bit set = allowed;
+    None where nothing is excluded.
+
+    Excluded are what the grammar's mask lacks, a bias of -100 and less, ids beside
+    allowed_token_ids, and EOS and stop ids before min_tokens. path: Batch.path_tokens of the draw.
+    """
+    params = batch.params[batch.draw_params[draw]]
+    s, mask_id = params.sampling, int(batch.draw_mask[draw])
+    gone = [i for i, bias in s.logit_bias if bias <= -100.0]
+    if params.num_generated + len(path) < s.min_tokens:
+        gone += params.banned_until.tolist()
+    num = -(-num_ids // 32)
+    if mask_id < 0:
+        if not gone and s.allowed_token_ids is None:
+            return None
+        words = np.full(num, _U32, np.uint32)
+    else:
+        words = batch.masks[mask_id][:num]
+        if words.shape[0] < num:  # ids of other adapters' own
+            words = np.pad(words, (0, num - words.shape[0]))
+        elif gone or s.allowed_token_ids is not None:
+            words = words.copy()
+    if s.allowed_token_ids is not None:
+        words &= _words_of(np.array(s.allowed_token_ids, np.int64), num)
+    if gone:
+        words &= ~_words_of(np.array(gone, np.int64), num)
+    return words
+
+
+def _words_of(ids: Int64, num: int) -> UInt32:
+    """uint32 [num] with the bits of those of the ids that have one."""
+    bits = np.zeros(32 * num, bool)
+    bits[ids[ids < 32 * num]] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def penalty_counts(params: DrawParams, path: Sequence[int]) -> tuple[Int64, Int64, Int64]:
+    """(ids, times generated, in the prompt 0/1), int64 [u], of a node: its sequence's and its
+    path's. Ids are unique, and not sorted."""
+    ids = params.count_ids.astype(np.int64)
+    out = params.count_out.astype(np.int64)
+    prompt = params.count_prompt.astype(np.int64)
+    new: dict[int, int] = {}
+    for token in path:
+        at = int(np.searchsorted(ids, token))
+        if at < ids.shape[0] and ids[at] == token:
+            out[at] += 1
+        else:
+            new[token] = new.get(token, 0) + 1
+    if not new:
+        return ids, out, prompt
+    return (
+        np.concatenate((ids, np.fromiter(new.keys(), np.int64))),
+        np.concatenate((out, np.fromiter(new.values(), np.int64))),
+        np.concatenate((prompt, np.zeros(len(new), np.int64))),
+    )
+
+
+Top = tuple[tuple[int, float], ...]
+
+
+class Answers:
+    """The parts of a Batch's Drawn while it is made: its fields, NaN, 0 and () until they are
+    written. failed: (draw, reason) of draws without an answer."""
+
+    def __init__(self, batch: Batch) -> None:
+        num, num_scores = batch.num_draws, int(batch.score_rows.shape[0])
+        self.token_ids = np.full(num, -1, np.int32)
+        self.logprobs, self.ranks, self.top = _untold(num)
+        self.score_logprobs, self.score_ranks, self.score_top = _untold(num_scores)
+        self.likely: Likely | None = None
+        if batch.num_likely:
+            shape = num, batch.num_likely
+            self.likely = Likely(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+        self.failed: list[tuple[int, str]] = []
+
+    def drawn(self, model_s: float, head_s: float) -> Drawn:
+        """The whole. Raises DrawError when some draws failed."""
+        result = Drawn(
+            self.token_ids, self.logprobs, self.ranks, self.top,
+            self.score_logprobs, self.score_ranks, self.score_top,
+            model_s, head_s, self.likely,
+        )  # fmt: skip
+        if self.failed:
+            raise DrawError(tuple(sorted(self.failed)), result)
+        return result
+
+
+def _untold(num: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], list[Top]]:
+    """Logprobs, ranks and tops that nobody asked for."""
+    return np.full(num, np.nan, np.float32), np.zeros(num, np.int32), [()] * num
