@@ -7,12 +7,16 @@ Modules log through the standard library with fields in `extra`:
     log.info("request", extra={"request_id": "req-1", "status": 200})
 
 A field cannot leave its line: control characters (line ends, ANSI sequences) are escaped. A
-traceback shows code and never the values of variables: those may be prompts.
+traceback shows code and never the values of variables: those may be prompts. Nobody need read what
+is written: a pipe that is full loses lines, and the process goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import select
+import stat
 import sys
 from collections.abc import MutableMapping
 from typing import Any, Literal, TextIO
@@ -22,6 +26,9 @@ from structlog.typing import Processor
 
 LogFormat = Literal["console", "json"]
 _Event = MutableMapping[str, Any]
+
+PATIENCE_S = 0.5
+"""How long a full pipe is waited for before its lines are dropped."""
 
 
 def configure(
@@ -60,7 +67,7 @@ def configure(
                 sort_keys=False,
             ),
         ]
-    handler = logging.StreamHandler(stream)
+    handler = _handler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(foreign_pre_chain=before, processors=after)
     )
@@ -72,6 +79,68 @@ def configure(
     root.setLevel(level.upper())
     # The server logs the same itself, or it is noise.
     logging.getLogger("uvicorn").setLevel(logging.WARNING if level == "info" else logging.NOTSET)
+
+
+def _handler(stream: TextIO) -> logging.Handler:
+    """Writes to a stream; to one that is a pipe without waiting for its reader."""
+    try:
+        number = stream.fileno()
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            return _PipeHandler(number)
+    except (OSError, ValueError):  # it has no descriptor, or there is no /proc
+        pass
+    return logging.StreamHandler(stream)
+
+
+class _PipeHandler(logging.Handler):
+    """Lines into a pipe. One that is full for PATIENCE_S loses lines until it is read again; then a
+    line tells how many. A write would wait for ever, and the server with it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        # A description of its own: others of this pipe go on waiting.
+        self._pipe = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
+        self._num_dropped = 0
+        self._is_torn = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, or drop it."""
+        try:
+            lines = [self.format(record)]
+            if self._num_dropped:
+                told = (
+                    f"{self._num_dropped} lines before this one were dropped: nobody read the log"
+                )
+                fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+                lines.insert(0, self.format(logging.makeLogRecord({**fields, "msg": told})))
+            start = "\n" if self._is_torn else ""
+            is_written = self._write("".join([start, *(f"{line}\n" for line in lines)]).encode())
+            self._num_dropped = 0 if is_written else self._num_dropped + 1
+        except OSError:  # the reader is gone
+            self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._pipe)
+        super().close()
+
+    def _write(self, data: bytes) -> bool:
+        """False where there was no room for all of it."""
+        view = memoryview(data)
+        while view:
+            patience_ms = 0 if self._num_dropped else round(1000 * PATIENCE_S)
+            try:
+                view = view[os.write(self._pipe, view) :]
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._pipe, select.POLLOUT)
+                if not poll.poll(patience_ms):
+                    self._is_torn = len(view) < len(data) or self._is_torn
+                    return False
+        self._is_torn = False
+        return True
 
 
 def _printable(_: Any, __: str, event: _Event) -> _Event:

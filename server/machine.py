@@ -59,6 +59,32 @@ def core_waits(pid: int) -> dict[str, float]:
     return waits
 
 
+def release_code(part: str) -> int:
+    """Give back the pages of code and constants that this process has read of the shared objects
+    with `part` in their path, and return their number of bytes. What runs again is read from the
+    file again, which the kernel keeps: 16 pages in a microsecond or two. Linux alone."""
+    import ctypes
+    import mmap
+
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return 0
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    num_bytes, mappings = 0, ""
+    with contextlib.suppress(OSError):
+        mappings = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    for line in mappings.splitlines():
+        place, rights, offset, _, _, *path = line.split(maxsplit=5)
+        if not path or part not in path[0] or ".so" not in path[0] or "w" in rights:
+            continue
+        # What the loader has written (relocations) is neither code nor in the first part of a file.
+        if "x" in rights or int(offset, 16) == 0:
+            begin, end = (int(number, 16) for number in place.split("-"))
+            if madvise(begin, end - begin, mmap.MADV_DONTNEED) == 0:
+                num_bytes += end - begin
+    return num_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
     """Of one cgroup, in bytes. free: what is left of it, pages of files that can be dropped

@@ -30,7 +30,7 @@ PACKAGES = (
     "drafters", "drafters.auto", "drafters.published", "server.engine", "server.model.cpu.kernels",
     "server.model.cpu.kernels.integers",
 )  # fmt: skip
-"""The packages that have compiled functions. tests/test_machine_code.py finds any other."""
+"""The packages that have compiled functions; tests/drafters/test_machine_code.py finds others."""
 
 _INTEGERS = "server.model.cpu.kernels.integers"  # its code looks at all features of a target
 

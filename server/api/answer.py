@@ -16,7 +16,8 @@ stop string (the engine matches those on the same bytes, and decides where a cho
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Generic, TypeVar, cast
@@ -28,7 +29,6 @@ from server import types
 from server.api.engines.submission import VOCABULARY_SUMS, RequestAccount, Submission, add_depths
 from server.api.http_answers import DONE, error_event, event
 from server.api.order import Order
-from server.api.served_model import TokenIdNames, TokenNames
 from server.api.shapes import (
     Chunk,
     CompletionDetails,
@@ -319,10 +319,26 @@ def add_extras(order: Order, shown: Extras, piece: Piece) -> None:
         shown.rejected_drafts = piece.rejected
 
 
+def around(order: Order, submission: Submission) -> dict[str, Any]:
+    """The members around the choices of a whole answer (GenerationAnswer)."""
+    return {
+        "id": order.request_id,
+        "created": order.created,
+        "model": order.target.label,
+        "system_fingerprint": order.target.model.fingerprint or None,
+        "usage": usage_report(submission.accounts, num_truncated=order.num_truncated),
+        "speculation": speculation_of(order, submission),
+    }
+
+
 def shown_prompt_logprobs(
-    entries: Sequence[TokenLogprob | None], num_top: int, names: TokenNames | TokenIdNames
-) -> PromptLogprobs:
-    """A prompt's logprobs in vLLM's shape, with the num_top likeliest of each position."""
+    order: Order, entries: Sequence[TokenLogprob | None]
+) -> PromptLogprobs | None:
+    """A prompt's logprobs in vLLM's shape, with as many of the likeliest of each position as were
+    asked for; None where none were."""
+    num_top, names = order.body.prompt_logprobs, order.token_names
+    if num_top is None:
+        return None
 
     def of(entry: TokenLogprob) -> dict[str, PromptTokenLogprob]:
         ranked = [(token_id, value, k + 1) for k, (token_id, value) in enumerate(entry.top)]
@@ -396,11 +412,12 @@ class RejectedDrafts:
 _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
-class ChunkFrame(Generic[_Chunk]):
-    """What is around the choice in every chunk.
+class ChunkWriter(ABC, Generic[_Chunk]):
+    """A response as server-sent events; a route says what the chunks of a Delta are.
 
     kind: the chunk's type. extra: further members of it; of_first: of the first chunk alone.
-    num_sent, the tokens of the chunks so far, is written by the chunks' writer.
+    choices: by prompt. prompt_logprobs: of the prompts that have told theirs. num_sent, the tokens
+    of the chunks so far, is written by `chunks`.
     """
 
     def __init__(
@@ -409,7 +426,6 @@ class ChunkFrame(Generic[_Chunk]):
         options = order.body.stream_options
         self._has_usage = options is not None and options.include_usage
         self._continuous = options is not None and options.continuous_usage_stats
-        self._order = order
         self._submission = submission
         # One object for all chunks: what never changes is set once.
         self._chunk: _Chunk = kind(
@@ -420,11 +436,55 @@ class ChunkFrame(Generic[_Chunk]):
             choices=[],
             **extra,
         )
+        self.order = order
+        self.choices = choices_of(order)
+        self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self.num_sent = 0
         self.of_first: dict[str, Any] = {}
+        self._num_open = sum(map(len, self.choices))
 
-    def chunk(self, choice: Any, *, is_last: bool) -> bytes:
-        """The event of one choice. is_last: no further one with a choice comes."""
+    @abstractmethod
+    def chunks(self, i: int, delta: Delta) -> bytes:
+        """The events of one Delta of the i-th prompt; b"" while its text may still be part of a
+        stop string."""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """One byte string for all that arrived together. An error before the first event is raised;
+        after the status was sent it becomes an event. [DONE] is always last."""
+        started = False
+        try:
+            async for arrived in self._submission:
+                if data := self._written(arrived):
+                    started = True
+                    yield data
+        except TailorError as error:
+            if not started:
+                raise
+            yield error_event(error)
+            return
+        last = DONE
+        if self._has_usage:  # a chunk without choices has the sums
+            chunk = self._chunk
+            chunk.choices = []
+            chunk.usage = usage_report(
+                self._submission.accounts, num_truncated=self.order.num_truncated
+            )
+            chunk.speculation = speculation_of(self.order, self._submission)
+            last = event(chunk) + DONE
+        yield last
+
+    def _written(self, arrived: list[tuple[int, Delta]]) -> bytes:
+        written = []
+        for i, delta in arrived:
+            if delta.prompt_logprobs:
+                self.prompt_logprobs.setdefault(i, delta.prompt_logprobs)
+        for i, delta in arrived:
+            self._num_open -= delta.finish_reason is not None
+            written.append(self.chunks(i, delta))
+        return b"".join(written)
+
+    def chunk(self, choice: Any) -> bytes:
+        """The event of one choice."""
         chunk = self._chunk
         chunk.choices = [choice]
         if self._has_usage:
@@ -432,24 +492,12 @@ class ChunkFrame(Generic[_Chunk]):
             if self._continuous:
                 # The accounts may be ahead: several Deltas can have arrived before this chunk.
                 chunk.usage = usage_report(self._submission.accounts, self.num_sent)
-        elif is_last:
-            chunk.speculation = speculation_of(self._order, self._submission)
+        elif not self._num_open and choice.finish_reason is not None:
+            chunk.speculation = speculation_of(self.order, self._submission)
         if not self.of_first:
             return event(chunk)
         first, self.of_first = self.of_first, {}
         return event(msgspec.structs.replace(chunk, **first))
-
-    def closing(self) -> bytes:
-        """The chunk without choices that has the sums; b"" unless include_usage."""
-        if not self._has_usage:
-            return b""
-        chunk = self._chunk
-        chunk.choices = []
-        chunk.usage = usage_report(
-            self._submission.accounts, num_truncated=self._order.num_truncated
-        )
-        chunk.speculation = speculation_of(self._order, self._submission)
-        return event(chunk)
 
 
 def speculation_of(order: Order, submission: Submission) -> Speculation | UnsetType:
@@ -457,30 +505,6 @@ def speculation_of(order: Order, submission: Submission) -> Speculation | UnsetT
     if not order.body.include_speculation:
         return UNSET
     return speculation_report(submission.accounts)
-
-
-async def stream_events(
-    submission: Submission,
-    write: Callable[[list[tuple[int, Delta]]], bytes],
-    frame: ChunkFrame[Any],
-) -> AsyncGenerator[bytes, None]:
-    """The response as server-sent events, one byte string for all that arrived together.
-
-    write: the events of what arrived, b"" for none. An error before the first event is raised;
-    after the status was sent it becomes an event. [DONE] is always last.
-    """
-    started = False
-    try:
-        async for arrived in submission:
-            if data := write(arrived):
-                started = True
-                yield data
-    except TailorError as error:
-        if not started:
-            raise
-        yield error_event(error)
-        return
-    yield frame.closing() + DONE
 
 
 def usage_report(

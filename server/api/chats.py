@@ -8,14 +8,16 @@ answer may fill the context.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from server.api.bodies import GenerationBody, parse_object
 from server.api.chat_template import ChatTemplate, RenderedChat
 from server.api.grammars import OutputFormat, Wanted, grammar_of_prepared
 from server.api.order import Generation, Names, Orders, Target, rules_of
+from server.api.route_context import RouteContext, TextFace
 from server.api.served_model import ChatModel
 from server.api.tools.calls import ToolReader
 from server.api.tools.chosen import (
@@ -34,6 +36,8 @@ from server.errors import (
     echoed,
 )
 from server.types import INT31, scope_of
+
+_B = TypeVar("_B", bound=GenerationBody)
 
 MAX_MESSAGES = 4096
 TEMPLATE_KWARGS: Mapping[str, type] = {
@@ -280,6 +284,21 @@ class Chats:
             ),
             num_chars,
         )
+
+
+class ChatFace(TextFace[_B]):
+    """A TextFace whose bodies are chats."""
+
+    def __init__(self, context: RouteContext, chats: Chats) -> None:
+        super().__init__(context)
+        self._chats = chats
+
+    @abstractmethod
+    def chat(self, body: _B, target: Target) -> Chat:
+        """The Chat of a body. Raises the client's errors (4xx)."""
+
+    async def generation(self, body: _B, target: Target) -> Generation:
+        return await self._chats.generation(self.chat(body, target), target)
 
 
 def _shown_call(call: Call) -> dict[str, Any]:

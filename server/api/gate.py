@@ -176,13 +176,11 @@ class Gate:
             fields["client"] = scope["client"][0]
         if self._traces is not None:
             span = request_span(caller, ended_s, scope["method"], route, status, code)
-            fields["trace_id"] = self._traces.send(span, _traceparent(scope))
+            parents = [value for name, value in scope["headers"] if name == b"traceparent"]
+            parent = parents[0].decode("latin-1") if parents else ""
+            fields["trace_id"] = self._traces.send(span, parent)
         is_fault = status == ServerError.status
         log.log(logging.ERROR if is_fault else logging.INFO, "request", extra=fields)
-
-
-def _traceparent(scope: Scope) -> str:
-    return next((v.decode("latin-1") for n, v in scope["headers"] if n == b"traceparent"), "")
 
 
 def _request_id(scope: Scope) -> str:

@@ -28,6 +28,7 @@ from server.config.server import (
 )
 from server.config.task import (
     DEFAULT_TASK,
+    DEFAULT_TASKS,
     ContextMarks,
     SamplingDefaults,
     SpeculationConfig,
@@ -51,6 +52,7 @@ from server.config.yaml_file import (
 
 __all__ = [
     "DEFAULT_TASK",
+    "DEFAULT_TASKS",
     "AdapterConfig",
     "ContextMarks",
     "CorsConfig",

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from server.config.server import ServerConfig, load_server_config
-from server.config.values import Memory, parse_memory
-from server.config.yaml_file import Document, Section, from_folder, read_yaml, validate
+from server.config.values import FilePath, FilePlace, Memory, parse_memory
+from server.config.yaml_file import Document, Section, read_yaml, validate
 from server.errors import ConfigError
 
 Surge = Annotated[
@@ -141,7 +141,7 @@ class RoutingConfig(Section):
 class LearningConfig(Section):
     """What one replica learned reaches the others: of tasks with `learn: persist`, key by key."""
 
-    storage: str | None = Field(
+    storage: FilePlace | None = Field(
         None,
         min_length=1,
         max_length=4096,
@@ -183,7 +183,7 @@ class LearningConfig(Section):
 class ClusterConfig(Section):
     """cluster.yaml: a fleet. Everything that a single server reads stays in its server.yaml."""
 
-    server: str = Field(
+    server: FilePath = Field(
         min_length=1, max_length=4096, description="the server.yaml of every ingress and engine"
     )
     address: str | None = Field(
@@ -221,10 +221,10 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
     """
     document = read_yaml(path)
     cluster = validate(ClusterConfig, document)
-    server_file = from_folder(path.resolve().parent, cluster.server)
-    if not Path(server_file).is_file():
+    server_file = Path(cluster.server)
+    if not server_file.is_file():
         raise ConfigError(document.error(("server",), f"{server_file}: there is no such file"))
-    server = load_server_config(Path(server_file))
+    server = load_server_config(server_file)
     _check_models(cluster, server, document)
     if server.listen.port == 0:
         raise ConfigError(document.error(("server",), "listen.port: a fleet needs a fixed port"))
@@ -234,13 +234,9 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
                 ("embedded", "object_store_memory"), 'must be an amount, such as "200MiB"'
             )
         )
-    learning = cluster.learning
-    if learning is not None and learning.storage is not None:
-        _check_storage(learning.storage, document)
-        if "://" not in learning.storage:
-            storage = from_folder(path.resolve().parent, learning.storage)
-            learning = learning.model_copy(update={"storage": storage})
-    return cluster.model_copy(update={"server": server_file, "learning": learning}), server
+    if cluster.learning is not None and cluster.learning.storage is not None:
+        _check_storage(cluster.learning.storage, document)
+    return cluster, server
 
 
 def _check_storage(url: str, document: Document) -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from drafters.catalog import DrafterSpec, catalog
 from drafters.options import Option
+from server.config.values import FilePath
 from server.types import PARAMETERS
 
 MAX_TEXT = 4096
@@ -128,7 +129,12 @@ def _section(
 
     name = "".join(part.title() for part in spec.name.split("_"))
     fields: dict[str, Any] = {
-        one.name: (_type(one) | None, _field(one, with_defaults)) for one in options
+        one.name: (
+            (Literal[one.choices] if one.choices else one.kind if one.file is None else FilePath)
+            | None,
+            _field(one, with_defaults),
+        )
+        for one in options
     }
     validators: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
     made: type[BaseModel] = create_model(
@@ -140,10 +146,6 @@ def _section(
         **fields,
     )
     return made
-
-
-def _type(one: Option) -> Any:
-    return Literal[one.choices] if one.choices else one.kind
 
 
 def _field(one: Option, with_default: bool) -> Any:

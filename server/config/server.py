@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from server.config.values import Memory, check_device, check_name
-from server.config.yaml_file import Document, Section, from_folder, read_yaml, validate
+from server.config.values import FilePath, Memory, ModelPath, check_device, check_name
+from server.config.yaml_file import Document, Section, read_yaml, validate
 from server.errors import ConfigError
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS, EngineSizes
 
@@ -41,7 +41,7 @@ class AdapterConfig(Section):
     """A PEFT LoRA that is served beside its base, in the same batches."""
 
     name: str = Field(description="what the `model` field of a request or a task calls it")
-    path: str = Field(min_length=1, max_length=4096, description="folder that PEFT saved")
+    path: FilePath = Field(min_length=1, max_length=4096, description="folder that PEFT saved")
     pinned: bool = Field(False, description="whether it is read at start and stays in memory")
 
     @field_validator("name")
@@ -57,12 +57,12 @@ class ModelConfig(Section):
     aliases: tuple[str, ...] = Field(
         (), max_length=100, description="further names that the `model` field may call it by"
     )
-    path: str = Field(
+    path: ModelPath = Field(
         min_length=1,
         max_length=4096,
         description="a built-in name, a folder, a GGUF file or a Hugging Face id",
     )
-    adapter: str | None = Field(
+    adapter: FilePath | None = Field(
         None, max_length=4096, description="folder of a PEFT LoRA that is merged at load"
     )
     adapters: tuple[AdapterConfig, ...] = Field(
@@ -144,7 +144,7 @@ class KeyConfig(Section):
     id: str = Field(description="a name for the key; never the key")
     key: SecretStr | None = Field(None, description="the key itself")
     env: str | None = Field(None, min_length=1, description="environment variable that holds it")
-    file: str | None = Field(None, min_length=1, description="file whose first line holds it")
+    file: FilePath | None = Field(None, min_length=1, description="file whose first line holds it")
     admin: bool = Field(False, description="whether it may call the admin routes, /v1/tasks/...")
     tasks: tuple[str, ...] | None = Field(
         None,
@@ -472,7 +472,7 @@ class ServerConfig(Section):
         max_length=64,
         description="the models served on this port; the first one is the default",
     )
-    tasks: str | None = Field(
+    tasks: FilePath | None = Field(
         None,
         max_length=4096,
         description="folder of task files; default configs/tasks",
@@ -508,42 +508,8 @@ def load_server_config(path: Path) -> ServerConfig:
     """
     document = read_yaml(path)
     config = validate(ServerConfig, document)
-    base = path.resolve().parent
-    return config.model_copy(
-        update={
-            "tasks": None if config.tasks is None else from_folder(base, config.tasks),
-            "models": tuple(
-                model.model_copy(
-                    update={
-                        "path": _model_path(base, model.path),
-                        "adapter": None
-                        if model.adapter is None
-                        else from_folder(base, model.adapter),
-                        "adapters": tuple(
-                            one.model_copy(update={"path": from_folder(base, one.path)})
-                            for one in model.adapters
-                        ),
-                    }
-                )
-                for model in config.models
-            ),
-            "keys": tuple(
-                (
-                    key
-                    if key.file is None
-                    else key.model_copy(update={"file": from_folder(base, key.file)})
-                ).at(document, i)
-                for i, key in enumerate(config.keys)
-            ),
-        }
-    )
-
-
-def _model_path(base: Path, value: str) -> str:
-    """A model's path counts from the file's folder; a built-in name or a hub id stays as it is."""
-    if value.startswith((".", "~", "/")) or value.endswith(".gguf") or (base / value).exists():
-        return from_folder(base, value)
-    return value
+    keys = tuple(key.at(document, i) for i, key in enumerate(config.keys))
+    return config.model_copy(update={"keys": keys})
 
 
 def with_overrides(config: ServerConfig, section: str, values: Mapping[str, Any]) -> ServerConfig:

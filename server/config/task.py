@@ -15,11 +15,12 @@ from server.config.declared import (
     task_parameters,
     task_sections,
 )
-from server.config.values import StopString, TokenId, check_name
-from server.config.yaml_file import Document, Path_, Section, from_folder, read_yaml, validate
+from server.config.values import FilePath, StopString, TokenId, check_name
+from server.config.yaml_file import Document, Path_, Section, read_yaml, validate
 from server.errors import ConfigError
 
 DEFAULT_TASK = "completion"
+DEFAULT_TASKS = Path("configs/tasks")
 """The task of a request whose `model` names a model and not a task."""
 
 MAX_TASK_FILES = 10_000
@@ -88,7 +89,7 @@ class SpeculationConfig(Section):
     allowed_drafters: tuple[str, ...] | None = Field(
         None, description="drafters that a request may choose; default all"
     )
-    corpus: str | None = Field(
+    corpus: FilePath | None = Field(
         None, min_length=1, max_length=4096, description="the task's corpus file"
     )
     allowed_corpora: tuple[str, ...] = Field(
@@ -151,7 +152,7 @@ class VocabularyConfig(Section):
         description="slice: draw only from the profile's ids and the request's own; exact: propose "
         "from them, verify with the full head, the text of full",
     )
-    profile: str | None = Field(
+    profile: FilePath | None = Field(
         None, min_length=1, max_length=4096, description="a file of `tailor vocab profile`"
     )
     verify_every: int | None = Field(
@@ -243,22 +244,7 @@ def load_task(path: Path) -> TaskConfig:
         document = Document(document.source, {}, document.lines)
     if isinstance(document.data, dict):
         document.data.setdefault("name", path.stem)
-    task = validate(TaskConfig, document)
-    base = path.resolve().parent
-    update: dict[str, Any] = {}
-    if task.speculation.corpus is not None:
-        update["corpus"] = from_folder(base, task.speculation.corpus)
-    for drafter, one, named in task_files(task.speculation):
-        section = update.get(drafter, getattr(task.speculation, drafter))
-        update[drafter] = section.model_copy(update={one.name: from_folder(base, named)})
-    if update:
-        task = task.model_copy(update={"speculation": task.speculation.model_copy(update=update)})
-    if task.vocabulary.profile is not None:
-        profile = from_folder(base, task.vocabulary.profile)
-        task = task.model_copy(
-            update={"vocabulary": task.vocabulary.model_copy(update={"profile": profile})}
-        )
-    return task
+    return validate(TaskConfig, document)
 
 
 def load_tasks(

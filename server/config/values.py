@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B?|B)?", re.IGNORECASE)
@@ -94,6 +95,28 @@ def check_name(name: str) -> str:
     return name
 
 
+def _from_folder(value: str, info: ValidationInfo) -> str:
+    folder: Path | None = (info.context or {}).get("folder")
+    return value if folder is None else str(folder / Path(value).expanduser())
+
+
+def _place(value: str, info: ValidationInfo) -> str:
+    return value if "://" in value else _from_folder(value, info)
+
+
+def _model_path(value: str, info: ValidationInfo) -> str:
+    folder: Path | None = (info.context or {}).get("folder")
+    is_path = value.startswith((".", "~", "/")) or value.endswith(".gguf")
+    is_path = is_path or (folder is not None and (folder / value).exists())
+    return _from_folder(value, info) if is_path else value
+
+
+FilePath = Annotated[str, AfterValidator(_from_folder)]
+"""A path that counts from the folder of the file that says it."""
+FilePlace = Annotated[str, AfterValidator(_place)]
+"""The same, or a URL, which stays as it is."""
+ModelPath = Annotated[str, AfterValidator(_model_path)]
+"""The same, or a built-in name or a hub's id, which stay as they are."""
 Memory = Annotated[MemorySize, BeforeValidator(parse_memory)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]

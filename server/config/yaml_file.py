@@ -188,12 +188,15 @@ _Model = TypeVar("_Model", bound=Section)
 
 
 def validate(model: type[_Model], document: Document) -> _Model:
+    """What a file says. Paths in it count from its own folder (values.FilePath). Raises
+    ConfigError with one line a problem."""
     data = document.data if document.data is not None else {}
     if not isinstance(data, dict):
         raise ConfigError(document.error((), "must be a mapping of keys to values"))
     data = _without_empty_sections(data)
     try:
-        return model.model_validate(data)
+        folder = Path(document.source).resolve().parent
+        return model.model_validate(data, context={"folder": folder})
     except ValidationError as error:
         raise ConfigError(_problems(model, document, error)) from None
 
@@ -230,17 +233,12 @@ def _problems(model: type[Section], document: Document, error: ValidationError) 
         elif kind == "missing":
             message = "is missing"
         elif kind == "tuple_type":
-            message = _a_list(problem["input"])
+            message, one = "must be a list", problem["input"]
+            if isinstance(one, str | int | float):
+                message += f", such as [{json.dumps(one, ensure_ascii=False)[:60]}]"
         message = document.error(path, message[:1].lower() + message[1:])
         told.append((document.line(path), message))
     return "\n".join(message for _, message in sorted(told))
-
-
-def _a_list(value: object) -> str:
-    """What to write where a list belongs and one value stands."""
-    if isinstance(value, str | int | float):
-        return f"must be a list, such as [{json.dumps(value, ensure_ascii=False)[:60]}]"
-    return "must be a list"
 
 
 def _known_keys(model: type[BaseModel], path: Path_) -> list[str]:
@@ -263,7 +261,3 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
-
-
-def from_folder(base: Path, value: str) -> str:
-    return str(base / Path(value).expanduser())

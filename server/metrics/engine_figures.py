@@ -81,10 +81,13 @@ class EngineFigures(Collector):
                 told, before = life.numbers.get(figure.name, {}), life.before.get(figure.name, {})
                 for labels in {**before, **told}:
                     numbers = _sum(before.get(labels), told.get(labels))
-                    family = families.get(figure.name)
-                    if family is None:
-                        family = families[figure.name] = _family(figure)
-                    _add(family, (engine, life.model, *labels), figure, numbers)
+                    if figure.name not in families:
+                        names = ("engine", "model", *figure.labels)
+                        made = _KINDS[figure.kind](
+                            f"tailor_{figure.name}", figure.text, labels=names
+                        )
+                        families[figure.name] = made
+                    _add(families[figure.name], (engine, life.model, *labels), figure, numbers)
         yield from families.values()
 
 
@@ -109,11 +112,6 @@ _KINDS: dict[str, type[Any]] = {
     "counter": CounterMetricFamily,
     "histogram": HistogramMetricFamily,
 }
-
-
-def _family(figure: Figure) -> Any:
-    labels = ("engine", "model", *figure.labels)
-    return _KINDS[figure.kind](f"tailor_{figure.name}", figure.text, labels=labels)
 
 
 def _add(family: Any, labels: tuple[str, ...], figure: Figure, numbers: _Numbers) -> None:

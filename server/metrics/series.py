@@ -147,23 +147,6 @@ _SLICE_COUNTERS = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSeries:
-    """What the API knows of one engine slot; a slot keeps its series over restarts."""
-
-    up: Gauge = _series(Gauge, "engine_up", "1 while the engine serves", _ENGINE)
-    heartbeat_age: Gauge = _series(
-        Gauge,
-        "engine_heartbeat_age_seconds",
-        "Seconds since the engine last made progress",
-        _ENGINE,
-    )
-    vocab_size: Gauge = _series(
-        Gauge, "model_vocab_size", "Ids of the model, padding included", _ENGINE
-    )
-    restarts: Counter = _series(Counter, "engine_restarts", "Restarts of dead engines", _ENGINE)
-
-
 _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
     "spec_decode_num_offered_per_pos": (
         Counter, "Drafts with a node at this depth", (*_DRAFTED, "position"),
@@ -195,6 +178,12 @@ _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
     "http_responses": (
         Counter, "HTTP responses by route, status and error code", ("route", "status", "code"),
     ),
+    "engine_up": (Gauge, "1 while the engine serves", _ENGINE),
+    "engine_heartbeat_age_seconds": (
+        Gauge, "Seconds since the engine last made progress", _ENGINE,
+    ),
+    "engine_restarts": (Counter, "Restarts of dead engines", _ENGINE),
+    "model_vocab_size": (Gauge, "Ids of the model, padding included", _ENGINE),
     "model_weights": (
         Gauge, "1; how the weights are kept, what multiplies them", (*_ENGINE, "form", "kernel"),
     ),
@@ -233,7 +222,7 @@ class Metrics:
         r = self.registry = CollectorRegistry(auto_describe=True)
         self._families: dict[str, Any] = {
             one.name: kind(name, text, labels, registry=r, **options)
-            for cls in (TaskSeries, SliceSeries, EngineSeries)
+            for cls in (TaskSeries, SliceSeries)
             for one in fields(cls)
             if one.metadata
             for kind, name, text, labels, options in [one.metadata["family"]]
@@ -246,7 +235,6 @@ class Metrics:
         r.register(self._engine_figures)
         self._tasks: dict[tuple[str, str, str], TaskSeries] = {}
         self._slices: dict[tuple[str, str, str], SliceSeries] = {}
-        self._engines: dict[str, EngineSeries] = {}
         self._aliases = CollectorRegistry(auto_describe=False)
         self._aliases.register(VllmNames(self.families, all_names=vllm_aliases))
 
@@ -347,39 +335,28 @@ class Metrics:
 
     # --- engines ---
 
-    def _engine(self, engine: str, model: str) -> EngineSeries:
-        series = self._engines.get(engine)
-        if series is None:
-            series = self._made(EngineSeries, {"engine": engine, "model": model})
-            self._engines[engine] = series
-        return series
-
     def engine_ready(self, engine: str, model: str, info: ModelInfo) -> None:
         """An engine began to serve."""
-        series = self._engine(engine, model)
-        series.up.set(1)
-        series.vocab_size.set(info.vocab_size)
-        weights, kv = self._by_label["model_weights"], self._by_label["kv_cache_bytes"]
-        weights.labels(engine, model, info.dtype, info.kernel).set(1)
+        of = self._by_label
+        of["engine_up"].labels(engine, model).set(1)
+        of["model_vocab_size"].labels(engine, model).set(info.vocab_size)
+        of["model_weights"].labels(engine, model, info.dtype, info.kernel).set(1)
         if info.kv_block_bytes:
             room = info.num_blocks * info.kv_block_bytes
-            kv.labels(engine, model, info.kv_dtype).set(room)
+            of["kv_cache_bytes"].labels(engine, model, info.kv_dtype).set(room)
         if info.head_bytes_in_file:
-            head = self._by_label["head_bytes_in_file"]
-            head.labels(engine, model).set(info.head_bytes_in_file)
+            of["head_bytes_in_file"].labels(engine, model).set(info.head_bytes_in_file)
         self._engine_figures.begin(engine, model, info.figures)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
-        """An engine died or was stopped; it has no requests any more."""
-        series = self._engine(engine, model)
-        series.up.set(0)
+        """An engine died, was stopped or is not there yet; it has no requests."""
+        self._by_label["engine_up"].labels(engine, model).set(0)
+        self._by_label["engine_restarts"].labels(engine, model).inc(restarted)
         self._engine_figures.end(engine)
-        if restarted:
-            series.restarts.inc()
 
     def engine_heartbeat(self, engine: str, model: str, age_s: float) -> None:
         """How long ago an engine made progress; 0 for one that does not serve."""
-        self._engine(engine, model).heartbeat_age.set(age_s)
+        self._by_label["engine_heartbeat_age_seconds"].labels(engine, model).set(age_s)
 
     def engine_told(self, engine: str, values: Iterable[FigureValue]) -> None:
         """What an engine that serves told of itself, in the order of its ModelInfo.figures."""

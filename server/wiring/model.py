@@ -1,10 +1,13 @@
-"""What the API needs of a model: its tokenizer, its sizes, its name; never its weights."""
+"""A model of the server: its folder, and what the API needs of it: its tokenizer, its sizes, its
+name; never its weights."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.json_text import parsed
-from server.config import ModelConfig, SamplingDefaults
+from server.config import EngineConfig, ModelConfig, SamplingDefaults
 from server.errors import CacheFolderError, ModelError
 from server.types import PARAMETERS
 
@@ -214,3 +217,34 @@ def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
     if enrichment is not None:
         name += f"-{enrichment.hash[:24]}"
     return tables / f"{name}.bin"
+
+
+def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
+    """Whether a model is served from its GGUF as it is: asked for, or nothing else is."""
+    from server.model.catalog import BUILT_IN
+    from server.model.gguf_folder import is_gguf_path
+
+    weights, dtype = model.weights or engine.weights, model.dtype or engine.dtype
+    if weights != "auto":
+        return weights == "file"
+    on_cpu = all(device == "cpu" for device in model.devices)
+    is_gguf = model.path in BUILT_IN or is_gguf_path(model.path)
+    return dtype == "auto" and model.adapter is None and on_cpu and is_gguf
+
+
+def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
+    """The model's folder. Fetching and converting, once, is done by a process of its own, because
+    it loads torch and the whole model, and this one will only speak HTTP."""
+    from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder
+
+    kind = (model.weights or engine.weights) if serves_file(model, engine) else "float32"
+    folder = (cached_folder if kind == "float32" else cached_file_folder)(model.path)
+    if folder is None:
+        command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]
+        command += ["--form", kind]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            raise SystemExit(done.returncode)  # it has said why
+        folder = Path(done.stdout.strip().splitlines()[-1])
+    return folder

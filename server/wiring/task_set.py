@@ -29,13 +29,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 from drafters.catalog import Need, that_use
 from drafters.json_text import parsed
 from server.api.shapes import CorpusSize
-from server.config import TaskConfig
+from server.config import DEFAULT_TASK, DEFAULT_TASKS, ServerConfig, TaskConfig, load_tasks
 from server.errors import ConfigError, StorageError
 
 log = logging.getLogger("tailor.tasks")
@@ -271,7 +272,7 @@ class TaskSet:
             return {}
         try:
             body = parsed((folder / "current.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the cache folder may be a file: told once
             return {}
         except (OSError, ValueError):
             log.warning("task %s: its uploaded corpus cannot be read and is not used", task)
@@ -468,3 +469,29 @@ def _write_json(path: Path, body: Any) -> None:
 
     with replacing(path) as out:
         out.write(json.dumps(body).encode())
+
+
+def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
+    """The tasks that a server of this configuration serves. Raises ConfigError."""
+    from drafters import DRAFTER_NAMES
+
+    models = tuple(model.name for model in config.models)
+    folder = Path(config.tasks) if config.tasks is not None else tasks_folder()
+    if folder is None:
+        return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
+    return load_tasks(folder, models, DRAFTER_NAMES)
+
+
+def tasks_folder() -> Path | None:
+    """The default folder of tasks: ./configs/tasks, else those that Tailor brings."""
+    if DEFAULT_TASKS.is_dir():
+        return DEFAULT_TASKS
+    clone = Path(__file__).parents[2] / DEFAULT_TASKS
+    if clone.is_dir():
+        return clone
+    try:
+        files = metadata.distribution("tailor-server").files or ()
+    except metadata.PackageNotFoundError:
+        return None
+    shipped = [file for file in files if file.parent.as_posix().endswith("share/tailor/tasks")]
+    return Path(str(shipped[0].locate())).resolve().parent if shipped else None

@@ -8,6 +8,7 @@ from server import token_bytes
 from server.api.chat_template import ChatTemplate
 from server.api.served_model import ServedModel
 from tests.api.tiny_tokenizers import chat_tokenizer
+from tests.fakes.scripted_engine import Script, ScriptedEngine, saying
 
 TOKENIZER = chat_tokenizer()
 TABLE = token_bytes.build(TOKENIZER)
@@ -113,6 +114,14 @@ def served(name: str) -> ServedModel:
         "fp",
         template(name) if name in TEMPLATES else None,
     )
+
+
+def scripted(name: str, script: Script | None = None) -> ScriptedEngine:
+    """The engine of a model; without a script it says " dog"."""
+    return ScriptedEngine(
+        script or saying(encode(" dog")), name=f"engine-{name}", model=name,
+        vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
+    )  # fmt: skip
 
 
 def encode(text: str) -> list[int]:

@@ -15,7 +15,17 @@ from openai.types.chat import ChatCompletionChunk
 
 from server.config import SamplingDefaults, SpeculationConfig, TaskConfig, TaskLimits
 from server.types import Request
-from tests.api.chat_models import CHATML, CONTEXT, TABLE, TEMPLATES, decode, encode, served, weather
+from tests.api.chat_models import (
+    CHATML,
+    CONTEXT,
+    TABLE,
+    TEMPLATES,
+    decode,
+    encode,
+    scripted,
+    served,
+    weather,
+)
 from tests.api.live import LiveServer, as_bytes
 from tests.api.test_completions import events
 from tests.api.test_errors import check
@@ -37,14 +47,7 @@ TASK = TaskConfig(
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, ScriptedEngine]:
-    names = [*TEMPLATES, "base"]
-    return {
-        name: ScriptedEngine(
-            saying(REPLY_IDS), name=f"engine-{name}", model=name,
-            vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
-        )
-        for name in names
-    }  # fmt: skip
+    return {name: scripted(name, saying(REPLY_IDS)) for name in (*TEMPLATES, "base")}
 
 
 @pytest.fixture(scope="module")

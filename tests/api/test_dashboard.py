@@ -70,6 +70,12 @@ def test_all_that_the_page_names_is_there(live: LiveServer) -> None:
         assert f'id="{label}"' in page
 
 
+def test_the_playground_stands_before_the_tables(live: LiveServer) -> None:
+    page = httpx.get(live.url + "/dashboard", timeout=10).text
+    places = [page.index(f'"{name}-title"') for name in ("now", "try", "time", "tasks", "drafts")]
+    assert places == sorted(places)
+
+
 def test_the_page_can_be_switched_off() -> None:
     config = ServerConfig.model_validate({"dashboard": {"enabled": False}})
     with LiveServer([ScriptedEngine(saying(IDS))], config=config) as off:

@@ -8,10 +8,9 @@ import pytest
 
 from server.config import SpeculationConfig, TaskConfig
 from server.errors import LimitExceededError
-from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.chat_models import scripted, served
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
-from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 DRAFTERS = ("off", "auto", "prompt", "suffix")
 TASKS = {
@@ -22,11 +21,8 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    engine = ScriptedEngine(
-        saying(encode(" dog")), model="chatml", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
-    )
     models = {"chatml": served("chatml")}
-    with LiveServer([engine], models=models, tasks=TASKS, drafters=DRAFTERS) as live:
+    with LiveServer([scripted("chatml")], models=models, tasks=TASKS, drafters=DRAFTERS) as live:
         yield live
 
 

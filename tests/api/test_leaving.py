@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from server.types import Request
-from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.chat_models import encode, scripted, served
 from tests.api.live import LiveServer, wait_until
 from tests.api.test_decisions import CHOICE, scoring
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -39,9 +39,7 @@ def engine() -> ScriptedEngine:
     def script(request: Request) -> Any:
         return (scores if request.label_ids else says)(request)
 
-    return ScriptedEngine(
-        script, model="hermes", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
-    )
+    return scripted("hermes", script)
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served, weather
+from tests.api.chat_models import decode, scripted, served, weather
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.fakes.scripted_engine import ScriptedEngine
 
 USER = {"role": "user", "content": "the quick brown fox"}
 
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, ScriptedEngine]:
-    return {
-        name: ScriptedEngine(
-            saying(encode(" dog")), name=f"engine-{name}", model=name,
-            vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
-        )
-        for name in ("chatml", "hermes", "base")
-    }  # fmt: skip
+    return {name: scripted(name) for name in ("chatml", "hermes", "base")}
 
 
 @pytest.fixture(scope="module")

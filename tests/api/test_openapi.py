@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from server.types import Delta, Request
-from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.chat_models import encode, scripted, served
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 
@@ -31,10 +31,7 @@ BROKEN: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def engine() -> ScriptedEngine:
-    return ScriptedEngine(
-        saying(encode(" over the lazy dog")), model="hermes", vocab_size=TABLE.vocab_size,
-        max_model_len=CONTEXT,
-    )  # fmt: skip
+    return scripted("hermes", saying(encode(" over the lazy dog")))
 
 
 @pytest.fixture(scope="module")

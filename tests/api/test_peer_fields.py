@@ -16,10 +16,10 @@ from server.api.faces.chat import ChatBody
 from server.api.faces.completions import CompletionBody
 from server.api.faces.responses import ResponsesBody
 from server.config import KeyConfig, ServerConfig, TaskConfig
-from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.chat_models import scripted, served
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.fakes.scripted_engine import ScriptedEngine
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the quick", "max_tokens": 2},
@@ -33,16 +33,9 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 GBNF = 'root ::= "yes" | "no" [a-z]*'
 
 
-def engine_of(name: str) -> ScriptedEngine:
-    return ScriptedEngine(
-        saying(encode(" dog")), name=f"engine-{name}", model=name,
-        vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def engines() -> list[ScriptedEngine]:
-    return [engine_of(name) for name in ("hermes", "base")]
+    return [scripted(name) for name in ("hermes", "base")]
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +174,7 @@ def test_a_key_that_may_not_use_the_first_model_must_name_its_own() -> None:
     keys = (KeyConfig(id="a", key=SecretStr("secret-of-a"), tasks=("mine",)),)
     tasks = {"mine": TaskConfig(name="mine", model="base")}
     models = {name: served(name) for name in ("hermes", "base")}
-    engines = [engine_of(name) for name in models]
+    engines = [scripted(name) for name in models]
     config = ServerConfig(keys=keys)
     with LiveServer(engines, models=models, tasks=tasks, config=config) as live:
         assert post(live, "/v1/completions", "secret-of-a", model="mine").status_code == 200

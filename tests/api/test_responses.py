@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response
 
 from server.api.faces.responses import KeptItems, MessageItem, TextPart
-from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served
+from tests.api.chat_models import decode, encode, scripted, served
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
@@ -31,9 +31,7 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def engine() -> ScriptedEngine:
-    return ScriptedEngine(
-        saying(encode(REPLY)), model="hermes", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
-    )
+    return scripted("hermes", saying(encode(REPLY)))
 
 
 @pytest.fixture(scope="module")

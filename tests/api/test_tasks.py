@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import re
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +21,7 @@ from pydantic import SecretStr
 
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
+from server.api import tasks as tasks_module
 from server.api.engines.slot import EngineSpec
 from server.api.faces.completions import CompletionBody
 from server.api.tasks import CorpusBody, _Report
@@ -335,6 +338,51 @@ def test_an_upload_that_is_wrong_changes_nothing(
     error = call(live, "POST", "/v1/tasks/sql/corpus", 400, json=body)["error"]
     assert error["param"] == param and told in error["message"]
     assert corpus_of(live) is None
+
+
+def test_a_cache_folder_that_is_a_file_holds_no_upload(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start has told it, once; no task has an upload that could not be read."""
+    place.kept.write_text("a file")
+    assert place.task_set().tasks["sql"].speculation.corpus is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_upload_whose_client_has_left_is_not_applied(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """It is all there and being read when the client goes: nobody hears of it, so nothing is."""
+    reads, may_go_on = threading.Event(), threading.Event()
+    read = tasks_module._read_upload
+
+    def held(raw: bytes) -> Any:
+        reads.set()
+        assert may_go_on.wait(30)
+        return read(raw)
+
+    def counted(status: str) -> float:
+        route = "/v1/tasks/{task}/corpus"
+        return live.sample("tailor_http_responses_total", route=route, status=status)
+
+    monkeypatch.setattr(tasks_module, "_read_upload", held)
+    body = json.dumps({"examples": EXAMPLES}).encode()
+    head = f"POST /v1/tasks/sql/corpus HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    head += "content-type: application/json\r\nauthorization: Bearer the-admin-key\r\n\r\n"
+    before = counted("499")
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as visitor:
+        visitor.sendall(head.encode() + body)
+        assert reads.wait(30)
+        if leaves:
+            visitor.close()
+        assert corpus_of(live) is None  # answered on the loop that has seen the other's end by now
+        may_go_on.set()
+        if leaves:
+            wait_until(lambda: counted("499") == before + 1)
+        else:
+            assert visitor.recv(100).startswith(b"HTTP/1.1 200")
+    assert (corpus_of(live) is None) == leaves
 
 
 @pytest.mark.parametrize("served_before", [False, True])

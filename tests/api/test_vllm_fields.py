@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served, weather
+from tests.api.chat_models import CONTEXT, TABLE, decode, encode, scripted, served, weather
 from tests.api.live import LiveServer
 from tests.api.test_completions import events
 from tests.api.test_errors import check
@@ -22,13 +22,7 @@ SAYS = encode(" the lazy dog")
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, ScriptedEngine]:
-    return {
-        name: ScriptedEngine(
-            saying(SAYS), name=f"engine-{name}", model=name, vocab_size=TABLE.vocab_size,
-            max_model_len=CONTEXT,
-        )
-        for name in ("hermes", "base")
-    }  # fmt: skip
+    return {name: scripted(name, saying(SAYS)) for name in ("hermes", "base")}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from server import channel
 from server.api.engines.slot import EngineSlot, EngineSpec, Pulse, WaitingRoom
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle
@@ -77,7 +78,14 @@ class EngineClient:
         self.waiting = WaitingRoom()
         self._restart = restart or RestartConfig()
         stuck_after_s = self._restart.stuck_after_s
-        self.slots = [EngineSlot(spec, self, self.waiting, Pulse(stuck_after_s)) for spec in specs]
+        self._idle = asyncio.Event()
+        self.slots = [
+            EngineSlot(
+                spec, self.waiting, Pulse(stuck_after_s),
+                on_message=self._on_message, on_idle=self._idle.set,
+            )
+            for spec in specs
+        ]  # fmt: skip
         self._max_queued = (max_queued_requests, max_queued_tokens)
         self._stop_timeout_s = stop_timeout_s
         self._draining = False
@@ -85,7 +93,6 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[int, tuple[EngineSlot, asyncio.Future[Any]]] = {}
         self._next_call = 0
-        self._idle = asyncio.Event()
         self._asking: asyncio.Future[None] | None = None
 
     # --- what the API asks ---
@@ -329,7 +336,7 @@ class EngineClient:
                 if handle is not None and not handle.is_alive():
                     await asyncio.sleep(0.2)  # let the reader empty the channel first
                     if slot.handle is handle:
-                        self.on_death(slot, slot.generation, "it is not alive")
+                        self._lost(slot, "it is not alive")
 
     def _look_at_pulse(self, slot: EngineSlot, late_s: float) -> None:
         """Set the metric; an engine that hangs is killed. A fleet that is silent is not: its
@@ -344,7 +351,7 @@ class EngineClient:
         self.metrics.engine_heartbeat(slot.spec.name, slot.spec.model, age_s)
         if slot.is_stuck and not slot.is_on_loop:
             reason = f"it is stuck: no progress for {age_s:.0f} s"
-            self.on_death(slot, slot.generation, reason, hangs=True)
+            self._lost(slot, reason, hangs=True)
 
     # --- what is asked of engines ---
 
@@ -392,13 +399,27 @@ class EngineClient:
 
     # --- what the slots tell (on the loop) ---
 
-    def on_idle(self) -> None:
-        """A slot has no open Request any more: drain may go on."""
-        self._idle.set()
+    def _on_message(self, slot: EngineSlot, generation: int, message: channel.Message) -> None:
+        """What an engine sent; nothing is taken of one that is gone."""
+        if generation != slot.generation:
+            return
+        kind = message[0]
+        if kind == "deltas":
+            self._take(slot, message[1])
+        elif kind == "beat":  # its loop went on so many seconds ago
+            slot.pulse.heard(message[1])
+        elif kind == "ready":
+            self._ready(slot, message[1])
+        elif kind == "control":
+            _, answer = self._calls.get(message[1], (None, None))
+            if answer is not None and not answer.done():
+                answer.set_result(message[2])
+        elif kind == "died":
+            self._lost(slot, message[1], message[2])
 
-    def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None:
+    def _ready(self, slot: EngineSlot, info: ModelInfo) -> None:
         """An engine loaded its model."""
-        if generation != slot.generation or slot.handle is None or self._stopping:
+        if slot.handle is None or self._stopping:
             return
         slot.pulse.heard()
         slot.info, slot.state, slot.was_ready = info, "ready", True
@@ -408,10 +429,8 @@ class EngineClient:
             slot.spec.name, info.name, info.device, info.num_blocks, info.block_size,
         )  # fmt: skip
 
-    def on_deltas(self, slot: EngineSlot, generation: int, deltas: list[Delta]) -> None:
+    def _take(self, slot: EngineSlot, deltas: list[Delta]) -> None:
         """One step of an engine."""
-        if generation != slot.generation:
-            return
         slot.pulse.heard()
         now_s = time.monotonic()
         touched: dict[int, Submission] = {}
@@ -426,25 +445,8 @@ class EngineClient:
         for submission in touched.values():
             submission.wake()
 
-    def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None:
-        """An engine's heartbeat: its loop went on so many seconds ago."""
-        if generation == slot.generation:
-            slot.pulse.heard(age_s)
-
-    def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None:
-        """The answer to `control`."""
-        _, answer = self._calls.get(call_id, (None, None))
-        if generation == slot.generation and answer is not None and not answer.done():
-            answer.set_result(payload)
-
-    def on_death(
-        self,
-        slot: EngineSlot,
-        generation: int,
-        reason: str,
-        final: bool = False,
-        *,
-        hangs: bool = False,
+    def _lost(
+        self, slot: EngineSlot, reason: str, final: bool = False, *, hangs: bool = False
     ) -> None:
         """An engine's channel closed: fail what it held, restart it.
 
@@ -452,7 +454,7 @@ class EngineClient:
         that was ready is tried again, because what it needs was there before. hangs: it is not
         asked to end, but killed.
         """
-        if generation != slot.generation or slot.handle is None or self._stopping:
+        if slot.handle is None or self._stopping:
             return
         handle, slot.handle = slot.handle, None
         slot.generation += 1

@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, cast
 
 from server import channel
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle, LoopHandle, PipedHandle
-from server.types import Delta, ModelInfo, Request
+from server.types import ModelInfo, Request
 
 _SAME_S = 0.5
 """Progress that is told later by less than this is the same one, told again."""
@@ -96,24 +96,6 @@ class EngineSpec:
     factory: EngineFactory
 
 
-class SlotListener(Protocol):
-    """Gets what an engine sends, on the loop. generation: of the handle that sent it."""
-
-    def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None: ...
-
-    def on_deltas(self, slot: EngineSlot, generation: int, deltas: list[Delta]) -> None: ...
-
-    def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None: ...
-
-    def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None: ...
-
-    def on_death(
-        self, slot: EngineSlot, generation: int, reason: str, final: bool = False
-    ) -> None: ...
-
-    def on_idle(self) -> None: ...
-
-
 class WaitingRoom:
     """The Requests that wait for their first Delta, and their prompt tokens, by key."""
 
@@ -134,14 +116,13 @@ class WaitingRoom:
         One that has less than its share of `most` may even where others have taken it all: none
         that was let in is turned out for it. So n keys hold `most` times 1 + 1/2 + ... + 1/n.
         """
-        key = requests[0].tenant
-        share = len(self._held.keys() | {key})
-        more = (len(requests), sum(len(request.prompt_ids) for request in requests))
-        return all(
-            all_have + wants <= limit or has + wants <= limit // share
-            for all_have, has, wants, limit in zip(
-                (len(self), self.num_tokens), self._held.get(key, (0, 0)), more, most, strict=True
-            )
+        key, more, more_tokens = requests[0].tenant, len(requests), 0
+        for request in requests:
+            more_tokens += len(request.prompt_ids)
+        share = len(self._held) + (key not in self._held)
+        num, num_tokens = self._held.get(key, (0, 0))
+        return (len(self._requests) + more <= most[0] or num + more <= most[0] // share) and (
+            self.num_tokens + more_tokens <= most[1] or num_tokens + more_tokens <= most[1] // share
         )
 
     def add(self, request: Request) -> None:
@@ -164,10 +145,21 @@ class WaitingRoom:
 
 
 class EngineSlot:
-    """One engine that should run, and its handle while it does."""
+    """One engine that should run, and its handle while it does.
+
+    on_message: gets what its engines send, on the loop, with the generation of the handle that sent
+    it; ("died", reason, whether it reported that it cannot be built) is the last one. on_idle:
+    called when no Request is open any more.
+    """
 
     def __init__(
-        self, spec: EngineSpec, listener: SlotListener, waiting: WaitingRoom, pulse: Pulse
+        self,
+        spec: EngineSpec,
+        waiting: WaitingRoom,
+        pulse: Pulse,
+        *,
+        on_message: Callable[[EngineSlot, int, channel.Message], None],
+        on_idle: Callable[[], None],
     ) -> None:
         self.spec = spec
         self.pulse = pulse
@@ -182,7 +174,8 @@ class EngineSlot:
         self.told_s = 0.0  # when it told its figures, in this life or an earlier one
         self.open: dict[str, tuple[Submission, int]] = {}  # with its number of choices
         self.load = 0
-        self._listener = listener
+        self._on_message = on_message
+        self._on_idle = on_idle
         self._waiting = waiting
         self._send: Callable[[channel.Message], None] | None = None
         self._outbox: queue.SimpleQueue[channel.Message | None] | None = None
@@ -219,7 +212,7 @@ class EngineSlot:
             self.load -= held[1]
         self._waiting.remove(request_id)
         if not self.open:
-            self._listener.on_idle()
+            self._on_idle()
 
     # Its threads.
 
@@ -229,7 +222,7 @@ class EngineSlot:
         self.generation += 1
         if isinstance(handle, LoopHandle):
             self._send = handle.send
-            handle.open(partial(self._take, self.generation))
+            handle.open(partial(self._on_message, self, self.generation))
             return
         piped = cast(PipedHandle, handle)
         outbox: queue.SimpleQueue[channel.Message | None] = queue.SimpleQueue()
@@ -258,18 +251,6 @@ class EngineSlot:
             self._outbox.put(None)
             self._outbox = None
 
-    def _take(self, generation: int, message: channel.Message) -> None:
-        """On the loop: what the engine sent, to the listener."""
-        kind, listener = message[0], self._listener
-        if kind == "deltas":
-            listener.on_deltas(self, generation, message[1])
-        elif kind == "beat":
-            listener.on_beat(self, generation, message[1])
-        elif kind == "ready":
-            listener.on_ready(self, generation, message[1])
-        elif kind == "control":
-            listener.on_control(self, generation, message[1], message[2])
-
     def _read(self, handle: PipedHandle, generation: int, loop: asyncio.AbstractEventLoop) -> None:
         """Reader thread. It posts every message to the loop."""
         reason, final = "its channel closed", False
@@ -279,7 +260,7 @@ class EngineSlot:
                 if message[0] == "failed":
                     reason, final = str(message[1]), bool(message[2])
                 else:
-                    loop.call_soon_threadsafe(self._take, generation, message)
+                    loop.call_soon_threadsafe(self._on_message, self, generation, message)
         except (EOFError, OSError):
             pass
         except RuntimeError:
@@ -287,7 +268,7 @@ class EngineSlot:
         except Exception as error:  # not a message: treat the engine as broken
             reason = f"it sent a message that cannot be read ({type(error).__name__})"
         try:
-            loop.call_soon_threadsafe(self._listener.on_death, self, generation, reason, final)
+            loop.call_soon_threadsafe(self._on_message, self, generation, ("died", reason, final))
         except RuntimeError:
             return
 

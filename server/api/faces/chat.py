@@ -16,15 +16,13 @@ from pydantic import FailFast, Field, WithJsonSchema, model_validator
 from server.api.answer import (
     LOWEST_LOGPROB,
     Choice,
-    ChunkFrame,
+    ChunkWriter,
     Piece,
     add_extras,
+    around,
     choices_of,
     joined,
     shown_prompt_logprobs,
-    speculation_of,
-    stream_events,
-    usage_report,
 )
 from server.api.bodies import (
     BodyPart,
@@ -36,11 +34,10 @@ from server.api.bodies import (
     required,
     says_nothing,
 )
-from server.api.chats import MAX_MESSAGES, Call, Chat, Chats, Turn
+from server.api.chats import MAX_MESSAGES, Call, Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
-from server.api.order import Generation, Names, Order, Target
-from server.api.route_context import RouteContext, TextFace
+from server.api.order import Names, Order, Target
 from server.api.shapes import (
     Chunk,
     Count,
@@ -431,7 +428,7 @@ class ChatChunk(Chunk, kw_only=True):
     prompt_token_ids: tuple[Count, ...] | UnsetType = UNSET
 
 
-class ChatCompletions(TextFace[ChatBody]):
+class ChatCompletions(ChatFace[ChatBody]):
     """The route."""
 
     path = "/v1/chat/completions"
@@ -441,12 +438,8 @@ class ChatCompletions(TextFace[ChatBody]):
     chunks = (ChatChunk, ErrorAnswer)
     id_prefix = "chatcmpl-"
 
-    def __init__(self, context: RouteContext, chats: Chats) -> None:
-        super().__init__(context)
-        self._chats = chats
-
-    async def generation(self, body: ChatBody, target: Target) -> Generation:
-        return await self._chats.generation(chat_of(body), target)
+    def chat(self, body: ChatBody, target: Target) -> Chat:
+        return chat_of(body)
 
     async def whole(self, order: Order, submission: Submission) -> ChatAnswer:
         deltas = await submission.rest()
@@ -459,27 +452,15 @@ class ChatCompletions(TextFace[ChatBody]):
             shown.append(_shown(order, choice, choice.take(delta)))
         body = order.body
         return ChatAnswer(
-            id=order.request_id,
-            created=order.created,
-            model=order.target.label,
             choices=shown,
-            usage=usage_report(submission.accounts),
-            system_fingerprint=order.target.model.fingerprint or None,
+            **around(order, submission),
             service_tier=None if body.service_tier is None else "default",
-            speculation=speculation_of(order, submission),
-            prompt_logprobs=(
-                None
-                if body.prompt_logprobs is None
-                else shown_prompt_logprobs(prompt_logprobs, body.prompt_logprobs, order.token_names)
-            ),
+            prompt_logprobs=shown_prompt_logprobs(order, prompt_logprobs),
             prompt_token_ids=order.requests[0].prompt_ids if body.return_token_ids else None,
         )
 
     def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """Per choice a chunk with the role, then its content and calls, then one with the
-        finish_reason and an empty delta."""
-        writer = _ChunkWriter(order, submission)
-        return stream_events(submission, writer.write, writer.frame)
+        return _Chunks(order, submission).events()
 
 
 def _shown(order: Order, choice: Choice, piece: Piece) -> ChatChoice:
@@ -552,32 +533,20 @@ def _chance(order: Order, token_id: int, logprob: float) -> TokenChance:
     )
 
 
-class _ChunkWriter:
-    """Writes the chunks of a response as events."""
+class _Chunks(ChunkWriter[ChatChunk]):
+    """Of a Delta: the role first, a chunk for each piece of content and of a call, and one with an
+    empty delta and the finish_reason."""
 
     def __init__(self, order: Order, submission: Submission) -> None:
-        self._order = order
-        [self._choices] = choices_of(order)
-        self._num_open = len(self._choices)
-        self._begun: set[int] = set()
         tier = UNSET if order.body.service_tier is None else "default"
-        self.frame = ChunkFrame(order, submission, ChatChunk, service_tier=tier)
+        super().__init__(order, submission, ChatChunk, service_tier=tier)
+        self._begun: set[int] = set()
         if order.body.return_token_ids:
-            self.frame.of_first["prompt_token_ids"] = order.requests[0].prompt_ids
+            self.of_first["prompt_token_ids"] = order.requests[0].prompt_ids
 
-    def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
-        """The events of the Deltas that arrived together."""
-        out: list[bytes] = []
-        for _, delta in arrived:
-            self._num_open -= delta.finish_reason is not None
-            choice = self._choices[delta.choice_id]
-            out += self._chunks(choice, delta, choice.take(delta))
-        return b"".join(out)
-
-    def _chunks(self, choice: Choice, delta: Delta, piece: Piece) -> list[bytes]:
-        """The chunks of one Delta: the role first, one for each piece of content and of a call, and
-        one with an empty delta and the finish_reason."""
-        order, body = self._order, self._order.body
+    def chunks(self, i: int, delta: Delta) -> bytes:
+        order, body, choice = self.order, self.order.body, self.choices[i][delta.choice_id]
+        piece = choice.take(delta)
         ended = delta.finish_reason is not None
         deltas = [_delta_of(event) for event in piece.events]
         has_ids = body.return_token_ids and bool(piece.token_ids)
@@ -594,8 +563,8 @@ class _ChunkWriter:
                 deltas[0].role, deltas[0].content, deltas[0].refusal = "assistant", None, None
             else:
                 role = MessageDelta(role="assistant", content="", refusal=None)
-                chunks.append(self._chunk(ChatChunkChoice(index=choice.index, delta=role)))
-        self.frame.num_sent += len(delta.token_ids)
+                chunks.append(self.chunk(ChatChunkChoice(index=choice.index, delta=role)))
+        self.num_sent += len(delta.token_ids)
         for i, part in enumerate(deltas):
             shown = ChatChunkChoice(index=choice.index, delta=part)
             if i == 0:
@@ -606,16 +575,12 @@ class _ChunkWriter:
                     shown.token_sources = piece.sources
                 if piece.rejected:
                     shown.rejected_drafts = piece.rejected
-            chunks.append(self._chunk(shown))
+            chunks.append(self.chunk(shown))
         if ended:
             shown = ChatChunkChoice(index=choice.index, delta=MessageDelta())
             shown.finish_reason = choice.end(shown)
-            chunks.append(self._chunk(shown))
-        return chunks
-
-    def _chunk(self, choice: ChatChunkChoice) -> bytes:
-        is_last = not self._num_open and choice.finish_reason is not None
-        return self.frame.chunk(choice, is_last=is_last)
+            chunks.append(self.chunk(shown))
+        return b"".join(chunks)
 
 
 def _delta_of(event: ToolEvent) -> MessageDelta:

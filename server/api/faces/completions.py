@@ -13,15 +13,13 @@ from server.api.answer import (
     LOWEST_LOGPROB,
     CharCounter,
     Choice,
-    ChunkFrame,
+    ChunkWriter,
     Piece,
     add_extras,
+    around,
     choices_of,
     joined,
     shown_prompt_logprobs,
-    speculation_of,
-    stream_events,
-    usage_report,
 )
 from server.api.bodies import GenerationBody, Neutral
 from server.api.engines.submission import Submission
@@ -176,27 +174,12 @@ class Completions(TextFace[CompletionBody]):
                 if order.body.return_token_ids:
                     answer.prompt_token_ids = choice.request.prompt_ids
                 add_extras(order, answer, piece)
-                if order.body.prompt_logprobs is not None:
-                    answer.prompt_logprobs = shown_prompt_logprobs(
-                        prompt_logprobs, order.body.prompt_logprobs, order.token_names
-                    )
+                answer.prompt_logprobs = shown_prompt_logprobs(order, prompt_logprobs)
                 shown.append(answer)
-        return CompletionAnswer(
-            id=order.request_id,
-            created=order.created,
-            model=order.target.label,
-            system_fingerprint=order.target.model.fingerprint or None,
-            choices=shown,
-            usage=usage_report(submission.accounts, num_truncated=order.num_truncated),
-            speculation=speculation_of(order, submission),
-        )
+        return CompletionAnswer(choices=shown, **around(order, submission))
 
     def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """Chunks of a choice come in order; its last one has the finish_reason. With include_usage
-        every chunk has `usage` (null unless continuous_usage_stats), and one more without choices
-        has the sums. The `speculation` object is in the last chunk."""
-        writer = _ChunkWriter(order, submission)
-        return stream_events(submission, writer.write, writer.frame)
+        return _Chunks(order, submission).events()
 
 
 def _mean_logprob(delta: Delta) -> float:
@@ -263,45 +246,34 @@ class _ChoiceWriter:
         logprobs.top_logprobs.append(top)
 
 
-class _ChunkWriter:
-    """Writes the chunks of a response as events."""
+class _Chunks(ChunkWriter[CompletionChunk]):
+    """A chunk of a Delta. The chunks of a choice come in order; its last one has the finish_reason.
+    With include_usage every chunk has `usage` (null unless continuous_usage_stats), and one more
+    without choices has the sums. The `speculation` object is in the last chunk."""
 
     def __init__(self, order: Order, submission: Submission) -> None:
-        self._order = order
-        self._choices = [
-            [(choice, _ChoiceWriter(order, choice)) for choice in of_prompt]
-            for of_prompt in choices_of(order)
+        super().__init__(order, submission, CompletionChunk)
+        self._writers = [
+            [_ChoiceWriter(order, choice) for choice in of_prompt] for of_prompt in self.choices
         ]
-        self._num_open = sum(map(len, self._choices))
         self._seen: set[int] = set()
-        self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
-        self.frame = ChunkFrame(order, submission, CompletionChunk)
 
-    def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
-        """The events of the Deltas that arrived together."""
-        for i, delta in arrived:
-            if delta.prompt_logprobs:
-                self._prompt_logprobs.setdefault(i, delta.prompt_logprobs)
-        return b"".join([self._chunk(i, delta) for i, delta in arrived])
-
-    def _chunk(self, i: int, delta: Delta) -> bytes:
-        """The chunk of one Delta, b"" while its text may still be part of a stop string."""
-        order = self._order
-        choice, writer = self._choices[i][delta.choice_id]
+    def chunks(self, i: int, delta: Delta) -> bytes:
+        body = self.order.body
+        choice, writer = self.choices[i][delta.choice_id], self._writers[i][delta.choice_id]
         piece = choice.take(delta)
-        text, logprobs = writer.write(piece, self._prompt_logprobs.get(i, ()))
-        self.frame.num_sent += len(delta.token_ids)
+        text, logprobs = writer.write(piece, self.prompt_logprobs.get(i, ()))
+        self.num_sent += len(delta.token_ids)
         ended = delta.finish_reason is not None
-        has_ids = order.body.return_token_ids and bool(piece.token_ids)
+        has_ids = body.return_token_ids and bool(piece.token_ids)
         has_logprobs = logprobs is not None and bool(logprobs.tokens)
         if not (text or ended or has_logprobs or has_ids or piece.sources or piece.rejected):
             return b""
         shown = CompletionChunkChoice(text=text, index=choice.index, logprobs=logprobs)
         if ended:
-            self._num_open -= 1
             shown.finish_reason = choice.end(shown)
-        add_extras(order, shown, piece)
-        if order.body.return_token_ids and choice.index not in self._seen:
+        add_extras(self.order, shown, piece)
+        if body.return_token_ids and choice.index not in self._seen:
             self._seen.add(choice.index)
             shown.prompt_token_ids = choice.request.prompt_ids
-        return self.frame.chunk(shown, is_last=not self._num_open)
+        return self.chunk(shown)

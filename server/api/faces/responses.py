@@ -30,13 +30,13 @@ from server.api.bodies import (
     refuse_members,
     says_nothing,
 )
-from server.api.chats import MAX_MESSAGES, Call, Chat, Chats, Turn
+from server.api.chats import MAX_MESSAGES, Call, Chat, ChatFace, Chats, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, check_tier
 from server.api.grammars import OutputFormat
 from server.api.http_answers import encode_ascii
-from server.api.order import Generation, Names, Order, Target
-from server.api.route_context import RouteContext, TextFace
+from server.api.order import Names, Order, Target
+from server.api.route_context import RouteContext
 from server.api.shapes import Count, InputDetails, OutputDetails, Shape, Speculation, TokenUsage
 from server.api.tools.calls import ArgumentsPiece, CallStart, ToolEvent
 from server.api.tools.chosen import FUNCTION_NAME, MAX_TOOLS, Tool
@@ -398,7 +398,7 @@ class ErrorEvent(Shape, kw_only=True):
     param: str | None
 
 
-class Responses(TextFace[ResponsesBody]):
+class Responses(ChatFace[ResponsesBody]):
     """The route."""
 
     path = "/v1/responses"
@@ -409,13 +409,11 @@ class Responses(TextFace[ResponsesBody]):
     id_prefix = "resp_"
 
     def __init__(self, context: RouteContext, chats: Chats) -> None:
-        super().__init__(context)
-        self._chats = chats
+        super().__init__(context, chats)
         self._kept = KeptItems()
 
-    async def generation(self, body: ResponsesBody, target: Target) -> Generation:
-        chat = chat_of(body, partial(self._kept.find, target.tenant))
-        return await self._chats.generation(chat, target)
+    def chat(self, body: ResponsesBody, target: Target) -> Chat:
+        return chat_of(body, partial(self._kept.find, target.tenant))
 
     async def whole(self, order: Order, submission: Submission) -> ResponseAnswer:
         deltas = await submission.rest()

@@ -111,7 +111,10 @@ function draw() {
       : `The last ${seconds(span.seconds)}.`;
 
   const ever = total(between(newest, null).drafts.filter(wanted));
-  byId("headline").textContent = busy || start === null ? headline(drafts) : sinceStart(ever);
+  const between_s = busy ? quantile(span.edges_s, tasks.inter_token, 0.5) : null;
+  byId("headline").textContent =
+    (busy || start === null ? headline(drafts) : sinceStart(ever)) +
+    (between_s === null ? "" : ` ${seconds(between_s)} between two tokens of an answer, the median.`);
   drawTiles(newest, span, drafts, tasks, engines);
   drawCharts(task);
   drawTasks(span, wanted);
@@ -302,7 +305,12 @@ function drawDrafts(drafts) {
   fill(
     byId("sources"),
     [
-      { title: "Source", of: (r) => element("span", { class: `drafted ${r.name}` }, r.name) },
+      {
+        title: "Source",
+        // One index holds a task's corpus and what it has learned.
+        of: (r) => element("span", { class: `drafted ${r.name}` },
+          r.name === "corpus" ? "corpus, learned answers" : r.name),
+      },
       { title: "Rows", of: (r) => number(r.rows) },
       { title: "Accepted", of: (r) => percent(r.share) },
       { title: "Share", meter: true, of: (r) => bar(r.share) },

@@ -110,7 +110,8 @@ function verdict(drafted, undrafted) {
   );
 }
 
-/** Runs the form's request; both: without drafts, too, after it. */
+/** Runs the form's request; both: without drafts, too, after it, and before both to its first
+ * token, so that neither has to read the prompt for the other. */
 async function answerForm(both) {
   controller = new AbortController();
   run.textContent = "Stop";
@@ -124,6 +125,11 @@ async function answerForm(both) {
   let stopped = false;
   try {
     const asked = order();
+    if (both) {
+      const first = withoutDrafts(asked);
+      await stream({ ...first, body: { ...first.body, max_tokens: 1 } }, { take: () => {} });
+      drafted.began = performance.now();
+    }
     await stream(asked, drafted);
     if (undrafted !== null) {
       say("Running without drafts");
