@@ -1,9 +1,9 @@
 """The catalog: one DrafterSpec per drafter, from which everything else is derived.
 
-A spec gives the drafter's section in task files and its field in requests
-(server.config.drafter_sections), its arguments in the server (server.wiring.drafter), what `tailor
-tasks tune` tries and the table in docs/drafting.md. A drafter of your own is one DrafterSpec under
-an entry point of the group `tailor.drafters`:
+A spec gives the drafter's section in task files and its field in requests (server/config), its
+arguments in the server (server.wiring.drafter), what `tailor tasks tune` tries and the table in
+docs/drafting.md. A drafter of your own is one DrafterSpec under an entry point of the group
+`tailor.drafters`:
 
     [project.entry-points."tailor.drafters"]
     echo = "my_package.echo:SPEC"

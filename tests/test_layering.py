@@ -20,6 +20,7 @@ FILES = {"drafters.atomic_file", "drafters.json_text"}  # of the standard librar
 # What `tailor tasks tune` and its parts may import.
 TUNE = {
     "server",
+    "server.client.answer_file",
     "server.config",
     "server.datasets",
     "server.engine",
@@ -65,6 +66,7 @@ ALLOWED: dict[str, set[str] | None] = {
         *EVERYONE,
         "server.channel",
         "server.grammar_text",
+        "server.machine",
         "drafters",
         "vocab_store",
     },
@@ -74,7 +76,6 @@ ALLOWED: dict[str, set[str] | None] = {
         *EVERYONE,
         "server.machine",
         "server.engine.batch",
-        "server.engine.reference_sampler",
         *FILES,
         "drafters.array_file",
         "drafters.jit",

@@ -181,9 +181,9 @@ def _models(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _folders(config: ServerConfig) -> dict[str, Path | None]:
-    from server.commands.own_engine import serves_file
     from server.model.catalog import cached_folder
     from server.model.gguf_folder import cached_file_folder
+    from server.wiring.model import serves_file
 
     return {
         model.name: (cached_file_folder if serves_file(model, config.engine) else cached_folder)(

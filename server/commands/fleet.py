@@ -57,7 +57,7 @@ def check(file: Path, /) -> int:
 
 def _learning_line(learning: LearningConfig, server: ServerConfig) -> str:
     """What travels, and where it lies."""
-    from server.commands.serve import server_tasks
+    from server.wiring.task_set import server_tasks
 
     tasks = [
         task.name

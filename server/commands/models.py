@@ -193,16 +193,15 @@ def remove(model: ModelName, /) -> int:
 
 
 def _all_here() -> Iterator[_Here]:
-    """Converted models of the cache, and what Hugging Face's own cache holds of models."""
-    from server.model.cache_folder import cache_dir
+    """Models that were made here or came with an image; what Hugging Face's own cache holds."""
+    from server.model.cache_folder import model_dirs
     from server.model.catalog import BUILT_IN, cached_folder
     from server.model.gguf_folder import cached_file_folder
 
     finders = (cached_folder, cached_file_folder)
     built_in = {find(name): name for find in finders for name in BUILT_IN}
-    models = cache_dir() / "models"
     folders: dict[str, list[Path]] = {}  # as it is, and dequantised
-    for folder in sorted(models.iterdir()) if models.is_dir() else ():
+    for folder in (one for models in model_dirs() for one in sorted(models.glob("*"))):
         marker = _json(folder / "tailor.json")
         if marker:
             name = built_in.get(folder) or str(marker.get("source", folder.name))
@@ -219,14 +218,12 @@ def _hub_models() -> Iterator[tuple[str, Path, Path]]:
 
     root = Path(HF_HUB_CACHE)
     for folder in sorted(root.glob("models--*--*")):
-        snapshots = sorted((folder / "snapshots").glob("*/config.json"), key=_changed_s)
+        snapshots = sorted(
+            (folder / "snapshots").glob("*/config.json"), key=lambda path: path.stat().st_mtime
+        )
         if snapshots:
             _, organisation, name = folder.name.split("--", 2)
             yield f"{organisation}/{name}", snapshots[-1].parent, folder
-
-
-def _changed_s(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def _folder_of(model: str) -> Path:

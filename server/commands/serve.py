@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from server.commands.options import DEFAULT_MODEL, DEFAULT_TASKS, WEIGHTS_HELP, Dtype, WeightsForm
-from server.commands.own_engine import check_places, model_name, ready_folder
+from server.commands.options import DEFAULT_MODEL, WEIGHTS_HELP, Dtype, WeightsForm
+from server.commands.own_engine import check_places, model_name
 from server.config import (
     DEFAULT_TASK,
+    DEFAULT_TASKS,
     EngineConfig,
     KeyConfig,
     ListenConfig,
@@ -27,7 +27,6 @@ from server.config import (
     ServerConfig,
     TaskConfig,
     load_server_config,
-    load_tasks,
     parse_device_list,
     parse_memory,
 )
@@ -35,6 +34,7 @@ from server.config import with_overrides as over
 from server.config.yaml_file import Section
 from server.errors import ConfigError, TailorError
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
+from server.wiring.task_set import server_tasks
 
 HELLO_PROMPT = "The capital of France is"
 
@@ -203,6 +203,7 @@ def serve(
     waiting = [EngineProcess(_IMPORTS) for model in config.models for _ in model.devices]
     from server import logs
     from server.api.serving import check_certificate, listen
+    from server.wiring.model import ready_folder
     from server.wiring.server import plan_server, run_server
 
     logs.configure(config.log.format, config.log.level)
@@ -330,32 +331,6 @@ def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> 
         for name in key.tasks or ():
             if name not in names:
                 raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
-
-
-def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
-    """The tasks that a server of this configuration serves. Raises ConfigError."""
-    from drafters import DRAFTER_NAMES
-
-    models = tuple(model.name for model in config.models)
-    folder = Path(config.tasks) if config.tasks is not None else tasks_folder()
-    if folder is None:
-        return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
-    return load_tasks(folder, models, DRAFTER_NAMES)
-
-
-def tasks_folder() -> Path | None:
-    """The default folder of tasks: ./configs/tasks, else those that Tailor brings."""
-    if DEFAULT_TASKS.is_dir():
-        return DEFAULT_TASKS
-    clone = Path(__file__).parents[2] / DEFAULT_TASKS
-    if clone.is_dir():
-        return clone
-    try:
-        files = metadata.distribution("tailor-server").files or ()
-    except metadata.PackageNotFoundError:
-        return None
-    shipped = [file for file in files if file.parent.as_posix().endswith("share/tailor/tasks")]
-    return Path(str(shipped[0].locate())).resolve().parent if shipped else None
 
 
 def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import re
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -26,17 +27,16 @@ from ray.serve.handle import DeploymentHandle
 from server import logs
 from server.api.serving import listen
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
-from server.fleet.budgets import Budgets, Claim, Grant
-from server.fleet.changes import ChangeLog, Changes
+from server.fleet.budgets import Budgets
+from server.fleet.changes import ChangeDesk, ChangeLog
 from server.fleet.desk import Desk, Standing
-from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
+from server.fleet.far_engine import FleetHandle, RetryPolicy
 from server.fleet.ingress import IngressApp, OtherIngresses
 from server.fleet.learning.sharing import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, Front, ServedParts, version_of
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
-from server.fleet.serve_replicas import ServeDesk, ServeReplicas
-from server.types import AdapterOrder
+from server.fleet.serve_replicas import DeskLine, ServeReplicas
 
 log = logging.getLogger("tailor.fleet")
 
@@ -54,92 +54,20 @@ _SCALING = "server.fleet.scaling:WorkPolicy"
 _ROUTER = "server.fleet.task_router:TaskRouter"
 
 
-def _keep_to_this_machine() -> None:
-    """Serve's replicas are called on 127.0.0.1 alone, where Ray is (local.py).
-
-    Ray has no setting for that port, which is on all addresses; who reaches it can run code.
-    """
-    from ray.serve._private import replica
-
-    add = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda grpc_server, address: add(
-        grpc_server, address.replace("[::]", "127.0.0.1")
-    )
-
-
-if os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0":
-    _keep_to_this_machine()  # in each replica, before it listens
-
-
 class DeskDeployment:
     """desk.Desk, budgets.Budgets and changes.ChangeLog; one replica. builders: which are deployed
     with it, and not called."""
 
     def __init__(self, num_ingresses: int, builders: DeploymentHandle | None = None) -> None:
         del builders
-        self._desk = Desk()
-        self._budgets = Budgets(num_ingresses)
-        self._changes = ChangeLog()
-        self._owner = ""
-        self._is_ending = False
+        self._parts = {
+            "desk": Desk(), "budgets": Budgets(num_ingresses), "changes": ChangeLog()
+        }  # fmt: skip
 
-    async def end(self) -> None:
-        """All of the fleet is about to be taken away."""
-        self._is_ending = True
-
-    async def is_ending(self) -> bool:
-        """For ingresses that end: whether the others do, too."""
-        return self._is_ending
-
-    async def own(self, owner: str) -> None:
-        """Who has deployed the fleet last, and takes it away in the end."""
-        self._owner = owner
-
-    async def owner(self) -> str:
-        """As told last; "" for nobody."""
-        return self._owner
-
-    async def tell(self, standing: Standing) -> tuple[AdapterOrder, ...]:
-        """A replica reports how it is. Returns the adapters that its engine must know."""
-        self._desk.tell(standing)
-        return self._changes.orders(standing.model)
-
-    async def leave(self, replica_id: str) -> None:
-        """A replica ends."""
-        self._desk.leave(replica_id)
-
-    async def standings(self, model: str | None = None) -> list[Standing]:
-        """Those of a model, or all."""
-        return self._desk.standings(model)
-
-    async def number(self, model: str, rank: int) -> int:
-        """For replicas that start."""
-        return self._desk.number(model, rank)
-
-    async def state(self, model: str) -> FleetState:
-        """For the ingresses."""
-        standings = self._desk.standings(model)
-        return FleetState(self._desk.info(model), {s.name: s.figures for s in standings})
-
-    async def take(self, claim: Claim) -> Grant:
-        """For the ingresses: of a key's budget."""
-        return self._budgets.take(claim)
-
-    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
-        """For the ingresses: what was changed."""
-        return await self._changes.follow(ingress_id, changes)
-
-    async def begin_change(self, ingress_id: str) -> Changes | None:
-        """For the ingresses: whether it may change something now."""
-        return self._changes.begin(ingress_id)
-
-    async def end_change(self, ingress_id: str) -> None:
-        """For the ingresses: it has changed what it wanted."""
-        self._changes.end(ingress_id)
-
-    async def is_followed(self, number: int) -> bool:
-        """For the ingresses: whether all have followed a change."""
-        return self._changes.is_followed(number)
+    async def ask(self, part: str, method: str, *args: Any) -> Any:
+        """What a method of a part answers; see serve_replicas.DeskLine."""
+        answer = getattr(self._parts[part], method)(*args)
+        return await answer if inspect.isawaitable(answer) else answer
 
 
 class BuilderDeployment:
@@ -173,8 +101,8 @@ class EngineDeployment:
         logs.configure(config.log.format, config.log.level)
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
-        self._desk = desk.options(_by_reference=False)
-        number: int = await self._desk.number.remote(model, context.rank.rank)
+        self._desk, self._changes = DeskLine(desk, "desk"), DeskLine(desk, "changes")
+        number: int = await self._desk.number(model, context.rank.rank)
         spec = await asyncio.to_thread(
             parts.engine, model, number, replicas.num_cpus, replicas.num_gpus
         )
@@ -234,7 +162,7 @@ class EngineDeployment:
 
     async def _tell_once(self) -> None:
         replica = self._replica
-        orders = await self._desk.tell.remote(
+        await self._desk.tell(
             Standing(
                 replica.spec.name,
                 replica.spec.model,
@@ -245,7 +173,7 @@ class EngineDeployment:
                 replica.costs.habits(),
             )
         )
-        await replica.know(orders)
+        await replica.know(await self._changes.orders(replica.spec.model))
 
     async def __del__(self) -> None:
         if hasattr(self, "_telling"):
@@ -264,7 +192,7 @@ class IngressDeployment:
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
         place, rank = parts.server.listen, serve.get_replica_context().rank.rank
-        self._desk = desk.options(_by_reference=False)
+        self._desk = DeskLine(desk, "desk")
         self._drain_s = (cluster.drain_s, parts.server.limits.drain_s)
         ports, requests_only = [place.port], None
         if cluster.ingress.own_ports is not None:
@@ -291,7 +219,7 @@ class IngressDeployment:
         """Whether no other one takes the place of this ingress."""
         try:
             async with asyncio.timeout(_ASK_S):
-                is_ending: bool = await self._desk.is_ending.remote()
+                is_ending: bool = await self._desk.is_ending()
                 return is_ending
         except Exception:  # the desk has gone already
             return True
@@ -324,7 +252,10 @@ async def _ingress(
     """engines: the handles of the engine deployments, by model."""
     logs.configure(parts.server.log.format, parts.server.log.level)
     others = OtherIngresses(
-        serve.get_replica_context().replica_id.unique_id, cluster.ingress.replicas, ServeDesk(desk)
+        serve.get_replica_context().replica_id.unique_id,
+        cluster.ingress.replicas,
+        DeskLine(desk, "budgets").take,
+        cast("ChangeDesk", DeskLine(desk, "changes")),
     )
     front: Front = await asyncio.to_thread(parts.front)
     loop = asyncio.get_running_loop()

@@ -39,15 +39,13 @@ class Desk:
         self._clock = clock
         self._standings: dict[str, tuple[float, Standing]] = {}
         self._infos: dict[str, ModelInfo] = {}
+        self._owner = ""
+        self._is_ending = False
 
     def tell(self, standing: Standing) -> None:
         """A replica is there, and how."""
         self._standings[standing.replica_id] = (self._clock(), standing)
         self._infos[standing.model] = standing.info
-
-    def leave(self, replica_id: str) -> None:
-        """A replica ends."""
-        self._standings.pop(replica_id, None)
 
     def standings(self, model: str | None = None) -> list[Standing]:
         """The replicas that are there, of one model or of all, by name."""
@@ -72,3 +70,23 @@ class Desk:
     def info(self, model: str) -> ModelInfo | None:
         """What an engine of the model told, also when all of them sleep; None before any."""
         return self._infos.get(model)
+
+    def state(self, model: str) -> tuple[ModelInfo | None, dict[str, list[FigureValue]]]:
+        """For the ingresses: far_engine.FleetState of a model."""
+        return self.info(model), {s.name: s.figures for s in self.standings(model)}
+
+    def own(self, owner: str) -> None:
+        """Who has deployed the fleet last, and takes it away in the end."""
+        self._owner = owner
+
+    def owner(self) -> str:
+        """As told last; "" for nobody."""
+        return self._owner
+
+    def end(self) -> None:
+        """All of the fleet is about to be taken away."""
+        self._is_ending = True
+
+    def is_ending(self) -> bool:
+        """For ingresses that end: whether the others do, too."""
+        return self._is_ending

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,7 +20,7 @@ from server.api.keys import OwnUse
 from server.api.serving import serve
 from server.config import ServerConfig
 from server.errors import DrainingError
-from server.fleet.budgets import Claim, FleetUses, Grant
+from server.fleet.budgets import Ask, FleetUses
 from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
 from server.fleet.parts import Front
@@ -35,19 +34,15 @@ StartFleet = Callable[[str, Callable[[FleetState], None]], FleetHandle]
 """(model, who is told how its replicas are) -> its fleet. Called in a thread."""
 
 
-class IngressDesk(ChangeDesk, Protocol):
-    """What ingresses ask of the desk."""
-
-    async def take(self, claim: Claim) -> Grant: ...
-
-
 @dataclass(frozen=True, slots=True)
 class OtherIngresses:
-    """The other ingresses, through the desk. ingress_id: this one's. num_ingresses: of all."""
+    """The other ingresses, through the desk. ingress_id: this one's. num_ingresses: of all.
+    take: of a key's budget."""
 
     ingress_id: str
     num_ingresses: int
-    desk: IngressDesk
+    take: Ask
+    changes: ChangeDesk
 
 
 class IngressApp:
@@ -73,11 +68,11 @@ class IngressApp:
         self._shared: SharedTasks | None = None
         if others is not None:
             self._uses = FleetUses(
-                others.ingress_id, num_ingresses=others.num_ingresses, take=others.desk.take
+                others.ingress_id, num_ingresses=others.num_ingresses, take=others.take
             )
             if front.task_admin is not None:
                 self._shared = SharedTasks(
-                    front.task_admin, others.desk, others.ingress_id, front.forget
+                    front.task_admin, others.changes, others.ingress_id, front.forget
                 )
         self._stop = asyncio.Event()
         self._leave_s = 0.0

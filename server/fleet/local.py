@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -15,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from server.config.cluster import ClusterConfig
@@ -38,7 +40,14 @@ _ALONE = {
     # As on a laptop with Windows or OSX, Ray takes 127.0.0.1 for its node's address, and then its
     # own processes listen there. Without it `_node_ip_address` is looked up as the machine's.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Serve's replicas listen on all addresses, for which Ray has no setting. They, and all else of
+    # Ray, take calls with the token of this run alone.
+    "RAY_AUTH_MODE": "token",
 }
+_OPEN = (
+    "Ray at {} asks for no token: whoever reaches its ports can run code there. Start it with "
+    "RAY_AUTH_MODE=token on every node and here"
+)
 
 
 class Fleet:
@@ -47,9 +56,10 @@ class Fleet:
         with Fleet(cluster, parts) as fleet:
             ...  # http://host:port of server.yaml's listen
 
-    Ray is embedded in this process where the cluster has no address: it listens on 127.0.0.1, its
-    dashboard is off, and its head process is started again where it dies (HeadKeeper). On a cluster
-    of others only the application is taken away at the end.
+    Ray is embedded in this process where the cluster has no address: it listens on 127.0.0.1, or
+    takes calls with a token of this run alone, its dashboard is off, what it writes goes with it,
+    and its head process is started again where it dies (HeadKeeper). On a cluster of others only
+    the application is taken away at the end.
     Raises ConfigError when Ray is not installed, cannot be reached, or the fleet does not start.
     """
 
@@ -62,7 +72,7 @@ class Fleet:
         self._tell = tell
         self._own_ray = False
         self._keeper: HeadKeeper | None = None
-        self._state_folder: str | None = None
+        self._folder: Path | None = None
         self._id = uuid.uuid4().hex
 
     def __enter__(self) -> Fleet:
@@ -83,8 +93,8 @@ class Fleet:
         finally:
             if self._keeper is not None:
                 self._keeper.stop()
-            if self._state_folder is not None:
-                shutil.rmtree(self._state_folder, ignore_errors=True)
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self) -> None:
         import ray
@@ -113,7 +123,7 @@ class Fleet:
 
         with contextlib.suppress(Exception):  # it has not started, or its head is away
             desk = serve.get_deployment_handle("desk", APPLICATION)
-            desk.end.remote().result(timeout_s=5.0)
+            desk.ask.remote("desk", "end").result(timeout_s=5.0)
 
     def _is_mine(self) -> bool:
         """Whether nobody else has deployed it since."""
@@ -121,7 +131,7 @@ class Fleet:
 
         try:
             desk = serve.get_deployment_handle("desk", APPLICATION)
-            return desk.owner.remote().result(timeout_s=5.0) in ("", self._id)
+            return desk.ask.remote("desk", "owner").result(timeout_s=5.0) in ("", self._id)
         except Exception:
             return True
 
@@ -140,7 +150,8 @@ class Fleet:
 
     def _connect(self) -> None:
         cluster = self._cluster
-        alone = {} if cluster.address is not None else _ALONE
+        alone = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_ALONE}
+        alone = {} if cluster.address is not None else alone
         for name, value in {**_QUIET, **alone}.items():
             os.environ.setdefault(name, value)
         ray = _ray()
@@ -149,11 +160,13 @@ class Fleet:
             if cluster.address is not None:
                 self._tell(f"looking for Ray at {cluster.address}")
                 ray.init(address=cluster.address, **common)
+                if os.environ.get("RAY_AUTH_MODE") != "token":  # as Ray sets it, too
+                    log.warning(_OPEN.format(cluster.address))
                 return
             self._tell("preparing what is made once on this machine: models, machine code")
             self._parts.prepare()
             self._tell("starting Ray")
-            self._state_folder = tempfile.mkdtemp(prefix="tailor-ray-")
+            self._folder = Path(tempfile.mkdtemp(prefix="tailor-ray-"))
             memory = cluster.embedded.object_store_memory.num_bytes
             ray.init(
                 address="local",
@@ -161,7 +174,8 @@ class Fleet:
                 object_store_memory=memory,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
-                _system_config=head_settings(self._state_folder),
+                _system_config=head_settings(str(self._folder)),
+                _temp_dir=str(self._folder),
                 **common,
             )
             self._own_ray = True
@@ -200,9 +214,8 @@ class Fleet:
                     name=APPLICATION,
                     route_prefix=None if direct else "/",
                 )
-            serve.get_deployment_handle("desk", APPLICATION).own.remote(self._id).result(
-                timeout_s=30.0
-            )
+            desk = serve.get_deployment_handle("desk", APPLICATION)
+            desk.ask.remote("desk", "own", self._id).result(timeout_s=30.0)
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
 

@@ -88,7 +88,7 @@ class ServedParts:
 
     def prepare(self) -> None:
         """Fetched and converted models, and machine code."""
-        from server.commands.own_engine import ready_folder
+        from server.wiring.model import ready_folder
 
         for model in self.server.models:
             ready_folder(model, self.server.engine)
@@ -135,7 +135,7 @@ class ServedParts:
 
     def ingress_version(self) -> str:
         """Of server.yaml, the tasks' files and what an ingress reads of the models."""
-        from server.commands.serve import tasks_folder
+        from server.wiring.task_set import tasks_folder
 
         tasks = Path(self.server.tasks) if self.server.tasks is not None else tasks_folder()
         paths = [*(Path(m.path) for m in self.server.models), *([] if tasks is None else [tasks])]
@@ -151,9 +151,9 @@ class ServedParts:
         return version_of(told, self.learning, files_id(paths))
 
     def _plan(self, config: ServerConfig) -> Any:
-        from server.commands.own_engine import ready_folder
-        from server.commands.serve import server_tasks
+        from server.wiring.model import ready_folder
         from server.wiring.server import plan_server
+        from server.wiring.task_set import server_tasks
 
         folders = {m.name: ready_folder(m, config.engine) for m in config.models}
         return plan_server(config, server_tasks(config), folders, lambda: server_tasks(config))

@@ -1,19 +1,18 @@
 """What an ingress reaches through Ray Serve handles: the replicas of a model (far_engine.Replicas),
-and the desk (ingress.IngressDesk)."""
+and the parts of the desk."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from server.fleet.budgets import Claim, Grant
-from server.fleet.changes import Changes
 from server.fleet.desk import Standing
 from server.fleet.far_engine import FleetState, ReplicaLostError
 from server.fleet.routing import Job
@@ -30,7 +29,7 @@ class ServeReplicas:
         # By value: a message is some hundred bytes, and an object in Ray's store costs more.
         self._streams = engines.options(stream=True, _by_reference=False)
         self._calls = engines.options(_by_reference=False)
-        self._desk = desk.options(_by_reference=False)
+        self._desk = DeskLine(desk, "desk")
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         """One run of a Request on the replica that the router chose."""
@@ -49,13 +48,13 @@ class ServeReplicas:
 
     async def standings(self) -> list[Standing]:
         """What each replica told the desk last."""
-        told: list[Standing] = await self._desk.standings.remote(self._model)
+        told: list[Standing] = await self._desk.standings(self._model)
         return told
 
     async def state(self) -> FleetState:
         """What the desk knows of the replicas now."""
-        state: FleetState = await self._desk.state.remote(self._model)
-        return state
+        info, figures = await self._desk.state(self._model)
+        return FleetState(info, figures)
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         """The answers of all replicas to one control."""
@@ -75,32 +74,18 @@ class ServeReplicas:
             raise ReplicaLostError(f"{standing.name} does not answer") from None
 
 
-class ServeDesk:
-    """desk: the handle of its deployment."""
+class DeskLine:
+    """The methods of a part of the desk (app.DeskDeployment), as coroutines. desk: the handle of
+    its deployment. Each may raise whatever Ray does while the desk is away."""
 
-    def __init__(self, desk: DeploymentHandle) -> None:
-        self._desk = desk.options(_by_reference=False)
+    def __init__(self, desk: DeploymentHandle, part: str) -> None:
+        # By value, as a request is: see ServeReplicas.
+        self._ask = partial(desk.options(_by_reference=False).ask.remote, part)
 
-    async def take(self, claim: Claim) -> Grant:
-        """Budgets.take."""
-        grant: Grant = await self._desk.take.remote(claim)
-        return grant
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._call, method)
 
-    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
-        """ChangeLog.follow."""
-        latest: Changes = await self._desk.follow.remote(ingress_id, changes)
-        return latest
-
-    async def begin(self, ingress_id: str) -> Changes | None:
-        """ChangeLog.begin."""
-        before: Changes | None = await self._desk.begin_change.remote(ingress_id)
-        return before
-
-    async def end(self, ingress_id: str) -> None:
-        """ChangeLog.end."""
-        await self._desk.end_change.remote(ingress_id)
-
-    async def is_followed(self, number: int) -> bool:
-        """ChangeLog.is_followed."""
-        followed: bool = await self._desk.is_followed.remote(number)
-        return followed
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self._ask(method, *args)

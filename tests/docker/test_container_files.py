@@ -126,6 +126,14 @@ def test_compose_mounts_what_is_there_and_waits_for_health() -> None:
     assert targets == [{"targets": ["tailor:8000"]}]
 
 
+def test_the_unit_installs_the_build_of_torch_for_a_cpu() -> None:
+    """pip's usual index has CUDA's build alone."""
+    text = (REPOSITORY / "docker" / "tailor.service").read_text()
+    head = text.partition("[Unit]")[0].replace("\\\n#", "")
+    assert "uv pip install --python /opt/tailor/bin/python --torch-backend cpu" in head
+    assert "/opt/tailor/bin/pip install -c constraints.txt torch" not in head
+
+
 def test_the_unit_restarts_after_failure_and_drains_before_it_is_killed() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]

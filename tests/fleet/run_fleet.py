@@ -245,7 +245,7 @@ def _standings() -> list[Any]:
     from ray import serve
 
     desk = serve.get_deployment_handle("desk", APPLICATION)
-    standings: list[Any] = desk.standings.remote("tiny").result()
+    standings: list[Any] = desk.ask.remote("desk", "standings", "tiny").result()
     return standings
 
 

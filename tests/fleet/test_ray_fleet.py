@@ -173,7 +173,10 @@ def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
     assert time.monotonic() - began_s < 200 * STEP_S + 20
 
 
-def test_everything_of_it_listens_on_this_machine_alone(fleet: FleetProcess) -> None:
+def test_what_listens_on_other_addresses_asks_for_a_token(fleet: FleetProcess) -> None:
+    """Serve's replicas alone do: a call of them would run code."""
+    grpc = pytest.importorskip("grpc")
+
     listening = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -182,7 +185,14 @@ def test_everything_of_it_listens_on_this_machine_alone(fleet: FleetProcess) -> 
                 listening |= {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
     assert len(listening) > 5
     elsewhere = [at for at in listening if not at.ip.endswith("127.0.0.1") and at.ip != "::1"]
-    assert not elsewhere
+    assert {at.ip for at in elsewhere} <= {"::"}
+    for at in elsewhere:
+        with grpc.insecure_channel(f"127.0.0.1:{at.port}") as channel:
+            for metadata in ([], [("authorization", "Bearer guessed")]):
+                call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(b"", timeout=10, metadata=metadata)
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_bad_request_is_refused_as_by_one_server(fleet: FleetProcess) -> None:

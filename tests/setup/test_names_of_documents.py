@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -44,6 +47,58 @@ def words(design: str) -> set[str]:
     table = design.split("## 2. Words", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| ([A-Z][^|]*) \|", table, flags=re.MULTILINE)
     return {word for row in rows for word in row.split(", ")} - {"Word"}
+
+
+def remarks(text: str) -> Iterator[str]:
+    """Comments and docstrings of a source."""
+    if ".py" not in text:
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_docstring = token.type == tokenize.STRING and token.string.startswith('"""')
+        if is_docstring or token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_files_that_comments_name_exist() -> None:
+    """A path ends as that of a file does; a bare name is of a file near by: in the same folder,
+    below it, or beside a folder above it."""
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for part in ("server", "drafters", "vocab_store", "loadtest", "tests")
+        for path in (ROOT / part).rglob("*.py")
+    ]
+    endings = {name.split("/", n)[-1] for name in files for n in range(name.count("/") + 1)}
+    near: dict[str, set[str]] = {}  # names in a folder and below it
+    beside: dict[str, set[str]] = {}
+    for name in files:
+        folder, _, leaf = name.rpartition("/")
+        beside.setdefault(folder, set()).add(leaf)
+        while folder:
+            near.setdefault(folder, set()).add(leaf)
+            folder = folder.rpartition("/")[0]
+    missing = []
+    for name in files:
+        folder = name.rpartition("/")[0]
+        above = [folder.rsplit("/", n)[0] for n in range(1, folder.count("/") + 1)]
+        known = near[folder].union(*(beside.get(one, ()) for one in above))
+        for remark in remarks((ROOT / name).read_text(encoding="utf-8")):
+            for told in re.findall(r"(?<![\w/.*])[\w/]*\b[a-z_]\w*\.py\b", remark):
+                is_far = "/" not in told and name.startswith("tests/")  # of what they test
+                if not is_far and told not in (endings if "/" in told else known):
+                    missing.append(f"{name}: {told}")
+    assert not missing
+
+
+def test_a_sampling_parameter_is_three_files() -> None:
+    """Its row, and what it does to a draw on each device."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "server").rglob("*.py")
+        if re.search(r"\bmin_p\b", path.read_text(encoding="utf-8"))
+    }
+    assert named == {
+        "server/types.py", "server/model/cpu/kernels/sampling.py", "server/model/gpu/sampler.py"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -91,8 +91,9 @@ def test_a_wheel_has_its_machine_code(wheel: Path) -> None:
 @pytest.mark.slow
 def test_it_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import server; from server.commands.serve import server_config, server_tasks, Place;"
-        "from server.commands.serve import EngineOptions, ModelChoice, tasks_folder;"
+        "import server; from server.commands.serve import server_config, Place;"
+        "from server.commands.serve import EngineOptions, ModelChoice;"
+        "from server.wiring.task_set import server_tasks, tasks_folder;"
         "from server.api.dashboard import PAGE_PATHS;"
         "config = server_config(Place(), ModelChoice(), EngineOptions());"
         "print(server.__file__); print(tasks_folder()); print(*server_tasks(config));"
