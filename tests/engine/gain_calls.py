@@ -32,7 +32,8 @@ def choose(
     room: int,
     certain: Sequence[int] = (),
 ) -> list[int]:
-    """How many nodes of each tree are verified, if all were asked. certain: of each, where a grammar forces some."""
+    """How many nodes of each tree are verified, if all were asked. certain: of each, where a
+    grammar forces some."""
     columns = _columns(claims, certain)
     found = gain.choose(np.array(seats, np.int64), *columns, shape, room, len(seats))
     return [int(num) for num in found]
