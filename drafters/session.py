@@ -98,9 +98,12 @@ class IndexedSession(Generic[MakerT]):
         self._num_prompt = num_prompt
         self._index = TextIndex(num_prompt + 256)
 
+    def _closed(self) -> SessionClosedError:
+        return SessionClosedError(f"this {type(self).__name__} is closed")
+
     def _owner(self) -> MakerT:
         if self._drafter is None:
-            raise SessionClosedError(f"this {type(self).__name__} is closed")
+            raise self._closed()
         return self._drafter
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -223,7 +223,9 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def settle(self) -> None:
         """settle_once(), and fold what was learned into the trust now and then."""
-        drafter = self._owner()
+        drafter = self._drafter
+        if drafter is None:
+            raise self._closed()
         if not self._settled:
             self._retrieve(drafter)
         if drafter.learn and drafter.trust.has_news:
@@ -313,13 +315,15 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
         """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
-        drafter = self._owner()
+        drafter = self._drafter
+        if drafter is None:
+            raise self._closed()
         if budget <= 0 or max_depth <= 0:
             return DraftTree.empty()
         if not self._settled:
             self._retrieve(drafter)
         limits = (budget, max_depth, drafter.min_survival)
-        follows = drafter.follows_corpus
+        follows = not drafter.has_corpus or drafter.follows_corpus
         tree = self._grow(drafter, limits, follows)
         self._grown = ()
         if drafter.has_corpus and drafter.learn:
@@ -340,7 +344,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """From here on the step's two trees are followed, with as many nodes as were verified."""
-        self._owner()
+        if self._drafter is None:
+            raise self._closed()
         if self._grown:
             self._rivals.append(Rivals(self._grown, len(tree)))
             self._grown = ()
@@ -394,7 +399,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         first = max(0, self._num_learned - num_output)
         if not (drafter.learn and self._settled):
             first = num
-        learns, without, plain = work.learns_from(num, first), drafter.trust, NO_PLAIN
+        learns, chances, places = work.learning(num, first)
+        without, plain = drafter.trust, NO_PLAIN
         compared: list[int] = []
         if first < num:
             self._num_learned = num_output + num
@@ -405,19 +411,20 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                     without, plain = drafter.trust.without, self._plain_fields()
                     without.has_news = True
         index.make_room(num)
-        chances, places = work.advanced()
         advance(
             np.array(token_ids, np.int32), self._context(drafter), plain, learns,
             drafter.trust.learned_fields, without.learned_fields, work.gathered, chances, places,
         )  # fmt: skip
-        index.appended(num)
+        index.size += num
         self._places.extend(zip(*places[:, :num].tolist(), strict=True))
         for i in compared:
             drafter.trust.fit.compare(float(chances[0, i]), float(chances[1, i]))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
-        drafter, root = self._owner(), self._index.size
+        drafter, root = self._drafter, self._index.size
+        if drafter is None:
+            raise self._closed()
         if self._anchors:  # where it stands in the prediction changes with each token
             for token in token_ids:
                 self._advance(drafter, (token,))
@@ -431,7 +438,12 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         if self._rivals:
             self._rivals = follow_all(self._rivals, token_ids, drafter.trust.fit)
         if self._noted is not None:
-            self._keep_rows(root, np.array(token_ids, np.int32))
+            # What its last row held likely may come one token later.
+            nodes, ids, chances = self._noted
+            self._noted, likely = None, self._likely
+            assert likely is not None
+            text = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root]
+            self._echo = likely.note(text, nodes, ids, chances, np.array(token_ids, np.int32))
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """See ResumedSession."""
@@ -457,7 +469,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self, token_ids: Sequence[int], parents: Sequence[int], ids: Int32, chances: Float32
     ) -> None:
         """See LikelySession; kept when the step's tokens are appended, and read till then."""
-        self._owner()
+        if self._drafter is None:
+            raise self._closed()
         if self._likely is not None:
             num = self.num_likely
             nodes = np.array((token_ids, parents), np.int32)
@@ -466,14 +479,6 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 np.ascontiguousarray(ids[:, :num]),
                 np.ascontiguousarray(chances[:, :num]),
             )
-
-    def _keep_rows(self, root: int, tokens: Int32) -> None:
-        """Add the rows of a step whose root was the `root`-th token, and remember the last."""
-        assert self._noted is not None and self._likely is not None
-        nodes, ids, chances = self._noted
-        self._noted = None
-        text = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root]
-        self._echo = self._likely.note(text, nodes, ids, chances, tokens)
 
     def rollback(self, mark: int) -> None:
         """Forget all but the first `mark` tokens seen since open(). What was learned stays."""

@@ -118,10 +118,11 @@ class TextIndex:
         ids = np.asarray(token_ids, np.int32)
         self.make_room(ids.shape[0])
         append_ids(self.text, self.table, self.size, ids)
-        self.appended(ids.shape[0])
+        self.size += ids.shape[0]
 
     def make_room(self, num: int) -> None:
-        """Make `text` and `table` large enough for `num` more tokens."""
+        """Make `text` and `table` large enough for `num` more tokens, which follow: whoever indexes
+        them in compiled code adds them to `size`."""
         capacity = self.text.shape[1]
         if self._num_indexed + num > capacity:
             need = self.size + num
@@ -134,10 +135,6 @@ class TextIndex:
             self.table = _empty_table(capacity)
             append_ids(self.text, self.table, 0, old)
             self._num_indexed = self.size
-
-    def appended(self, num: int) -> None:
-        """Compiled code has indexed `num` more tokens in `text` and `table`."""
-        self.size += num
         self._num_indexed += num
 
     def truncate(self, new_size: int) -> None:

@@ -237,6 +237,9 @@ def grow_tree(
     return num
 
 
+_NO_CELLS = np.empty(0, np.int32)
+
+
 class Workspace:
     """Scratch arrays of grow_tree and advance, shared by all sessions of a Drafter (one thread)."""
 
@@ -254,19 +257,16 @@ class Workspace:
         self._chances: Float64 = np.zeros((2, num), np.float64)
         self._places: Int32 = np.zeros((2, num), np.int32)
 
-    def learns_from(self, num: int, first: int) -> UInt8:
-        """`learns` of advance, for num tokens: from the first-th on, and `without` from none."""
+    def learning(self, num: int, first: int) -> tuple[UInt8, Float64, Int32]:
+        """`learns`, `chances` and `places` of advance, for num tokens: learned from the first-th
+        on, and by `without` from none."""
         if num > self._learns.shape[1]:
             self._make_room(2 * num)
         learns = self._learns
         learns[:, :first] = 0
         learns[0, first:num] = 1
         learns[1, first:num] = 0
-        return learns
-
-    def advanced(self) -> tuple[Float64, Int32]:
-        """`chances` and `places` of advance; after learns_from."""
-        return self._chances, self._places
+        return learns, self._chances, self._places
 
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth
@@ -295,5 +295,5 @@ class Workspace:
         ints, chances = self._tree
         block = ints[:2, :num].copy()
         return DraftTree(
-            block[0], block[1], chances[0, :num].copy(), ints[2, :num].astype(np.uint8)
+            block[0], block[1], chances[0, :num].copy(), ints[2, :num].astype(np.uint8), _NO_CELLS
         )
