@@ -1,7 +1,6 @@
 """The compiler of compiled functions (drafters/jit.py): numba's, for a CPU that may be another one.
 
-    python -m drafters.ahead MODULE TARGET FILE     one module's object file
-    python -m drafters.ahead --serve TARGET         as many as standard input names
+    echo MODULE FILE | python -m drafters.ahead TARGET     a module's object file, one a line
 
 It runs in a process of its own, as numba is told there, once, which CPU to compile for. numba types
 each function and writes its LLVM IR; all that an entry calls is then optimised with it, once, and
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import sys
 import traceback
@@ -34,7 +34,7 @@ from numba.np.arrayobj import populate_array
 
 from drafters.atomic_file import replacing
 from drafters.jit import Entry, Function, Raw
-from drafters.library import object_path, sealed
+from drafters.library import object_path, read_again, sealed
 from drafters.target import NATIVE, TARGETS, Target, native
 
 _I64 = ir.IntType(64)
@@ -417,48 +417,38 @@ def compile_object(module: str) -> bytes:
     return made.emit()
 
 
-def _write_object(module: str, path: Path) -> None:
-    made = compile_object(module)
-    with replacing(path) as file:
-        file.write(sealed(made))
+def _answer(module: str, path: Path, target: str) -> str:
+    """Write a module's object file. Returns "MODULE", or "MODULE: why not". `path` names the
+    digest of the sources that are wanted: code of others is not written under it."""
+    try:
+        made = compile_object(module)
+        read_again()
+        if object_path(module, target).name != path.name:
+            return f"{module}: its sources were edited while they were compiled; run it again"
+        with replacing(path) as file:
+            file.write(sealed(made))
+    except Exception as error:
+        traceback.print_exc()
+        return f"{module}: {' '.join(str(error).split()) or type(error).__name__}"
+    return module
 
 
-def _serve(target: str) -> None:
-    """A line of standard input is a module; one of standard output "MODULE", or "MODULE: why
-    not". Its object goes where the cache has it."""
-    out, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        module = line.strip()
-        try:
-            _write_object(module, object_path(module, target))
-        except Exception:
-            print(f"{module}: {json.dumps(traceback.format_exc())}", file=out, flush=True)
-        else:
-            print(module, file=out, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m drafters.ahead",
-        description="Compile the functions that a module declares (drafters/jit.py).",
-        epilog="example: python -m drafters.ahead drafters.auto.advance avx2 advance.o",
+        description="Compile the functions that modules declare (drafters/jit.py).",
+        epilog="Each line of standard input is `MODULE FILE`, each of standard output `MODULE`, or "
+        "`MODULE: why not`.",
     )
-    parser.add_argument("--serve", action="store_true", help="modules from standard input")
-    parser.add_argument("module", nargs="?")
     parser.add_argument("target", help=", ".join([*TARGETS, NATIVE]))
-    parser.add_argument("file", nargs="?", type=Path)
-    options = parser.parse_args(arguments)
-    set_target(TARGETS[options.target] if options.target in TARGETS else native())
-    import os
-
-    os.environ["TAILOR_CPU"] = options.target  # kernels ask which CPU they are for
-    if options.serve:
-        _serve(options.target)
-        return 0
-    if options.module is None or options.file is None:
-        parser.error("name a module, a target and a file")
-    _write_object(options.module, options.file)
+    target = parser.parse_args().target
+    set_target(TARGETS[target] if target in TARGETS else native())
+    os.environ["TAILOR_CPU"] = target  # kernels ask which CPU they are for
+    out, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        module, _, path = line.rstrip("\n").partition(" ")
+        print(_answer(module, Path(path), target), file=out, flush=True)
     return 0
 
 

@@ -46,7 +46,7 @@ from drafters.target import NATIVE, TARGETS, chosen
 __all__ = [
     "Door", "alone", "build", "build_door", "c_compiler", "code_folder", "digest", "fail",
     "has_library", "is_whole", "library_path", "load", "machine_of", "modules_of", "object_path",
-    "own_path", "raw_address", "sealed",
+    "own_path", "raw_address", "read_again", "sealed",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -115,9 +115,11 @@ def modules_of(package: str) -> list[str]:
 
 @functools.cache
 def digest(modules: tuple[str, ...]) -> str:
-    """Of all sources that the modules' machine code is made of: their own and those of what they
-    import, of the same topmost package and of this one. What else is imported changes nothing."""
-    wanted, waiting = set(modules), list(modules)
+    """Of all sources that the modules' machine code is made of: their own, those of what they
+    import, of the same topmost package and of this one, and the compiler's. What else is imported
+    changes nothing."""
+    waiting = [*modules, "drafters.ahead"]
+    wanted = set(waiting)
     while waiting:
         found = _imported(waiting.pop()) - wanted
         wanted |= found
@@ -127,6 +129,12 @@ def digest(modules: tuple[str, ...]) -> str:
         text = _text_of(name) or b""
         told.update(f"{name} {len(text)} ".encode() + text)
     return told.hexdigest()[:24]
+
+
+def read_again() -> None:
+    """Forget the sources: the next digest is of what they are then."""
+    for known in (_text_of, _imported, digest):
+        known.cache_clear()
 
 
 def library_path(package: str, target: str) -> Path:
@@ -353,9 +361,12 @@ def compile_module(module: str, target: str, path: Path) -> Path:
                 _log.warning("%s: compiling it, once, with numba, into %s", what, path.parent)
             else:
                 _log.info("%s: compiling it", what)
-            command = [sys.executable, "-m", "drafters.ahead", module, target, str(path)]
-            done = subprocess.run(command, env=own_path(), capture_output=True, text=True)
-            if os.strerror(errno.ENOSPC) in done.stderr:
+            done = subprocess.run(
+                [sys.executable, "-m", "drafters.ahead", target], input=f"{module} {path}\n",
+                env=own_path(), capture_output=True, text=True,
+            )  # fmt: skip
+            told = done.stdout.strip()
+            if os.strerror(errno.ENOSPC) in told:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     except OSError as error:
         spare = _spare_folder() / path.name
@@ -363,8 +374,9 @@ def compile_module(module: str, target: str, path: Path) -> Path:
             raise RuntimeError(f"{what}, and none can be made: {error}") from error
         _log.warning("%s, and none can be kept: %s. It is made for this process", what, error)
         return spare if is_whole(spare) else compile_module(module, target, spare)
-    if done.returncode != 0:
-        raise RuntimeError(f"{what}, and compiling it failed: {done.stderr[-3000:].strip()}")
+    if told != module:
+        why = f"{told}\n{done.stderr[-3000:]}".strip()
+        raise RuntimeError(f"{what}, and compiling it failed: {why}")
     return path
 
 

@@ -139,7 +139,7 @@ def _compile_some(
 ) -> list[str]:
     """Take modules until there are none; what failed."""
     with subprocess.Popen(
-        [sys.executable, "-m", "drafters.ahead", "--serve", target], text=True,
+        [sys.executable, "-m", "drafters.ahead", target], text=True,
         env=library.own_path(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
@@ -148,7 +148,7 @@ def _compile_some(
                 module = modules.get_nowait()
             except queue.Empty:
                 return []
-            process.stdin.write(f"{module}\n")
+            process.stdin.write(f"{module} {library.object_path(module, target)}\n")
             process.stdin.flush()
             told = process.stdout.readline().strip()
             if told != module:

@@ -116,6 +116,25 @@ def test_a_change_in_a_called_file_or_a_constant_compiles_what_depends_on_it(
     assert objects() == {"outer": 3, "alone": 1}
 
 
+def test_code_of_an_edited_source_is_not_kept_under_the_digest_of_the_source_before(
+    tmp_path: Path,
+) -> None:
+    rooms, code = _write(tmp_path), tmp_path / "code"
+    inner = rooms / "inner.py"
+    words = (
+        "from pathlib import Path; from drafters import library; "
+        "library.object_path('rooms.outer', 'native'); "
+        f"path = Path({str(inner)!r}); path.write_text(path.read_text().replace('+ 1', '+ 2'))\n"
+        "from rooms.words import outer\n"
+        "try: outer(1)\n"
+        "except RuntimeError as error: print(error)"
+    )
+    told = _run(tmp_path, code, f"import os; os.environ['TAILOR_CPU'] = 'native'\n{words}")
+    assert "rooms.outer: its sources were edited while they were compiled" in told
+    assert not list(code.glob("rooms.*"))
+    assert _run(tmp_path, code) == "30 -1"
+
+
 def test_damaged_code_is_made_anew(tmp_path: Path) -> None:
     """One bit that is another ends the process, or gives another result."""
     _write(tmp_path)
