@@ -39,7 +39,7 @@ class Recording:
     """One request as it went: ids of prompt and output (its EOS id included if it ended).
 
     likely_ids, likely_chances: what the model held likeliest at each token of the output, where
-    that was recorded (loadtest.own_runs); else empty. It is not recorded for rejected nodes.
+    that was recorded (loadtest.replay); else empty. It is not recorded for rejected nodes.
     """
 
     prompt_ids: Sequence[int]

@@ -1,26 +1,192 @@
-"""The cells of a load test: one server, one level, one round; how they are planned and run."""
+"""The cells of a load test: one server, one level, one round; how they are planned and run.
+
+A trace (`loadtest.load --trace`) is a file of JSON lines in one of two forms:
+
+    {"at_s": 0.31, "task": "squad", "max_tokens": 32}    and optionally "prompt"
+    a line of Tailor's own log (`tailor serve --log-format json`), event "request"
+
+Of a log line the arrival is `timestamp` - `duration_ms`, the task `task`, and the length
+`completion_tokens`; a log holds no prompts, so they are drawn from the data set that stands for the
+task. Other lines of a log, and requests that brought no token, are left out.
+
+The parts of a server's decode step come from two readings of its /metrics while streams decode.
+`outside` is the wall time between steps (channel, API, sockets, idle), `overhead` all that is not
+the model: wall - model. Steps with prompts in them are left out, as the readings lie between the
+last stream's first token and the end of the first stream that ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import json
 import random
 import re
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.progress import Progress
 
-from loadtest.completion import ServerRefused, Timing, request_body, stream
-from loadtest.peer import CpuMeter, Peer, PeerFailed, ServerKeys, shuffled
+from loadtest.peer import (
+    CpuMeter,
+    Peer,
+    PeerFailed,
+    ServerKeys,
+    ServerRefused,
+    Timing,
+    request_body,
+    shuffled,
+    stream,
+)
 from loadtest.prompts import Example
-from loadtest.step_times import StepWatch
-from loadtest.trace import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace. at_s: seconds after the first one.
+
+    task: a data set or a task, "" for whatever the mix draws. prompt: None to draw one.
+    max_tokens: None for the load's own limit.
+    """
+
+    at_s: float
+    task: str = ""
+    prompt: str | None = None
+    max_tokens: int | None = None
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
+    """The first `limit` arrivals by time; the first is at 0.
+
+    Raises OSError, and ValueError with file and line for what is neither form, or for no request.
+    """
+    found: list[Arrival] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                arrival = _arrival(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path.name}:{number}: no arrival: {error}") from None
+            if arrival is not None:
+                found.append(arrival)
+    if not found:
+        raise ValueError(f"{path.name}: no request")
+    found.sort(key=lambda arrival: arrival.at_s)
+    first_s = found[0].at_s
+    return [replace(arrival, at_s=arrival.at_s - first_s) for arrival in found[:limit]]
+
+
+def _arrival(entry: dict[str, Any]) -> Arrival | None:
+    if "at_s" in entry:
+        unknown = entry.keys() - {"at_s", "task", "prompt", "max_tokens"}
+        if unknown:
+            raise ValueError(f"unknown member {sorted(unknown)[0]!r}")
+        prompt, num_tokens = entry.get("prompt"), entry.get("max_tokens")
+        if num_tokens is not None and int(num_tokens) < 1:
+            raise ValueError("max_tokens wants at least 1")
+        return Arrival(
+            float(entry["at_s"]),
+            str(entry.get("task", "")),
+            None if prompt is None else str(prompt),
+            None if num_tokens is None else int(num_tokens),
+        )
+    if entry.get("event") != "request" or not entry.get("completion_tokens"):
+        if "event" in entry:
+            return None
+        raise ValueError("neither at_s nor an event")
+    ended = datetime.datetime.fromisoformat(entry["timestamp"])
+    return Arrival(
+        ended.timestamp() - entry["duration_ms"] / 1e3,
+        str(entry["task"]),
+        None,
+        int(entry["completion_tokens"]),
+    )
+
+
+SERIES = ("step_time", "step_model_time", "propose_time", "step_host_time")
+_SAMPLE = re.compile(r"^tailor_(\w+?)_seconds_(sum|count)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+_ROWS = re.compile(r"^tailor_step_rows_sum(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+
+
+def parse_steps(metrics: str) -> dict[str, float]:
+    """Sums over all engines: `num_steps`, `rows` and the seconds of each of SERIES."""
+    found = dict.fromkeys(SERIES, 0.0) | {"num_steps": 0.0}
+    for name, kind, value in _SAMPLE.findall(metrics):
+        if kind == "sum" and name in SERIES:
+            found[name] += float(value)
+        elif kind == "count" and name == "step_time":
+            found["num_steps"] += float(value)
+    found["rows"] = sum(float(value) for value in _ROWS.findall(metrics))
+    return found
+
+
+def per_step(before: dict[str, float], after: dict[str, float], wall_s: float) -> dict[str, float]:
+    """Mean milliseconds a step between two readings of parse_steps, wall_s apart.
+
+    Raises ValueError when no step was made.
+    """
+    steps = after["num_steps"] - before["num_steps"]
+    if steps <= 0:
+        raise ValueError("no step between the two readings")
+    mean = {name: (after[name] - before[name]) / steps for name in (*SERIES, "rows")}
+    wall = wall_s / steps
+    return {
+        "num_steps": steps,
+        "rows": mean["rows"],
+        "wall_ms": 1000 * wall,
+        "step_ms": 1000 * mean["step_time"],
+        "model_ms": 1000 * mean["step_model_time"],
+        "drafter_ms": 1000 * mean["propose_time"],
+        "host_ms": 1000 * mean["step_host_time"],
+        "outside_ms": 1000 * (wall - mean["step_time"]),
+        "overhead_ms": 1000 * (wall - mean["step_model_time"]),
+        "overhead_share": (wall - mean["step_model_time"]) / wall,
+    }
+
+
+class StepWatch:
+    """Reads a server's /metrics twice while `num_streams` streams decode."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, num_streams: int) -> None:
+        self._client, self._url, self._num_waiting = client, url, num_streams
+        self._readings: list[asyncio.Task[tuple[dict[str, float], float]]] = []
+
+    def began(self) -> None:
+        """A stream has its first token."""
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
+            self._readings.append(asyncio.create_task(self._read()))
+
+    def ended(self) -> None:
+        """A stream has ended."""
+        if len(self._readings) == 1:
+            self._readings.append(asyncio.create_task(self._read()))
+
+    async def found(self) -> dict[str, float] | None:
+        """`per_step`; None where the streams did not decode together, or the server has no such
+        metrics."""
+        if len(self._readings) < 2:
+            return None
+        (before, began_s), (after, ended_s) = await asyncio.gather(*self._readings)
+        try:
+            return per_step(before, after, ended_s - began_s)
+        except ValueError:
+            return None
+
+    async def _read(self) -> tuple[dict[str, float], float]:
+        response = await self._client.get(f"{self._url}/metrics")
+        return parse_steps(response.text), time.perf_counter()
+
 
 KV_USAGE = re.compile(r"^(?:tailor_|vllm:)kv_cache_usage_perc(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
@@ -76,7 +242,7 @@ class Cell:
     answers: in the order in which they ended. foreign_cores: cores that others used meanwhile
     (CpuMeter). cpu_s: of the server's processes; None where they cannot be read. kv_usage_after:
     the server's KV use once it was idle (fixed prompts); None for a server without that metric.
-    steps: the parts of its decode steps, where they were read (loadtest.step_times).
+    steps: the parts of its decode steps, where they were read (loadtest.cells).
     """
 
     server: str

@@ -20,28 +20,412 @@ All parts run on one Ray of three nodes of this machine. Needs Ray.
                 answered twice, texts those of a single server
 
 Prints a table, then ends in one JSON line. Exits 1 when a goal is missed.
+
+In the faults part half of the requests are streams, which get their text and one end, half whole
+answers. While requests are open, each when so many of them have been answered, the fleet is updated
+and every replica replaced, the process of an engine is halted (SIGSTOP) and another's killed, a
+replica's is killed, Ray's head dies and comes back with what it knew, and a node is lost. Then the
+head dies for good, and fewer requests follow. FleetProcess is for tests, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import queue
 import random
+import re
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
+from cyclopts import Parameter
 from rich.console import Console
 
-from loadtest.completion import stream
-from loadtest.fleet_faults import measure_faults
-from loadtest.fleet_process import FleetProcess
-from loadtest.fleet_scaling import measure_scaling
-from loadtest.fleet_traffic import NUM_TASKS, FleetOptions, body, generated, many
 from loadtest.options import ResultOptions, emit, program, run
+from loadtest.peer import ServerRefused, free_port, stream
 from server.machine_code import make_ready
+
+ROOT = Path(__file__).parents[1]
+
+
+class FleetProcess:
+    """A context manager. options: tests.fleet.run_fleet's, which says what it can be asked.
+
+    Ray starts some ten processes; on a busy machine one of them may miss its time. So a start that
+    takes longer than start_s is ended, all its processes with it, and tried once more.
+    """
+
+    def __init__(self, *options: str, start_s: float = 100.0) -> None:
+        self._options = options
+        self._start_s = start_s
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._process: subprocess.Popen[str]
+        self.port = 0
+        self.told: list[str] = []
+        """What it said of its start."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Its process, and the session of all that it has started."""
+        return self._process.pid
+
+    def __enter__(self) -> FleetProcess:
+        for last in (False, True):
+            self._start()
+            try:
+                told = self.wait_for("READY", self._start_s)
+                self.port = int(told or self.port)
+                return self
+            except TimeoutError:
+                self._end()
+                if last:
+                    raise
+        raise AssertionError
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(40)
+        self._end()
+
+    def ask(self, line: str, answer: str, timeout_s: float = 30.0) -> str:
+        """Tell it something; returns the rest of the line that begins with `answer`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self.wait_for(answer, timeout_s)
+
+    def deploy(self, *options: str) -> None:
+        """Another fleet on the same Ray: run_fleet's options for it."""
+        self.ask(f"deploy {shlex.join(options)}", "READY", 2 * self._start_s)
+
+    def wait_for(self, start: str, timeout_s: float) -> str:
+        """The rest of the next line that begins so. Raises TimeoutError."""
+        said: list[str] = []
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, end_s - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"no {start} in {timeout_s} s; it said: {said[-20:]}") from None
+            if line.startswith(start):
+                return line[len(start) :].strip()
+            if line == "":
+                raise TimeoutError(f"it ended; it said: {said[-20:]}")
+            said.append(line)
+            if line.startswith("TOLD "):
+                self.told.append(line[5:])
+
+    def _start(self) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "tests.fleet.run_fleet", str(self.port), *self._options]
+        self._lines = queue.Queue()
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        process, lines = self._process, self._lines
+        self._reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
+        self._reader.start()
+
+    def _end(self) -> None:
+        """End every process of its session: Ray's among them."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+        self._reader.join(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    pipe.close()
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line.rstrip("\n") or " ")
+    lines.put("")
+
+
+NUM_TASKS = 24
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetOptions:
+    """Which parts, and how much of each."""
+
+    part: Annotated[tuple[str, ...], Parameter(help="repeat; all without one")] = ()
+    seconds: Annotated[float, Parameter(help="of each throughput")] = 10.0
+    rounds: Annotated[int, Parameter(help="first tokens of each")] = 150
+    times: Annotated[int, Parameter(help="requests of each task")] = 16
+    requests: Annotated[int, Parameter(help="in flight with faults")] = 2000
+
+
+def many() -> httpx.Limits:
+    """As many connections as anybody wants."""
+    return httpx.Limits(max_connections=4096, max_keepalive_connections=4096)
+
+
+def body(task: int, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """A completion of ids that goes on to its last token."""
+    return {
+        "model": f"task-{task}", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": True, **more,
+    }  # fmt: skip
+
+
+async def generated(client: httpx.AsyncClient) -> float:
+    """Tokens that the ingress has told of so far."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    told = [line for line in lines if line.startswith("tailor_generation_tokens_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in told)
+
+
+NUM_TEXTS = 200
+"""Different requests; each is sent several times."""
+
+
+def request(i: int) -> dict[str, Any]:
+    """The i-th of the different requests: some at temperature 0, the others with a seed."""
+    asked = body(i % NUM_TASKS, [60 + (i * 7 + k) % 300 for k in range(8)], 24 + i % 40)
+    return asked if i % 3 == 0 else {**asked, "temperature": 0.9, "seed": i}
+
+
+async def answer(client: httpx.AsyncClient, i: int, is_stream: bool) -> str:
+    """The text; raises ServerRefused and httpx.HTTPError where there is none."""
+    if is_stream:
+        return (await stream(client, "", {**request(i), "stream": True})).text
+    response = await client.post("/v1/completions", json=request(i))
+    if response.status_code != 200:
+        raise ServerRefused(f"status {response.status_code}: {response.text[:200]}")
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+async def expected(url: str) -> list[str]:
+    """What a single server answers to each request."""
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=many()) as client:
+        return await asyncio.gather(*(answer(client, i, False) for i in range(NUM_TEXTS)))
+
+
+class Flight:
+    """num_requests that are open at once, and what has become of them."""
+
+    def __init__(self, url: str, wanted: list[str], num_requests: int) -> None:
+        self._url = url
+        self._wanted = wanted
+        self._num_requests = num_requests
+        self.num_answered = 0
+        self.num_lost = 0
+        self.num_wrong = 0
+        self.problems: set[str] = set()
+
+    async def run(self, events: list[tuple[int, Callable[[], object]]]) -> float:
+        """All of them; each event, in a thread, when so many are answered. Returns seconds."""
+        began_s = time.perf_counter()
+        limits, timeout = many(), httpx.Timeout(280)
+        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as client:
+            asking = [asyncio.create_task(self._ask(client, i)) for i in range(self._num_requests)]
+            for when, event in events:
+                while self.num_answered + self.num_lost < when:
+                    await asyncio.sleep(0.02)
+                await asyncio.to_thread(event)
+            await asyncio.gather(*asking)
+        return time.perf_counter() - began_s
+
+    async def _ask(self, client: httpx.AsyncClient, i: int) -> None:
+        which = i % NUM_TEXTS
+        try:
+            text = await answer(client, which, is_stream=i // NUM_TEXTS % 2 == 1)
+        except (ServerRefused, ValueError, httpx.HTTPError) as error:
+            self.num_lost += 1
+            self.problems.add(f"{type(error).__name__}: {str(error)[:160]}")
+            return
+        self.num_answered += 1
+        if text != self._wanted[which]:
+            self.num_wrong += 1
+            told = f"{len(text)} characters of {len(self._wanted[which])}"
+            self.problems.add(f"{request(which)}: {told}: {text[:40]!r}")
+
+
+def measure_faults(fleet: FleetProcess, console: Console, options: FleetOptions) -> dict[str, Any]:
+    """Requests that were lost, and answers that were not a single server's: none."""
+    with FleetProcess("--single") as single:
+        wanted = asyncio.run(expected(single.url))
+    fleet.deploy("--replicas", "4", "--step-s", "0.03", "--processes")
+    num = options.requests
+    flight = Flight(fleet.url, wanted, num)
+    faults = [
+        ("update", "UPDATED", ""),
+        ("signal", "SIGNALLED", f" {signal.SIGSTOP.value}"),
+        ("signal", "SIGNALLED", f" {signal.SIGKILL.value}"),
+        ("kill", "KILLED", ""),
+        ("behead", "BEHEADED", ""),
+        ("lose", "LOST", ""),
+    ]
+    events: list[tuple[int, Callable[[], object]]] = [
+        (num * (i + 1) // 8, partial(fleet.ask, command + option, answer, 120))
+        for i, (command, answer, option) in enumerate(faults)
+    ]
+    took_s = asyncio.run(flight.run(events))
+    # Nobody starts it again now, and Ray's processes go on without it for some time.
+    fleet.ask("headless", "HEADLESS")
+    headless = Flight(fleet.url, wanted, num // 20)
+    headless_s = asyncio.run(headless.run([]))
+    for problem in sorted(flight.problems | headless.problems)[:8]:
+        console.print(f"not as it should be: {problem}", markup=False)
+    for name, one, seconds in (
+        ("an update, an engine halted, one killed, a replica, the head, a node", flight, took_s),
+        ("without Ray's head", headless, headless_s),
+    ):
+        console.print(
+            f"{name}: {one.num_answered} answered in {seconds:.0f} s, {one.num_lost} lost, "
+            f"{one.num_wrong} with another text"
+        )
+    return {
+        "requests": num,
+        "seconds": took_s,
+        "num_lost": flight.num_lost,
+        "num_wrong": flight.num_wrong,
+        "num_lost_headless": headless.num_lost,
+        "num_wrong_headless": headless.num_wrong,
+    }
+
+
+MOST, NUM_TASKS = 3, 12
+STEP_S, ROW_S = 0.03, 0.0005
+LOADS = ((20.0, 2.0), (35.0, 16.0), (35.0, 2.0))  # seconds, requests a second
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. at_s: seconds from the beginning."""
+
+    at_s: float
+    task: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def arrivals() -> Iterator[Arrival]:
+    """Each of LOADS after the other, the same ones each time; the k-th task gets 1/k of the first
+    one's, lengths are between half and one and a half of 40 and 32 tokens."""
+    chance = random.Random(7)
+    shares = [1.0 / (k + 1) for k in range(NUM_TASKS)]
+    begins_s = 0.0
+    for seconds, rate in LOADS:
+        at_s = chance.expovariate(rate)
+        while at_s < seconds:
+            [task] = chance.choices(range(NUM_TASKS), shares)
+            prompt, output = (round(mean * (0.5 + chance.random())) for mean in (40, 32))
+            yield Arrival(begins_s + at_s, task, prompt, output)
+            at_s += chance.expovariate(rate)
+        begins_s += seconds
+
+
+async def play(url: str) -> list[float]:
+    """Seconds to the end of each answer."""
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=many()) as client:
+        began_s = time.perf_counter()
+
+        async def ask(arrival: Arrival) -> float:
+            await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.perf_counter()))
+            prompt = [50 + (arrival.task + k * 7) % 300 for k in range(arrival.num_prompt_tokens)]
+            prompt[0] = 50 + int(arrival.at_s * 1e3) % 300  # nothing of it is in a prefix cache
+            asked = body(arrival.task, prompt, arrival.num_output_tokens, stream=True)
+            timing = await stream(client, "", asked)
+            return timing.end_s - timing.start_s
+
+        return await asyncio.gather(*(ask(arrival) for arrival in arrivals()))
+
+
+def num_up(metrics: str) -> int:
+    """Engine replicas that are up, of what an ingress tells."""
+    pattern = r'^tailor_engine_up{engine="tiny/\d+",[^}]*} 1.0$'
+    return len(re.findall(pattern, metrics, re.MULTILINE))
+
+
+def at(changes: list[tuple[float, int]], when_s: float) -> int:
+    """How many there were then."""
+    return next((num for began_s, num in reversed(changes) if began_s <= when_s), changes[0][1])
+
+
+def replica_s(changes: list[tuple[float, int]], until_s: float) -> float:
+    """Seconds of replicas, over all of them, in the time from 0."""
+    ends = [began_s for began_s, _ in changes[1:]] + [until_s]
+    return sum(
+        num * max(0.0, min(end_s, until_s) - max(0.0, began_s))
+        for (began_s, num), end_s in zip(changes, ends, strict=True)
+    )
+
+
+async def _measure(fleet: FleetProcess) -> tuple[list[float], list[tuple[float, int]]]:
+    """(seconds of whole answers, how many replicas there were from when on)."""
+    changes: list[tuple[float, int]] = []
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as client:
+        playing = asyncio.create_task(play(fleet.url))
+        began_s = time.perf_counter()
+        while not playing.done():
+            num = num_up((await client.get("/metrics")).text)
+            if not changes or changes[-1][1] != num:
+                changes.append((time.perf_counter() - began_s, num))
+            await asyncio.wait({playing}, timeout=0.5)
+    return playing.result(), changes
+
+
+def measure_scaling(fleet: FleetProcess, console: Console, options: FleetOptions) -> dict[str, Any]:
+    """Replicas over time and the seconds of whole answers."""
+    del options
+    fleet.deploy(
+        "--least", "1", "--replicas", str(MOST), "--step-s", str(STEP_S), "--row-s", str(ROW_S)
+    )  # fmt: skip
+    total_s, changes = asyncio.run(_measure(fleet))
+    until_s = sum(seconds for seconds, _ in LOADS)
+    for when_s in range(0, round(until_s), 5):
+        console.print(f"{when_s:6} s: {at(changes, when_s)} replicas")
+    told: dict[str, Any] = {
+        "replicas": changes,
+        "replica_s": replica_s(changes, until_s),
+        "total_p50_s": float(np.percentile(total_s, 50)),
+        "total_p95_s": float(np.percentile(total_s, 95)),
+    }
+    console.print(
+        f"{told['replica_s']:.0f} replica seconds, whole answers p50 {told['total_p50_s']:.2f} s, "
+        f"p95 {told['total_p95_s']:.2f} s"
+    )
+    return told
+
 
 app = program("fleet", __doc__)
 SEATS = 16  # of the tests' engine

@@ -3,8 +3,8 @@
     python loadtest/gpu_check.py [--out gpu_check.json] [--device cuda:0] [--dtype bfloat16]
 
 The verdict takes at most nine minutes, what says most first: versions, bandwidth and launch costs;
-a slice of a real model against texts that were recorded on a CPU (loadtest/gpu/real.py; carry the
-folder build/gpu-slice); logprobs against transformers and graphs against the plain path, in
+a slice of a real model against texts that were recorded on a CPU (loadtest/gpu/correct.py; carry
+the folder build/gpu-slice); logprobs against transformers and graphs against the plain path, in
 bfloat16; adapters and weights in 8 bits; the memory of steps; the part of tests/gpu that is marked
 `verdict` (needs pytest); steps and vocabulary slices beside the memory floor. Parts share a
 process, which imports once; one that dies or hangs is ended, and the parts behind it go on in

@@ -20,7 +20,7 @@ Open loop (`--rate`): requests come at Poisson times whatever the server does, a
 times are drawn once a cell and round, so every server meets the same arrivals, and latency counts
 from the time at which a request was *due*. `--rate 50%,80%` is of the first server's capacity: the
 requests a second that it answers in a closed loop of `--capacity-clients`, measured first. A trace
-(`--trace`; loadtest.trace has its form, Tailor's own JSON log is one) is an open loop too: its
+(`--trace`; loadtest.cells has its form, Tailor's own JSON log is one) is an open loop too: its
 times, divided by `--trace-speed`, its tasks and lengths. Every (level, round) runs all servers one
 after the other, in an order drawn anew (a server that works on after its answer, as vLLM's threads
 do for a second, would else disturb the same follower each time), with the same requests.
@@ -66,12 +66,12 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from drafters.atomic_file import replacing
-from loadtest import machine
-from loadtest.cells import Cell, Conduct, Level, Plan, capacity, measure, trace_examples
-from loadtest.load_figures import parse_slo, print_report, report
+from loadtest.cells import Cell, Conduct, Level, Plan, capacity, measure, read_trace, trace_examples
+from loadtest.figures import parse_slo, print_report, report
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
+    describe_machine,
     describe_servers,
     emit,
     listed,
@@ -82,7 +82,6 @@ from loadtest.options import (
 )
 from loadtest.peer import SETTLE_S, Peer, bring_up
 from loadtest.prompts import FIXED, Example, distinct_prompts, mixed_examples, parse_mix
-from loadtest.trace import read_trace
 
 DISTINCT = "distinct"
 app = program("load", __doc__)
@@ -291,7 +290,7 @@ def load(
     plan = plan_of(options, levels)
     slo = parse_slo(options.slo)
     results.refuse_busy_machine()
-    about = machine.describe()
+    about = describe_machine()
     with stopped_afterwards(peers):
         cells, idle, complete = _run(options, servers.log_dir, peers, levels, plan)
         described = describe_servers(peers)

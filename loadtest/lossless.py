@@ -41,10 +41,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from loadtest import machine
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
+    describe_machine,
     describe_servers,
     emit,
     listed,
@@ -54,8 +54,7 @@ from loadtest.options import (
     stopped_afterwards,
 )
 from loadtest.peer import Peer, PeerFailed, ServerKeys, bring_up, tailor_peer
-from loadtest.prompts import Example, data_sets, spread_examples
-from loadtest.task_sets import make_profile, write_task
+from loadtest.prompts import Example, data_sets, make_profile, spread_examples, write_task
 
 SCHEMA = {
     "type": "object",
@@ -383,7 +382,7 @@ def lossless(
     if not examples:
         raise ValueError(f"no */test.jsonl with short enough prompts in {options.data}")
     settings += list(EXACT_SETTINGS) if options.exact else []
-    console, about, began = Console(stderr=True, width=120), machine.describe(), time.perf_counter()
+    console, about, began = Console(stderr=True, width=120), describe_machine(), time.perf_counter()
     found: dict[str, Any] = {}
     with TemporaryDirectory(prefix="lossless-") as place:
         folder = Path(place)

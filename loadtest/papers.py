@@ -390,7 +390,7 @@ def vocabtailor(*, sets: SetOptions = _SETS, options: PaperOptions = _PAPER) -> 
 
     Example: python -m loadtest.papers vocabtailor --data data --model gemma-3-270m
     """
-    from loadtest.slice_quality import LANGUAGES, SliceOptions, load_task, make_rows, open_files
+    from loadtest.quality import LANGUAGES, SliceOptions, load_task, make_rows, open_files
     from server.model.catalog import model_folder
     from vocab_store.profile import model_facts
 

@@ -21,35 +21,80 @@ what the model held likely. `arctic as shipped` is bounded by its tree's depth a
 nodes. In every cell `auto` is compared with the best other column, with the 95 % bootstrap interval
 over answers in pairs.
 
-`record` and `live` are in loadtest.own_runs, `costs` in loadtest.drafter_costs, `fit` in
-loadtest.fit_trust. The last line is JSON.
+`record` writes OUT/SET/train.jsonl and test.jsonl: a model's own greedy answers with, at every
+position, the ids that it held likeliest. `live` answers the same prompts with each drafter and a
+fixed number of nodes a step, unpruned: there the rows of rejected nodes are seen too, which no
+replay knows, and the answers must equal the recorded ones; else it exits 1.
+
+`costs`: what drafting costs the host, in time and memory. A corpus of --corpus-tokens output tokens
+is made of the data sets' train outputs: themselves first, then crossings of two of one set at a
+token that both hold, so that it repeats itself as a task's does. It is built by `tailor corpus
+build` in a process of its own (time and peak memory are that process's) and mapped. Then each
+drafter proposes and is extended by held-back train examples, token by token, with 1 session and
+with 8 in turn: microseconds of a proposal and of a token (medians), nanoseconds of a proposed node
+(all proposals' time over all their nodes), and of noting a row of likely ids. Run it on a machine
+that does nothing else.
+
+`fit`: the trust that `auto` and `suffix` start with. It writes drafters/auto/default_trust.json and
+reads train splits only. Of each data set the last part is held out and replayed on a corpus of the
+rest: with that corpus, without it, and with a prediction made from the output by random edits;
+every data set counts for the same number of tokens. Expectation maximisation for the weights, then
+the factors that correct what they claim.
+
+With --recorded it fits what the model's own logits are worth, and leaves the rest as it is:
+DIR/SET/train.jsonl are a model's own answers with what it held likely (`record`).
+
+The last line is JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import random
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 from cyclopts import Parameter
 
-from drafters import make_drafter
+from drafters import Need, make_drafter
+from drafters.atomic_file import EVERYBODY, replacing
+from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_FACTORS, NUM_LEVELS, NUM_SOURCES
+from drafters.auto.drafter import AutoDrafter
 from drafters.auto.held_out import build_calibrated
 from drafters.auto.likely import NUM_LIKELY
 from drafters.auto.seen import Seen
-from drafters.auto.trust import Trust
-from drafters.base import Drafter
-from drafters.corpus import Corpus
+from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
+from drafters.base import Drafter, LikelySession
+from drafters.catalog import OURS, that_use
+from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs, build_layer
 from drafters.published.grammys import BigramTable
-from drafters.replay import Recording, replay
-from loadtest.options import emit, listed, numbers, program, run
+from drafters.replay import Recording, note_rows, read_recordings, replay
+from loadtest.options import ResultOptions, emit, listed, numbers, program, run
+from loadtest.peer_drafters import LogitSpec, TokenRecycling
+from loadtest.prompts import data_sets, read_examples
+from loadtest.quality import answer_all, answered
 from loadtest.recordings import SetOptions, open_ids
+from server.commands.options import ModelOptions
+from server.commands.own_engine import own_engine
+from server.commands.progress import Bar
+from server.commands.recorder import Answer, Prompt, ask_engine
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.model.build import RunnerSpec, build_runner
+from server.model.catalog import model_folder
+from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 
 NUM_RESAMPLES = 2000
 BUILD_EVERY = 3
@@ -61,8 +106,6 @@ Column = Callable[[Sequence[Recording], int], Counts]
 """(answers, nodes a step) -> what a drafter made of them."""
 
 app = program("replay", __doc__)
-for part in ("own_runs:record", "own_runs:live", "drafter_costs:costs", "fit_trust:fit"):
-    app.command(f"loadtest.{part}")
 
 
 @Parameter(name="*")
@@ -345,6 +388,469 @@ def curves(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
     """
     cells = measure(sets, options, "auto, learning", curve_columns)
     return _finish("curves", cells, "auto, learning", slice(None), options.json)
+
+
+_OWN_SETS = SetOptions(examples=30)
+_MODEL = ModelOptions()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordOptions:
+    """The prompts, and where the answers go."""
+
+    data: Annotated[Path, Parameter(help="folder of task data sets")]
+    output: Annotated[Path, Parameter(name=("--output", "-o"), help="the folder")]
+    sets: Annotated[str, Parameter(help="data sets, with commas (all)")] = ""
+    examples: Annotated[int, Parameter(help="prompts of each part of a set")] = 30
+    max_tokens: int = 64
+    max_prompt: Annotated[int, Parameter(help="longer prompts are left out")] = 400
+    chat: Annotated[bool, Parameter(help="prompts as a user's message")] = False
+
+
+@app.command
+def record(*, options: RecordOptions, model: ModelOptions = _MODEL) -> int:
+    """A model's own answers with what it held likely; see loadtest.replay.
+
+    Example: python -m loadtest.replay record --data data --sets gsm8k --chat -o own
+    """
+    sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    written: dict[str, int] = {}
+    with Bar() as bar, own_engine(model, bar, ()) as (served, engine):
+        for name in listed(options.sets) or data_sets(options.data):
+            for split in ("train", "test"):
+                prompts: list[Prompt] = []
+                for number, example in enumerate(read_examples(options.data, name, split)):
+                    text = example.prompt
+                    if options.chat:
+                        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+                    if len(served.tokenizer.encode(text).ids) <= options.max_prompt:
+                        prompts.append(Prompt(number, text))
+                    if len(prompts) == options.examples:
+                        break
+                found = ask_engine(
+                    engine, served.tokenizer, prompts, sampling,
+                    speculation=SpeculationParams("off"), num_likely=lambda _: NUM_LIKELY,
+                )  # fmt: skip
+                answers = sorted(map(answered, found), key=lambda answer: answer.prompt.line)
+                target = options.output / name / f"{split}.jsonl"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(target, EVERYBODY) as out:
+                    for answer in answers:
+                        out.write((json.dumps(_entry(answer)) + "\n").encode())
+                written[f"{name}/{split}"] = sum(len(answer.output_ids) for answer in answers)
+                print(f"{name}/{split}: {written[f'{name}/{split}']} tokens", flush=True)
+    emit("replay record", {"model": served.name, "tokens": written}, None)
+    return 0
+
+
+def _entry(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_ids": list(answer.prompt.ids or ()),
+        "output_ids": list(answer.output_ids),
+        "likely_ids": [[token for token, _ in one.top] for one in answer.likely],
+        "likely_chances": [[round(math.exp(p), 5) for _, p in one.top] for one in answer.likely],
+    }
+
+
+def columns(eos: int) -> dict[str, Drafter]:
+    """The drafters that are compared, without a corpus. What they learn stays from request to
+    request."""
+    return {
+        "auto, no logits": make_drafter("auto", eos_token_ids=(eos,), num_likely=0),
+        "auto": make_drafter("auto", eos_token_ids=(eos,), seen=Seen()),
+        "token recycling": TokenRecycling(),
+        "logitspec": LogitSpec(),
+    }
+
+
+def build_engine(folder: Path, drafters: Mapping[str, Drafter], nodes: int) -> Engine:
+    """An engine on this CPU whose trees are not pruned by what they cost."""
+    sizes = EngineSizes(max_num_seqs=16, kv_bytes=512 << 20)
+    runner = build_runner(RunnerSpec("model", str(folder), sizes, max_model_len=1024))
+    settings = EngineSettings(max_num_seqs=16, max_draft_rows=max(1, 16 * nodes))
+    return Engine(runner, drafters, settings)
+
+
+@app.command
+def live(
+    *,
+    sets: SetOptions = _OWN_SETS,
+    budgets: Annotated[str, Parameter(help="nodes a step, with commas")] = "8,16",
+    json: Annotated[Path | None, Parameter(help="append the JSON line to this file too")] = None,
+) -> int:
+    """Each drafter on the model itself, its recorded answers the reference; see loadtest.replay.
+
+    Example: python -m loadtest.replay live --recorded own --budgets 8,16
+    """
+    sets = replace(sets, data=None)
+    eos = open_ids(sets.model).eos
+    cells = []
+    for name in sets.names():
+        tests = sets.read(open_ids(sets.model), name, "test", sets.examples)
+        num_tokens = sum(len(test.output_ids) - 1 for test in tests)
+        longest = max(len(test.output_ids) for test in tests)
+        for nodes in numbers(budgets, "--budgets"):
+            cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
+            engine = build_engine(model_folder(sets.model), drafters := columns(eos), nodes)
+            for column in drafters:
+                drawn = SamplingParams(temperature=0.0, max_tokens=longest)
+                how = SpeculationParams(column, nodes)
+                found = answer_all(
+                    engine,
+                    [
+                        Request(str(i), "runs", "model", tuple(one.prompt_ids), drawn, how)
+                        for i, one in enumerate(tests)
+                    ],
+                    at_once=8,
+                ).values()
+                counts = [one.by_source for one in found]
+                same = [tuple(test.output_ids) for test in tests] == [one.ids for one in found]
+                num_steps = sum(one.num_steps for one in found) - len(tests)  # behind the prompts'
+                cell[column] = round(num_tokens / num_steps, 3)
+                cell[f"{column}: sources"] = {
+                    source: [sum(of.get(source, (0, 0))[i] for of in counts) for i in (0, 1)]
+                    for source in dict.fromkeys(itertools.chain(*counts))
+                }
+                cell["same text"] = cell.get("same text", True) and same
+            engine.close()
+            cells.append(cell)
+            print(cell, flush=True)
+    emit("replay live", {"model": sets.model, "cells": cells}, json)
+    return 0 if all(cell["same text"] for cell in cells) else 1
+
+
+BUDGET = 16
+TRIE_TOKENS = 2000
+NUM_HELD = 20  # a set
+NUM_SESSIONS = 8  # at once, where every drafter is measured
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostOptions:
+    """The corpus."""
+
+    corpus_tokens: Annotated[int, Parameter(help="output tokens of the corpus")] = 5_000_000
+    folder: Annotated[Path | None, Parameter(help="for the files (a temporary one)")] = None
+
+
+_COSTS, _RESULTS = CostOptions(), ResultOptions()
+
+
+def crossings(examples: Sequence[Recording], rng: random.Random) -> Iterator[Recording]:
+    """The examples, then new ones without end: one's output up to a token, another's after it."""
+    yield from examples
+    places: dict[int, list[tuple[int, int]]] = {}
+    for number, example in enumerate(examples):
+        for at, token in enumerate(example.output_ids[:-1]):
+            places.setdefault(token, []).append((number, at))
+    while True:
+        first = rng.choice(examples)
+        at = rng.randrange(max(1, len(first.output_ids) - 1))
+        number, other = rng.choice(places.get(first.output_ids[at], [(0, 0)]))
+        ids = [*first.output_ids[: at + 1], *examples[number].output_ids[other + 1 :]]
+        yield Recording(first.prompt_ids, ids)
+
+
+def write_examples(sets: Sequence[Sequence[Recording]], num_tokens: int, file: Path) -> int:
+    """Examples of all sets in turn, until they hold so many output tokens; returns that number.
+
+    Prompts are cut to their last 64 tokens: what is measured here is outputs.
+    """
+    rng = random.Random(0)
+    sources = [crossings(examples, rng) for examples in sets]
+    num = 0
+    with file.open("w") as out:
+        while num < num_tokens:
+            for source in sources:
+                example = next(source)
+                line = {"prompt_ids": example.prompt_ids[-64:], "output_ids": example.output_ids}
+                out.write(json.dumps(line) + "\n")
+                num += len(example.output_ids)
+    return num
+
+
+_WATCH = """
+import json, resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps({"said": done.stderr[-500:], "status": done.returncode,
+                  "cpu_s": used.ru_utime + used.ru_stime, "peak_kib": used.ru_maxrss}))
+"""
+"""A small process between: the peak of a child is at least that of the process that forked it."""
+
+
+def build_in_child(data: Path, output: Path, model: str) -> dict[str, float]:
+    """`tailor corpus build`: wall and CPU seconds, and its peak resident memory in GiB."""
+    command = [sys.executable, "-m", "server.commands.cli", "corpus", "build", "--model", model]
+    began = time.perf_counter()
+    watched = subprocess.run(
+        [sys.executable, "-c", _WATCH, *command, "--data", str(data), "-o", str(output)],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    used = json.loads(watched.stdout)
+    if used["status"]:
+        raise RuntimeError(f"tailor corpus build failed: {used['said']}")
+    return {
+        "wall_s": round(time.perf_counter() - began, 1),
+        "cpu_s": round(used["cpu_s"], 1),
+        "peak_gib": round(used["peak_kib"] / (1 << 20), 2),
+        "file_mib": round(output.stat().st_size / (1 << 20), 1),
+    }
+
+
+def trie_build_ms(prompt_ids: Sequence[int]) -> float:
+    """Median milliseconds of building the trie of one prompt, in settle()."""
+    drafter = make_drafter("trie")
+    taken = []
+    for _ in range(30):
+        session = drafter.open(prompt_ids)
+        start = time.perf_counter()
+        session.settle()
+        taken.append(time.perf_counter() - start)
+        session.close()
+    return round(1e3 * float(np.median(taken)), 3)
+
+
+def costs_of(
+    drafter: Drafter, held: Sequence[Recording], num_sessions: int, *, with_rows: bool
+) -> dict[str, float]:
+    """See the top of this file. with_rows: sessions note rows of likely ids, too."""
+    taken: dict[str, list[float]] = {"propose_us": [], "extend_us": [], "note_us": []}
+    num_nodes = 0
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        found = call(*arguments)
+        taken[name].append(1e6 * (time.perf_counter() - began))
+        return found
+
+    rng = np.random.default_rng(0)
+    chances = np.sort(rng.dirichlet(np.ones(NUM_LIKELY)).astype(np.float32))[::-1][None]
+    for first in range(0, len(held) - num_sessions + 1, num_sessions):
+        group = held[first : first + num_sessions]
+        sessions = [drafter.open(recording.prompt_ids) for recording in group]
+        for at in range(max(len(recording.output_ids) for recording in group)):
+            for session, recording in zip(sessions, group, strict=True):
+                if at >= len(recording.output_ids):
+                    continue
+                session.settle()
+                num_nodes += len(timed("propose_us", session.propose, BUDGET, BUDGET))
+                token = recording.output_ids[at]
+                if with_rows:
+                    ids = rng.integers(0, 40_000, (1, NUM_LIKELY), np.int32)
+                    ids[0, 0] = token
+                    note = cast("LikelySession", session).note_likely
+                    timed("note_us", note, (), (), ids, chances)
+                timed("extend_us", session.extend, [token])
+        for session in sessions:
+            session.close()
+    found = {name: round(float(np.median(us)), 2) for name, us in taken.items() if us}
+    found["propose_p90_us"] = round(float(np.quantile(taken["propose_us"], 0.9)), 2)
+    return found | {"ns_a_node": round(1e3 * sum(taken["propose_us"]) / max(1, num_nodes), 1)}
+
+
+def costs_by_drafter(
+    corpus: Corpus, held: Sequence[Recording], eos: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """costs_of every drafter of ours, with the corpus where it takes one, by name and number of
+    sessions. `auto` has no rows and no corpus; `auto, logits` rows; `auto, corpus` a corpus."""
+    takes_corpus, takes_eos = that_use(Need.CORPUS), that_use(Need.EOS)
+    ends = {"eos_token_ids": (eos,)}
+    made = {
+        spec.name: make_drafter(
+            spec.name,
+            **({"corpus": corpus} if spec.name in takes_corpus and spec.name != "auto" else {}),
+            **(ends if spec.name in takes_eos else {}),
+            **({"num_likely": 0} if spec.name == "auto" else {}),
+        )
+        for spec in OURS
+    }
+    made["auto, logits"] = make_drafter("auto", seen=Seen(), **ends)
+    made["auto, corpus"] = make_drafter("auto", corpus=corpus, num_likely=0, **ends)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, drafter in made.items():
+        rows = name == "auto, logits"
+        costs_of(drafter, held[:NUM_SESSIONS], NUM_SESSIONS, with_rows=rows)  # compiled code
+        found[name] = {
+            str(num): costs_of(drafter, held, num, with_rows=rows) for num in (1, NUM_SESSIONS)
+        }
+        print(f"{name}, by sessions at once: {found[name]}", flush=True)
+    return found
+
+
+@app.command
+def costs(
+    *,
+    sets: SetOptions = _SETS,
+    options: CostOptions = _COSTS,
+    results: ResultOptions = _RESULTS,
+) -> int:
+    """Time and memory of drafting: propose, extend, a node, a corpus; see loadtest.replay.
+
+    Example: python -m loadtest.replay costs --data data --corpus-tokens 5000000
+    """
+    ids, names = open_ids(sets.model), replace(sets, recorded=None).names()
+    results.refuse_busy_machine()
+    parts, held = [], []
+    for name in names:
+        examples = sets.read(ids, name, "train", 2000)
+        num_held = min(NUM_HELD, len(examples) // 5)
+        parts.append(examples[num_held:])
+        held.append(examples[:num_held])
+    figures: dict[str, Any] = {"sets": names}
+    with tempfile.TemporaryDirectory(prefix="drafter-costs-", dir=options.folder) as scratch:
+        data, file = Path(scratch) / "examples.jsonl", Path(scratch) / "task.corpus"
+        num_tokens = write_examples(parts, options.corpus_tokens, data)
+        figures["corpus"] = {"tokens": num_tokens, **build_in_child(data, file, sets.model)}
+        print(f"corpus: {figures['corpus']}", flush=True)
+        start = time.perf_counter()
+        corpus = Corpus.load(file, fingerprint=None)
+        figures["corpus"]["load_ms"] = round(1e3 * (time.perf_counter() - start), 1)
+        some = [r for turn in zip(*held, strict=False) for r in turn]
+        figures["drafters"] = costs_by_drafter(corpus, some[: 3 * NUM_SESSIONS], ids.eos)
+        del corpus
+    prompt = [token for part in held for e in part for token in e.prompt_ids][:TRIE_TOKENS]
+    figures["trie"] = {"prompt_tokens": len(prompt), "build_ms": trie_build_ms(prompt)}
+    print(f"trie: {figures['trie']}")
+    emit("replay costs", figures, results.json)
+    return 0
+
+
+Floats = npt.NDArray[np.float64]
+
+ROUNDS = 8
+TOKENS_PER_SET = 2500.0
+SMOOTHING = 6.0
+
+
+def edited(held: Sequence[Recording], example: Recording, rng: random.Random) -> list[int]:
+    """A prediction of an output: itself with random edits, or now and then another's output."""
+    if rng.random() < 0.15:
+        return list(rng.choice(held).output_ids)
+    rate = rng.choice((0.02, 0.05, 0.1, 0.25))
+    out: list[int] = []
+    for token in example.output_ids[:-1]:
+        edit = rng.random()
+        if edit >= rate:
+            out.append(token)
+        elif edit < 0.6 * rate:
+            out.append(rng.choice(example.output_ids))
+        elif edit < 0.8 * rate:
+            out += [token, rng.choice(example.output_ids)]
+    return out
+
+
+def fit_logits(folder: Path) -> tuple[Floats, Floats]:
+    """(weights, factors) with those of the logits fitted anew: half of the runs share what the
+    model held likely among a set's requests, half of them do not."""
+    start = Trust()
+    weights, factors = start.weights.copy(), start.factors.copy()
+    own_weights = slice(LOGITS * NUM_CELLS // NUM_SOURCES, None)
+    own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, None)
+    parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
+    if not parts:
+        raise ValueError(f"{folder} has no SET/train.jsonl")
+    for turn in range(ROUNDS):
+        evidence = np.zeros((2, NUM_CELLS))
+        outcomes = np.zeros((3, NUM_FACTORS))
+        for recordings in parts:
+            for seen in (Seen(), None):
+                trust = Trust(weights, factors, memory=1e12)
+                drafter = AutoDrafter(trust=trust, seen=seen)
+                for recording in recordings:
+                    _teach(drafter, recording)
+                evidence += trust.evidence
+                outcomes += trust.outcomes
+        fitted = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
+        weights[own_weights] = fitted[own_weights]
+        factors[own_factors] = ((outcomes[1] + 2.0) / (outcomes[0] + 2.0))[own_factors]
+        asked = evidence[0, own_weights]
+        mean = np.average(weights[own_weights], weights=asked)
+        print(f"round {turn + 1}: mean weight asked {mean:.4f}")
+    return weights, factors
+
+
+def _teach(drafter: AutoDrafter, recording: Recording) -> None:
+    """A recording, token by token, as without drafts."""
+    session = drafter.open(recording.prompt_ids)
+    session.settle_once()
+    for place, token in enumerate(recording.output_ids):
+        note_rows(session, recording, place, 1)
+        session.extend([token])
+    session.close()
+
+
+def _write(path: Path, weights: Floats, factors: Floats) -> None:
+    per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
+    per_cent = np.clip(np.rint(100 * factors), 1, 800).astype(int).reshape(-1, 10)
+    write_default_trust(path, per_mille.tolist(), per_cent.tolist())
+    print(f"wrote {path}")
+
+
+def fit_sources(parts: Sequence[tuple[Corpus, Sequence[Recording]]]) -> tuple[Floats, Floats]:
+    """(weights, factors) of every source, from held-out examples beside a corpus of the rest."""
+    # A flat start: longer matches are trusted more.
+    weights = np.repeat(
+        np.tile([0.02, 0.3, 0.5, 0.62, 0.7, 0.76, 0.82, 0.87, 0.91, 0.94], NUM_LEVELS // 10),
+        NUM_CELLS // NUM_LEVELS,
+    )
+    factors = np.ones(NUM_FACTORS)
+    for turn in range(ROUNDS):
+        evidence = np.zeros((2, NUM_CELLS))
+        outcomes = np.zeros((3, NUM_FACTORS))
+        for corpus, held in parts:
+            num_tokens = sum(len(e.output_ids) for e in held)
+            rng = random.Random(turn)
+            for use, share, predicted in (
+                (corpus, 1.0, False),
+                (None, 0.5, False),
+                (None, 0.5, True),
+            ):
+                trust = Trust(weights, factors, memory=1e12)
+                drafter = AutoDrafter(corpus=use, trust=trust, eos_token_ids=corpus.end_ids())
+                for example in held:
+                    session = drafter.open(
+                        example.prompt_ids,
+                        prediction_ids=edited(held, example, rng) if predicted else (),
+                    )
+                    session.settle_once()
+                    session.extend(example.output_ids)
+                    session.close()
+                scale = share * min(1.0, TOKENS_PER_SET / num_tokens)
+                evidence += scale * trust.evidence
+                outcomes += scale * trust.outcomes
+        weights = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
+        factors = (outcomes[1] + 2.0) / (outcomes[0] + 2.0)
+        print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
+    return weights, factors
+
+
+@app.command
+def fit(
+    *,
+    sets: SetOptions = _SETS,
+    output: Annotated[Path, Parameter(name=("--output", "-o"))] = DEFAULT_TRUST,
+    held_out: Annotated[int, Parameter(help="train examples of a set to fit on")] = 100,
+) -> int:
+    """Fit the trust that drafters start with, from train splits; see loadtest.replay.
+
+    Example: python -m loadtest.replay fit --data data -o trust.json
+    """
+    if sets.recorded is not None:
+        _write(output, *fit_logits(sets.recorded))
+        return 0
+    ids, parts = open_ids(sets.model), []
+    for name in sets.names():
+        examples = sets.read(ids, name, "train", sets.corpus_examples + 4 * held_out)
+        num_held = max(10, min(held_out, len(examples) // 4))
+        held, rest = examples[-num_held:], examples[:-num_held][-sets.corpus_examples :]
+        corpus = build_corpus(((e.prompt_ids, e.output_ids) for e in rest), fingerprint="")
+        parts.append((corpus, held))
+        print(f"{name}: {corpus.num_tokens} tokens of corpus, {num_held} examples held out")
+    _write(output, *fit_sources(parts))
+    return 0
 
 
 main = partial(run, app)

@@ -6,7 +6,7 @@
     python -m loadtest.speedup --data DATA_DIR --work WORK_DIR --ways off,slice,exact,exact-warm \\
         --tailor-model gemma-3-270m --sets massive_en,squad
 
-Starts Tailor itself, with tasks for each way of answering a data set (loadtest.task_sets):
+Starts Tailor itself, with tasks for each way of answering a data set (loadtest.prompts):
 
     off         no drafts: what all others are compared with
     cold        drafts from the request alone
@@ -53,12 +53,12 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from loadtest import machine
 from loadtest.cells import Ask, Cell, Conduct, Level, Plan, measure, run_cell
-from loadtest.load_figures import report
+from loadtest.figures import report
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
+    describe_machine,
     describe_servers,
     emit,
     listed,
@@ -68,8 +68,16 @@ from loadtest.options import (
     stopped_afterwards,
 )
 from loadtest.peer import SETTLE_S, Peer, PeerFailed, bring_up, tailor_peer
-from loadtest.prompts import Example
-from loadtest.task_sets import SETS, Places, TaskSet, examples_of, prepare, set_of, train_prompts
+from loadtest.prompts import (
+    SETS,
+    Example,
+    Places,
+    TaskSet,
+    examples_of,
+    prepare,
+    set_of,
+    train_prompts,
+)
 
 SERVER = "tailor"
 LEARNERS = 4  # requests in flight while a task learns
@@ -201,7 +209,7 @@ async def run_group(
     )  # fmt: skip
     beside = peers if adapter is None else ()  # they have not merged the adapter
     console.print(f"starting Tailor{f' with {adapter}' if adapter else ''}")
-    about = machine.describe()
+    about = describe_machine()
     with stopped_afterwards([tailor]):
         await bring_up([tailor], log_dir)
         for task_set in sets:

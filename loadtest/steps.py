@@ -31,9 +31,9 @@ import numpy as np
 from cyclopts import Parameter
 from numba import njit
 
+from loadtest.figures import ratio
 from loadtest.options import ResultOptions, emit, listed, numbers
 from loadtest.prompts import distinct_prompts
-from loadtest.stats import ratio
 from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar

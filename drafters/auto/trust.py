@@ -6,7 +6,7 @@ corrected by how often such claims came true: a factor per cell of (leading sour
 length and situation, claimed chance), the calibration table of `auto`. Evidence decays, so
 that the table follows a task that changes. It is saved atomically and survives a restart.
 
-The defaults were fitted on the train splits of twenty task data sets (loadtest/fit_trust.py).
+The defaults were fitted on the train splits of twenty task data sets (loadtest/replay.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ UPDATE_EVERY = 256.0  # asks
 VERSION = 2  # 1 held what a corpus says, too
 
 DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
-"""What trust is before any evidence: package data, written by loadtest/fit_trust.py."""
+"""What trust is before any evidence: package data, written by loadtest/replay.py."""
 
 
 @functools.cache

@@ -14,8 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.gpu.correct import PROMPT, apart_bound, random_ids, rows_of, run
-from loadtest.gpu.shapes import SHAPES, Asked, build, info_of
+from loadtest.gpu.correct import (
+    PROMPT,
+    SHAPES,
+    Asked,
+    apart_bound,
+    build,
+    info_of,
+    random_ids,
+    rows_of,
+    run,
+)
 from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch
 from server.model.adapter import TokenRows

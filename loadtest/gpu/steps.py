@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
+from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu.kv_cache import bytes_per_block
 from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.gpu.correct import run
-from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
-from loadtest.gpu.shapes import Shape as ModelShape
+from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, info_of, run
+from loadtest.gpu.correct import Shape as ModelShape
 from loadtest.gpu.steps import Case, batch_of
 from server.engine.batch import Batch, Drawn, HeadSlice, Int32
 from server.model.gpu.runner import TorchModel, TorchRunner

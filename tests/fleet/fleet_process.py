@@ -1,5 +1,5 @@
 """FleetProcess, which the load tests share."""
 
-from loadtest.fleet_process import FleetProcess
+from loadtest.fleet import FleetProcess
 
 __all__ = ["FleetProcess"]

@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-from loadtest.fleet_process import FleetProcess
+from loadtest.fleet import FleetProcess
 from tests.api.live import LiveServer, wait_until
 from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts, free_port

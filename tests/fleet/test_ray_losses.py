@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from loadtest.fleet_faults import NUM_TEXTS, Flight, expected
-from loadtest.fleet_process import FleetProcess
+from loadtest.fleet import NUM_TEXTS, FleetProcess, Flight, expected
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts

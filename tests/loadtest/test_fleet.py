@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.fleet import missed_goals
-from loadtest.fleet_scaling import arrivals, at, num_up, replica_s
-from loadtest.fleet_traffic import body
+from loadtest.fleet import arrivals, at, body, missed_goals, num_up, replica_s
 
 
 def test_goals_that_are_missed_are_told() -> None:

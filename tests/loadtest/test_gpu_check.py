@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from loadtest import gpu_check
-from loadtest.gpu import parts, real, steps
-from loadtest.gpu.shapes import SHAPES, Asked, build, weight_bytes
+from loadtest.gpu import correct, parts, steps
+from loadtest.gpu.correct import SHAPES, Asked, build, weight_bytes
 from server.model.gpu.adapters import OwnRows
 
 CPU = torch.device("cpu")
@@ -45,20 +45,20 @@ def test_every_part_of_the_plan_is_known() -> None:
 def test_trained_weights_are_compared_with_what_was_recorded(tmp_path: Path) -> None:
     """A slice that is made here, of a model with tied tables; one text that is another is told."""
     asked = Asked("tiny", CPU, torch.float32, 1)
-    assert "skipped" in next(real.check(asked, tmp_path))
+    assert "skipped" in next(correct.check_real(asked, tmp_path))
     build(SHAPES["tiny"], CPU, torch.float32).save_pretrained(tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"VOCABULARY": 200, "LAYERS": 1, "PROMPTS": 2, "NEW": 9}.items():
-            patch.setattr(real, name, value)
-        patch.setattr(real, "FIRST_ID", 3)
-        real.make(tmp_path / "whole", tmp_path / "slice")
-        recorded = json.loads((tmp_path / "slice" / real.RECORDED).read_text())
+            patch.setattr(correct, name, value)
+        patch.setattr(correct, "FIRST_ID", 3)
+        correct.make(tmp_path / "whole", tmp_path / "slice")
+        recorded = json.loads((tmp_path / "slice" / correct.RECORDED).read_text())
         assert [len(one["text"]) for one in recorded] == [9, 9]
-        [line] = real.check(asked, tmp_path / "slice")
+        [line] = correct.check_real(asked, tmp_path / "slice")
         assert line["ok"] and line["same_ids"] == line["same_drafted_ids"] == 1.0
         recorded[1]["text"][4] = (recorded[1]["text"][4] + 1) % 200
-        (tmp_path / "slice" / real.RECORDED).write_text(json.dumps(recorded))
-        assert not next(real.check(asked, tmp_path / "slice"))["ok"]
+        (tmp_path / "slice" / correct.RECORDED).write_text(json.dumps(recorded))
+        assert not next(correct.check_real(asked, tmp_path / "slice"))["ok"]
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])

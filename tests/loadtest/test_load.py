@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from loadtest import cells, load, load_figures, step_times
-from loadtest.completion import Timing
-from loadtest.peer import CpuMeter
-from loadtest.trace import Arrival, read_trace
+from loadtest import cells, figures, load
+from loadtest.cells import Arrival, read_trace
+from loadtest.peer import CpuMeter, Timing
 from tests.loadtest.conftest import last_json
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
@@ -284,9 +283,9 @@ def test_arrivals_are_poisson_and_repeatable() -> None:
 
 def test_lateness_counts_against_the_objective() -> None:
     timing = Timing(start_s=5.0, end_s=6.0, chunk_s=[5.1], chunk_tokens=[1], num_tokens=1)
-    assert load_figures.meets_slo(timing, 0.0, {"ttft": 0.2, "tpot": 0.001, "e2e": 1.5})
-    assert not load_figures.meets_slo(timing, 0.15, {"ttft": 0.2})
-    assert not load_figures.meets_slo(timing, 0.6, {"e2e": 1.5})
+    assert figures.meets_slo(timing, 0.0, {"ttft": 0.2, "tpot": 0.001, "e2e": 1.5})
+    assert not figures.meets_slo(timing, 0.15, {"ttft": 0.2})
+    assert not figures.meets_slo(timing, 0.6, {"e2e": 1.5})
 
 
 def test_load_counts_each_data_set_and_every_ratio(
@@ -394,7 +393,7 @@ def test_a_traces_task_without_a_data_set_is_refused(
 @pytest.mark.parametrize("text", ["ttfb=1", "ttft=0", "ttft=x", "ttft=nan"])
 def test_bad_objectives_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        load_figures.parse_slo(text)
+        figures.parse_slo(text)
 
 
 def metrics(steps: float) -> str:
@@ -419,8 +418,8 @@ def metrics(steps: float) -> str:
 
 
 def test_means_are_of_the_steps_between_two_readings() -> None:
-    before, after = (step_times.parse_steps(metrics(steps)) for steps in (100, 150))
-    assert step_times.per_step(before, after, wall_s=0.6) == pytest.approx(
+    before, after = (cells.parse_steps(metrics(steps)) for steps in (100, 150))
+    assert cells.per_step(before, after, wall_s=0.6) == pytest.approx(
         {
             "num_steps": 50, "rows": 3, "wall_ms": 12, "step_ms": 10, "model_ms": 8,
             "drafter_ms": 0.5, "host_ms": 2, "outside_ms": 2, "overhead_ms": 4,
@@ -428,7 +427,7 @@ def test_means_are_of_the_steps_between_two_readings() -> None:
         }
     )  # fmt: skip
     with pytest.raises(ValueError, match="no step"):
-        step_times.per_step(after, after, 1.0)
+        cells.per_step(after, after, 1.0)
 
 
 def test_steps_are_read_between_the_last_start_and_the_first_end(

@@ -13,7 +13,6 @@ import httpx
 import psutil
 import pytest
 
-from loadtest.completion import request_body
 from loadtest.peer import (
     CpuMeter,
     PeerFailed,
@@ -21,6 +20,7 @@ from loadtest.peer import (
     bring_down,
     bring_up,
     parse_peers,
+    request_body,
     shuffled,
 )
 

@@ -12,11 +12,21 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from loadtest import quality, slice_quality
-from loadtest.adapter_quality import filled, intent, metrics_of, slots
-from loadtest.answers import answer_all
-from loadtest.quality import read_texts
-from loadtest.slice_quality import ModelFiles, Row, SliceOptions, Texts, in_ids, make_rows
+from loadtest import quality
+from loadtest.quality import (
+    ModelFiles,
+    Row,
+    SliceOptions,
+    Texts,
+    answer_all,
+    filled,
+    in_ids,
+    intent,
+    make_rows,
+    metrics_of,
+    read_texts,
+    slots,
+)
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
 from server.commands.cli import main as tailor
@@ -177,7 +187,7 @@ def test_slices_of_a_model_with_and_without_its_texts(
     words = ["slices", "--data", str(tmp_path), "--task", "towns", "--model", str(model)]
     assert quality.main([*words, "--ablations"]) == 0
     rows = last_json(capsys)["tasks"]["towns"]
-    assert set(rows) == {*slice_quality.ROWS, *slice_quality.ABLATIONS}
+    assert set(rows) == {*quality.ROWS, *quality.ABLATIONS}
     assert rows["tau 0.0"]["recall"] == 1.0 and rows["tau 0.0"]["num_prompts"] == 24
     more = ["--texts", "3", "--shots", "1", "--tokens", "4", "--threads", "1"]
     assert quality.main([*words, *more]) == 0

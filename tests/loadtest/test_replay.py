@@ -15,7 +15,7 @@ import torch
 from drafters.auto.trust import Trust
 from drafters.published.grammys import BigramTable
 from drafters.replay import Recording, read_recordings
-from loadtest import drafter_costs, fit_trust, own_runs, replay
+from loadtest import replay
 from loadtest.peer_drafters import tree_of_paths
 from loadtest.recordings import open_ids
 from tests.loadtest.conftest import last_json
@@ -197,7 +197,7 @@ def test_live_answers_are_the_recorded_ones(
     (cell,) = last_json(capsys)["cells"]
     assert cell["same text"] is True
     assert cell["tokens"] == NUM * 23  # behind the first
-    for column in own_runs.columns(0):
+    for column in replay.columns(0):
         drafted = sum(num for num, _ in cell[f"{column}: sources"].values())
         kept = sum(num for _, num in cell[f"{column}: sources"].values())
         assert drafted >= kept and cell[column] >= 1.0
@@ -206,7 +206,7 @@ def test_live_answers_are_the_recorded_ones(
 
 def test_crossings_are_the_examples_then_joins_of_two() -> None:
     examples = [Recording([1], [5, 6, 7, 0]), Recording([2], [8, 6, 9, 0])]
-    made = list(islice(drafter_costs.crossings(examples, random.Random(3)), 200))
+    made = list(islice(replay.crossings(examples, random.Random(3)), 200))
     assert made[:2] == examples
     # Crossed at 6, which both hold, or an output joined with itself.
     outputs = {tuple(e.output_ids) for e in made[2:]}
@@ -240,7 +240,7 @@ def test_a_fit_moves_what_was_asked_and_is_trust_that_loads(
     model: tuple[Path, Any], data: Path, recorded: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(fit_trust, "ROUNDS", 1)
+    monkeypatch.setattr(replay, "ROUNDS", 1)
     for name, words in (("sources", ["--data", data]), ("logits", ["--recorded", recorded])):
         out = tmp_path / f"{name}.json"
         assert run("fit", "--model", model[0], *words, "--held-out", 10, "-o", out) == 0

@@ -10,9 +10,16 @@ import gguf
 import numpy as np
 import pytest
 
-from loadtest import same_file, starts
-from loadtest.files import SHAPES, requantise, write_nothing, write_random
-from loadtest.same_file import LLAMACPP, make_file, servers
+from loadtest import same_file
+from loadtest.same_file import (
+    LLAMACPP,
+    SHAPES,
+    make_file,
+    requantise,
+    servers,
+    write_nothing,
+    write_random,
+)
 from server.model.build import RunnerSpec, build_runner
 from server.model.gguf_folder import file_folder
 from server.model.gguf_index import GgufIndex
@@ -55,7 +62,7 @@ def test_a_file_of_random_weights_is_served_in_its_own_shape(
 ) -> None:
     """Written with another file's tokenizer, filled up; read by transformers and by us alike."""
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("loadtest.files._POOL", 1 << 12)
+    monkeypatch.setattr("loadtest.same_file._POOL", 1 << 12)
     write_gguf(tmp_path / "in.gguf")
     for name, one in SHAPES.items():
         dim = 128 if one.architecture == "qwen3" else 32  # what transformers takes it to be
@@ -130,6 +137,6 @@ def test_memory_is_a_share_of_file_and_kv() -> None:
                "resident": 200.0, "anonymous": 100.0}  # fmt: skip
     row = nothing | {"model": "m", "resident": 300.0, "with_schema": 325.0, "file_and_kv": 100.0,
                      "schema_first_s": 0.5, "schema_next_s": 0.1}  # fmt: skip
-    shown = starts.table([row], nothing)
+    shown = same_file.table([row], nothing)
     assert row["above"] == pytest.approx(1.0) and row["above_with_schema"] == pytest.approx(1.25)
     assert shown.row_count == 2

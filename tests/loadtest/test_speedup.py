@@ -13,8 +13,7 @@ from rich.console import Console
 
 from loadtest import speedup
 from loadtest.peer import Peer
-from loadtest.prompts import Example
-from loadtest.task_sets import SETS, Places, examples_of, prepare, train_prompts
+from loadtest.prompts import SETS, Example, Places, examples_of, prepare, train_prompts
 from tests.loadtest.scripted_server import ScriptedServer
 
 OPTIONS = speedup.SpeedupOptions(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.stats import median_interval, ratio, summarize
+from loadtest.figures import median_interval, ratio, summarize
 
 positive = st.floats(0.01, 1e4)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from loadtest.pruning import close_under_merges, prune_tokenizer, static_pruning_ids
+from loadtest.quality import close_under_merges, prune_tokenizer, static_pruning_ids
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from vocab_store.documents import Example, corpus_hash
