@@ -197,7 +197,7 @@ def test_what_the_model_held_likely_is_told_to_the_session() -> None:
 
             return Wants()
 
-    drafter = Noting(oracle_drafter([[9, 8, *output]])._propose_from)
+    drafter = Noting(oracle_drafter([[9, 8, *output]]).propose_from)
     _replay(drafter, 1.0, [Recording([9, 8], output, rows, [[1.0]] * len(output))])
     assert noted == output, "a row of every token that was accepted or drawn"
     noted.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.host import EngineFactory
+from server.engine.process import EngineFactory
 from server.engine.settings import EngineSettings
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from drafters.base import Drafter
 from server.engine.adapters import MAX_NAMES, Vocabulary
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.types import (
     OTHER_ADAPTERS,
@@ -291,7 +292,11 @@ def test_a_request_is_refused_when_all_in_memory_are_in_use() -> None:
 def test_others_go_on_while_an_adapter_is_read() -> None:
     engine, runner, own = small(1, 2)
     gate = threading.Event()
-    runner.pack_waits = lambda _: gate.wait(10) and None
+
+    def pack_waits(_: str) -> None:
+        gate.wait(10)
+
+    runner.pack_waits = pack_waits
     engine.adapters.register(own.order("a0@"), load=False)
     settle(engine)
     engine.submit(ask("waits", "a0@"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -167,13 +167,19 @@ COMPACT = replace(SCHEMA, whitespace="")
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
+    """Reads the tokenizer as a compiler does."""
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     padded = byte_level_tokenizer()
     padded.enable_truncation(8)
     padded.enable_padding()
     file.write_text(padded.to_str(), encoding="utf-8")
-    made = GrammarCompiler(partial(read_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
+    return partial(read_grammar_tokenizer, file, VOCAB, (0,))
+
+
+@pytest.fixture(scope="module")
+def compiler(load: Callable[[], Any]) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(load, VOCAB)
     yield made
     made.close()
 
@@ -236,13 +242,11 @@ def test_a_mark_that_lies_ahead(compiler: GrammarCompiler) -> None:
 
 def test_eos_only_where_the_text_matches(compiler: GrammarCompiler) -> None:
     state = _state(compiler, GrammarSpec("regex", "(the )+"))
+    text = b""
     for token in TOKENIZER.encode("the the ").ids[:-1]:
-        assert (0 in _allowed(state)) == (state.num_consumed > 0 and _text(state).endswith(b"the "))
+        assert (0 in _allowed(state)) == text.endswith(b"the ")
         state.consume(token)
-
-
-def _text(state: GrammarState) -> bytes:
-    return b"".join(TABLE.bytes_of(i) for i in state._consumed)
+        text += TABLE.bytes_of(token)
 
 
 def test_what_is_forced_is_all_that_the_masks_allow(compiler: GrammarCompiler) -> None:
@@ -379,16 +383,18 @@ def test_no_node_is_left_that_could_not_be_drawn(
 ) -> None:
     """Every node's token is in its parent's mask, and the masks are those of a fresh state."""
     rng = data.draw(st.randoms(use_true_random=False))
-    state = _state(compiler, rng.choice([SCHEMA, COMPACT]))
+    spec = rng.choice([SCHEMA, COMPACT])
+    state = _state(compiler, spec)
     text = '{"name": "foxes", "year": 42, "kind": "the slow"}'.replace(
         ": ", ":" if rng.random() < 0.5 else ": "
     )
     ids = _ids(text)
+    start: list[int] = []
     for token in ids[: rng.randrange(len(ids))]:
         if not state.consume(token):
             state.rollback(state.num_consumed)
             break
-    start = list(state._consumed)
+        start.append(token)
     paths = []
     for _ in range(rng.randint(0, 4)):
         at = rng.randrange(len(ids))
@@ -397,7 +403,7 @@ def test_no_node_is_left_that_could_not_be_drawn(
     proposed = check_tree(_tree_of(paths), VOCAB, 64) if paths else None
     tree = constrain(state, forced, proposed, max_nodes=12, max_depth=9, source=2)
     masks = fill_masks(state, tree)
-    assert list(state._consumed) == start
+    assert state.num_consumed == len(start)
     nodes = 0 if tree is None else len(tree.token_ids)
     assert masks.shape == (1 + nodes, state.num_words)
     for node in range(-1, nodes):
@@ -410,7 +416,7 @@ def test_no_node_is_left_that_could_not_be_drawn(
             assert (int(masks[1 + parent, token >> 5]) >> (token & 31)) & 1
             path.insert(0, token)
             at = parent
-        fresh = GrammarState(state._template)
+        fresh = _state(compiler, spec)
         for token in start + path:
             assert fresh.consume(token)
         row = np.zeros(state.num_words, np.uint32)
@@ -563,21 +569,19 @@ def test_without_a_compiler_or_with_ignore_eos_a_grammar_is_refused(
 # -- compiling ------------------------------------------------------------------------------------
 
 
-class _SlowCompiler(GrammarCompiler):
-    """Compiles when `gate` opens."""
+def _slow(gate: threading.Event, load: Callable[[], Any], **options: Any) -> GrammarCompiler:
+    """It compiles when `gate` opens."""
 
-    def __init__(self, gate: threading.Event, fast: GrammarCompiler, **options: Any) -> None:
-        self.gate = gate
-        super().__init__(lambda: self._wait(fast), VOCAB, **options)
+    def wait() -> Any:
+        assert gate.wait(30)
+        return load()
 
-    def _wait(self, fast: GrammarCompiler) -> Any:
-        assert self.gate.wait(10)
-        return fast._load_tokenizer()
+    return GrammarCompiler(wait, VOCAB, **options)
 
 
-def test_others_go_on_while_a_grammar_is_compiled(compiler: GrammarCompiler) -> None:
+def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> None:
     gate = threading.Event()
-    slow = _SlowCompiler(gate, compiler)
+    slow = _slow(gate, load)
     engine = _engine(slow)
     engine.submit(_request("waits", COMPACT))
     engine.submit(_request("leaves", COMPACT))
@@ -599,9 +603,9 @@ def test_others_go_on_while_a_grammar_is_compiled(compiler: GrammarCompiler) -> 
     assert not engine.is_preparing
 
 
-def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler) -> None:
+def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> None:
     gate = threading.Event()
-    engine = _engine(_SlowCompiler(gate, compiler, timeout_s=0.05))
+    engine = _engine(_slow(gate, load, timeout_s=0.05))
     engine.submit(_request("r", COMPACT, choices=2))
     results = _finish(engine)
     assert {r.error_code for r in results.values()} == {"grammar_limit"} and len(results) == 2
@@ -624,8 +628,8 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCo
     assert _finish(engine)["r", 0].error_code == "engine_error"
 
 
-def test_equal_grammars_are_compiled_once_and_few_are_kept(compiler: GrammarCompiler) -> None:
-    small = GrammarCompiler(compiler._load_tokenizer, VOCAB, max_kept=4)
+def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], Any]) -> None:
+    small = GrammarCompiler(load, VOCAB, max_kept=4)
     first = small.compile(GrammarSpec("regex", "a"))
     assert small.compile(GrammarSpec("regex", "a")) is first
     for i in range(20):
@@ -639,8 +643,8 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(compiler: GrammarComp
     small.close()
 
 
-def test_large_grammars_are_kept_by_their_length(compiler: GrammarCompiler) -> None:
-    large = GrammarCompiler(compiler._load_tokenizer, VOCAB, max_kept_chars=1000)
+def test_large_grammars_are_kept_by_their_length(load: Callable[[], Any]) -> None:
+    large = GrammarCompiler(load, VOCAB, max_kept_chars=1000)
     for i in range(9):
         large.compile(GrammarSpec("regex", f"{i}" * 300)).result()
         large.compile(GrammarSpec("regex", "(" * 300)).exception()  # fails each time: kept once

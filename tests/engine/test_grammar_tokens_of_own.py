@@ -84,7 +84,7 @@ def test_an_own_token_is_allowed_where_its_parts_are(tmp_path: Path, source: str
 def test_forced_text_is_written_in_the_fewest_ids(tmp_path: Path) -> None:
     _, own, enrichment = _states(tmp_path, GrammarSpec("regex", "abcdx"))
     size = BASE + len(enrichment)
-    ids = []
+    ids: list[int] = []
     while not own.is_complete and len(ids) < 8:
         forced = _allowed(own, size) & set(enrichment.ids)
         longest = max(forced, key=lambda i: len(enrichment.parts_of(i)))

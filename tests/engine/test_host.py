@@ -168,7 +168,8 @@ def test_an_abort_takes_effect_within_a_step(start_here: Start) -> None:
     _under_way(handle)
     channel.send(handle.connection, ("abort", "a"))
     channel.send(handle.connection, ("control", 0, "echo", {"n": 1}))  # read after the abort
-    read, num_after, deltas = False, 0, []
+    read, num_after = False, 0
+    deltas: list[Delta] = []
     while not any(delta.finish_reason for delta in deltas):
         message = _receive(handle)
         read = read or message[0] == "control"
@@ -310,7 +311,8 @@ def test_stop_kills_an_engine_that_hangs_in_a_step(start_own: Start) -> None:
     handle = start_own(factory(fail="hang"))
     _ready(handle)
     _submit(handle, _request("a", prompt=(9, 9)))
-    time.sleep(0.2)
+    while not _beat(handle):  # the step is under way
+        pass
     handle.stop(0.3)
     assert handle.exit_code() == -signal.SIGKILL
 

@@ -79,7 +79,7 @@ def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int
         asked += 1
         return (["cooldown"] * len(arguments[0]), 0) if dear else ask(*arguments)
 
-    engine.gain.ask = counted  # type: ignore[method-assign]
+    engine.gain.ask = counted  # type: ignore[method-assign,assignment]
     for _, request, _ in work.requests:
         engine.submit(request)
     counts: list[StepCounts] = []

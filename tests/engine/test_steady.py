@@ -32,7 +32,8 @@ MODEL = FakeModel(16, seed=5)
 
 def _counted(runner: FakeRunner) -> list[int]:
     """[0], where steps are counted from now on whose Batch is the last one, written anew."""
-    launch, num, last = runner.launch, [0], [None]
+    launch, num = runner.launch, [0]
+    last: list[Batch | None] = [None]
 
     def counting(batch: Batch) -> None:
         num[0] += batch is last[0]

@@ -48,7 +48,7 @@ TABLE = StopTable.from_list([b"", b"a", b"b", b"ab", b"\xe4\xb8", b"\xad", b"<en
 
 def choice(num_output: int = 0, table: Table | None = None, **sampling: Any) -> Sequence:
     """A choice of at most 100 tokens that 9 (EOS), 7 and 8 end, and that has so many."""
-    values = {"max_tokens": 100, "stop_token_ids": (7, 8)} | sampling
+    values: dict[str, Any] = {"max_tokens": 100, "stop_token_ids": (7, 8)} | sampling
     sequence = Sequence(
         Request("r", "task", "fake", (3, 4), SamplingParams(**values)),
         0,

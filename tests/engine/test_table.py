@@ -33,7 +33,8 @@ def sequence_in(table: Table, prompt: tuple[int, ...] = (3, 4, 5), num: int = 20
 @given(st.lists(st.integers(0, 40), max_size=60))
 def test_seats_are_nobody_s_twice_and_a_new_one_is_blank(moves: list[int]) -> None:
     """Each number takes a seat with so many end ids, or, where it is even, gives one back."""
-    table, seats = Table(block_size=4, max_model_len=64), {}
+    table = Table(block_size=4, max_model_len=64)
+    seats: dict[int, int] = {}
     for move in moves:
         if move % 2 == 0 and seats:
             table.give_back(seats.popitem()[0])

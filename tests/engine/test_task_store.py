@@ -153,6 +153,7 @@ def test_two_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: li
     assert num_aborted > 60 and engine.num_open == 0 and not engine.tasks._outputs
     first, last = float(np.mean(rates[:1])), float(np.mean(rates[-6:]))
     assert first < 2.0 and last > 1.5 * first, (first, last)
+    assert engine.memory is not None
     ((task, num_held, num_learned),) = engine.memory.sizes()
     assert task == "task" and num_held <= LEARN_TOKENS
     assert 0.8 * (2_000 - num_aborted) < num_learned <= 2_000 - num_aborted
@@ -215,8 +216,8 @@ def test_learning_changes_no_text(tmp_path: Path, engines: list[Engine]) -> None
                 assert got[-1].finish_reason == want[-1].finish_reason
         assert learning.memory is not None
         learning.memory.wait()
-    told = [dict(by_name(engine)) for engine in (learning, plain)]
-    assert told[0]["learned_tokens"] and not told[1]["learned_tokens"]
+    learned = [dict(by_name(engine))["learned_tokens"] for engine in (learning, plain)]
+    assert learned[0] and not learned[1]
 
 
 def test_a_restart_keeps_what_was_learned_and_the_calibration(
@@ -370,8 +371,8 @@ def test_calibration_is_kept_per_scope_and_told_as_a_sum(
 
     asked = [evidence(first, scope) for scope in ("a\0", "b\0", "a\0salt")]
     assert asked[0] > asked[1] > asked[2] > 0 and evidence(first, "c\0") == 0
-    payload = {"task": "task", "drafter": "auto", "options": (), "corpus": None}
-    payload |= {"learn_tokens": LEARN_TOKENS}
+    payload: dict[str, object] = {"task": "task", "drafter": "auto", "options": ()}
+    payload |= {"corpus": None, "learn_tokens": LEARN_TOKENS}
 
     def offered(engine: Engine) -> float:
         rows = engine.controls["task_report"](payload)["calibration"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,7 +237,7 @@ def test_an_end_before_n_tokens_wait(every: int) -> None:
     """EOS, a stop id, a stop string, max_tokens: right ones end it, wrong ones are taken back."""
     for seed in range(40):
         model = FakeModel(12, seed=seed)
-        sampling: dict[str, object] = {"temperature": 1.0, "seed": seed, "max_tokens": 11}
+        sampling: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 11}
         sampling |= (
             {"ignore_eos": False},
             {"stop_token_ids": (4, 7)},
@@ -319,7 +320,12 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     engine.slices._profiles = lambda name: profiles[name]
     loads: list[int] = []
     load = runner.load_table
-    runner.load_table = lambda table, ids: (loads.append(table), load(table, ids))[1]  # type: ignore[method-assign,assignment]
+
+    def load_table(table: int, token_ids: Int32) -> None:
+        loads.append(table)
+        load(table, token_ids)
+
+    runner.load_table = load_table  # type: ignore[method-assign]
     for i in range(3):
         engine.submit(_request((5, 6), "slice", 0, request_id=str(i), max_tokens=4))
     _drain(engine)
@@ -350,9 +356,9 @@ def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
     events: list[str] = []
     load, launch = runner.load_rows, runner.launch
 
-    def load_rows(ids: Int32, places: Int32) -> None:
-        events.append(f"load {ids.shape[0]}")
-        load(ids, places)
+    def load_rows(token_ids: Int32, places: Int32) -> None:
+        events.append(f"load {token_ids.shape[0]}")
+        load(token_ids, places)
 
     def launched(batch: Batch) -> None:
         events.append("prompt" if batch.num_prefill_rows else "decode")
@@ -519,6 +525,7 @@ def test_the_full_head_takes_over_and_the_text_stays() -> None:
 
     class TimedRunner(FakeRunner):
         def wait(self):  # type: ignore[no-untyped-def]
+            assert self._launched is not None
             sliced = self._launched.draw_slice is not None
             drawn = super().wait()
             return replace(drawn, model_s=0.010, head_s=0.002 if sliced else 0.0021)

@@ -23,17 +23,17 @@ class FakeSession:
     ) -> None:
         self.tokens = list(prompt_ids)
         self._num_prompt = len(self.tokens)
-        self._propose_from = propose_from
-        self._closed = False
+        self.propose_from = propose_from
+        self.is_closed = False
         self._offered: DraftTree | None = None
 
     def _alive(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise SessionClosedError("the session is closed")
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
         self._alive()
-        return self._propose_from(self.tokens, budget, max_depth)
+        return self.propose_from(self.tokens, budget, max_depth)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._alive()
@@ -61,7 +61,7 @@ class FakeSession:
         del self.tokens[self._num_prompt + mark :]
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
 
 
 class FakeDrafter:
@@ -71,7 +71,7 @@ class FakeDrafter:
     sources: tuple[str, ...] = ("fake", "other")
 
     def __init__(self, propose_from: Callable[[list[int], int, int], DraftTree]) -> None:
-        self._propose_from = propose_from
+        self.propose_from = propose_from
         self.sessions: list[FakeSession] = []
 
     def open(
@@ -81,14 +81,14 @@ class FakeDrafter:
         context_span: tuple[int, int] | None = None,
         prediction_ids: Sequence[int] = (),
     ) -> FakeSession:
-        session = FakeSession(prompt_ids, self._propose_from)
+        session = FakeSession(prompt_ids, self.propose_from)
         self.sessions.append(session)
         return session
 
     @property
     def num_open(self) -> int:
         """Sessions that were never closed."""
-        return sum(not s._closed for s in self.sessions)
+        return sum(not s.is_closed for s in self.sessions)
 
 
 def random_tree(

@@ -18,8 +18,8 @@ import torch
 from server.engine.batch import Batch, Drawn
 from server.model.gpu import sampler
 from server.model.gpu.generic import take_over
-from server.model.gpu.head_plan import plan_draws
 from server.model.gpu.runner import TorchRunner
+from server.model.gpu.sampler import plan_draws
 from server.model.loader import finish_module
 from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
@@ -47,14 +47,17 @@ soft-capping."""
 KINDS = ["decode", "tree", "chunk", "mixed"]
 
 
-def make(family: str, device: torch.device, **options: object) -> TorchRunner:
+def make(family: str, device: torch.device, **options: Any) -> TorchRunner:
     module: Any
     if family in GENERIC:
-        module = generic_models.build(family).to(device)
+        module = generic_models.build(family)
+        module.to(device)
         take_over(module, V)
     else:
-        module = finish_module(families.build(family).to(device))
-    numbers: dict[str, object] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 16}
+        module = families.build(family)
+        module.to(device)
+        module = finish_module(module)
+    numbers: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 16}
     return runner_over(module, device=str(device), **(numbers | options))
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from loadtest import gpu_check
-from loadtest.gpu import correct, parts, steps
+from loadtest.gpu import correct, options, parts, steps
 from loadtest.gpu.correct import SHAPES, Asked, build, weight_bytes
 from server.model.gpu.adapters import OwnRows
 
@@ -81,7 +81,6 @@ def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
 
 def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter that is not added, rows that are the base's."""
-    options = parts.options
     with monkeypatch.context() as patch:
         patch.setattr(options, "_merge", lambda *_: None)
         assert not found("adapters", "tiny")[0]["ok"]
@@ -97,7 +96,7 @@ def test_the_reserve_is_told() -> None:
 
 def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that see one key too few: the chain's logprobs are not transformers'."""
-    rows_of = parts.correct.rows_of
+    rows_of = correct.rows_of
 
     def short(ids: Any, start: int, *, root: int | None, targets: Any) -> Any:
         batch = rows_of(ids, start, root=root, targets=targets)
@@ -105,7 +104,7 @@ def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             batch.prefix_len[1:] -= 20
         return batch
 
-    monkeypatch.setattr(parts.correct, "rows_of", short)
+    monkeypatch.setattr(correct, "rows_of", short)
     assert not found("correct", "tiny")[1]["ok"]
 
 

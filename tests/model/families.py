@@ -13,7 +13,7 @@ VOCAB_SIZE = 199
 WINDOW = 8
 MAX_LEN = 256
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 96,
@@ -26,12 +26,12 @@ _SIZES = {
 
 
 def _own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
-    """A maker of a family by its class name, from _SIZES and what differs."""
+    """A maker of a family by its class name, from SIZES and what differs."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 
     def make() -> PreTrainedModel:
         model_class: Any = getattr(transformers, architecture)
-        return model_class(model_class.config_class(**{**_SIZES, **heads, **changes}))
+        return model_class(model_class.config_class(**{**SIZES, **heads, **changes}))
 
     return make
 

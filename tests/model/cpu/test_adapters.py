@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.runner import CpuRunner
@@ -124,7 +125,7 @@ def test_a_step_asks_torch_for_nothing(case: Case) -> None:
     rows = [r for i in range(3) for r in builder.add_rows(pages.sequence(8), tokens(8, i), 0)]
     asked: list[str] = []
 
-    class Told(torch.utils._python_dispatch.TorchDispatchMode):
+    class Told(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

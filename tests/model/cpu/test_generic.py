@@ -226,7 +226,7 @@ def _tried(module: Any) -> None:
 
 
 def _tiny(architecture: str, **changes: Any) -> Any:
-    sizes = {**families._SIZES, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    sizes = {**families.SIZES, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
     model_class: Any = getattr(transformers, architecture)
     return model_class(model_class.config_class(**{**sizes, **changes})).eval()
 

@@ -50,9 +50,9 @@ class Device:
         self._graphs = self._graph_driver = 0
         self._own = runner.launch
         self._runner: Any = runner
-        self._runner.launch = self._launch
+        self._runner.launch = self._launch  # type: ignore[method-assign]
         self._forget = runner.forget_graphs
-        self._runner.forget_graphs = self._forgets
+        self._runner.forget_graphs = self._forgets  # type: ignore[method-assign]
 
     def _launch(self, batch: Batch) -> None:
         if not self.batches:
@@ -97,7 +97,7 @@ def fitted(runner: TorchRunner, device: Device, **given: Any) -> None:
 def small(largest: int = 0) -> TorchRunner:
     runner = runner_over(families.build("llama"), num_blocks=16, kv_block_bytes=MIB)
     if largest:
-        use_graphs(runner, FirstCalls(largest))  # type: ignore[arg-type]
+        use_graphs(runner, FirstCalls(largest))
     return runner
 
 

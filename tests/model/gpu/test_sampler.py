@@ -258,8 +258,8 @@ def test_distribution() -> None:
     share /= share.sum()
     words = torch.tensor([noise_key(123, 0, position) for position in range(num_draws)])
     is_noisy = torch.ones((num_draws, 1), dtype=torch.bool)
-    logits = torch.from_numpy(x).expand(num_draws, V)
-    _, ids = sampler.gumbel_max(logits, words, is_noisy, torch.arange(V))
+    rows = torch.from_numpy(x).expand(num_draws, V)
+    _, ids = sampler.gumbel_max(rows, words, is_noisy, torch.arange(V))
     found = np.bincount(ids.numpy(), minlength=V)
     assert found[share == 0.0].sum() == 0
     want = share * num_draws

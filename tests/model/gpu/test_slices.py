@@ -87,7 +87,7 @@ def make(
     """A runner over a module; with the head in CPU memory the module keeps none of its own."""
     module = module.to(device)  # type: ignore[arg-type]
     embed: Any = module.get_input_embeddings()
-    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = module.get_output_embeddings()
     tied = embed.weight is head.weight
     tables: dict[str, Any] = {}
     if place != "device":
@@ -489,7 +489,8 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
     spec = RunnerSpec("tiny", str(tmp_path), sizes, device="cpu", dtype="float32", full_head=place)
     runner = _build_torch_runner(spec)
     assert isinstance(runner, TorchRunner) and runner.info.vocab_size == 128
-    embed: Any = runner._body.body._body.get_input_embeddings()
+    body: Any = runner._body.body
+    embed: Any = body._body.get_input_embeddings()
     on_device = {t.data_ptr() for t in (embed.weight, runner._head.weight) if not t.is_meta}
     # Beside the body: the head where it is or its CPU memory, and an embedding of its own there.
     assert len(on_device) == (2 if place == "device" and not tied else 1)
@@ -644,7 +645,7 @@ def test_a_slice_s_text_does_not_depend_on_neighbours_that_come_and_go() -> None
     """Alone, or among others that are aborted, preempted and miss: the same ids, in the slice."""
     runner = make(families.build("gemma3"), "stream")
     requests = _asked(_requests(1), Random(1), ("slice",))
-    alone = {}
+    alone: dict[Any, Any] = {}
     for request in requests:
         alone |= _serve(runner, [request])[0]
     others = [
