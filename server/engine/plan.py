@@ -152,14 +152,16 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the queues and return all its blocks: finished, failed or
         aborted."""
+        self.waiting.charge(sequence.request.tenant, sequence.num_output)
         if sequence.status is Status.RUNNING:
             self._stop(sequence)
-            self.waiting.charge(sequence.request.tenant, sequence.num_output)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_tokens
         sequence.status = Status.FINISHED
         self.release_blocks(sequence, 0)
+        if not self.running and not self.waiting:
+            self.waiting.rest()
 
     def release_blocks(self, sequence: Sequence, keep: int) -> None:
         """Give back the blocks after the first `keep`."""

@@ -65,6 +65,19 @@ def test_a_flood_leaves_another_key_its_turn(
     engine.abort_all()
 
 
+def test_a_key_owes_nothing_for_rows_that_nobody_else_wanted() -> None:
+    """Another key's flood, of choices that end at their first token, does not come before it."""
+    engine = engine_of()
+    engine.submit(request("before", "b", 40, max_tokens=200))
+    assert list(_finished(engine)) == ["before"]
+    for i in range(256):
+        engine.submit(request(f"flood{i}", "a", 1, n=128))
+    for name in ("late", "later", "last"):
+        engine.submit(request(name, "b", 40))
+        assert steps_to_first(engine, name)[0] <= 3
+    engine.abort_all()
+
+
 @pytest.mark.parametrize("prompt_len", [4, 200])
 def test_a_flood_that_holds_all_kv_leaves_another_key_its_share(prompt_len: int) -> None:
     """Its choices make way when another key's begins, and when that grows; none is lost."""
