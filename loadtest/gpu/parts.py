@@ -22,8 +22,8 @@ import torch
 
 from loadtest.gpu import correct, options, steps, vocabulary
 from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, info_of
-from server.model.gpu.device import CudaMemory, DeviceMemory
-from server.model.gpu.kv_cache import bytes_per_block
+from server.model.gpu.attention import bytes_per_block
+from server.model.gpu.device import DeviceMemory
 from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
 from server.model.kv_memory import num_blocks_for
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
@@ -70,7 +70,7 @@ def step_table(asked: Asked) -> Iterator[dict[str, Any]]:
     yield from steps.time_shape(asked, steps.bandwidth(asked.device))
 
 
-class _NoDevice:
+class _NoDevice(DeviceMemory):
     """DeviceMemory of a dry run: 1 GiB, all of it free."""
 
     def release(self) -> None: ...
@@ -96,7 +96,7 @@ def check_reserve(asked: Asked) -> Iterator[dict[str, Any]]:
         module, device, num_blocks=-(-FEW_SLOTS // BLOCK_SIZE), max_model_len=shape.max_model_len,
         max_num_seqs=seqs, max_num_batched_tokens=rows,
     )  # fmt: skip
-    memory: DeviceMemory = CudaMemory(device) if on_gpu else _NoDevice()
+    memory = DeviceMemory(device) if on_gpu else _NoDevice(device)
     runner = TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=on_gpu))
     reserve = runner.reserve(memory, (), 0)
     free = memory.free()

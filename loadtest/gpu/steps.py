@@ -20,7 +20,7 @@ import transformers
 
 from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
 from server.engine.batch import Batch, DrawParams
-from server.model.gpu.kv_cache import bytes_per_block
+from server.model.gpu.attention import bytes_per_block
 from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.types import SamplingParams
 

@@ -287,8 +287,8 @@ def _kv_block_bytes(
     spec: RunnerSpec, shape: ModelShape, module: PreTrainedModel, dtype: torch.dtype
 ) -> int:
     """Bytes of a block of KV on a GPU, in all layers."""
+    from server.model.gpu.attention import bytes_per_block
     from server.model.gpu.body import kept_by
-    from server.model.gpu.kv_cache import bytes_per_block
 
     kept = kept_by(module)
     return bytes_per_block(
@@ -378,7 +378,7 @@ def _torch_runner(
 ) -> TorchRunner:
     """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
     and what is computed in."""
-    from server.model.gpu.device import CudaMemory
+    from server.model.gpu.device import DeviceMemory
     from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
     from server.model.kv_memory import num_blocks_for
     from server.model.shape import generic_shape, shape_of
@@ -416,5 +416,5 @@ def _torch_runner(
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
     runner = TorchRunner(model, info, ways)
     if measures:
-        _fit_kv(spec, shape, runner, CudaMemory(device))
+        _fit_kv(spec, shape, runner, DeviceMemory(device))
     return runner

@@ -13,7 +13,7 @@ import torch
 
 from server.engine.batch import Batch
 from server.model.gpu import attention
-from server.model.gpu.kv_cache import KvCache
+from server.model.gpu.attention import KvCache
 from tests.model.batches import BatchBuilder, Pages
 
 
@@ -121,7 +121,7 @@ def problem(batch: Batch, shape: Shape, dtype: torch.dtype, device: torch.device
 def expected(p: Problem) -> torch.Tensor:
     """float64 [R, num_heads, head_dim] on the CPU: each row over the keys batch.py lists."""
     b = p.batch
-    keys, values = (t.double().cpu() for t in p.cache.layer(0))
+    keys, values = (t.double().cpu() for t in p.cache.memory[0])
     keys[b.slots.tolist()] = p.key.double().cpu()
     values[b.slots.tolist()] = p.value.double().cpu()
     group = p.shape.num_heads // p.shape.num_kv_heads
@@ -177,8 +177,7 @@ def run_triton(p: Problem, *, num_bytes: int = 64 << 20) -> torch.Tensor:
 
 
 def _run(p: Problem, made: attention.Attention) -> torch.Tensor:
-    keys, values = p.cache.layer(0)
-    made.write(keys, values, p.key, p.value)
+    keys, values = p.cache.write(0, p.step.slots, p.key, p.value)
     slots = p.step.slots.long()
     assert torch.equal(keys[slots], p.key) and torch.equal(values[slots], p.value)
     masked = attention.Masked(p.scaling, p.shape.window, p.shape.cap)

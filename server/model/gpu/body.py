@@ -2,25 +2,58 @@
 
 It turns a step's token ids (or their embeddings) into the last hidden states, with paged attention:
 attention.py says how a module's layers reach our cache. Convolutions and gated delta nets read
-their own memory, adapters are added by hooks (adapters.py). body_run.py chooses rows, tiles and
-graphs; head_run.py has the LM head.
+their own memory, adapters are added by hooks (adapters.py). BodyRun chooses rows and tiles, and
+runs them plainly or by replaying a CUDA graph, for decode steps and for trees alike; head.py has
+the LM head.
+
+A step whose sequences have few rows each (last tokens, trees, ends of prompts) has its number of
+rows padded to a bucket and its number of splits to a level; for every such pair the body is
+captured once, at first use, and replayed afterwards. Padded rows read nothing and write to the
+cache's trash slot. So a drafted step costs what a decode step of as many rows costs. Head and draws
+are queued behind the replay, while the device works on it.
+
+What makes this possible lives elsewhere and must stay: all inputs of the body are views into one
+device buffer at offsets that a bucket fixes (they come first in a step's upload), launches have
+grids known on the host, and nothing between the upload and the last hidden state syncs. When the
+buffer moves, for a step that is larger than any before, the graphs are captured again.
+
+Adapters' rows are in graphs of their own, and so are those of adapters with rows of the embedding:
+their tables keep their addresses until larger ones are needed, and the graphs are captured again
+then. Embeddings that are gathered in CPU memory are inputs like the others.
+
+The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
+the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
+plain path.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from server.engine.batch import Batch
 from server.model.families import family_of
 from server.model.gpu import attention as paged
-from server.model.gpu.adapters import Grouped, LoraBank
+from server.model.gpu.adapters import Grouped, LoraBank, lora_spans
+from server.model.gpu.attention import KvCache
+from server.model.gpu.lm_head import gathered
 from server.model.gpu.recurrent import (
+    ITEMS_A_ROW,
+    NOTHING,
+    DeltaItems,
+    DeltaRule,
+    DeltaStates,
     PagedDeltaNet,
+    input_slots,
     kept_width,
     replace_convolutions,
     state_size,
@@ -117,7 +150,6 @@ class Body:
         else:
             embeds = embeds if self._scale is None else embeds * self._scale
             given = {"inputs_embeds": embeds[None]}
-        assert step.rows is not None
         result = self._body(
             **given, position_ids=step.rows.positions[None], use_cache=False, paged=step
         )
@@ -171,3 +203,309 @@ def narrow_layers(module: nn.Module) -> None:
         if is_layer and not (part.in_features % 16 or part.out_features % 16):
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, Float8Linear(part))
+
+
+Array = npt.NDArray[Any]
+
+WARM_UP_RUNS = 2
+MAX_GRAPH_ROWS = 256
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_GRAPH_ROWS)
+
+
+def row_bucket(num_rows: int, largest: int) -> int | None:
+    """The padded row count, of ROW_BUCKETS; None when that is more than `largest`."""
+    return next((b for b in ROW_BUCKETS if num_rows <= b <= largest), None)
+
+
+def split_level(num_splits: int, max_splits: int) -> int:
+    """The padded number of splits: a power of four, at most max_splits. Splits without keys end at
+    once, so that few levels, and few graphs, serve every length."""
+    level = 1
+    while level < num_splits:
+        level *= 4
+    return min(level, max_splits)
+
+
+class GraphKey(NamedTuple):
+    """rows, splits: as padded. has_adapters, has_own_rows: whether rows' adapters are in the graph,
+    and adapters' own rows of the embedding."""
+
+    rows: int
+    splits: int
+    has_adapters: bool = False
+    has_own_rows: bool = False
+
+
+Forward = Callable[[], torch.Tensor]
+
+
+class StepGraphs:
+    """Captured graphs by their key. One memory pool; used from one thread and stream. largest: most
+    rows of a graph."""
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self._device = device
+        self.largest = largest
+        self.num_captured = 0
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, key: GraphKey, forward: Forward) -> torch.Tensor:
+        """What `forward` returns, computed by a replay.
+
+        forward: runs the step on its static inputs; called only when the key is new: first plainly,
+        so that Triton compiles and cuBLAS allocates outside the capture, then under it.
+        It can run several times: it writes the same KV to the same slots. The returned tensor is
+        overwritten by the next run.
+        """
+        found = self._graphs.get(key)
+        if found is None:
+            for _ in range(WARM_UP_RUNS):
+                forward()
+            graph = torch.cuda.CUDAGraph()
+            # On the runner's own stream: torch's is one per process, on the device that came first.
+            stream = torch.cuda.current_stream(self._device)
+            # Another thread's allocation, or a question to the driver, does not end a capture.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode=mode):
+                output = forward()
+            found = self._graphs[key] = (graph, output)
+            self.num_captured += 1
+        graph, output = found
+        graph.replay()
+        return output
+
+    def forget(self) -> None:
+        """Drop all graphs: something that they read has moved."""
+        self._graphs.clear()
+        # torch does not capture into a pool again whose last graph is gone.
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+def pad_to_bucket(
+    arrays: dict[str, Array],
+    plan: paged.TilePlan,
+    key: GraphKey,
+    trash_slot: int,
+    tables_shape: tuple[int, int],
+) -> paged.TilePlan:
+    """Pad a step's arrays in place to the bucket's shapes; the padded plan.
+
+    plan: of one group. tables_shape: of the bucket's block tables; entries of the step's own beyond
+    it are not read. Padded rows have no keys, no tile and the trash slot; every shape depends on
+    the key alone.
+    """
+    num_rows, num_splits = key.rows, key.splits
+    fills = {"slots": trash_slot, "sources": NOTHING, "own_places": -1}
+    shapes: dict[str, tuple[int, ...]] = {
+        "block_tables": tables_shape,
+        "ancestors": (num_rows, -(-num_rows // paged.WORD)),
+        "lines": (num_rows, 2),
+    }
+    for name, array in arrays.items():  # of adapters' spans, one a row is the most
+        room = num_rows * (ITEMS_A_ROW if name == "items" else 1)
+        shape = shapes.get(name, (room, *array.shape[1:]))
+        arrays[name] = _corner(array, shape, fills.get(name, 0))
+    group = plan.groups[0]
+    tiles = _corner(group.tiles, (num_rows, paged.TILE_FIELDS))
+    split_rows = _corner(plan.split_rows, (num_rows if num_splits > 1 else 0,), -1)
+    return paged.TilePlan(
+        (paged.TileGroup(tiles, group.block_m, num_splits),), split_rows, num_splits
+    )
+
+
+def _corner(array: Array, shape: tuple[int, ...], fill: int = 0) -> Array:
+    """An array of a shape, with what fits of the given one in its first places."""
+    padded = np.full(shape, fill, array.dtype)
+    part = array[tuple(map(slice, shape))]
+    padded[tuple(map(slice, part.shape))] = part
+    return padded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BodyPlan:
+    """What the body of one step reads.
+
+    arrays: to be uploaded. graph_key: of the graph that is replayed, or None. tiles:
+    the attention's work; None for the torch attention.
+    """
+
+    arrays: dict[str, Array]
+    graph_key: GraphKey | None
+    tiles: paged.TilePlan | None
+
+
+class BodyRun:
+    """The body of one runner.
+
+    shape: how attention is divided. attention: "triton" or "torch". rule: of gated delta
+    nets. embedding: see TorchRunner.
+    tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows of the
+    largest graph, 0 for none. The partial results of split attention and the states of gated delta
+    nets belong to it. All runs on the current stream.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        cache: KvCache,
+        shape: paged.TileShape,
+        *,
+        attention: paged.AttentionName,
+        rule: DeltaRule,
+        embedding: torch.Tensor | None,
+        tables_shape: tuple[int, int],
+        graph_rows: int,
+    ) -> None:
+        device = cache.memory.device
+        self.body = body
+        self.own = None if body.adapters is None else body.adapters.own
+        self._taps = body.kept.taps
+        self.states: DeltaStates | None = None
+        if body.nets:
+            self.states = DeltaStates(body.nets, tables_shape[0], cache.block_size, rule, device)
+        self.embedding = embedding
+        self.shape = shape
+        self.graphs: StepGraphs | None = None
+        self._attention = attention
+        self._cache = cache
+        self._max_seqs, self._max_blocks = tables_shape
+        self._partials: Any = None
+        if attention == "triton":
+            from server.model.gpu.triton_kernels import Partials
+
+            num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
+            self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
+        self._num_graph = self._num_plain = 0
+        if graph_rows:
+            self.graphs = StepGraphs(device, graph_rows)
+
+    def plan(self, batch: Batch) -> BodyPlan:
+        """What a step's body reads."""
+        arrays = self._row_arrays(batch)
+        if self._attention == "torch":
+            arrays |= {
+                "path_start": batch.path_start,
+                "path_len": batch.path_len,
+                "path_slots": batch.path_slots,
+            }
+            return BodyPlan(arrays, None, None)
+        arrays["ancestors"] = paged.ancestor_bits(batch)
+        tiles = paged.plan_tiles(batch, self.shape)
+        key = self._graph_key(batch, tiles)
+        if self.states is not None and key is not None:
+            if arrays["items"].shape[0] > ITEMS_A_ROW * key.rows:
+                key = None  # a history is replayed
+        if key is not None:
+            # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
+            num_blocks = key[1] * self.shape.split_size // self._cache.block_size
+            shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
+            has = {"has_adapters": "adapters" in arrays, "has_own_rows": "own_places" in arrays}
+            key = key._replace(**has)
+            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
+        for i, group in enumerate(tiles.groups):
+            arrays[f"tiles{i}"] = group.tiles
+        arrays["split_rows"] = tiles.split_rows
+        return BodyPlan(arrays, key, tiles)
+
+    def _row_arrays(self, batch: Batch) -> dict[str, Array]:
+        """What a step's layers read beside the attention's work."""
+        arrays: dict[str, Array] = {
+            "token_ids": batch.token_ids,
+            "positions": batch.positions,
+            "seq_ids": batch.seq_ids,
+            "slots": batch.slots.astype(np.int64),
+            "prefix_len": batch.prefix_len,
+            "block_tables": batch.block_tables,
+        }
+        if self.embedding is not None:
+            if self.own is None:
+                arrays["embeds"] = gathered(self.embedding, batch.token_ids)
+            else:
+                arrays["embeds"] = self.own.gathered(self.embedding, batch, batch.token_ids)
+        if self._taps:
+            arrays["sources"] = input_slots(batch, self._taps, self._cache.block_size)
+        if self.states is not None:
+            arrays |= self.states.plan(batch)._asdict()
+        spans = lora_spans(batch)
+        if spans.shape[0]:
+            arrays["adapters"] = spans
+        own_places = None if self.own is None else self.own.embedding_places(batch)
+        if own_places is not None:
+            arrays["own_places"] = own_places
+        return arrays
+
+    def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> GraphKey | None:
+        """The graph for a step of short runs, or None to run it plainly."""
+        if self.graphs is None or len(plan.groups) != 1:
+            return None
+        group = plan.groups[0]
+        if group.block_m != self.shape.small_m or batch.block_tables.shape[0] > self._max_seqs:
+            return None
+        num_splits = split_level(group.num_splits, self.shape.max_splits)
+        longest = int(batch.prefix_len.max())
+        num_rows = row_bucket(batch.num_rows, self.graphs.largest)
+        if num_rows is None or longest > num_splits * self.shape.split_size:
+            return None
+        if num_splits > 1 and num_rows * num_splits > self.shape.max_partials:
+            return None
+        return GraphKey(num_rows, num_splits)
+
+    def run(
+        self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan
+    ) -> torch.Tensor:
+        """Last hidden states [num_rows (or more, in a graph), hidden_size], valid until the next
+        step."""
+        names = paged.StepTensors.__dataclass_fields__
+        step = paged.StepTensors(**{name: tensors[name] for name in names if name in tensors})
+        attention = self._attends(batch, step, tensors, plan)
+        recur = None
+        if self.states is not None:
+            items = DeltaItems(tensors["items"], tensors["lines"])
+            recur = partial(self.states.recur, items, step.slots, self._cache.inputs)
+        embeds = None
+        if self.embedding is not None:
+            embeds = tensors["embeds"].view(self.embedding.dtype)
+        forward = partial(
+            self.body, tensors["token_ids"], embeds, tensors.get("adapters"),
+            tensors.get("own_places"), paged.PagedStep(self._cache, attention, step, recur),
+        )  # fmt: skip
+        if plan.graph_key is None or self.graphs is None:
+            self._num_plain += 1
+            hidden = forward()
+        else:
+            self._num_graph += 1
+            hidden = self.graphs.run(plan.graph_key, forward)
+        if self.states is not None:
+            self.states.commit()
+        return hidden
+
+    def _attends(
+        self,
+        batch: Batch,
+        step: paged.StepTensors,
+        tensors: Mapping[str, torch.Tensor],
+        plan: BodyPlan,
+    ) -> paged.Attention:
+        """The step's attention."""
+        if plan.tiles is None:
+            return paged.TorchAttention(batch, step, self._cache.block_size)
+        from server.model.gpu.triton_kernels import TritonAttention
+
+        return TritonAttention(
+            step,
+            [
+                (tensors[f"tiles{i}"], group.block_m, group.num_splits)
+                for i, group in enumerate(plan.tiles.groups)
+            ],
+            tensors["split_rows"],
+            plan.tiles.num_splits,
+            self.shape,
+            self._partials,
+            self._cache.block_size,
+        )
+
+    def steps(self) -> tuple[int, int, int]:
+        """Steps since the start: replayed, captured first, and without a graph."""
+        num_captured = 0 if self.graphs is None else self.graphs.num_captured
+        return self._num_graph - num_captured, num_captured, self._num_plain

@@ -1,17 +1,27 @@
 """What a CUDA device tells of itself: DeviceMeter, how full and how busy it is, for /metrics;
 DeviceMemory, its memory as the process sees it, before the KV cache has its size; Reserve, what
-stays free of KV."""
+stays free of KV; Trials, batches that TorchRunner runs before the first request, so that kernels
+are compiled, graphs captured, and memory is measured (TorchRunner.reserve).
+
+tests/model/gpu/test_warm_up.py counts what is compiled or captured after them. Not met here:
+adapters, whose kernels and graphs come with the first one that is loaded.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from server.engine.batch import Batch, DrawParams
+from server.model.gpu import attention as paged
+from server.model.gpu.body import ROW_BUCKETS, split_level
 from server.model.kv_memory import MARGIN
-from server.types import DeviceFigures
+from server.types import DeviceFigures, ModelInfo, SamplingParams
 
 INTERVAL_S = 1.0
 """The driver is asked at most this often: its answer may take as long as a step."""
@@ -55,51 +65,33 @@ class DeviceMeter:
             return None
 
 
-class DeviceMemory(Protocol):
-    """A device's memory in bytes, as the process sees it. Every method waits for queued work."""
-
-    def release(self) -> None:
-        """Give back what the allocator holds for nobody; `most_held` counts from here."""
-
-    def held(self) -> int:
-        """What the allocator holds."""
-
-    def most_held(self) -> int:
-        """The most that it held."""
-
-    def free(self) -> int:
-        """Free device memory, in bytes."""
-
-    def elsewhere(self) -> int:
-        """What is neither free nor held: the driver's, and other processes'."""
-
-
-class CudaMemory:
-    """DeviceMemory of a CUDA device, by torch's statistics and the driver's."""
+class DeviceMemory:
+    """A CUDA device's memory in bytes, as the process sees it, by torch's statistics and the
+    driver's. Every method waits for queued work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def release(self) -> None:
-        """See DeviceMemory."""
+        """Give back what the allocator holds for nobody; `most_held` counts from here."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def held(self) -> int:
-        """See DeviceMemory."""
+        """What the allocator holds."""
         return torch.cuda.memory_reserved(self._device)
 
     def most_held(self) -> int:
-        """See DeviceMemory. Of blocks that were taken from the driver: with their fragments."""
+        """The most that it held, in blocks that were taken from the driver, fragments and all."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def free(self) -> int:
-        """See DeviceMemory."""
+        """Free device memory."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def elsewhere(self) -> int:
-        """See DeviceMemory."""
+        """What is neither free nor held: the driver's, and other processes'."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - self.held()
@@ -124,3 +116,126 @@ class Reserve(NamedTuple):
             f"reserve {self.num_bytes >> 20} MiB (steps {self.steps >> 20}, graphs "
             f"{self.graphs >> 20}, adapters {self.adapters >> 20}, margin {MARGIN >> 20})"
         )
+
+
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, num_logprobs=20)
+"""Draws that take the most memory: float64 logits, their order, and logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
+    of its largest graph, 0 for none. max_blocks: of a row of its block tables."""
+
+    info: ModelInfo
+    shape: paged.TileShape
+    graph_rows: int
+    max_blocks: int
+
+    def kernels(self) -> Iterator[Batch]:
+        """One for every kernel that serving needs, and for every graph."""
+        yield from self._of(warm_up_shapes(self.info.max_model_len, self.shape, self.graph_rows))
+
+    def graphs(self) -> Iterator[Batch]:
+        """One for each of the largest graphs: smaller ones fit into the memory that they took."""
+        largest = [b for b in ROW_BUCKETS if b <= self.graph_rows][-1:]
+        yield from self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
+
+    @property
+    def graphs_a_size(self) -> int:
+        """How many graphs there are for each that `graphs` has."""
+        return sum(bucket <= self.graph_rows for bucket in ROW_BUCKETS)
+
+    def largest(self) -> Iterator[Batch]:
+        """The steps that take the most memory: all rows are of prompts. In the
+        first every row draws greedily, in the second one for each sequence is sampled."""
+        info = self.info
+        rows = min(info.max_num_batched_tokens, info.max_model_len)
+        num_seqs = min(info.max_num_seqs, info.max_num_batched_tokens // rows)
+        whole = warm_up_batch(num_seqs, rows, rows, self.max_blocks)
+        # Slots are written more than once: the KV memory is smaller than the step.
+        whole = replace(whole, slots=whole.slots % (info.num_blocks * info.block_size))
+        yield _drawing(whole, whole.num_rows, SamplingParams(temperature=0.0))
+        yield _drawing(whole, min(whole.num_rows, info.max_num_seqs), _SAMPLED)
+
+    def _of(self, shapes: list[tuple[int, int, int]]) -> Iterator[Batch]:
+        """Those of the shapes that fit."""
+        info, num_slots = self.info, self.info.num_blocks * self.info.block_size
+        for num_seqs, rows, length in shapes:
+            total = num_seqs * rows
+            fits = total <= info.max_num_batched_tokens and num_seqs <= info.max_num_seqs
+            if fits and rows <= length <= info.max_model_len and total <= num_slots:
+                yield warm_up_batch(num_seqs, rows, length, self.max_blocks)
+
+
+def _drawing(batch: Batch, num_draws: int, sampling: SamplingParams) -> Batch:
+    """The batch with draws of its first rows in the place of its own."""
+    rows = np.arange(num_draws, dtype=np.int32)
+    zeros, none = np.zeros_like(rows), np.full_like(rows, -1)
+    (params,) = batch.params
+    return replace(
+        batch, draw_rows=rows, draw_params=zeros, draw_parent=none, draw_mask=none,
+        draw_positions=batch.positions[rows] + 1, params=(replace(params, sampling=sampling),),
+    )  # fmt: skip
+
+
+def warm_up_shapes(
+    longest: int, shape: paged.TileShape, graph_rows: int
+) -> list[tuple[int, int, int]]:
+    """(sequences, rows of each, length): every kernel that serving needs, then every graph.
+
+    Rows of decode and of trees, of ends of prompts and of long runs, each with its keys in one part
+    and in several.
+    """
+    in_parts = min(longest, 2 * shape.split_size)
+    tree = min(paged.MAX_SPLIT_RUN, paged.MAX_TREE_RUN + 1)
+    shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
+    shapes += [(1, tree, max(tree, 2)), (1, tree, in_parts), (1, tree, longest)]
+    shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
+    if graph_rows:
+        shapes.append((1, graph_rows + 1, graph_rows + 1))  # the shortest run without a graph
+    # The largest first: smaller ones fit into the memory that it took.
+    return shapes + _graph_shapes(
+        longest, shape, [b for b in reversed(ROW_BUCKETS) if b <= graph_rows]
+    )
+
+
+def _graph_shapes(
+    longest: int, shape: paged.TileShape, buckets: list[int]
+) -> list[tuple[int, int, int]]:
+    """The graphs of these numbers of rows, of the most splits first."""
+    levels = {split_level(n + 1, shape.max_splits) for n in range(shape.max_splits)}
+    shapes = []
+    for bucket in buckets:
+        num_seqs = -(-bucket // paged.MAX_TREE_RUN)
+        rows = bucket // num_seqs
+        for level in sorted(levels, reverse=True):
+            shapes.append((num_seqs, rows, max(rows, min(longest, shape.split_size * level))))
+    return shapes
+
+
+def warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:
+    """`rows` last positions of num_seqs sequences of `length` that all read block 0; the last of
+    each draws greedily."""
+    total = num_seqs * rows
+    nth = np.tile(np.arange(rows, dtype=np.int32), num_seqs)
+    positions = (length - rows + nth).astype(np.int32)
+    zeros, none = np.zeros(total, np.int32), np.empty(0, np.int32)
+    last = np.arange(rows - 1, total, rows, dtype=np.int32)
+    params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
+    return Batch(
+        token_ids=zeros,
+        positions=positions,
+        seq_ids=np.repeat(np.arange(num_seqs, dtype=np.int32), rows),
+        slots=np.arange(total, dtype=np.int32),
+        prefix_len=positions + 1,
+        path_start=zeros,
+        path_len=zeros,
+        block_tables=np.zeros((num_seqs, max_blocks), np.int32),
+        draw_rows=last,
+        draw_params=np.zeros_like(last),
+        draw_parent=np.full_like(last, -1),
+        draw_positions=positions[last] + 1,
+        draw_mask=np.full_like(last, -1),
+        params=(params,),
+    )

@@ -7,26 +7,17 @@ looked at: only that our attention gets all that the module's own masks and scor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from server.model.delta_net import DeltaNet, replace_delta_nets
+from server.model.delta_net import replace_delta_nets
 from server.model.gpu import attention as paged
 from server.model.gpu.body import place_attention
-from server.model.gpu.recurrent import (
-    CONTINUES,
-    RELOAD,
-    ROW,
-    SAVE,
-    SOURCES,
-    ZEROS,
-    DeltaItems,
-    DeltaMemory,
-    PagedDeltaNet,
-    delta_torch,
-)
+from server.model.gpu.device import warm_up_batch
+from server.model.gpu.recurrent import DeltaStates, PagedDeltaNet, delta_torch
 from server.model.inspection import (
     Inspected,
     check_logits,
@@ -42,57 +33,48 @@ __all__ = ["take_over"]
 _TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 
-class _PlainAttention:
-    """A cache and an Attention in one, for one text: causal attention over the keys just given.
+class _Probe:
+    """The cache and the attention of a text in one step: the reference over the keys just given.
 
     windows: those that were asked for, in the order of the calls. sizes: kv_heads, head_dim.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ids: torch.Tensor, nets: Sequence[PagedDeltaNet]) -> None:
+        num, device = ids.shape[1], ids.device
+        batch = warm_up_batch(1, num, num, 1)  # one block of as many positions
+        names = [n for n in paged.StepTensors.__dataclass_fields__ if hasattr(batch, n)]
+        self.rows = paged.StepTensors(
+            **{n: torch.from_numpy(getattr(batch, n)).to(device) for n in names}
+        )
         self.windows: list[int] = []
         self.sizes = (0, 0)
         self.num_recurrent = 0
-        self._key = self._value = torch.empty(0)
+        self._reference = paged.TorchAttention(batch, self.rows, num)
+        if nets:
+            self._states = DeltaStates(nets, 1, num, delta_torch, device)
+            self._items = self._states.plan(batch)
 
-    def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """No memory."""
+    def write(
+        self, layer_id: int, _slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KvCache: what is given is all that there is."""
         if layer_id != len(self.windows):
             raise ValueError(f"layer {layer_id} attends out of turn")
-        return self._key, self._value
-
-    def write(self, keys: Any, values: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See Attention."""
-        self._key, self._value = key, value
         self.sizes = int(key.shape[1]), int(key.shape[2])
+        return key, value
 
     def attend(
-        self, query: torch.Tensor, keys: Any, values: Any, masked: paged.Masked
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, masked: paged.Masked
     ) -> torch.Tensor:
         """See Attention."""
         self.windows.append(masked.window or 0)
-        num, heads, _ = query.shape
-        group = heads // self._key.shape[1]
-        key, value = (part.repeat_interleave(group, 1) for part in (self._key, self._value))
-        scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * masked.scaling
-        if masked.cap:
-            scores = masked.cap * torch.tanh(scores / masked.cap)
-        behind = torch.arange(num)[:, None] - torch.arange(num)[None]
-        hidden = (behind < 0) | (behind >= (masked.window or num))
-        shares = scores.masked_fill(hidden.to(query.device), float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", shares, value.float()).to(query.dtype).contiguous()
+        return self._reference.attend(query, keys, values, masked)
 
-    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
-        """See PagedStep: over the rows just given, from their first."""
+    def recur(self, net: PagedDeltaNet, mixed: torch.Tensor) -> torch.Tensor:
+        """See PagedStep."""
         self.num_recurrent += 1
-        num, taps = mixed.shape[0], net.taps.shape[0]
-        behind = torch.arange(taps - 1, -1, -1)
-        items = torch.full((num, SOURCES + taps), CONTINUES, dtype=torch.int32)
-        items[:, ROW] = rows = torch.arange(num)
-        items[0, RELOAD] = ZEROS
-        items[:, SAVE] = -1
-        items[:, SOURCES:] = (rows[:, None] - behind).clamp(min=-1)
-        memory = DeltaMemory(rows.to(mixed.device), torch.empty_like(mixed), mixed[:0])
-        return delta_torch(net, mixed, DeltaItems(items, None), memory)
+        inputs = {net.layer: torch.empty_like(mixed)}
+        return self._states.recur(self._items, self.rows.slots, inputs, net, mixed)
 
 
 def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
@@ -110,8 +92,8 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         windows = (0,) * place_attention(model.base_model)
     paged.register()
     model.config._attn_implementation = paged.NAME
-    plain = _PlainAttention()
-    step: Any = paged.PagedStep(plain, plain, recur=plain.recur)  # type: ignore[arg-type]
+    probe = _Probe(ids, nets)
+    step: Any = paged.PagedStep(probe, probe, probe.rows, probe.recur)  # type: ignore[arg-type]
     if found.factor != 1.0:
         model.base_model.register_forward_hook(_scaled(found.factor))
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -119,10 +101,10 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         result = model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, paged=step
         )
-    if tuple(plain.windows) != windows or plain.num_recurrent != len(nets):
+    if tuple(probe.windows) != windows or probe.num_recurrent != len(nets):
         raise refusal(module, "not every layer asks our attention for its own mask's window")
     # A config may name fewer KV heads than its model computes; the cache reads these.
-    model.config.num_key_value_heads, model.config.head_dim = plain.sizes
+    model.config.num_key_value_heads, model.config.head_dim = probe.sizes
     dtype = result.last_hidden_state.dtype
     check_logits(module, result.last_hidden_state[0], found, _TOLERANCES.get(dtype, 1e-2))
     return found

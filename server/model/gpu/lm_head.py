@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,39 +66,14 @@ def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-class FullHead(Protocol):
-    """All rows of the head.
-
-    vocab_size: ids that exist. is_streamed: whether every product reads the head over the bus, so
-    that rows should share one. weight: [rows, hidden_size], on the device or in CPU memory; rows
-    from vocab_size on are padding. bias: float32 [rows] on the device, or None. cap: logits are
-    soft_capped by it, 0 = not.
-    """
-
-    vocab_size: int
-    is_streamed: bool
-    cap: float
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, vocab_size]; no sync."""
-
-
-def _check_size(weight: torch.Tensor, num_token_ids: int | None) -> int:
-    num_rows = int(weight.shape[0])
-    size = num_rows if num_token_ids is None else num_token_ids
-    if not 0 < size <= num_rows:
-        raise ValueError(f"{num_token_ids} token ids, but the head has {num_rows} rows")
-    return size
-
-
 class LmHead:
-    """A head whose weight lies where the hidden states do.
+    """All rows of the head, its weight where the hidden states are.
 
     weight: [V, hidden_size], may be the tied embedding table (never copied). bias: [V] or None.
     num_token_ids: ids that exist; rows of the weight from there on are padding, multiplied (odd
-    sizes are slow) but never shown, so that no such id can be drawn or listed.
+    sizes are slow) but never shown, so that no such id can be drawn or listed. cap: logits are
+    soft_capped by it, 0 = not. is_streamed: whether every product reads the head over the bus, so
+    that rows should share one.
     """
 
     is_streamed = False
@@ -110,24 +85,31 @@ class LmHead:
         num_token_ids: int | None = None,
         cap: float = 0.0,
     ) -> None:
-        self.weight = weight
-        self.cap = cap
+        num_rows = int(weight.shape[0])
+        size = num_rows if num_token_ids is None else num_token_ids
+        if not 0 < size <= num_rows:
+            raise ValueError(f"{num_token_ids} token ids, but the head has {num_rows} rows")
+        self.weight, self.vocab_size, self.cap = weight, size, cap
         self.bias = None if bias is None else bias.float()
-        self.vocab_size = _check_size(weight, num_token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See FullHead."""
-        logits = product(hidden, self.weight)
+        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, vocab_size]; no sync."""
+        logits = self._product(hidden)[:, : self.vocab_size]
         if self.bias is not None:
-            logits += self.bias
-        return soft_capped(logits[:, : self.vocab_size], self.cap)
+            logits += self.bias[: self.vocab_size]
+        return soft_capped(logits, self.cap)
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n, vocab_size or more]."""
+        return product(hidden, self.weight)
 
 
-class StreamedHead:
-    """A head that stays in CPU memory and is copied through two buffers at every product.
+class StreamedHead(LmHead):
+    """A head that stays in CPU memory and is copied through two buffers at every product, but for
+    its padding.
 
-    table: its weight. bias: [V] on the device, or None. num_token_ids: as LmHead's; padding is not
-    copied at all. side: the stream of the copies. The buffers are allocated at the first product.
+    table: its weight. bias: [V] on the device, or None. side: the stream of the copies. The buffers
+    are allocated at the first product.
     """
 
     is_streamed = True
@@ -142,17 +124,13 @@ class StreamedHead:
         cap: float = 0.0,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self.cap = cap
-        self.weight = table.tensor
-        self.bias = None if bias is None else bias.float()
-        self.vocab_size = _check_size(self.weight, num_token_ids)
+        super().__init__(table.tensor, bias, num_token_ids, cap)
         self._side = side
         row_bytes = self.weight.shape[1] * self.weight.element_size()
         self._chunk_rows = max(1, min(self.vocab_size, chunk_bytes // row_bytes))
         self._buffers: list[torch.Tensor] = []
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See FullHead."""
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
         size, step = self.vocab_size, self._chunk_rows
         if not self._buffers:
             shape = (step, self.weight.shape[1])
@@ -169,18 +147,12 @@ class StreamedHead:
             if i + 2 < len(starts):
                 # Queued behind the product that has just read this buffer, and not behind the next.
                 fences.append(self._copy(i + 2, starts[i + 2]))
-        if self.bias is not None:
-            logits += self.bias[:size]
-        return soft_capped(logits, self.cap)
+        return logits
 
     def _copy(self, nth: int, start: int) -> Fence:
         rows = self.weight[start : min(start + self._chunk_rows, self.vocab_size)]
         target = self._buffers[nth % 2][: rows.shape[0]]
-
-        def copy() -> None:
-            target.copy_(rows, non_blocking=True)
-
-        return self._side.run(copy)
+        return self._side.run(lambda: target.copy_(rows, non_blocking=True))
 
 
 def _round_up(num: int) -> int:
@@ -219,7 +191,7 @@ class TorchSlices:
     it is given back, that stream waits for the side stream's use of it.
     """
 
-    def __init__(self, head: FullHead, device: torch.device, side: SideStream) -> None:
+    def __init__(self, head: LmHead, device: torch.device, side: SideStream) -> None:
         self._head = head
         self._device = device
         self._side = side

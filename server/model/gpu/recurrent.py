@@ -225,11 +225,6 @@ class DeltaStates:
         self.states = torch.zeros(size, device=device)
         self.is_warming = False
 
-    @property
-    def item_fields(self) -> int:
-        """Numbers of an item."""
-        return SOURCES + int(self._nets[0].taps.shape[0])
-
     def plan(self, batch: Batch) -> DeltaItems:
         """The items of a step; call `commit` once it is queued."""
         rows = Rows(

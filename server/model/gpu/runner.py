@@ -2,8 +2,8 @@
 
 It serves every supported family on "cuda", and on "cpu" as the reference of the CPU fast path. A
 step is: one upload of everything the Batch holds (one pinned copy), the body on all rows with our
-paged attention (body_run.py), the LM head on the rows that draw or are scored (head_plan.py,
-head_run.py), the sampler (sampler.py), one download.
+paged attention (body.py), the LM head on the rows that draw or are scored (head.py), the sampler
+(sampler.py), one download.
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 One step is in flight. All work is queued on one stream of the runner, KV moves included, but for
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,16 +36,13 @@ from server.engine.batch import Batch, Drawn, Int32
 from server.errors import UnsupportedModelError
 from server.model.gpu import adapters
 from server.model.gpu import attention as paged
-from server.model.gpu.body import Body, narrow_layers
-from server.model.gpu.body_run import MAX_GRAPH_ROWS, BodyRun
-from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve
-from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
-from server.model.gpu.head_run import HeadRun, Step
-from server.model.gpu.kv_cache import KvCache
-from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead, TorchSlices
+from server.model.gpu.attention import KvCache
+from server.model.gpu.body import MAX_GRAPH_ROWS, Body, BodyRun, narrow_layers
+from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve, Trials
+from server.model.gpu.head import HeadRun, Step, kept_draws, slab_arrays
+from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices
 from server.model.gpu.recurrent import DeltaRule, delta_torch
 from server.model.gpu.transfers import HostTable, SideStream, Upload
-from server.model.gpu.warm_up import Trials
 from server.types import DeviceFigures, ModelInfo, NarrowForm
 
 Array = npt.NDArray[Any]
@@ -141,8 +138,7 @@ class TorchRunner:
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         self._body = self._make_body(module, dtype, embedding, ways)
         own, head_size = self._body.own, self._head.vocab_size
-        self._planner = HeadPlanner(self._slices, head_size, ways.head_bytes, own)
-        self._head_run = HeadRun(self._slices, own, on_gpu=self._on_gpu)
+        self._head_run = HeadRun(self._slices, head_size, ways.head_bytes, own, on_gpu=self._on_gpu)
         self._upload = self._make_upload(embedding is not None)
         self._stream: torch.cuda.Stream | None = None
         if self._on_gpu:
@@ -197,7 +193,7 @@ class TorchRunner:
         num_bytes = row_bytes * info.max_num_batched_tokens + seq_bytes * info.max_num_seqs
         return Upload(self._device, num_bytes + (1 << 20), self.forget_graphs)
 
-    def _make_head(self, model: TorchModel) -> FullHead:
+    def _make_head(self, model: TorchModel) -> LmHead:
         own: Any = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         if own is None:
             raise ValueError(f"{type(model.module).__name__} has no LM head")
@@ -224,7 +220,7 @@ class TorchRunner:
         self._check_idle()
         step = Step(batch, time.perf_counter())
         try:
-            with torch.inference_mode(), self._on_stream():
+            with self._queued():
                 self._start(step)
         except Exception as error:
             step.error = error
@@ -249,15 +245,13 @@ class TorchRunner:
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """See Runner; raises as KvCache.move_slots does."""
-        self._check_open()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued(in_flight=True):
             self._cache.move_slots(src, dst)
         self._forget_states(dst)
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """See Runner; raises as KvCache.copy_blocks does."""
-        self._check_open()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued(in_flight=True):
             self._cache.copy_blocks(src, dst)
         size = self.info.block_size
         self._forget_states((dst[:, None] * size + np.arange(size)).reshape(-1))
@@ -270,20 +264,17 @@ class TorchRunner:
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """See SlicingRunner; raises as TorchSlices.load_table does."""
-        self._check_idle()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             self._slices.load_table(table, token_ids)
 
     def drop_table(self, table: int) -> None:
         """See SlicingRunner."""
-        self._check_idle()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             self._slices.drop_table(table)
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
         """See SlicingRunner; raises as TorchSlices.load_rows does."""
-        self._check_idle()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             self._slices.load_rows(token_ids, places)
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
@@ -293,9 +284,9 @@ class TorchRunner:
         step = Step(batch, time.perf_counter())
         if kept.shape[0] and int(kept.max()) >= self._kept.shape[0]:
             raise ValueError("a hidden state that was never kept")
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             step.mark_begin(on_gpu=self._on_gpu)
-            slabs = self._planner.full(batch, np.arange(batch.num_draws), 0)
+            slabs = self._head_run.full(batch, np.arange(batch.num_draws), 0)
             arrays = slab_arrays(batch, slabs)
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
@@ -320,15 +311,13 @@ class TorchRunner:
 
     def hold_adapter(self, place: int, adapter: adapters.GpuAdapter) -> None:
         """See AdaptingRunner."""
-        self._check_idle()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             if self._adapting().hold(place, adapter):
                 self.forget_graphs()  # they read the tables where they were
 
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
-        self._check_idle()
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             self._adapting().drop(place)
 
     def _adapting(self, folder: str = "") -> adapters.LoraBank:
@@ -360,7 +349,7 @@ class TorchRunner:
         if self._stream is not None:
             self._stream.synchronize()
         self._side.synchronize()
-        del self._body, self._head, self._cache, self._upload, self._planner, self._head_run
+        del self._body, self._head, self._cache, self._upload, self._head_run
         del self._slices, self._kept, self._cpu_head
         if self._host_head is not None:
             self._host_head.close()
@@ -429,7 +418,7 @@ class TorchRunner:
         self._check_idle()
         self.forget_graphs()
         self._forget_states(np.arange(self._cache.num_slots, dtype=np.int32))
-        with torch.inference_mode(), self._on_stream():
+        with self._queued():
             self._cache.resize(num_blocks)
         self.info = replace(self.info, num_blocks=num_blocks, max_model_len=max_model_len)
 
@@ -449,10 +438,16 @@ class TorchRunner:
         if self._in_flight is not None:
             raise RuntimeError("a step is in flight: call wait first")
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(self._stream)
+    @contextlib.contextmanager
+    def _queued(self, *, in_flight: bool = False) -> Iterator[None]:
+        """What is computed inside is queued on the runner's stream. in_flight: behind a step, too.
+        Raises RuntimeError after close."""
+        self._check_open() if in_flight else self._check_idle()
+        on_stream = (
+            contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+        with torch.inference_mode(), on_stream:
+            yield
 
     def _start(self, step: Step) -> None:
         batch = step.batch
@@ -460,7 +455,7 @@ class TorchRunner:
         own_ids = self._adapting().num_ids(batch, num_ids) if held else num_ids
         check_batch(batch, self.info, self._cache.num_slots, own_ids)
         step.mark_begin(on_gpu=self._on_gpu)
-        slabs, step.placed = self._planner.plan(batch)
+        slabs, step.placed = self._head_run.plan(batch)
         plan = self._body.plan(batch)
         keep = kept_draws(batch)
         arrays: dict[str, Array] = {}

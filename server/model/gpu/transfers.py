@@ -127,7 +127,7 @@ class SideStream:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(self, work: Callable[[], None]) -> Fence:
+    def run(self, work: Callable[[], object]) -> Fence:
         """Queue `work` behind all that the current stream was given so far; the host goes on.
 
         Memory that `work` touches and did not allocate must live until the fence was waited for.

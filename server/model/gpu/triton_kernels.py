@@ -1,4 +1,4 @@
-"""Triton kernels of the CUDA path: paged attention, its reduction, KV writes; grouped products of
+"""Triton kernels of the CUDA path: paged attention and its reduction; grouped products of
 adapters and own head rows; the gated delta rule.
 
 Every kernel reads its work from device memory that the runner fills with one copy a step, has a
@@ -21,6 +21,7 @@ Sizes of tiles follow from those of registers and shared memory, not from measur
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,34 +46,6 @@ _FIELDS = tl.constexpr(TILE_FIELDS)
 _WORD = tl.constexpr(WORD)
 _SPAN_FIELDS = tl.constexpr(SPAN_FIELDS)
 _SPAN_ROWS = tl.constexpr(SPAN_ROWS)
-
-
-@triton.jit
-def _write_kv(
-    key,
-    value,
-    keys,
-    values,
-    slots,
-    stride_key_row,
-    stride_key_head,
-    stride_value_row,
-    stride_value_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program a row: its K and V, [num_kv_heads, head_dim], to its slot."""
-    row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    inside = i < NUM_KV_HEADS * HEAD_DIM
-    head = i // HEAD_DIM
-    d = i % HEAD_DIM
-    k = tl.load(key + row * stride_key_row + head * stride_key_head + d, mask=inside)
-    v = tl.load(value + row * stride_value_row + head * stride_value_head + d, mask=inside)
-    tl.store(keys + slot * (NUM_KV_HEADS * HEAD_DIM) + i, k, mask=inside)
-    tl.store(values + slot * (NUM_KV_HEADS * HEAD_DIM) + i, v, mask=inside)
 
 
 @triton.jit
@@ -320,6 +293,7 @@ class Partials:
         self.total = torch.empty(size, dtype=torch.float32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
 class TritonAttention:
     """server.model.gpu.attention.Attention by the kernels above, for one step.
 
@@ -328,44 +302,13 @@ class TritonAttention:
     CUDA graph and replayed with new contents.
     """
 
-    def __init__(
-        self,
-        step: StepTensors,
-        groups: list[tuple[torch.Tensor, int, int]],
-        split_rows: torch.Tensor,
-        num_splits: int,
-        shape: TileShape,
-        partials: Partials,
-        block_size: int,
-    ) -> None:
-        self._step = step
-        self._groups = groups
-        self._split_rows = split_rows
-        self._num_splits = num_splits
-        self._shape = shape
-        self._partials = partials
-        self._block_size = block_size
-
-    def write(
-        self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """See Attention. key and value may be strided except in their last dimension."""
-        num_rows, num_kv_heads, head_dim = key.shape
-        _write_kv[(num_rows,)](
-            key,
-            value,
-            keys,
-            values,
-            self._step.slots,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
-            **FUSE,
-        )
+    step: StepTensors
+    groups: list[tuple[torch.Tensor, int, int]]
+    split_rows: torch.Tensor
+    num_splits: int
+    shape: TileShape
+    partials: Partials
+    block_size: int
 
     def attend(
         self,
@@ -378,16 +321,16 @@ class TritonAttention:
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
-        step, partials = self._step, self._partials
+        step, partials = self.step, self.partials
         assert step.ancestors is not None
         common: dict[str, Any] = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d_of(head_dim),
-            "SPLIT_SIZE": self._shape.split_size,
+            "SPLIT_SIZE": self.shape.split_size,
             "HAS_WINDOW": masked.window is not None,
             **FUSE,
         }
-        for tiles, block_m, num_splits in self._groups:
+        for tiles, block_m, num_splits in self.groups:
             _attend_tiles[(tiles.shape[0], num_kv_heads, num_splits)](
                 query,
                 keys,
@@ -412,25 +355,25 @@ class TritonAttention:
                 num_splits,
                 NUM_KV_HEADS=num_kv_heads,
                 GROUP_SIZE=num_heads // num_kv_heads,
-                BLOCK_SIZE=self._block_size,
+                BLOCK_SIZE=self.block_size,
                 HAS_CAP=masked.cap > 0.0,
                 SPLIT=num_splits > 1,
                 **tile_options(head_dim, block_m, query.dtype),
                 **common,
             )
-        if self._num_splits > 1:
-            _combine_splits[(self._split_rows.shape[0], num_heads)](
+        if self.num_splits > 1:
+            _combine_splits[(self.split_rows.shape[0], num_heads)](
                 out,
                 partials.out,
                 partials.highest,
                 partials.total,
-                self._split_rows,
+                self.split_rows,
                 step.prefix_len,
                 step.positions,
                 masked.window or 0,
-                self._num_splits,
+                self.num_splits,
                 NUM_HEADS=num_heads,
-                MAX_SPLITS=self._shape.max_splits,
+                MAX_SPLITS=self.shape.max_splits,
                 **common,
             )
         return out

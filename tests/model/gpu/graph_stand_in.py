@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from server.model.gpu.body_run import WARM_UP_RUNS, Forward
+from server.model.gpu.body import WARM_UP_RUNS, Forward
 from server.model.gpu.generic import take_over
 from server.model.gpu.runner import TorchRunner
 from tests.model import families, generic_models

@@ -22,7 +22,7 @@ import torch
 
 from server.engine.batch import Batch
 from server.model.gpu import attention as paged
-from server.model.gpu.body_run import GraphKey
+from server.model.gpu.body import GraphKey
 from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
@@ -273,7 +273,6 @@ COMPILED = {
     "chunk, fp32, Gemma's head": ("_attend_tiles", torch.float32, 256, 64, False, True, 0),
     "end of a prompt, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False, 0),
     "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True, 0),
-    "write": ("_write_kv", torch.bfloat16, 64, 16, False, False, 0),
 }
 FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
@@ -305,7 +304,6 @@ def test_triton_kernels_compile_for_a_gpu(
         "BLOCK_SIZE": 16,
         "SPLIT_SIZE": 256,
         "MAX_SPLITS": 32,
-        "BLOCK": 128,
         "HAS_WINDOW": window,
         "HAS_CAP": window,
         "SPLIT": split,
@@ -315,14 +313,15 @@ def test_triton_kernels_compile_for_a_gpu(
         options |= triton_kernels.tile_options(head_dim, block_m, dtype)
         constants |= {"BLOCK_M": block_m, "BLOCK_N": options["BLOCK_N"]}
     kernel = getattr(triton_kernels, name)
-    floats = {"query", "key", "value", "keys", "values", "out"}
+    floats = {"query", "keys", "values", "out"}
     partials = {"part_out", "part_max", "part_sum"}
-    arrays = {"slots", "tiles", "block_tables", "prefix_len", "positions", "split_rows"}
+    arrays = {"tiles", "block_tables", "prefix_len", "positions", "split_rows"}
     arrays |= {"ancestors"}
     kinds = (
         dict.fromkeys(floats, "*" + FLOATS[dtype])
         | dict.fromkeys(partials, "*fp32")
         | dict.fromkeys(arrays, "*i32")
+        | {"slots": "*i64"}
         | {"scaling": "fp32", "cap": "fp32"}
     )
     options = {k: v for k, v in options.items() if not k.isupper()}

@@ -21,7 +21,7 @@ import torch
 from server.engine.batch import AdaptingRunner
 from server.errors import ModelError, UnsupportedModelError
 from server.model.gpu.adapters import SPAN_ROWS, grouped_torch, lora_spans
-from server.model.gpu.body_run import GraphKey
+from server.model.gpu.body import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from tests.model import families

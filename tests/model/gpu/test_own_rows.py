@@ -23,7 +23,7 @@ from server.engine.adapters import Vocabulary
 from server.engine.batch import Batch, Drawn
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
-from server.model.gpu.body_run import GraphKey
+from server.model.gpu.body import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams

@@ -14,8 +14,8 @@ import torch
 from server.engine.batch import Batch
 from server.model import build
 from server.model.build import RunnerSpec
-from server.model.gpu.body_run import ROW_BUCKETS
-from server.model.gpu.device import CudaMemory, Reserve
+from server.model.gpu.body import ROW_BUCKETS
+from server.model.gpu.device import DeviceMemory, Reserve
 from server.model.gpu.runner import TorchRunner
 from server.model.kv_memory import MARGIN, num_blocks_for
 from server.model.shape import shape_of
@@ -184,7 +184,7 @@ def test_cuda_memory_is_what_torch_and_the_driver_tell(monkeypatch: pytest.Monke
             return told.get(name)
 
         monkeypatch.setattr(torch.cuda, name, tells)
-    memory = CudaMemory(torch.device("cuda", 0))
+    memory = DeviceMemory(torch.device("cuda", 0))
     memory.release()
     assert called == ["synchronize", "empty_cache", "reset_peak_memory_stats"]
     assert (memory.held(), memory.most_held()) == (30, 50)
@@ -196,7 +196,7 @@ def test_kv_memory_has_another_size_at_once() -> None:
     cache.memory.fill_(1.0)
     cache.resize(3)
     assert (cache.num_slots, cache.trash_slot) == (48, 48)
-    assert cache.layer(1)[0].shape[0] == 64 and not cache.memory.any()
+    assert cache.memory[1, 0].shape[0] == 64 and not cache.memory.any()
     cache.move_slots(np.array([47], np.int32), np.array([0], np.int32))
 
 

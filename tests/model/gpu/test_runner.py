@@ -13,15 +13,13 @@ import torch
 
 from server.engine.batch import DrawError
 from server.model.gpu import attention
-from server.model.gpu import body_run as graphs
-from server.model.gpu.body import Float8Linear
-from server.model.gpu.body_run import GraphKey, pad_to_bucket
-from server.model.gpu.device import DeviceMeter
-from server.model.gpu.kv_cache import KvCache, bytes_per_block
+from server.model.gpu import body as graphs
+from server.model.gpu.attention import KvCache, bytes_per_block
+from server.model.gpu.body import Float8Linear, GraphKey, pad_to_bucket
+from server.model.gpu.device import DeviceMeter, warm_up_shapes
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
-from server.model.gpu.warm_up import warm_up_shapes
 from server.model.kv_memory import num_blocks_for
 from server.types import DeviceFigures, SamplingParams
 from tests.fakes import reference_sampler as sampling
@@ -319,11 +317,11 @@ def test_moves_read_before_they_write() -> None:
     i32 = lambda *slots: np.asarray(slots, np.int32)  # noqa: E731
     cache.move_slots(i32(1, 2, 3), i32(2, 3, 1))
     for layer_id in range(2):
-        keys, values = cache.layer(layer_id)
+        keys, values = cache.memory[layer_id]
         assert keys[:5, 0, 0].tolist() == [0, 3, 1, 2, 4] == values[:5, 0, 3].tolist()
     assert cache.inputs[2, :5, 4].tolist() == [0, 3, 1, 2, 4], "and what convolutions keep"
     cache.copy_blocks(i32(0, 3), i32(3, 2))
-    assert cache.layer(1)[0][8:16, 0, 0].tolist() == [12, 13, 14, 15, 0, 3, 1, 2]
+    assert cache.memory[1, 0][8:16, 0, 0].tolist() == [12, 13, 14, 15, 0, 3, 1, 2]
     for src, dst, message in [
         (i32(1), i32(1, 2), "1 source"),
         (i32(1, 2), i32(3, 3), "twice"),

@@ -59,10 +59,10 @@ class LateSide(SideStream):
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], object]] = []
         self.num_done = 0
 
-    def run(self, work: Callable[[], None]) -> Fence:
+    def run(self, work: Callable[[], object]) -> Fence:
         self.waiting.append(work)
         return _LateFence(self, self.num_done + len(self.waiting))
 
