@@ -49,8 +49,11 @@ $(SERVES): pyproject.toml constraints.txt setup.py | $(BIN)/python
 	@echo "  torch"
 	@if test -n "$(TORCH_INDEX)"; then $(PIP) --index-url "$(TORCH_INDEX)" torch==2.13.0; \
 	elif command -v nvidia-smi >/dev/null; then false; \
-	else $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu -c constraints.txt torch==2.13.0; \
-	fi || { echo "  (from pip's usual index)"; $(PIP) --no-compile torch==2.13.0; }
+	else echo "    the CPU's build, of PyTorch's index" && $(PIP) uv && UV_HTTP_CONNECT_TIMEOUT=3 \
+	  UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu \
+	  -c constraints.txt torch==2.13.0 2>/dev/null; \
+	fi || { echo "    the build of pip's usual index (TORCH_INDEX=URL names another index)"; \
+	  $(PIP) --no-compile torch==2.13.0; }
 	@$(BIN)/python -m pip uninstall --quiet --yes uv 2>/dev/null
 	@echo "  everything else"
 	@$(PIP) --no-compile transformers numba
