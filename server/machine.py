@@ -59,6 +59,16 @@ def core_waits(pid: int) -> dict[str, float]:
     return waits
 
 
+def release_memory() -> None:
+    """Have malloc give back what was freed. Where the C library cannot, nothing happens."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim.argtypes = (ctypes.c_size_t,)
+        trim(0)
+
+
 def release_code(part: str) -> int:
     """Give back the pages of code and constants that this process has read of the shared objects
     with `part` in their path, and return their number of bytes. What runs again is read from the

@@ -265,6 +265,7 @@ def test_no_module_is_called_utils() -> None:
         ("vocab_store", ("torch", "transformers", "server", "fastapi", "numba")),
         ("server.engine", ("torch", "transformers", "fastapi")),
         ("server.api", ("torch", "transformers", "server.engine", "numba")),
+        ("server.wiring.engine", ("torch", "transformers", "fastapi", "pydantic", "yaml")),
         ("drafters.catalog", ("numpy", "numba", "pydantic")),
         ("drafters.atomic_file", ("numpy", "numba", "pydantic")),
         ("server.wiring", ("torch", "transformers", "fastapi")),

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.config import AdapterConfig
 from server.errors import ConfigError, ModelError
 from server.types import AdapterOrder
 
 if TYPE_CHECKING:
     from server.api.served_model import ServedModel
+    from server.config import AdapterConfig
     from server.engine.adapters import Vocabulary
     from server.engine.batch import AdaptingRunner
     from server.engine.grammar_compiler import GrammarCompiler

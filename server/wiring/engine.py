@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from drafters import DRAFTER_NAMES
 from server.errors import ModelError
-from server.machine import cores
+from server.machine import cores, release_memory
 from server.types import adapter_of
 from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
@@ -133,26 +134,9 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     vocabularies.shelf = engine.adapters
     _know_adapters(engine, order, table, grammars)
     _warm_up(engine, order.drafters, order.vocabularies)
-    _give_back()
-    return engine
-
-
-def _give_back() -> None:
-    """Have malloc give back what loading has freed: of a tokenizer's file, several times its size.
-    Where the C library cannot, nothing happens."""
-    import gc
-
     gc.collect()
-    _trim()
-
-
-def _trim() -> None:
-    import ctypes
-
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim.argtypes = (ctypes.c_size_t,)
-        trim(0)
+    release_memory()  # of a tokenizer's file loading has freed several times its size
+    return engine
 
 
 def _engine_settings(order: EngineOrder) -> EngineSettings:
@@ -318,7 +302,7 @@ def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> Grammar
             )
         finally:
             table.release_pages()
-            _trim()
+            release_memory()
 
     return GrammarCompiler(load, info.vocab_size)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.json_text import parsed
-from server.config import EngineConfig, ModelConfig, SamplingDefaults
 from server.errors import CacheFolderError, ModelError
 from server.types import PARAMETERS
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from server.api.served_model import ServedModel
+    from server.config import EngineConfig, ModelConfig, SamplingDefaults
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
@@ -41,6 +41,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
 
     from server.api.chat_template import load_chat_template
     from server.api.served_model import ServedModel
+    from server.config import SamplingDefaults
     from server.model.cache_folder import remembered_sha256
     from server.model.families import position_limit, text_values
     from server.model.generic import is_generic
@@ -107,6 +108,8 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
 
     A file that cannot be used is logged and left out: the model can be served without it.
     """
+    from server.config import SamplingDefaults
+
     file = folder / "generation_config.json"
     if not file.is_file():
         return SamplingDefaults()
