@@ -54,12 +54,12 @@ def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> Non
             ]
             for prompt, answer in good:
                 assert text_of(answer.result()) == alone[prompt]
-            for refused in bad:
-                assert refused.result().status_code == 500
-                assert refused.result().json()["error"]["code"] == "engine_error"
-                assert (
-                    "GiB" not in refused.result().text and "device-7" not in refused.result().text
-                )
+            for i, late in enumerate(bad):
+                refused = late.result()
+                # A stream that waits for a second has its headers, and the error is an event.
+                assert refused.status_code == 500 or (i % 2 and refused.status_code == 200)
+                assert '"engine_error"' in refused.text
+                assert "GiB" not in refused.text and "device-7" not in refused.text
         assert live.client.engines()[0]["restarts"] == 0
         wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
         assert live.sample("tailor_request_outcomes_total", outcome="error") == 4
@@ -83,7 +83,7 @@ def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() 
             lost.set()
             return [a.result(timeout=20) for a in answers]
 
-    with LiveServer([spec(fail=fail, step_s=0.005)], max_model_len=CONTEXT) as live:
+    with LiveServer([spec(fail=fail, step_s=0.02)], max_model_len=CONTEXT) as live:
         for answer in lose(8):
             assert answer.status_code == 500 or '"error"' in answer.text
             assert "device-7" not in answer.text
@@ -97,7 +97,7 @@ def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() 
 
 @pytest.mark.server_error
 def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() -> None:
-    engines = [spec(start_process, i, step_s=0.01, drafts=False) for i in range(2)]
+    engines = [spec(start_process, i, step_s=0.02, drafts=False) for i in range(2)]
     policy = RestartConfig(first_delay_s=0.05)
     with LiveServer(engines, max_model_len=CONTEXT, restart=policy) as live:
 
@@ -131,7 +131,7 @@ def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() ->
 
 
 def test_an_engine_that_hangs_holds_nobody_longer_than_the_task_allows() -> None:
-    tasks = {"quick": TaskConfig(name="quick", limits=TaskLimits(total_timeout_s=0.4))}
+    tasks = {"quick": TaskConfig(name="quick", limits=TaskLimits(total_timeout_s=1.5))}
     engine = spec(start_process, step_s=0.005, drafts=False)
     with LiveServer([engine], tasks=tasks, max_model_len=CONTEXT) as live:
         handle: Any = live.client.slots[0].handle

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from server.api.engines import slot
 from server.api.engines.slot import Pulse
 from server.config import RestartConfig
 from server.engine.process import start_process
@@ -74,27 +76,36 @@ def test_a_step_that_never_ends_is_ended_although_its_process_speaks() -> None:
         wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 5.0)
 
 
-def test_a_pulse_takes_the_age_that_a_beat_says_and_grows_in_silence() -> None:
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """[0] is the time."""
+    now = [1000.0]
+    monkeypatch.setattr(slot, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_pulse_takes_the_age_that_a_beat_says_and_grows_in_silence(now_s: list[float]) -> None:
     pulse = Pulse(7.2)
     pulse.heard(7.0)
-    assert 7.0 <= pulse.age_s < 7.5
-    time.sleep(0.05)
-    assert pulse.age_s >= 7.05
-    time.sleep(0.2)
+    assert pulse.age_s == 7.0
+    now_s[0] += 0.1
+    assert pulse.age_s == pytest.approx(7.1) and not pulse.is_late
+    now_s[0] += 0.2
     assert pulse.is_late
     pulse.heard()
-    assert pulse.age_s < 0.5 and not pulse.is_late
+    assert pulse.age_s == 0.0 and not pulse.is_late
 
 
+@pytest.mark.usefixtures("now_s")
 def test_what_an_engine_waits_for_a_core_is_no_hang() -> None:
     pulse = Pulse(5.0)
     pulse.look(0.0, {"a": 100.0, "b": 3.0})
     pulse.heard(9.0)
     assert pulse.is_late
     pulse.look(0.0, {"a": 104.5, "b": 3.5, "new": 70.0})  # two of its threads, at the same time
-    assert not pulse.is_late and 4.5 <= pulse.age_s < 5.0
+    assert not pulse.is_late and pulse.age_s == pytest.approx(4.5)
     pulse.heard(9.4)  # the same work, told again: what it waited still counts
-    assert 4.9 <= pulse.age_s < 5.0
+    assert pulse.age_s == pytest.approx(4.9)
     pulse.heard(8.0)  # later work, which has waited for nothing yet
     assert pulse.is_late
 

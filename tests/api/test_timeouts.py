@@ -33,7 +33,7 @@ IDS = encode(" over the lazy dog")
 LIMITS = {
     "hurried": TaskLimits(total_timeout_s=1.0),
     "patient": TaskLimits(total_timeout_s=60),
-    "impatient": TaskLimits(queue_timeout_s=0.2),
+    "impatient": TaskLimits(queue_timeout_s=0.4),
 }
 TASKS = {
     name: TaskConfig(name=name, limits=limits, speculation=SpeculationConfig(drafter="suffix"))
@@ -122,8 +122,8 @@ def test_a_request_that_waits_too_long_is_refused_and_the_others_go_on(
 
 
 def test_a_request_that_has_begun_is_not_in_the_queue_any_more(one_seat: LiveServer) -> None:
-    answer = one_seat.post(model="impatient", max_tokens=10, ignore_eos=True)  # 0.5 s of steps
-    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 10
+    answer = one_seat.post(model="impatient", max_tokens=14, ignore_eos=True)  # 0.7 s of steps
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 14
 
 
 # --- streams ---
@@ -158,8 +158,8 @@ def test_a_silent_stream_sends_comments_that_clients_skip() -> None:
 
 
 def test_a_stream_that_speaks_has_no_comments_and_0_is_off() -> None:
-    config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=0.2))
-    with LiveServer([ScriptedEngine(saying(IDS), step_s=0.01)], config=config) as live:
+    config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=1.0))
+    with LiveServer([ScriptedEngine(saying(IDS), step_s=0.02)], config=config) as live:
         assert "keep-alive" not in live.post(stream=True, max_tokens=60).text
     config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=0))
     with LiveServer([ScriptedEngine(saying(IDS), step_s=0.3)], config=config) as live:
@@ -189,7 +189,7 @@ def test_an_error_before_the_first_token_of_a_late_stream_is_an_event() -> None:
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LiveServer]:
     limits = LimitsConfig(
-        max_header_bytes=4096, header_timeout_s=0.4, send_timeout_s=0.4, body_timeout_s=0.5
+        max_header_bytes=4096, header_timeout_s=0.8, send_timeout_s=0.4, body_timeout_s=0.5
     )
     with LiveServer([ScriptedEngine(saying(IDS))], config=ServerConfig(limits=limits)) as live:
         yield live
@@ -240,7 +240,7 @@ def test_a_connection_that_is_used_again_is_not_cut(strict: LiveServer) -> None:
     with httpx.Client() as client:
         for _ in range(4):
             assert client.get(strict.url + "/v1/models").status_code == 200
-            time.sleep(0.2)
+            time.sleep(0.3)
 
 
 def test_a_long_answer_outlives_the_header_timeout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,12 +35,17 @@ SEATS, ROWS = 16, 128  # of an engine
 DECIDING = 6  # last tokens of a text, which decide how it goes on in an engine that learns
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
+def free_port(num: int = 1) -> int:
+    """The first of so many ports that nobody listens on, below those that sockets get."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        try:
+            for port in range(first, first + num):
+                with socket.socket() as taken:
+                    taken.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
 
 
 def learning_engine(*, step_s: float = 0.0, row_s: float = 0.0, learns: bool = True) -> Engine:

@@ -26,7 +26,7 @@ pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `
 STEP_S = 0.01
 
 
-OWN_PORTS = free_port()
+OWN_PORTS = free_port(2)
 ALL = {"authorization": "Bearer sk-all"}
 
 
