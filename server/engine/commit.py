@@ -123,6 +123,8 @@ class Committer:
         ids, draws, nodes = runs.tolist()
         for c, (at, num, num_accepted, why, todo) in enumerate(found.T.tolist()):
             sequence, tree = built.drawing[c], trees.each[built.item_of[c]]
+            if sequence.status is Status.FINISHED:  # another choice of its request has failed
+                continue
             if todo & EMITTED:
                 own = ids[at : at + num]
                 sequence.ids[num_tokens[c] - num : num_tokens[c]] = own

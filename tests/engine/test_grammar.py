@@ -556,6 +556,22 @@ def test_what_excludes_every_token_fails_alone_and_says_so(compiler: GrammarComp
     assert results["fine", 0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_choice_without_a_token_left_ends_those_that_draw_one_in_the_same_step(
+    compiler: GrammarCompiler, seed: int
+) -> None:
+    """Each is told its end once, and nothing after it."""
+    engine = _engine(compiler)
+    ids = (*_ids("a"), *_ids("b"))
+    grammar = GrammarSpec("regex", "bc|aaaaaaaa")  # after a "b" nothing is left
+    engine.submit(
+        _request("r", grammar, choices=8, allowed_token_ids=ids, temperature=1.0, seed=seed)
+    )
+    results = _finish(engine)
+    assert {r.error_code for r in results.values()} == {"constraint_unsatisfiable"}
+    assert {len(r.ids) for r in results.values()} == {1} and len(results) == 8
+
+
 @pytest.mark.parametrize("grammar", [None, COMPACT])
 def test_without_a_compiler_or_with_ignore_eos_a_grammar_is_refused(
     compiler: GrammarCompiler, grammar: GrammarSpec | None
