@@ -13,7 +13,6 @@ they do when they are served.
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafters.json_text import parsed
-from server.errors import ConfigError, TailorError
+from server.errors import ConfigError, TailorError, nearest
 
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
@@ -166,9 +165,9 @@ class Fields:
             what = "empty" if value == "" else "no text"
             raise ConfigError(f"{where}: {name}: is {what}; it must be a string")
         there = ", ".join(map(str, row))[:_SHOWN]
-        near = difflib.get_close_matches(name, list(map(str, row)), 1, 0.6)
-        meant = f"; did you mean {option} {near[0]}?" if near else f"; {option} says where it is"
-        raise ConfigError(f"{where}: {name}: is missing (there are: {there}){meant}")
+        near = nearest(name, map(str, row))
+        hint = f"did you mean {option} {near}?" if near else f"{option} says where it is"
+        raise ConfigError(f"{where}: {name}: is missing (there are: {there}); {hint}")
 
 
 @dataclass(frozen=True, slots=True)

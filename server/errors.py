@@ -49,11 +49,16 @@ client sent (`echoed` cuts it) and nothing about the machine.
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
+from itertools import islice
 from typing import ClassVar, Self
 
 MAX_ECHO = 200
 """Most characters of a client's input that a message may repeat."""
+
+_MAX_COMPARED = 1000  # names
 
 
 def echoed(value: object, limit: int = 80) -> str:
@@ -76,6 +81,12 @@ def echoed(value: object, limit: int = 80) -> str:
     else:
         text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known name that somebody may have meant, "" where none is near."""
+    near = difflib.get_close_matches(name[:128], [*islice(known, _MAX_COMPARED)], 1, cutoff)
+    return near[0] if near else ""
 
 
 class TailorError(Exception):

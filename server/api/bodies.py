@@ -17,7 +17,6 @@ deeper than `MAX_DEPTH`.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import math
 import re
@@ -46,6 +45,7 @@ from server.errors import (
     UnsupportedFieldError,
     UnsupportedMediaTypeError,
     echoed,
+    nearest,
 )
 from server.types import INT31, PARAMETERS
 
@@ -453,8 +453,8 @@ def _unknown(model: type[BodyPart], names: list[str], at: str) -> UnknownFieldEr
     hint = model.ELSEWHERE.get(names[0], "")
     if not hint:
         known = [*model.model_fields, *model.ALIASES]
-        near = difflib.get_close_matches(names[0][:64], known, n=1, cutoff=0.75)
-        hint = f"Did you mean {near[0]}?" if near else ""
+        near = nearest(names[0], known, 0.75)
+        hint = f"Did you mean {near}?" if near else ""
     return UnknownFieldError(
         f"Unknown field{'s' if len(names) > 1 else ''}: {shown}.{hint and ' '}{hint}",
         param=_joined(at, echoed(names[0], 64).strip("'")),

@@ -4,8 +4,9 @@ it), and about the server's state (/health, /ready, /ping, /load, /version, /met
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
@@ -44,6 +45,8 @@ class TokenizeBody(BodyPart):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = Field(None, description="of a prompt; default true")
     return_token_strs: bool | None = None
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {"content": "Send prompt.", "text": "Send prompt."}
 
 
 class DetokenizeBody(BodyPart):

@@ -329,7 +329,8 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     if key in _WITH:
         return _WITH[key] not in schema
     if key == "if":
-        return "then" not in schema and "else" not in schema
+        told = {"then", "else", "unevaluatedItems", "unevaluatedProperties"}
+        return told.isdisjoint(schema)
     if key in ("dependencies", "dependentRequired", "dependentSchemas"):
         return isinstance(value, dict) and not value
     if key in ("unevaluatedItems", "unevaluatedProperties"):

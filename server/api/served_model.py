@@ -4,7 +4,6 @@ adapters beside them, and tasks."""
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,11 +14,11 @@ from tokenizers import Tokenizer
 from server.api.chat_template import ChatTemplate, SegmentEncoder
 from server.api.tools.calls import MARKERS, ToolFormat, format_of
 from server.config import DEFAULT_TASK, SamplingDefaults, TaskConfig
-from server.errors import ModelNotFoundError, echoed
+from server.errors import ModelNotFoundError, echoed, nearest
 from server.token_bytes import TokenBytes
 from server.types import AdapterOrder
 
-_MAX_SHOWN, _MAX_COMPARED = 10, 1000
+_MAX_SHOWN = 10
 """Names that the error of an unknown model tells, and that are compared with what was sent."""
 
 
@@ -210,9 +209,8 @@ class Catalog:
 
     def _advice(self, name: str, may_use: Callable[[str, str], bool] | None) -> str:
         known = self.names_for(may_use)
-        near = difflib.get_close_matches(name[:128], known[:_MAX_COMPARED], n=1)
-        if near:
-            return f" Did you mean {near[0]}?"
+        if near := nearest(name, known):
+            return f" Did you mean {near}?"
         shown = ", ".join(known[:_MAX_SHOWN])
         more = f" and {len(known) - _MAX_SHOWN} more" if len(known) > _MAX_SHOWN else ""
         return f" There are: {shown}{more}." if known else ""

@@ -7,7 +7,6 @@ repeated key is an error.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from server.errors import ConfigError
+from server.errors import ConfigError, nearest
 
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -225,9 +224,8 @@ def _problems(model: type[Section], document: Document, error: ValidationError) 
         if kind == "extra_forbidden":
             message = "unknown key"
             known = _known_keys(model, path[:-1])
-            near = difflib.get_close_matches(str(path[-1]), known, n=1)
-            if near:
-                message += f"; did you mean {near[0]}?"
+            if near := nearest(str(path[-1]), known):
+                message += f"; did you mean {near}?"
             elif known:
                 message += f"; known keys: {', '.join(known)}"
         elif kind == "missing":

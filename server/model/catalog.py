@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from server.errors import IntegrityError, ModelError
+from server.errors import IntegrityError, ModelError, nearest
 from server.model.cache_folder import (
     MARKER,
     cache_dir,
@@ -173,9 +173,11 @@ def model_folder(
         raise ModelError(f"{path}: no such file or folder")
     if _HUB_ID.fullmatch(name_or_path):
         return _fetch_from_hub(name_or_path, report)
+    near = nearest(name_or_path, BUILT_IN)
     raise ModelError(
         f"no model {name_or_path[:200]!r}: it is no folder, no GGUF file, no Hugging Face id "
         f"(org/name) and no built-in name ({', '.join(BUILT_IN)})"
+        + (f"; did you mean {near}?" if near else "")
     )
 
 

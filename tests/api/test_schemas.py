@@ -152,6 +152,7 @@ def test_what_is_taken(schema: dict[str, Any], taken: dict[str, Any]) -> None:
         ({"properties": {"tags": TAGS}}, "properties.tags.uniqueItems cannot be held"),
         ({"items": [{}, {"not": TEXT}]}, "items[1].not cannot be held"),
         ({"$defs": {"a b": {"if": {}, "then": {}}}}, "$defs.a b.if cannot be held"),
+        ({"if": {"items": {}}, "unevaluatedItems": False}, "if cannot be held"),
         ({"oneOf": [{"minimum": 1}, {"minimum": 2}]}, "oneOf cannot be held"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf cannot be held"),
         ({"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}, "oneOf cannot be held"),

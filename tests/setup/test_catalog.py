@@ -285,6 +285,7 @@ def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_names_that_are_nothing(tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(b"no model")
     for name, told in (
+        ("smollm2-instruct", r"did you mean smollm2-135m-instruct\?"),
         ("no-such-model", r"no built-in name \(smollm2-135m-instruct, gemma-3-270m\)"),
         ("./nothing", "no such file or folder"),
         (str(tmp_path / "missing.gguf"), "no such file or folder"),
