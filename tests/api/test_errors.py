@@ -436,6 +436,8 @@ def test_tokenize_and_detokenize(server: LiveServer) -> None:
     assert len(body["token_strs"]) == body["count"]
     back = server.post("/detokenize", tokens=body["tokens"]).json()
     assert back == {"prompt": text}
+    theirs = server.post("/tokenize", content=text)  # llama.cpp's
+    assert check(theirs, 400, "unknown_parameter", "content").endswith("Send prompt.")
     check(server.post("/detokenize", tokens=[400]), 400, "invalid_value", "tokens")
     check(server.post("/detokenize", tokens=[True]), 400, "invalid_value", "tokens[0]")
     check(server.post("/tokenize"), 400, "invalid_value", "prompt")

@@ -85,7 +85,6 @@ def test_settings_of_peers_that_change_something_are_refused(
         ("/v1/chat/completions", "repeat_penaltyy", "Did you mean repeat_penalty?"),
         ("/v1/completions", "sampling_params", "Send its members themselves."),
         ("/v1/completions", "text", "Send prompt."),
-        ("/tokenize", "content", "Send prompt."),
         ("/v1/chat/completions", "text", "Unknown field: 'text'."),
         ("/v1/completions", "frobnicate", "Unknown field: 'frobnicate'."),
     ],
