@@ -64,7 +64,8 @@ def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line of a JSONL file that is not blank.
+    """(line number from 1, object) of each line of a JSONL file that is not blank. A line that is a
+    string is a prompt.
 
     Raises ConfigError with file and line for what is no JSON object, nested too deeply, too long,
     or no text that can be encoded.
@@ -92,6 +93,8 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: holds half a character (a lone surrogate)") from None
     except ValueError as error:
         raise ConfigError(f"{where}: no JSON: {str(error)[:100]}") from None
+    if isinstance(entry, str):
+        return {"prompt": entry}
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: a line must be an object")
     return entry

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.tracing": {"server", "server.errors"},
     "server.token_bytes": {"drafters.array_file", "server.errors", "server.types"},
     "server.grammar_text": {"server.types"},
-    "server.client": {*FILES, "server.errors"},
+    "server.client": {*FILES, "server.datasets", "server.errors"},
     "server.api": {
         *EVERYONE,
         *CATALOG,

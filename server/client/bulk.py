@@ -1,8 +1,8 @@
 """`tailor run`: a file of prompts through a task, answers into a file.
 
-A line of the input is a JSON string (the prompt), or an object with `prompt` (or `messages`, for
-chat), an `id` of the caller's, and `request`: further fields of that line's request. Other members
-are left alone. A line of the output is
+A row of the input (server.datasets reads it) has a `prompt`, or `messages` for a chat, an `id` of
+the caller's and, in JSON lines, `request`: further fields of its request. Other members are left
+alone. A line of the output is
 
     {"line": 7, "id": "a", "text": "...", "finish_reason": "stop", "usage": {...}, "key": "9f..."}
     {"line": 8, "id": null, "error": {"message": ..., "code": ..., "status": 400, ...}, "key": ...}
@@ -30,8 +30,7 @@ import httpx
 
 from server.client.answer_file import AnswerFile, AnswerFileError
 from server.client.http import Caller, CallFailedError, Endpoint, RefusedError, Tally
-
-MAX_LINE_BYTES = 64 << 20
+from server.datasets import TABLES, Fields, rows
 
 BulkError = AnswerFileError
 """The input or output file cannot be used; the message names file and line."""
@@ -93,8 +92,7 @@ class BulkRun:
         outcome = asyncio.run(run.run(on_progress))
 
     concurrency: requests that are open at once. max_retries: times that one line is tried again.
-    timeout_s: longest silence of the server during one request. rows: (number, object) of each row
-    of a source that is no JSON lines; called anew for each pass over it.
+    timeout_s: longest silence of the server during one request. prompt_field: where a prompt is.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class BulkRun:
         max_retries: int = 10,
         timeout_s: float = 600.0,
         max_tokens: int | None = None,
-        rows: Callable[[], Iterator[tuple[int, dict[str, Any]]]] | None = None,
+        prompt_field: str = "prompt",
     ) -> None:
         if concurrency < 1 or max_retries < 0:
             raise ValueError("concurrency must be at least 1 and max_retries at least 0")
@@ -120,7 +118,7 @@ class BulkRun:
         self._concurrency = concurrency
         self._max_retries = max_retries
         self._timeout_s = timeout_s
-        self._rows = rows
+        self._prompt_field = prompt_field
         self._defaults: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
@@ -154,49 +152,38 @@ class BulkRun:
     # -- files ------------------------------------------------------------------------------
 
     def _lines(self) -> Iterator[_Line]:
-        """The lines of the input; blank ones count but are passed over. Raises BulkError."""
-        if self._rows is not None:
-            yield from (self._line(number, row) for number, row in self._rows())
-            return
-        try:
-            with self._source.open("rb") as file:
-                for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-                    if raw.strip():
-                        yield self._line(number, self._parsed(number, raw))
-        except OSError as error:
-            raise BulkError(f"{self._source}: {error.strerror or error}") from None
+        """The lines of the input; blank ones count but are passed over. Raises BulkError and
+        ConfigError, which name file and line."""
+        for number, row in rows(self._source):
+            yield self._line(number, row)
 
-    def _parsed(self, number: int, raw: bytes) -> Any:
-        at = f"{self._source}:{number}"
-        try:
-            value = json.loads(raw.decode(), parse_constant=_no_constant)
-            json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
-        except (ValueError, RecursionError):
-            raise BulkError(f"{at}: the line is not JSON in UTF-8") from None
-        return value
-
-    def _line(self, number: int, value: Any) -> _Line:
-        at = f"{self._source}:{number}"
-        if isinstance(value, str):
-            value = {"prompt": value}
-        if not isinstance(value, dict):
-            raise BulkError(f"{at}: a line is a JSON string or an object")
-        named = [name for name in ("prompt", "messages") if name in value]
-        if len(named) != 1:
+    def _line(self, number: int, row: dict[str, Any]) -> _Line:
+        at, field = f"{self._source}:{number}", self._prompt_field
+        is_table = self._source.suffix in TABLES  # which has texts, no objects
+        has_messages = "messages" in row and not is_table
+        if has_messages and field in row:
             raise BulkError(f"{at}: a line needs either a prompt or messages")
-        extra = value.get("request", {})
+        named = "messages" if has_messages else "prompt"
+        asked = row["messages"] if has_messages else row.get(field)
+        if asked is None or isinstance(asked, str):
+            asked = Fields(prompt=field).prompt_of(row, at)
+        extra = {} if is_table else row.get("request", {})
         if not isinstance(extra, dict) or extra.get("stream"):
             raise BulkError(f"{at}: request must be an object of request fields, without stream")
         body = {
             **self._defaults,
             **extra,
             "model": self._task,
-            named[0]: value[named[0]],
+            named: asked,
             "include_speculation": True,
         }
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
-        route = "/completions" if named[0] == "prompt" else "/chat/completions"
-        return _Line(number, value.get("id"), route, body, digest)
+        try:
+            sent = json.dumps(body, sort_keys=True, allow_nan=False)
+        except ValueError:
+            raise BulkError(f"{at}: holds a number that JSON does not have") from None
+        digest = hashlib.sha256(sent.encode()).hexdigest()[:16]
+        route = "/chat/completions" if has_messages else "/completions"
+        return _Line(number, row.get("id"), route, body, digest)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -265,7 +252,3 @@ class BulkRun:
             else {f"{what}s": texts, "finish_reasons": reasons}
         )
         return {**head, **shown, "usage": answer.get("usage"), "key": line.key}
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

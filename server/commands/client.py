@@ -4,15 +4,12 @@ line."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from server.commands.options import CallOptions, OutputFile
-from server.datasets import TABLES, Fields, rows
+from server.commands.options import CallOptions, OutputFile, PromptField
 from server.errors import ConfigError
 
 _CALL = CallOptions()
@@ -36,9 +33,7 @@ def run(
     concurrency: Annotated[int, Parameter(help="requests open at once (8)")] = 8,
     retries: Annotated[int, Parameter(help="times a line is tried again (10)")] = 10,
     max_tokens: MaxTokens = None,
-    prompt_field: Annotated[
-        str, Parameter(help="where the prompt is in a row of a table (prompt)")
-    ] = "prompt",
+    prompt_field: PromptField = "prompt",
     call: CallOptions = _CALL,
 ) -> int:
     import asyncio
@@ -56,7 +51,7 @@ def run(
             max_retries=retries,
             timeout_s=call.timeout,
             max_tokens=max_tokens,
-            rows=partial(_asked, data, prompt_field) if data.suffix in TABLES else None,
+            prompt_field=prompt_field,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -69,13 +64,6 @@ def run(
         finally:
             progress.close(job.outcome)
     return 1 if outcome.num_failed else 0
-
-
-def _asked(data: Path, prompt_field: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What the rows of a table ask. Raises ConfigError with file, line and field."""
-    fields = Fields(prompt=prompt_field)
-    for number, row in rows(data):
-        yield number, {"prompt": fields.prompt_of(row, f"{data}:{number}"), "id": row.get("id")}
 
 
 def complete(

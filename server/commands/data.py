@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from server.commands.options import PromptField
 from server.datasets import ExampleReader, Fields, Render, open_table
 from server.errors import ConfigError, TailorError
 
@@ -29,7 +30,7 @@ class FieldOptions:
     """Where a row of the data has what."""
 
     field: Annotated[str, Parameter(help="where the output is (completion)")] = "completion"
-    prompt_field: Annotated[str, Parameter(help="where the prompt is (prompt)")] = "prompt"
+    prompt_field: PromptField = "prompt"
     joint: Annotated[
         str, Parameter(help="put between prompt and output where neither has a blank")
     ] = " "

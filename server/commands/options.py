@@ -32,6 +32,7 @@ WEIGHTS_HELP = (
     "how a cpu keeps weights: floats, int8, int8-blocks, int4, or as a GGUF has them: file; on "
     "cuda fp8"
 )
+PromptField = Annotated[str, Parameter(help="where the prompt is (prompt)")]
 OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
 
 

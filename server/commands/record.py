@@ -17,6 +17,7 @@ from server.commands.options import (
     CallOptions,
     ModelOptions,
     OutputFile,
+    PromptField,
     SamplingOptions,
     sampling_of,
 )
@@ -39,7 +40,7 @@ class PromptOptions:
     data: Annotated[
         Path, Parameter(metavar="FILE", help="JSON lines with a prompt, or with prompt_ids")
     ]
-    prompt_field: Annotated[str, Parameter(help="where the prompt is (prompt)")] = "prompt"
+    prompt_field: PromptField = "prompt"
     limit: Annotated[int | None, Parameter(help="only the first N prompts")] = None
     concurrency: Annotated[int, Parameter(help="prompts at once (16)")] = 16
 

@@ -21,6 +21,7 @@ import pytest
 from server.client.bulk import BulkError, BulkOutcome, BulkRun
 from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
+from server.errors import TailorError
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -150,21 +151,35 @@ def test_answers_to_other_prompts_are_noticed(server: LiveServer, tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "not JSON"),
-        ("[1]", "a JSON string or an object"),
-        ('{"id": 1}', "either a prompt or messages"),
+        ("{", "no JSON"),
+        ("[1]", "a line must be an object"),
+        ('{"id": 1}', "prompt: is missing .there are: id."),
         ('{"prompt": "a", "messages": []}', "either a prompt or messages"),
         ('{"prompt": "a", "request": {"stream": true}}', "without stream"),
-        ('{"prompt": NaN}', "not JSON"),
-        ('"\\ud800"', "not JSON in UTF-8"),
-        ('"\udcff"', "not JSON in UTF-8"),
+        ('{"prompt": NaN}', "a number that JSON does not have"),
+        ('"\\ud800"', "half a character"),
+        ('"\udcff"', "not UTF-8"),
     ],
 )
 def test_a_wrong_line_is_told_before_anything_is_sent(tmp_path: Path, line: str, told: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'"fine"\n\n' + line.encode(errors="surrogateescape") + b"\n")
-    with pytest.raises(BulkError, match=rf"in\.jsonl:3: .*{told}"):
+    with pytest.raises(TailorError, match=rf"in\.jsonl:3: .*{told}"):
         go("http://127.0.0.1:9", source, tmp_path / "out.jsonl")
+
+
+def test_a_prompt_is_where_the_command_says_whatever_kind_of_file_it_is(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    """And a byte order mark, as spreadsheets write it, is none of the text."""
+    for name, text in {
+        "in.csv": '\ufefftext,request\n"the quick",x\n',
+        "in.jsonl": '\ufeff{"text": "the quick", "prompt": 1, "request": {"seed": 1}}\n',
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        out = tmp_path / f"{name}.out"
+        go(server.url, tmp_path / name, out, max_tokens=2, prompt_field="text")
+        assert read(out)[0]["usage"]["prompt_tokens"] == len(encode("the quick"))
 
 
 def test_two_runs_do_not_share_a_file(server: LiveServer, tmp_path: Path) -> None:
