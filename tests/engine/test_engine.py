@@ -423,6 +423,17 @@ def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
     assert reasons == {"cooldown", "length"}
 
 
+def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
+    """A node that comes true in one of ten steps takes two tenths of a step."""
+    drafter = FakeDrafter(lambda tokens, budget, depth: DraftTree.chain([1], [0.1]))
+    cost = CostTable([1, 2, 64], [0.010, 0.012, 0.5])
+    engine, runner = _engine(drafters={"d": drafter}, cost=cost)
+    engine.submit(_request("a", [3], speculation=SpeculationParams("d", 8)))
+    counts = [d.counts for d in _finish(engine)["a"]]
+    assert not any(c.num_drafted for c in counts) and runner.num_rows == 8
+    assert {c.no_draft_reason for c in counts} == {"budget", "length"}
+
+
 def test_a_drafter_that_always_misses_is_asked_less_and_less() -> None:
     wrong = FakeDrafter(lambda t, b, d: DraftTree.chain([14] * min(b, d), [0.99] * min(b, d)))
     engine, _ = _engine(

@@ -382,6 +382,24 @@ def test_an_answer_whose_own_drafts_miss_cools_down_and_no_other_of_its_scope() 
     assert found[-1][1] == "cooldown"
 
 
+def test_drafts_of_which_nothing_is_known_change_nothing() -> None:
+    """Their draws failed: what they would have brought is neither a hit nor a miss."""
+    found = []
+    for num in (0, 60):
+        gain = Gain(_line(FIRST_S, ROW_S))
+        seat, claims = gain.seat("a"), np.power(0.9, np.arange(1, 4))
+        for _ in range(20):
+            note_ask(gain, seat, claims)
+            note_drafts(gain, seat, claims, range(3))
+        start, certain = np.array([0, 3], np.int32), np.zeros(1, np.int32)
+        for _ in range(num):
+            gain.observe_drafts(np.array([seat]), start, certain, claims, np.full(3, -1, np.int32))
+        found.append(
+            (gain.ask([seat], _alone(1), 64), choose(gain, [seat], [claims], _alone(1), 9))
+        )
+    assert found[0] == found[1] and found[0][1] == [3]
+
+
 def test_what_repeats_is_seen_without_an_ask() -> None:
     ids = np.array([5, 6, 7, 8, 5, 6, 7, 9, 1, 2, 5, 6, 7], np.int32)
     assert repeats(ids, 4).tolist() == [-1, -1, 1, 0, -1, -1, -1, -1, 1]

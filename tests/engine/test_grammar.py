@@ -529,6 +529,27 @@ def test_min_tokens_holds_eos_back_while_the_grammar_can_go_on(compiler: Grammar
     assert len(results["held", 0].ids) == 8 and results["held", 0].ids[-1] == 0
 
 
+def test_what_is_forced_beside_a_rest_counts_as_no_ask(compiler: GrammarCompiler) -> None:
+    engine = _engine(compiler)
+    gain, told = engine.gain, list[tuple[list[int], int]]()
+    observe, choose = gain.observe_asks, gain.choose
+
+    def observed(seats: Any, *columns: Any) -> None:
+        told.append((seats.tolist(), -1))
+        observe(seats, *columns)
+
+    def chosen(*given: Any) -> Any:
+        told.append(([], given[-1]))
+        return choose(*given)
+
+    gain.ask = lambda seats, *_: (["cooldown"] * len(seats), 0)  # type: ignore[method-assign]
+    gain.observe_asks, gain.choose = observed, chosen  # type: ignore[method-assign]
+    engine.submit(_request("r", COMPACT, draft=True))
+    (result,) = _finish(engine).values()
+    assert sum(c.num_accepted for c in result.counts) > 8 and len(told) > 4
+    assert {(*seats, num) for seats, num in told} == {(-1, -1), (0,)}
+
+
 def test_choices_have_states_of_their_own(compiler: GrammarCompiler) -> None:
     engine = _engine(compiler)
     engine.submit(_request("r", SCHEMA, choices=3, temperature=1.5, seed=2))
