@@ -17,6 +17,10 @@ GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 
 INT31, INT63 = (1 << 31) - 1, (1 << 63) - 1
 
+LEAST_TEMPERATURE = 1e-30
+"""Below it logits divide to infinity (fp32 ends at 3e38). Just above it the likeliest id already
+has all the probability, so treating lower ones as greedy changes no choice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -175,13 +179,28 @@ class SamplingParams:
         return tuple(float(getattr(self, name)) for name in DRAW_NUMBERS)
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether it draws without noise."""
+        return self.temperature == 0.0
+
+    @property
     def has_penalties(self) -> bool:
         """True when token counts change the distribution."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.counts_prompt
+
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether ids of the prompt count, too."""
+        return self.repetition_penalty != 1.0
+
+    @staticmethod
+    def canonical(values: dict[str, Any]) -> dict[str, Any]:
+        """Fields by name, of which some say the same in two ways, in the one that samplers know."""
+        if values["top_p"] == 0.0:  # OpenAI allows it; it keeps the most likely id alone
+            values |= {"top_p": 1.0, "top_k": 1}
+        if values["temperature"] < LEAST_TEMPERATURE:
+            values["temperature"] = 0.0
+        return values | {"top_k": max(0, values["top_k"])}
 
 
 def _parameters() -> tuple[Parameter, ...]:

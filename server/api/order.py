@@ -65,10 +65,6 @@ from server.types import (
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
 
-LEAST_TEMPERATURE = 1e-30
-"""Below it logits divide to infinity (fp32 ends at 3e38). Just above it the likeliest id already
-has all the probability, so treating lower ones as greedy changes no choice."""
-
 _MASK64 = (1 << 64) - 1
 _ID = re.compile(r"[0-9]{1,10}")
 _T = TypeVar("_T")
@@ -412,11 +408,7 @@ class Orders:
                 if value is None and one.in_models:
                     value = getattr(model.sampling, name)
             values[name] = one.default if value is None else one.kind(value)
-        if values["top_p"] == 0.0:  # OpenAI allows it; it keeps the most likely id alone
-            values["top_p"], values["top_k"] = 1.0, 1
-        values["top_k"] = max(0, values["top_k"])
-        if values["temperature"] < LEAST_TEMPERATURE:
-            values["temperature"] = 0.0
+        values = SamplingParams.canonical(values)
         if generation.max_tokens is not None:
             values["max_tokens"] = generation.max_tokens
         elif defaults.max_tokens is None:

@@ -68,7 +68,7 @@ class DrawParams:
         """
         s = self.sampling
         return (
-            s.temperature == 0.0
+            s.takes_likeliest
             and mask_id < 0
             and not s.logit_bias
             and s.allowed_token_ids is None

@@ -370,7 +370,7 @@ class Sequence:
         out_ids, out = np.unique(self.ids[self.prompt_len : self.num_tokens], return_counts=True)
         prompt = (
             np.unique(self.ids[: self.prompt_len])
-            if self.request.sampling.repetition_penalty != 1.0
+            if self.request.sampling.counts_prompt
             else _NO_IDS
         )
         ids = np.union1d(out_ids, prompt).astype(np.int32)

@@ -118,7 +118,7 @@ class Reserve(NamedTuple):
         )
 
 
-_SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, num_logprobs=20)
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=20)
 """Draws that take the most memory: float64 logits, their order, and logprobs."""
 
 

@@ -415,7 +415,7 @@ def bytes_per_logit(batch: Batch) -> int:
     """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken, two
     more float32 where the likeliest ids are wanted; LOGIT_BYTES where draws are processed."""
     params = (p.sampling for p in batch.params)
-    only_argmax = all(s.temperature == 0.0 and s.num_logprobs is None for s in params)
+    only_argmax = all(s.takes_likeliest and s.num_logprobs is None for s in params)
     least = 12 if batch.num_likely else 4
     return least if only_argmax and batch.score_rows.shape[0] == 0 else LOGIT_BYTES
 
