@@ -69,19 +69,24 @@ def _shown(value: Any) -> str:
 
 
 def _bounds(field: Any) -> str:
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    told = []
-    for item in field.metadata:
-        for name, sign in signs.items():
-            limit = getattr(item, name, None)
-            if limit is not None:
-                told.append(f"{sign} {limit}")
+    """What is allowed: " (1 to 4096)", " (above 0)", " (auto or none)" or ""."""
+    limits = {
+        name: getattr(item, name)
+        for item in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if getattr(item, name, None) is not None
+    }
+    begin = f"above {limits['gt']}" if "gt" in limits else str(limits.get("ge", ""))
+    end = f"below {limits['lt']}" if "lt" in limits else str(limits.get("le", ""))
+    told = f"{begin} to {end}" if begin and end else end
+    if begin and not end:
+        told = begin if "gt" in limits else f"at least {begin}"
     choices = [str(c) for c in get_args(field.annotation) if isinstance(c, str | int)]
     for argument in get_args(field.annotation):
         choices += [c for c in get_args(argument) if isinstance(c, str)]
     if choices:
-        told.append(" or ".join(choices))
-    return ", ".join(told)
+        told = " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+    return f" ({told})" if told else ""
 
 
 def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -92,12 +97,13 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         named = "Mapping" in str(field.annotation)
         if inner is not None:
             if field.description:
-                yield f"| `{key}{'.NAME' * named}` | | | {field.description} |"
+                yield f"| `{key}{'.NAME' * named}` | | {field.description} |"
             if not named:  # what stands by name has the keys of another section, which it names
                 yield from _rows(inner, f"{key}{'[]' * many}.")
             continue
         default = field.get_default(call_default_factory=True, validated_data={})
-        yield f"| `{key}` | {_shown(default)} | {_bounds(field)} | {field.description or ''} |"
+        told = f"{field.description or ''}{_bounds(field)}".strip()
+        yield f"| `{key}` | {_shown(default)} | {told} |"
 
 
 def _reference() -> str:
@@ -108,9 +114,7 @@ def _reference() -> str:
         ("cluster.yaml", ClusterConfig),
     ):
         rows = "\n".join(_rows(model))
-        parts.append(
-            f"Keys of {title}:\n\n| key | default | allowed | |\n|---|---|---|---|\n{rows}"
-        )
+        parts.append(f"Keys of {title}:\n\n| key | default | |\n|---|---|---|\n{rows}")
     return "\n\n".join(parts)
 
 
