@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,8 +39,8 @@ def run(
 ) -> int:
     import asyncio
 
-    from server.client.bulk import BulkRun
-    from server.commands.progress import BulkProgress
+    from server.client.bulk import BulkOutcome, BulkRun
+    from server.commands.progress import Bar
 
     try:
         job = BulkRun(
@@ -55,14 +56,22 @@ def run(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    with BulkProgress() as progress:
+    outcome, began_s = job.outcome, time.monotonic()
+
+    def tell(outcome: BulkOutcome) -> None:
+        rate = outcome.tally.num_tokens / max(1e-9, time.monotonic() - began_s)
+        failed = f", {outcome.num_failed} failed" if outcome.num_failed else ""
+        bar("answering", outcome.num_done, outcome.num_lines, note=f", {rate:.0f} tokens/s{failed}")
+
+    with Bar() as bar:
         try:
-            outcome = asyncio.run(job.run(progress))
+            asyncio.run(job.run(tell))
         except KeyboardInterrupt:
-            progress.say("Stopped. The same command goes on from here.")
+            bar.say("Stopped. The same command goes on from here.")
             raise
         finally:
-            progress.close(job.outcome)
+            for line in outcome.summary() if outcome.num_done else ():
+                bar.say(line)
     return 1 if outcome.num_failed else 0
 
 

@@ -148,7 +148,7 @@ def _text_of(entry: dict[str, Any]) -> str | None:
 def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]) -> list[_Judged]:
     """Every row asked of a running server. Raises CallFailedError."""
     from server.client.bulk import BulkRun
-    from server.commands.progress import BulkProgress
+    from server.commands.progress import Bar
 
     if source.concurrency < 1:
         raise ConfigError("--concurrency: must be at least 1")
@@ -166,8 +166,8 @@ def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn
             timeout_s=call.timeout,
             max_tokens=source.max_tokens,
         )
-        with BulkProgress() as progress:
-            asyncio.run(run.run(progress))
+        with Bar() as bar:
+            asyncio.run(run.run(lambda told: bar("answering", told.num_done, told.num_lines)))
         texts = [_text_of(entry) for _, entry in json_lines(answers)]
     return [
         _Judged(line, turn.gold or "", text)

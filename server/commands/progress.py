@@ -9,23 +9,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
-
-from server.client.bulk import BulkOutcome
 
 
 class Bar:
     """A progress bar on a terminal; in a log, a line now and then and when a stage is done.
 
-    Called with (stage, done, total or None) and, where the caller knows better than the share that
-    is done, the seconds that are left.
+    Called with (stage, done, total or None), with a note that stands behind the bar and, where the
+    caller knows better than the share that is done, the seconds that are left.
     """
 
     LOG_EVERY_S = 10.0
@@ -47,14 +43,20 @@ class Bar:
             self._bars.stop()
 
     def __call__(
-        self, stage: str, done: int, total: int | None, *, left_s: float | None = None
+        self,
+        stage: str,
+        done: int,
+        total: int | None,
+        *,
+        left_s: float | None = None,
+        note: str = "",
     ) -> None:
         now = time.monotonic()
         began = self._began_s.setdefault(stage, now)
         if self._console.is_terminal:
             if stage not in self._tasks:
-                self._tasks[stage] = self._bars.add_task(stage, total=total)
-            self._bars.update(self._tasks[stage], completed=done, total=total)
+                self._tasks[stage] = self._bars.add_task(stage, total=total, note="")
+            self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
         elif total is not None and done >= total and (stage, total) not in self._tasks.items():
             self._tasks[stage] = total
             self._console.print(f"{stage} {done}", soft_wrap=True, markup=False)
@@ -65,8 +67,8 @@ class Bar:
             self._told_s = now
             if left_s is None and done:
                 left_s = (now - began) / done * (total - done)
-            told = "" if left_s is None else f", about {duration(left_s)} left"
-            self._console.print(f"{stage} {done} of {total}{told}", soft_wrap=True, markup=False)
+            note += "" if left_s is None else f", about {duration(left_s)} left"
+            self._console.print(f"{stage} {done} of {total}{note}", soft_wrap=True, markup=False)
 
     def say(self, line: str) -> None:
         """A line beside the bars."""
@@ -87,7 +89,7 @@ def _bars(console: Console) -> Progress:
             "{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
         ),
         BarColumn(bar_width=20),
-        TaskProgressColumn(),
+        TaskProgressColumn("{task.percentage:>3.0f}%{task.fields[note]}"),
         TimeRemainingColumn(),
         console=console,
         transient=True,
@@ -130,65 +132,3 @@ class Stages:
             mark = "done" if well else "failed"
             self._console.print(f"  {self._line}: {mark}, {took_s:.0f} s", markup=False)
         self._line = ""
-
-
-# --- a bulk run -----------------------------------------------------------------------------------
-
-LINE_EVERY_S = 5.0
-
-
-class BulkProgress:
-    """Called with the outcome after each line; `close` prints the summary. A context manager."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._started_s = self._told_s = time.monotonic()
-        if self._console.is_terminal:
-            self._bar = Progress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("run", rate="")
-
-    def __enter__(self) -> BulkProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, outcome: BulkOutcome) -> None:
-        now_s = time.monotonic()
-        rate = outcome.tally.num_tokens / max(1e-9, now_s - self._started_s)
-        failed = f", {outcome.num_failed} failed" if outcome.num_failed else ""
-        if self._bar is not None:
-            self._bar.update(
-                self._task,
-                completed=outcome.num_done,
-                total=outcome.num_lines,
-                rate=f"{rate:.0f} tokens/s{failed}",
-            )
-        elif now_s - self._told_s >= LINE_EVERY_S:
-            self._told_s = now_s
-            self.say(f"{outcome.num_done} of {outcome.num_lines}{failed}, {rate:.0f} tokens/s")
-
-    def say(self, line: str) -> None:
-        """A line of its own."""
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def close(self, outcome: BulkOutcome) -> None:
-        """End the bar and print the summary, if there is anything to sum up."""
-        if self._bar is not None:
-            self._bar.stop()
-        if not outcome.num_done:
-            return
-        for line in outcome.summary():
-            self.say(line)

@@ -142,9 +142,11 @@ def test_bars_fit(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     bars = _bars(console)
     bars.add_task(
-        "loading the model (the first time here: compiling and measuring too)", total=None
+        "loading the model (the first time here: compiling and measuring too)",
+        total=None,
+        note="",
     )
-    bars.add_task("replaying drafters", total=100, completed=37)
+    bars.add_task("replaying drafters", total=100, completed=37, note="")
     with console.capture() as captured:
         console.print(bars)
     lines = captured.get().splitlines()
