@@ -13,7 +13,6 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
-from types import TracebackType
 
 import msgspec
 from msgspec import Struct
@@ -99,12 +98,7 @@ class DisconnectWatch:
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
         try:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
@@ -44,12 +43,7 @@ class AnswerFile:
             raise self._error(error) from None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
 

@@ -17,7 +17,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -68,12 +67,7 @@ class Caller:
     async def __aenter__(self) -> Caller:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     async def check_task(self, task: str) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from server.client.answer_file import AnswerFile, AnswerFileError
@@ -148,15 +147,10 @@ class Kept:
         self.num_found = len(self._found)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         if kind is None or not self._found:
             self._file.path.unlink(missing_ok=True)
-        self._file.__exit__(kind, error, trace)
+        self._file.__exit__(kind, *rest)
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
