@@ -3,6 +3,7 @@
     python -m loadtest.quality forms --data DIR/test.jsonl --forms int8,int4 [--adapter DIR]
     python -m loadtest.quality slices --model gemma-3-270m --data DIR --task squad,snips
     python -m loadtest.quality adapters --base DIR --enriched DIR --train A.jsonl --test B.jsonl
+    python -m loadtest.quality damage --adapter DIR --data DIR/test.jsonl
 
 `forms` reads each line of --data as prompt, a blank, completion and the end token, in one
 teacher-forced step. Reported of each form, float32 first: perplexity of the completions; `exact`,
@@ -41,6 +42,9 @@ passes an answer without drafts and with 2, 4 and 16 nodes of `auto` with a corp
 (answers replayed, the first tree in the prefill pass); adoption: enriched ids that the model wrote
 over those in the fewest ids for the same text. (Speed of such adapters in servers: `python -m
 loadtest.load --mix`, by characters a second.)
+
+`damage` (TASC, section 8): texts of another kind, scored by a base that holds no adapter, by one
+that holds it for a request of the base (exit 1 when a bit differs), and by the adapter.
 """
 
 from __future__ import annotations
@@ -71,12 +75,13 @@ from server import token_bytes
 from server.commands import recorder
 from server.commands.data import FieldOptions, TaskData, read_task_data
 from server.commands.enrich import count_passes, spelled
-from server.commands.options import DEFAULT_MODEL, ModelOptions
+from server.commands.options import DEFAULT_MODEL, ModelOptions, WeightsForm
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.progress import Bar
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.recorder import Prompt, ask_engine
 from server.datasets import ExampleReader, open_table, tokenize_in_place
+from server.engine.batch import AdaptingRunner
 from server.engine.engine import Engine
 from server.model.catalog import model_folder
 from server.model.scoring import Scores, Text, compare, score
@@ -283,6 +288,41 @@ def forms(*, options: FormOptions, results: ResultOptions = _RESULTS) -> int:
         results.json,
     )  # fmt: skip
     return 0
+
+
+@app.command
+def damage(*, options: FormOptions, results: ResultOptions = _RESULTS) -> int:
+    """What an adapter does to texts that are not its task's; see loadtest.quality.
+
+    Example: python -m loadtest.quality damage --adapter sql-adapter --data data/medquad/test.jsonl
+    """
+    if options.adapter is None:
+        raise ValueError("name the adapter's folder with --adapter")
+    scores: list[Scores] = []
+    for places in ((None,), (-1, 0)):  # the base alone; beside the adapter: without it, with it
+        with runner_of(
+            options.model, "float32", threads=options.threads, max_rows=options.longest
+        ) as (runner, folder):
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            eos = runner.info.eos_token_ids[0]
+            texts = read_texts(options.data, tokenizer, eos, options.num, options.longest)
+            if places != (None,):
+                if not isinstance(runner, AdaptingRunner):
+                    raise ValueError(f"{options.model}: its runner holds no adapters")
+                runner.hold_adapter(0, runner.pack_adapter(str(options.adapter)))
+            scores += [score(runner, texts, adapter=place) for place in places]
+    base, off, on = scores
+    found = {name: compare(each, base) for name, each in (("off", off), ("on", on))}
+    same = bool(np.array_equal(base.logprobs, off.logprobs))
+    print(f"adapter off {found['off']}, {'the same bits' if same else 'OTHER BITS'}")
+    print(f"adapter on {found['on']}", flush=True)
+    emit(
+        "quality damage",
+        {"model": Path(options.model).name, "data": options.data.parent.name, "texts": len(texts),
+         "positions": len(base.ranks), "same_bits": same, **found},
+        results.json,
+    )  # fmt: skip
+    return 0 if same else 1
 
 
 Int32 = npt.NDArray[np.int32]
@@ -662,6 +702,7 @@ class AdapterOptions:
     model: str = DEFAULT_MODEL
     prompts: Annotated[int | None, Parameter(help="only the first N test prompts")] = None
     tokens: Annotated[int, Parameter(help="most ids of an answer")] = 64
+    weights: Annotated[WeightsForm, Parameter(help="the form that answers")] = "auto"
     threads: int | None = None
 
 
@@ -675,7 +716,9 @@ class Side:
 
 def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
     """Greedy answers of a model with an adapter merged into it, without drafts."""
-    chosen = ModelOptions(model=options.model, adapter=str(adapter), threads=options.threads)
+    chosen = ModelOptions(
+        model=options.model, adapter=str(adapter), weights=options.weights, threads=options.threads
+    )
     with Bar() as bar, own_engine(chosen, bar, ()) as (served, engine):
         prompts = [
             Prompt(i, None, tuple(served.prompt_ids(ids))) for i, (ids, _) in enumerate(tests)

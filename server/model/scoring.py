@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -56,11 +56,12 @@ def prompt_batch(text: Text, num_top: int = 1) -> Batch:
     )
 
 
-def score(runner: Runner, texts: list[Text]) -> Scores:
-    """Teacher-forced scores of all texts."""
+def score(runner: Runner, texts: list[Text], *, adapter: int | None = None) -> Scores:
+    """Teacher-forced scores of all texts. adapter: its place (AdaptingRunner), -1 for the base."""
     parts = []
+    of_seq = None if adapter is None else np.array([adapter], np.int32)
     for number, text in enumerate(texts):
-        runner.launch(prompt_batch(text))
+        runner.launch(replace(prompt_batch(text), seq_adapters=of_seq))
         drawn = runner.wait()
         best = [top[0][0] for top in drawn.score_top]
         parts.append((drawn.score_logprobs, drawn.score_ranks, best, [number] * len(best)))

@@ -254,3 +254,9 @@ def test_both_adapters_are_measured_on_the_same_prompts(
     for side in (base, own):
         assert side["passes"]["0"] == pytest.approx(side["ids"])
         assert side["passes"]["16"] < side["passes"]["0"]
+    # A base that holds the adapter keeps its bits; the adapter changes other texts.
+    words = ["damage", "--model", str(tmp_path / "tiny"), "--adapter", str(tmp_path / "base")]
+    assert quality.main([*words, "--data", str(data), "--threads", "1"]) == 0
+    found = last_json(capsys)
+    assert found["same_bits"] and found["off"]["logprob_error"] == 0.0
+    assert found["texts"] == 60 and found["on"]["logprob_error"] > 0.0
