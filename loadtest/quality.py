@@ -87,10 +87,10 @@ from server.model.catalog import model_folder
 from server.model.scoring import Scores, Text, compare, score
 from server.token_bytes import TokenBytes
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
-from vocab_store.documents import Example
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import (
+    Example,
     VocabProfile,
     document_frequencies,
     measure_coverage,

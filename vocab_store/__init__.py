@@ -3,12 +3,11 @@
 Stdlib, numpy and drafters.atomic_file; `tokenizers`, `safetensors` and `fontTools` are imported
 inside the functions that need them. Never torch, and nothing of the server.
 
-    slice           VocabSlice and SliceCacheIndex: which ids a head computes, and in which rows
+    slice           VocabSlice: which ids a head computes; TensorRT-Edge-LLM's form of them
+    slice_cache     SliceCacheIndex: in which rows they lie
     profile         Algorithm 1 of VocabTailor: the static task set T, its report and its file
-    enrichment      Enrichment: a task's own tokens as tuples of base ids (TASC-ft)
-    enrich          Algorithm 1 of TASC-ft: which output n-grams become tokens
+    enrichment      Enrichment: a task's own tokens as tuples of base ids; how they are mined
     entropy         H_1, H_2 and K80 of a task's outputs
     unicode_blocks  Unicode blocks and the languages written in them
     cost            which fill of T and how many unverified tokens pay
-    edge_llm        the vocab_map.safetensors form of TensorRT-Edge-LLM
 """

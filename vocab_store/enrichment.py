@@ -13,15 +13,33 @@ changes the ids of every prompt; `tailor tasks enrich --export` writes it for ot
 File: one JSON object {"kind", "version", "tokenizer", "base_vocab_size", "ids", "parts", "prompts",
 "made", "hash"}. The hash covers the tokenizer, the ids and the parts, so that corpora and adapters
 can name the enrichment that their ids belong to; it also covers prompts where that is true.
+
+`enrich` is the paper's Algorithm 1: which output n-grams become tokens.
+
+    V_0 = base vocabulary. Until the budget M is spent: collect all token n-grams, n <= n_max, of
+    the task's outputs E under the current vocabulary; score f_merge = freq x (n - 1); take the
+    best that was not tried; add it if its Prefix Collision Score is below alpha.
+
+Ours beside it is min_count: a rarer n-gram is passed over, and the search goes on.
+
+PCS(t^n) is the probability, over E, that the string of the n-gram's last constituent is a proper
+prefix of another token's string: with a tokenizer that matches strings, the new token would cut
+such a token in two ("in|the" against "in|therapy"). Ids cannot be cut, but text that people write
+by hand can be read both ways, and the test makes outputs no longer, so it is kept.
+
+E are outputs *as they stand behind their prompts* (leading space, merges): mined bare, the same
+tokens shorten an output half as much. After a merge only its surroundings are counted again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +219,216 @@ class Enrichment:
                 f"{tokenizer[:16]})"
             )
         return enrichment
+
+
+# --- mining ---------------------------------------------------------------------------------------
+
+Gram = tuple[int, ...]
+Progress = Callable[[int, int], None]
+"""(tokens found, budget), called after each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnrichSettings:
+    """budget: M, the most tokens. n_max: longest n-gram of *current* tokens, 2 or more. alpha: the
+    prefix collision score that a token must stay below; above 1 switches the test off. min_count:
+    an n-gram seen fewer times never becomes a token."""
+
+    budget: int = 500
+    n_max: int = 4
+    alpha: float = 0.02
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError("budget must be at least 1")
+        if self.n_max < 2:
+            raise ValueError("n_max must be at least 2")
+        if self.alpha <= 0:
+            raise ValueError("alpha must be above 0")
+        if self.min_count < 1:
+            raise ValueError("min_count must be at least 1")
+
+
+class _Outputs:
+    """The outputs under the current vocabulary, and the counts of their n-grams.
+
+    Equal outputs are one entry with a weight. A symbol is a base id, or base_vocab_size + k for the
+    k-th new token. barriers: ids that no token may hold (EOS and specials). min_count: rarer
+    n-grams are counted and never popped.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[Sequence[int]],
+        n_max: int,
+        barriers: Collection[int],
+        min_count: int,
+    ) -> None:
+        unique = Counter(tuple(int(i) for i in output) for output in outputs)
+        self.weights = list(unique.values())
+        self.unigrams: Counter[int] = Counter()
+        self.num_tokens = 0
+        self._texts: list[list[int]] = [list(text) for text in unique]
+        self._counts: Counter[Gram] = Counter()
+        self._heap: list[tuple[int, int, Gram]] = []  # (-f_merge, -length, n-gram), lazily stale
+        # The texts that an n-gram stands in; one that it left may still be named.
+        self._where: defaultdict[Gram, set[int]] = defaultdict(set)
+        self._n_max = n_max
+        self._min_count = min_count
+        self._barriers = frozenset(barriers)
+        for place, text in enumerate(self._texts):
+            self._count(place, text, 1, self._counts)
+        for gram in self._counts:
+            self._push(gram)
+
+    def _count(self, place: int, part: Sequence[int], sign: int, counts: Counter[Gram]) -> None:
+        """Add what stands in a part of a text to the counts, or, with sign -1, take it off."""
+        weight = self.weights[place] * sign
+        for at in range(len(part)):
+            for end in range(at + 1, min(at + self._n_max, len(part)) + 1):
+                if part[end - 1] in self._barriers:
+                    break
+                if end - at > 1:
+                    gram = tuple(part[at:end])
+                    counts[gram] += weight
+                    if sign > 0:
+                        self._where[gram].add(place)
+        for symbol in part:
+            self.unigrams[symbol] += weight
+        self.num_tokens += weight * len(part)
+
+    def _push(self, gram: Gram) -> None:
+        count = self._counts[gram]
+        if count >= self._min_count:
+            heapq.heappush(self._heap, (-count * (len(gram) - 1), -len(gram), gram))
+
+    def pop(self) -> Gram | None:
+        """The n-gram of the highest f_merge; None where none is left. It is given out again only
+        after its count has changed."""
+        while self._heap:
+            negative, _, gram = heapq.heappop(self._heap)
+            if -negative == self._counts[gram] * (len(gram) - 1):
+                return gram
+        return None
+
+    def merge(self, gram: Gram, symbol: int) -> None:
+        """Replace `gram` by `symbol` everywhere, from the left."""
+        changes: Counter[Gram] = Counter()
+        for place in sorted(self._where.pop(gram)):
+            for before, after in self._replace(place, gram, symbol):
+                self._count(place, before, -1, changes)
+                self._count(place, after, 1, changes)
+        for other, change in changes.items():
+            if change:
+                self._counts[other] += change
+                self._push(other)
+
+    def _replace(
+        self, place: int, gram: Gram, symbol: int
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Replace in one text; (before, after) of its parts that hold every n-gram that changed."""
+        text, n, near = self._texts[place], len(gram), self._n_max - 1
+        groups: list[list[int]] = []  # of starts whose surroundings touch
+        at = 0
+        while at <= len(text) - n:
+            if text[at] != gram[0] or tuple(text[at : at + n]) != gram:
+                at += 1
+                continue
+            if groups and at - near < groups[-1][-1] + n + near:
+                groups[-1].append(at)
+            else:
+                groups.append([at])
+            at += n
+        replaced: list[int] = []
+        done = 0
+        for group in groups:
+            first, last = max(0, group[0] - near), min(len(text), group[-1] + n + near)
+            after: list[int] = []
+            at = first
+            for start in group:
+                after += [*text[at:start], symbol]
+                at = start + n
+            after += text[at:last]
+            yield text[first:last], after
+            replaced += [*text[done:first], *after]
+            done = last
+        self._texts[place] = replaced + text[done:]
+
+
+def _collision_score(outputs: _Outputs, last: int, strings: Callable[[int], bytes]) -> float:
+    """PCS: the share of E's tokens that begin with the last constituent's string and go on."""
+    string = strings(last)
+    colliding = 0
+    for symbol, times in outputs.unigrams.items():
+        if times > 0 and symbol != last:
+            other = strings(symbol)
+            if len(other) > len(string) and other.startswith(string):
+                colliding += times
+    return colliding / max(1, outputs.num_tokens)
+
+
+def enrich(
+    outputs: Iterable[Sequence[int]],
+    piece: Callable[[int], bytes],
+    *,
+    tokenizer: str,
+    base_vocab_size: int,
+    settings: EnrichSettings | None = None,
+    barriers: Collection[int] = (),
+    reserved_ids: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> Enrichment:
+    """The tokens that Algorithm 1 finds in `outputs`.
+
+    outputs: base ids of each output, behind its prompt, EOS included. piece: the bytes of a base
+    id. barriers: ids that are never part of a token (EOS and special ids). reserved_ids: ids of
+    rows that the model has and never uses; they are given out first, in this order. progress: see
+    Progress. Equal f_merge: the longer n-gram, then the smaller ids. Raises ValueError for outputs
+    without a single n-gram that occurs min_count times.
+    """
+    settings = settings or EnrichSettings()
+    state = _Outputs(outputs, settings.n_max, barriers, settings.min_count)
+    num_before = state.num_tokens
+    parts: list[Gram] = []
+    symbol_of: dict[Gram, int] = {}
+    strings: dict[int, bytes] = {}
+
+    def expanded(symbol: int) -> Gram:
+        return (symbol,) if symbol < base_vocab_size else parts[symbol - base_vocab_size]
+
+    def string(symbol: int) -> bytes:
+        known = strings.get(symbol)
+        if known is None:
+            known = strings[symbol] = b"".join(piece(i) for i in expanded(symbol))
+        return known
+
+    num_rejected = 0
+    tried: set[Gram] = set()
+    while len(parts) < settings.budget and (gram := state.pop()) is not None:
+        if gram in tried:
+            continue
+        tried.add(gram)
+        if _collision_score(state, gram[-1], string) >= settings.alpha:
+            num_rejected += 1
+            continue
+        flat = tuple(i for symbol in gram for i in expanded(symbol))
+        symbol = symbol_of.get(flat)
+        if symbol is None:  # the same base ids, merged in another order, are one token
+            symbol = symbol_of[flat] = base_vocab_size + len(parts)
+            parts.append(flat)
+        state.merge(gram, symbol)
+        if progress is not None:
+            progress(len(parts), settings.budget)
+    if not parts:
+        raise ValueError(f"no n-gram occurs {settings.min_count} times and may become a token")
+    num_reserved = min(len(reserved_ids), len(parts))
+    ids = [*reserved_ids[:num_reserved]]
+    ids += range(base_vocab_size, base_vocab_size + len(parts) - num_reserved)
+    made = asdict(settings) | {
+        "outputs": sum(state.weights),
+        "base_ids_per_output": num_before / sum(state.weights),
+        "ids_per_output": state.num_tokens / sum(state.weights),
+        "rejected": num_rejected,
+    }
+    return Enrichment(tokenizer, base_vocab_size, tuple(ids), tuple(parts), made)

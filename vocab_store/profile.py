@@ -24,17 +24,16 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
-from vocab_store.documents import TICK, Example, Progress, corpus_hash
 from vocab_store.errors import ProfileFileError, VocabStoreError
 from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
@@ -47,6 +46,29 @@ VERSION = 1
 _MAGIC = b"TLRVOCB1"
 _PREFIX = struct.Struct("<8sII")
 _ALIGN = 64
+
+Progress = Callable[[str, int, int | None], None]
+"""(stage, done, total or None), called now and then."""
+
+TICK = 256
+"""Documents between two calls of a Progress."""
+
+
+class Example(NamedTuple):
+    """One document: the ids of its prompt and of its output. int32, flat."""
+
+    input_ids: Int32
+    output_ids: Int32
+
+
+def corpus_hash(examples: Iterable[Example]) -> str:
+    """sha256 over the documents' lengths and ids, in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(struct.pack("<II", len(example.input_ids), len(example.output_ids)))
+        digest.update(np.ascontiguousarray(example.input_ids, "<i4").tobytes())
+        digest.update(np.ascontiguousarray(example.output_ids, "<i4").tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,18 @@ Pure data: no weights here.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from drafters.atomic_file import EVERYBODY, replacing
 from vocab_store.errors import MissingIdsError
 
 Int32 = npt.NDArray[np.int32]
@@ -244,3 +248,24 @@ class VocabSlice:
 
     def __hash__(self) -> int:
         return hash((self.vocab_size, self.ids.tobytes()))
+
+
+MAP_NAME = "vocab_map.safetensors"
+INFO_NAME = "reduced_vocab.json"
+
+
+def export_vocab_map(slice_: VocabSlice, folder: str | os.PathLike[str]) -> None:
+    """Write the reduced vocabulary that TensorRT-Edge-LLM reads ("Vocabulary Reduction", custom
+    mapping) into `folder` (made if absent). Dynamic rows have no place in this form.
+
+    vocab_map.safetensors: one tensor "vocab_map", int32 [n], the ids kept, ascending, EOS among
+    them. reduced_vocab.json: {"vocab_size": V, "reduced_vocab_size": n}, further keys allowed.
+    """
+    from safetensors.numpy import save
+
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    with replacing(root / MAP_NAME, EVERYBODY) as out:
+        out.write(save({"vocab_map": np.ascontiguousarray(slice_.ids, np.int32)}))
+    info = {"vocab_size": slice_.vocab_size, "reduced_vocab_size": slice_.num_ids}
+    (root / INFO_NAME).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")

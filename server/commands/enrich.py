@@ -20,8 +20,7 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
-    from vocab_store.enrich import EnrichSettings
-    from vocab_store.enrichment import Enrichment
+    from vocab_store.enrichment import Enrichment, EnrichSettings
     from vocab_store.entropy import Concentration, WordBigrams
 
 _FIELDS = FieldOptions()
@@ -35,7 +34,7 @@ _BIT = math.log(2)
 def mine_tokens(data: TaskData, settings: EnrichSettings, bar: Bar) -> Enrichment:
     """The tokens that Algorithm 1 finds in the examples that are not held back. Raises ConfigError
     where there are none."""
-    from vocab_store.enrich import enrich as mine
+    from vocab_store.enrichment import enrich as mine
 
     try:
         return mine(
@@ -65,7 +64,7 @@ class MiningOptions:
 
     def settings(self) -> EnrichSettings:
         """Checked. Raises ConfigError."""
-        from vocab_store.enrich import EnrichSettings
+        from vocab_store.enrichment import EnrichSettings
 
         try:
             return EnrichSettings(self.budget, self.n_max, self.alpha)

@@ -616,7 +616,7 @@ def vocabulary(
     import numpy as np
 
     from vocab_store.cost import best_fill, slice_head_s
-    from vocab_store.documents import Example as Document
+    from vocab_store.profile import Example as Document
     from vocab_store.profile import ProfileSettings, build_profile
     from vocab_store.slice import RequiredIds
 

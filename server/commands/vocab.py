@@ -18,8 +18,8 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.commands.data import ModelText
-    from vocab_store.documents import Example
     from vocab_store.enrichment import Enrichment
+    from vocab_store.profile import Example
 
 
 @Parameter(name="*")
@@ -75,9 +75,8 @@ def profile(
 ) -> int:
     from server.token_bytes import enriched
     from server.wiring.model import enrichment_of
-    from vocab_store.edge_llm import export_vocab_map
     from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
-    from vocab_store.slice import RequiredIds
+    from vocab_store.slice import RequiredIds, export_vocab_map
 
     with Stages() as stages:
         text = open_text(ids.model, fields, stages)
@@ -123,7 +122,7 @@ def _documents(
     output: it is in every slice. Raises ConfigError with file, line and field."""
     import numpy as np
 
-    from vocab_store.documents import TICK, Example
+    from vocab_store.profile import TICK, Example
 
     found = []
     for prompt, output in text.reader.read(files):

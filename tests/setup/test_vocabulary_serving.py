@@ -16,9 +16,8 @@ from server.types import Delta, Request, SamplingParams, VocabularyParams
 from server.wiring.engine import ProfileFiles, build_engine
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
-from vocab_store.documents import Example
 from vocab_store.errors import MissingIdsError, ProfileFileError
-from vocab_store.profile import ProfileSettings, VocabProfile, build_profile
+from vocab_store.profile import Example, ProfileSettings, VocabProfile, build_profile
 from vocab_store.slice import RequiredIds, VocabSlice
 
 EOS = 2

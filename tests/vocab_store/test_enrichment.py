@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vocab_store.enrich import EnrichSettings, enrich
-from vocab_store.enrichment import Enrichment
+from vocab_store.enrichment import Enrichment, EnrichSettings, enrich
 from vocab_store.errors import EnrichmentFileError
 
 V = 6

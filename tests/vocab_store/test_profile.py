@@ -14,19 +14,19 @@ from tokenizers import Tokenizer
 from loadtest.quality import close_under_merges, prune_tokenizer, static_pruning_ids
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
-from vocab_store.documents import Example, corpus_hash
-from vocab_store.edge_llm import export_vocab_map
 from vocab_store.errors import MissingIdsError, ProfileFileError
 from vocab_store.profile import (
+    Example,
     ProfileSettings,
     VocabProfile,
     build_profile,
+    corpus_hash,
     document_frequencies,
     measure_coverage,
     report_of,
     tolerance_filter,
 )
-from vocab_store.slice import RequiredIds, VocabSlice
+from vocab_store.slice import RequiredIds, VocabSlice, export_vocab_map
 
 V = 30
 REQUIRED = RequiredIds.of(V, eos_ids=[0], byte_ids=[1])
