@@ -27,11 +27,11 @@ paper counts; recall has them.
 
 With --texts N the model answers N test prompts, each behind --shots examples of the training part,
 so that a base model knows what is asked, and the row also has: the share of greedy texts that are
-those of the full head, and exact match, word F1, ROUGE-L, JSON fields and (with sacrebleu) chrF of
-both against the gold answers. The engine runs in this process. A greedy text over some ids is the
-text over every subset of them that holds its tokens, as the argmax of a set is that of each subset
-it lies in: such texts are taken over and not computed again. "Static only" asks for the full head
-with `allowed_token_ids`: a server always adds the prompt's ids to a slice.
+those of the full head, and exact match, word F1, ROUGE-L, JSON fields and (with sacrebleu) BLEU
+and chrF of both against the gold answers. The engine runs in this process. A greedy text over some
+ids is the text over every subset of them that holds its tokens, as the argmax of a set is that of
+each subset it lies in: such texts are taken over and not computed again. "Static only" asks for the
+full head with `allowed_token_ids`: a server always adds the prompt's ids to a slice.
 
 `adapters`: two adapters of one recipe, in base ids and in own tokens. Both answer the same test
 prompts greedily, merged into the model, one after the other in this process. Reported of each: the
@@ -586,16 +586,20 @@ class Texts:
 
 
 def judge(texts: Sequence[str], golds: Sequence[str]) -> dict[str, float]:
-    """Every metric's mean over the texts; chrF (of the whole, in 0..1) where sacrebleu is there."""
+    """Every metric's mean over the texts; where sacrebleu is there BLEU and chrF of the whole, in
+    0..1."""
     found = {
         name: float(np.mean([metric(g, t) for g, t in zip(golds, texts, strict=True)]))
         for name, metric in METRICS.items()
     }
     try:
-        from sacrebleu import corpus_chrf
+        from sacrebleu import corpus_bleu, corpus_chrf
     except ImportError:
         return found
-    return found | {"chrf": float(corpus_chrf(list(texts), [list(golds)]).score / 100.0)}
+    scored = {"bleu": corpus_bleu, "chrf": corpus_chrf}
+    return found | {
+        name: float(of(list(texts), [list(golds)]).score / 100.0) for name, of in scored.items()
+    }
 
 
 def measure_task(
