@@ -111,7 +111,7 @@ def _cores(config: ServerConfig) -> Iterator[Finding]:
     else:
         yield Finding(f"this CPU runs the code for {target.name}")
     quota = "no quota" if machine.quota is None else f"a quota of {machine.quota:g}"
-    yield Finding(f"{machine.cores} threads: {machine.mask} cores in the mask, {quota}")
+    yield Finding(f"threads: {machine.cores}, of {machine.mask} cores in the mask, {quota}")
     if machine.quota is not None and machine.quota % 1.0:
         yield Finding(
             f"the cgroup's quota of {machine.quota:g} cores is no whole number",
