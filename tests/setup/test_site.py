@@ -50,6 +50,14 @@ def test_links_pictures_and_data_exist() -> None:
                 assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
 
 
+def test_no_paragraph_behind_code_begins_in_lower_case() -> None:
+    """A sentence that goes on behind a block of code is read as a fragment."""
+    for page in every_page():
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(r"^(?:```|    \S.*)\n\n([a-z].{0,30})", text, re.MULTILINE)
+        assert not found, f"{page.name}: {found}"
+
+
 def test_every_table_of_data_is_linked_and_is_a_table() -> None:
     told = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "benchmarks").glob("*.md"))
     tables = sorted((DOCS / "benchmarks" / "data").glob("*.csv"))
