@@ -269,6 +269,23 @@ def test_a_request_is_copied_as_curl_and_as_python(
     visitor.close()
 
 
+def test_a_chat_goes_on_until_a_new_one_is_begun(server: LiveServer, browser: Any) -> None:
+    visitor = Visitor(browser, server.url)
+    page = visitor.page
+    page.wait_for_selector("#model option[value=sql]", state="attached")
+    page.select_option("#kind", "chat")
+    page.fill("#max-tokens", "4")
+    for num_turns, prompt in ((2, "Name a city."), (4, "Name another.")):
+        page.fill("#prompt", prompt)
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.click("#run")
+        assert len(asked.value.post_data_json["messages"]) == num_turns - 1
+        page.wait_for_function(f"document.querySelectorAll('#turns li').length === {num_turns}")
+    page.click("#end-chat")
+    assert not page.is_visible("#turns-box")
+    visitor.close()
+
+
 def test_charts_have_axes_and_tell_the_value_under_the_pointer(
     server: LiveServer, browser: Any
 ) -> None:

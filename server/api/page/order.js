@@ -1,6 +1,6 @@
 // A request of the playground: its body, and the same request as curl and Python.
 
-/** fields: what the form holds. Returns {path, body}; throws for a schema that is no JSON. */
+/** fields: what the form holds; turns: the messages of a chat before this one. Returns {path, body}; throws for a schema that is no JSON. */
 export function orderOf(fields) {
   const shared = {
     model: fields.model,
@@ -22,7 +22,7 @@ export function orderOf(fields) {
       path: "v1/chat/completions",
       body: {
         ...shared,
-        messages: [{ role: "user", content: fields.prompt }],
+        messages: [...fields.turns, { role: "user", content: fields.prompt }],
         ...(schema ? { response_format: format } : {}),
       },
     };

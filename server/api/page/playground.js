@@ -23,6 +23,7 @@ const compare = byId("compare");
 const status = byId("play-state");
 const answer = byId("answer");
 const plain = byId("answer-plain");
+const turns = []; // of the chat so far: {role, content}
 let controller = null;
 
 function say(text, bad = false) {
@@ -49,6 +50,7 @@ function order() {
     kind: byId("kind").value,
     model: byId("model").value,
     prompt: byId("prompt").value,
+    turns,
     schema: byId("schema").value,
     maxTokens: Number(byId("max-tokens").value),
     temperature: Number(byId("temperature").value),
@@ -123,8 +125,9 @@ async function answerForm(both) {
   const drafted = new Answer(answer, byId("legend"), byId("steps"));
   const undrafted = both ? new Answer(plain, null, null) : null;
   let stopped = false;
+  let asked = null;
   try {
-    const asked = order();
+    asked = order();
     if (both) {
       const first = withoutDrafts(asked);
       await stream({ ...first, body: { ...first.body, max_tokens: 1 } }, { take: () => {} });
@@ -150,6 +153,23 @@ async function answerForm(both) {
   const summary = drafted.summary(stopped);
   say(undrafted === null || stopped ? summary : `${verdict(drafted, undrafted)} ${summary}`);
   drafted.explain();
+  if (asked.body.messages && !stopped) {
+    turns.push(asked.body.messages.at(-1), { role: "assistant", content: drafted.text });
+    showTurns();
+    byId("prompt").select(); // the next message takes its place
+  }
+}
+
+function showTurns() {
+  byId("turns-box").hidden = !turns.length;
+  byId("turns").replaceChildren(
+    ...turns.map(({ role, content }) => element("li", {}, `${role}: ${content}`)),
+  );
+}
+
+function endChat() {
+  turns.length = 0;
+  showTurns();
 }
 
 async function copy(text, what) {
@@ -182,10 +202,13 @@ compare.addEventListener("click", () => {
 });
 byId("copy-curl").addEventListener("click", () => copyAs(asCurl, "curl"));
 byId("copy-python").addEventListener("click", () => copyAs(asPython, "Python"));
+byId("end-chat").addEventListener("click", endChat);
+byId("model").addEventListener("change", endChat);
 byId("kind").addEventListener("change", (event) => {
   // The other kind's example, where nobody has typed anything.
   const prompt = byId("prompt");
   if (Object.values(EXAMPLES).includes(prompt.value)) prompt.value = EXAMPLES[event.target.value];
+  endChat();
 });
 byId("try").addEventListener("keydown", (event) => {
   if (event.key === "Escape" && controller) controller.abort();
