@@ -93,7 +93,9 @@ class HeadSlice:
     num_static: int
 
 
-def places_of(ids: Int32, wanted: npt.NDArray[np.integer]) -> tuple[Int64, npt.NDArray[np.bool_]]:
+def places_of(
+    ids: npt.NDArray[np.integer], wanted: npt.NDArray[np.integer]
+) -> tuple[Int64, npt.NDArray[np.bool_]]:
     """Where the wanted ids stand in ascending `ids`.
 
     Returns (int64 indexes into `ids` of the wanted ids that it holds, bool, for each wanted id

@@ -415,8 +415,9 @@ def _rows_of(lora: LoraAdapter, name: str, width: int) -> TokenRows | None:
     return TokenRows(ids[order], rows[order])
 
 
-def has_own_head(lora: LoraAdapter, shape: ModelShape) -> bool:
-    """Whether an adapter's head has rows of its own."""
+def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
+    """Whether an adapter's head has rows of its own; reads no weights. Raises as opened_adapter."""
+    lora, _ = opened_adapter(folder, shape, num_base)
     return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
 
 

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, Int32
+from server.engine.batch import Batch, Int32, Int64, places_of
 from server.model.adapter import (
     LoraAdapter,
     TokenRows,
     adapter_spans,
-    has_own_head,
     linear_sizes,
     num_ids_with,
     opened_adapter,
@@ -38,7 +37,6 @@ from server.model.cpu.records import (
     INTEGERS,
     KINDS,
     Float32,
-    Int64,
     Layers,
     Linear,
     StepAdapters,
@@ -112,12 +110,6 @@ class _Outputs:
         if name in self._known:
             return self._lora.pair(name)[1]
         return torch.zeros((self._sizes[name][0], 0))
-
-
-def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
-    """Whether an adapter's head has rows of its own; reads no weights. Raises as pack_adapter."""
-    lora, _ = opened_adapter(folder, shape, num_base)
-    return has_own_head(lora, shape)
 
 
 def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers) -> CpuAdapter:
@@ -328,8 +320,8 @@ class AdapterBank:
             if own is None:
                 continue
             rows = np.flatnonzero(of_row == place)
-            at, found = _find(own.ids, ids[rows])
-            x[rows[found]] = own.rows[at[found]]
+            at, found = places_of(own.ids, ids[rows])
+            x[rows[found]] = own.rows[at]
 
     def base_ids(self, ids: Int32) -> Int64:
         """The ids, with those that the base's table does not have as 0; `embed` has their rows."""
@@ -362,9 +354,3 @@ def _grown(array: Int64, num: int) -> Int64:
     grown = np.zeros((num, *array.shape[1:]), np.int64)
     grown[: array.shape[0]] = array
     return grown
-
-
-def _find(known: Int64, wanted: Int32) -> tuple[Int64, Any]:
-    """(places of the wanted ids in ascending ones, which of them are there)."""
-    at = np.minimum(np.searchsorted(known, wanted), known.shape[0] - 1)
-    return at, known[at] == wanted

@@ -20,8 +20,9 @@ import numpy as np
 
 from server.engine.batch import Batch, Drawn, Int32
 from server.machine import cores
+from server.model.adapter import check_adapter
 from server.model.cpu import kernels
-from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
+from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
 from server.model.cpu.draws import Draws, full_rows, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits
 from server.model.cpu.kv_pages import KvPages

@@ -36,18 +36,18 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from server.engine.batch import Batch, Int32
+from server.engine.batch import Batch, Int32, places_of
 from server.errors import TailorError
 from server.model.adapter import (
     LoraAdapter,
     TokenRows,
     adapter_spans,
-    has_own_head,
     linear_sizes,
     num_ids_with,
     opened_adapter,
     token_rows,
 )
+from server.model.gpu.attention import power_of_two
 from server.model.gpu.lm_head import gathered, soft_capped
 from server.model.shape import ModelShape
 
@@ -108,11 +108,6 @@ def _larger(table: torch.Tensor, *size: int, fill: int = 0) -> torch.Tensor:
     larger = table.new_full(size, fill)
     larger[tuple(map(slice, table.shape))] = table
     return larger
-
-
-def power_of_two(num: int) -> int:
-    """The least one that is not below num."""
-    return 1 << (num - 1).bit_length()
 
 
 class OwnPart(NamedTuple):
@@ -224,10 +219,8 @@ class OwnRows:
         if places is not None:
             for place in np.unique(places[places >= 0]).tolist():
                 own, rows = self._embeddings[place], np.flatnonzero(places == place)
-                wanted = token_ids[rows]
-                at = np.minimum(np.searchsorted(own.ids, wanted), own.ids.shape[0] - 1)
-                has_own = own.ids[at] == wanted
-                found[rows[has_own]] = gathered(own.rows, at[has_own])
+                at, has_own = places_of(own.ids, token_ids[rows])
+                found[rows[has_own]] = gathered(own.rows, at)
         return found
 
     # -- the head -----------------------------------------------------------------------------
@@ -286,12 +279,6 @@ class GpuAdapter:
     num_bytes: int
     embedding: TokenRows | None = None
     head: TokenRows | None = None
-
-
-def check_adapter(folder: Path, shape: ModelShape) -> bool:
-    """Whether an adapter's head has rows of its own; reads no weights. Raises as pack_adapter."""
-    lora, _ = opened_adapter(folder, shape, shape.vocab_size)
-    return has_own_head(lora, shape)
 
 
 def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: int) -> GpuAdapter:

@@ -226,7 +226,7 @@ class TileShape:
         group_size = num_heads // num_kv_heads
         if group_size * num_kv_heads != num_heads or group_size > LARGE_M:
             raise ValueError(f"{num_heads} query heads over {num_kv_heads} KV heads")
-        max_splits = _next_power_of_two(-(-max_model_len // SPLIT_SIZE))
+        max_splits = power_of_two(-(-max_model_len // SPLIT_SIZE))
         per_partial = num_heads * (head_dim + 2) * 4
         is_wide = dtype.itemsize > 2 and group_size <= SMALL_M
         large_m = SMALL_M if is_wide else LARGE_M
@@ -238,7 +238,8 @@ class TileShape:
         return SMALL_M if self.group_size <= SMALL_M else LARGE_M
 
 
-def _next_power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The least one that is not below n."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from server.engine.batch import Batch, Drawn, Int32
 from server.errors import UnsupportedModelError
+from server.model.adapter import check_adapter
 from server.model.gpu import adapters
 from server.model.gpu import attention as paged
 from server.model.gpu.attention import KvCache
@@ -302,7 +303,8 @@ class TorchRunner:
 
     def check_adapter(self, folder: str) -> bool:
         """See AdaptingRunner."""
-        return adapters.check_adapter(Path(folder), self._adapting(folder).shape)
+        shape = self._adapting(folder).shape
+        return check_adapter(Path(folder), shape, shape.vocab_size)
 
     def pack_adapter(self, folder: str) -> adapters.GpuAdapter:
         """See AdaptingRunner; raises as adapters.pack_adapter does."""
