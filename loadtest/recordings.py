@@ -14,18 +14,30 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
+from drafters.auto.copying import Pieces
 from drafters.replay import Recording, read_recordings
 from loadtest.options import listed
 from loadtest.prompts import data_sets, read_examples
 from server.commands.options import DEFAULT_MODEL
-from server.datasets import open_tokenizer, tokenize_in_place
+from server.datasets import open_table, tokenize_in_place
 
 
 class Ids(NamedTuple):
-    """A model's `tokenizers.Tokenizer` and its EOS id."""
+    """A model's `tokenizers.Tokenizer`, its EOS id, and the bytes of its ids."""
 
     tokenizer: Any
     eos: int
+    pieces: Pieces
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """What a drafter that never drafts an EOS takes."""
+        return {"eos_token_ids": (self.eos,)}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What `auto` takes."""
+        return self.ends | {"pieces": self.pieces}
 
 
 def open_ids(model: str) -> Ids:
@@ -36,8 +48,8 @@ def open_ids(model: str) -> Ids:
     folder = cached_file_folder(model) or cached_folder(model)
     if folder is None:
         raise ValueError(f"{model} is not in the cache: tailor models fetch {model}")
-    tokenizer, _, eos = open_tokenizer(folder)
-    return Ids(tokenizer, eos)
+    tokenizer, table, eos = open_table(folder)
+    return Ids(tokenizer, eos, Pieces(table.offsets, table.blob))
 
 
 def read_split(ids: Ids, folder: Path, name: str, split: str, num: int) -> list[Recording]:

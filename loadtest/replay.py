@@ -69,7 +69,16 @@ from cyclopts import Parameter
 
 from drafters import Need, make_drafter
 from drafters.atomic_file import EVERYBODY, replacing
-from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_FACTORS, NUM_LEVELS, NUM_SOURCES
+from drafters.auto.cells import (
+    COPIED,
+    LOGITS,
+    NUM_CELLS,
+    NUM_FACTORS,
+    NUM_LEVELS,
+    NUM_SOURCES,
+    SOURCES,
+)
+from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.held_out import build_calibrated
 from drafters.auto.likely import NUM_LIKELY
@@ -85,7 +94,7 @@ from loadtest.options import ResultOptions, emit, listed, numbers, program, run
 from loadtest.peer_drafters import LogitSpec, TokenRecycling
 from loadtest.prompts import data_sets, read_examples
 from loadtest.quality import answer_all, answered
-from loadtest.recordings import SetOptions, open_ids
+from loadtest.recordings import Ids, SetOptions, open_ids
 from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
@@ -136,7 +145,7 @@ def counted(make: Callable[[], Drafter], **options: Any) -> Column:
     return column
 
 
-def learning(corpus: Corpus | None, eos: int, num_likely: int = NUM_LIKELY) -> Column:
+def learning(corpus: Corpus | None, ids: Ids, num_likely: int = NUM_LIKELY) -> Column:
     """The same for `auto` with a layer of the answers before, and the last ones."""
 
     def column(tests: Sequence[Recording], budget: int) -> Counts:
@@ -147,8 +156,8 @@ def learning(corpus: Corpus | None, eos: int, num_likely: int = NUM_LIKELY) -> C
         counts: Counts = []
         for number, test in enumerate(tests, 1):
             made = make_drafter(
-                "auto", corpus=corpus, learned=layer, trust=trust, eos_token_ids=(eos,),
-                seen=seen, num_likely=num_likely,
+                "auto", corpus=corpus, learned=layer, trust=trust, seen=seen,
+                num_likely=num_likely, **ids.own,
             )  # fmt: skip
             result = replay(made, [test], budget=budget)
             counts += zip(result.num_tokens, result.num_steps, strict=True)
@@ -192,16 +201,16 @@ def peers(corpus: Corpus | None, *, remember: bool, likely: bool) -> dict[str, C
 
 
 def table_columns(
-    corpus: Corpus | None, eos: int, bigrams: BigramTable | None, *, likely: bool
+    corpus: Corpus | None, ids: Ids, bigrams: BigramTable | None, *, likely: bool
 ) -> dict[str, Column]:
     """The columns that learn nothing between requests; `auto` is the last but one."""
-    ends, of_task = {"eos_token_ids": (eos,)}, {} if corpus is None else {"corpus": corpus}
+    of_task = {} if corpus is None else {"corpus": corpus}
     made = {
-        "prompt": counted(lambda: make_drafter("prompt", **ends)),
+        "prompt": counted(lambda: make_drafter("prompt", **ids.ends)),
         "trie": counted(lambda: make_drafter("trie")),
         "mix": counted(lambda: make_drafter("mix", **of_task)),
         "grammys": counted(lambda: make_drafter("grammys")),
-        "suffix": counted(lambda: make_drafter("suffix", **ends)),
+        "suffix": counted(lambda: make_drafter("suffix", **ids.ends)),
     }
     if bigrams is not None:
         made["bigram"] = counted(lambda: make_drafter("grammys", table=bigrams, strategy="bigram"))
@@ -209,7 +218,7 @@ def table_columns(
     made |= peers(corpus, remember=False, likely=likely)
 
     def auto(num_likely: int = NUM_LIKELY) -> Drafter:
-        return make_drafter("auto", **ends, **of_task, num_likely=num_likely)
+        return make_drafter("auto", **ids.own, **of_task, num_likely=num_likely)
 
     if likely:
         made["auto, no logits"] = counted(lambda: auto(0))
@@ -217,20 +226,20 @@ def table_columns(
 
 
 def curve_columns(
-    corpus: Corpus | None, wrong: Corpus | None, eos: int, *, likely: bool
+    corpus: Corpus | None, wrong: Corpus | None, ids: Ids, *, likely: bool
 ) -> dict[str, Column]:
     """The columns of requests in turn. wrong: the corpus of another set."""
 
     def auto(of: Corpus | None) -> Column:
         given = {} if of is None else {"corpus": of}
-        return counted(lambda: make_drafter("auto", eos_token_ids=(eos,), **given))
+        return counted(lambda: make_drafter("auto", **ids.own, **given))
 
-    made = {"auto, cold": auto(None), "auto, learning": learning(None, eos)}
+    made = {"auto, cold": auto(None), "auto, learning": learning(None, ids)}
     if likely:
-        made["auto, learning, no logits"] = learning(None, eos, 0)
+        made["auto, learning, no logits"] = learning(None, ids, 0)
     if corpus is not None:
         made["auto, corpus"] = auto(corpus)
-        made["auto, corpus and learning"] = learning(corpus, eos)
+        made["auto, corpus and learning"] = learning(corpus, ids)
     if wrong is not None:
         made["auto, wrong corpus"] = auto(wrong)
     return made | peers(corpus, remember=True, likely=likely)
@@ -279,7 +288,7 @@ def cell_of(counts: dict[str, Counts], first: str) -> dict[str, Any]:
 def measure(
     sets: SetOptions, options: TableOptions, first: str, columns: Callable[..., dict[str, Column]]
 ) -> list[dict[str, Any]]:
-    """Every cell, printed as it is done. columns: (corpus, wrong corpus, EOS, likely) -> columns,
+    """Every cell, printed as it is done. columns: (corpus, wrong corpus, ids, likely) -> columns,
     of which the wrong corpus is the next set's."""
     ids, names = open_ids(sets.model), sets.names()
     budgets = numbers(options.budgets, "--budgets")
@@ -301,7 +310,7 @@ def measure(
         train, tests = examples_of(name)
         following = names[(place + 1) % len(names)]
         wrong = corpus_of(examples_of(following)[0]) if following != name else None
-        made = columns(corpus_of(train), wrong, ids.eos, likely=any(t.likely_ids for t in tests))
+        made = columns(corpus_of(train), wrong, ids, likely=any(t.likely_ids for t in tests))
         wanted = listed(options.columns.replace(",", "\0").replace(";", ","))
         wanted = [column.replace("\0", ",") for column in wanted] or list(made)
         for budget in budgets:
@@ -375,7 +384,7 @@ def table(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
     bigrams = None if path is None else BigramTable.load(path, fingerprint=None)
     cells = measure(
         sets, options, "auto",
-        lambda corpus, _, eos, likely: table_columns(corpus, eos, bigrams, likely=likely),
+        lambda corpus, _, ids, likely: table_columns(corpus, ids, bigrams, likely=likely),
     )  # fmt: skip
     return _finish("table", cells, "auto", slice(2, 3), options.json)
 
@@ -453,12 +462,12 @@ def _entry(answer: Answer) -> dict[str, Any]:
     }
 
 
-def columns(eos: int) -> dict[str, Drafter]:
+def columns(ids: Ids) -> dict[str, Drafter]:
     """The drafters that are compared, without a corpus. What they learn stays from request to
     request."""
     return {
-        "auto, no logits": make_drafter("auto", eos_token_ids=(eos,), num_likely=0),
-        "auto": make_drafter("auto", eos_token_ids=(eos,), seen=Seen()),
+        "auto, no logits": make_drafter("auto", **ids.own, num_likely=0),
+        "auto": make_drafter("auto", **ids.own, seen=Seen()),
         "token recycling": TokenRecycling(),
         "logitspec": LogitSpec(),
     }
@@ -484,15 +493,15 @@ def live(
     Example: python -m loadtest.replay live --recorded own --budgets 8,16
     """
     sets = replace(sets, data=None)
-    eos = open_ids(sets.model).eos
+    ids = open_ids(sets.model)
     cells = []
     for name in sets.names():
-        tests = sets.read(open_ids(sets.model), name, "test", sets.examples)
+        tests = sets.read(ids, name, "test", sets.examples)
         num_tokens = sum(len(test.output_ids) - 1 for test in tests)
         longest = max(len(test.output_ids) for test in tests)
         for nodes in numbers(budgets, "--budgets"):
             cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
-            engine = build_engine(model_folder(sets.model), drafters := columns(eos), nodes)
+            engine = build_engine(model_folder(sets.model), drafters := columns(ids), nodes)
             for column in drafters:
                 drawn = SamplingParams(temperature=0.0, max_tokens=longest)
                 how = SpeculationParams(column, nodes)
@@ -652,23 +661,22 @@ def costs_of(
 
 
 def costs_by_drafter(
-    corpus: Corpus, held: Sequence[Recording], eos: int
+    corpus: Corpus, held: Sequence[Recording], ids: Ids
 ) -> dict[str, dict[str, dict[str, float]]]:
     """costs_of every drafter of ours, with the corpus where it takes one, by name and number of
     sessions. `auto` has no rows and no corpus; `auto, logits` rows; `auto, corpus` a corpus."""
     takes_corpus, takes_eos = that_use(Need.CORPUS), that_use(Need.EOS)
-    ends = {"eos_token_ids": (eos,)}
     made = {
         spec.name: make_drafter(
             spec.name,
             **({"corpus": corpus} if spec.name in takes_corpus and spec.name != "auto" else {}),
-            **(ends if spec.name in takes_eos else {}),
-            **({"num_likely": 0} if spec.name == "auto" else {}),
+            **(ids.ends if spec.name in takes_eos else {}),
+            **({"num_likely": 0, "pieces": ids.pieces} if spec.name == "auto" else {}),
         )
         for spec in OURS
     }
-    made["auto, logits"] = make_drafter("auto", seen=Seen(), **ends)
-    made["auto, corpus"] = make_drafter("auto", corpus=corpus, num_likely=0, **ends)
+    made["auto, logits"] = make_drafter("auto", seen=Seen(), **ids.own)
+    made["auto, corpus"] = make_drafter("auto", corpus=corpus, num_likely=0, **ids.own)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, drafter in made.items():
         rows = name == "auto, logits"
@@ -709,7 +717,7 @@ def costs(
         corpus = Corpus.load(file, fingerprint=None)
         figures["corpus"]["load_ms"] = round(1e3 * (time.perf_counter() - start), 1)
         some = [r for turn in zip(*held, strict=False) for r in turn]
-        figures["drafters"] = costs_by_drafter(corpus, some[: 3 * NUM_SESSIONS], ids.eos)
+        figures["drafters"] = costs_by_drafter(corpus, some[: 3 * NUM_SESSIONS], ids)
         del corpus
     prompt = [token for part in held for e in part for token in e.prompt_ids][:TRIE_TOKENS]
     figures["trie"] = {"prompt_tokens": len(prompt), "build_ms": trie_build_ms(prompt)}
@@ -747,8 +755,8 @@ def fit_logits(folder: Path) -> tuple[Floats, Floats]:
     model held likely among a set's requests, half of them do not."""
     start = Trust()
     weights, factors = start.weights.copy(), start.factors.copy()
-    own_weights = slice(LOGITS * NUM_CELLS // NUM_SOURCES, None)
-    own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, None)
+    own_weights = slice(LOGITS * NUM_CELLS // NUM_SOURCES, COPIED * NUM_CELLS // NUM_SOURCES)
+    own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, COPIED * NUM_FACTORS // NUM_SOURCES)
     parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
     if not parts:
         raise ValueError(f"{folder} has no SET/train.jsonl")
@@ -789,14 +797,21 @@ def _write(path: Path, weights: Floats, factors: Floats) -> None:
     print(f"wrote {path}")
 
 
-def fit_sources(parts: Sequence[tuple[Corpus, Sequence[Recording]]]) -> tuple[Floats, Floats]:
-    """(weights, factors) of every source, from held-out examples beside a corpus of the rest."""
+def fit_sources(
+    parts: Sequence[tuple[Corpus, Sequence[Recording]]], pieces: Pieces, only: int
+) -> tuple[Floats, Floats]:
+    """(weights, factors), from held-out examples beside a corpus of the rest. only: the source that
+    is fitted while those before it stay as they are; 0: every source."""
     # A flat start: longer matches are trusted more.
-    weights = np.repeat(
+    flat = np.repeat(
         np.tile([0.02, 0.3, 0.5, 0.62, 0.7, 0.76, 0.82, 0.87, 0.91, 0.94], NUM_LEVELS // 10),
         NUM_CELLS // NUM_LEVELS,
     )
-    factors = np.ones(NUM_FACTORS)
+    start = Trust()
+    weights, factors = start.weights.copy(), start.factors.copy()
+    own_weights = slice(only * NUM_CELLS // NUM_SOURCES, None)
+    own_factors = slice(only * NUM_FACTORS // NUM_SOURCES, None)
+    weights[own_weights], factors[own_factors] = flat[own_weights], 1.0
     for turn in range(ROUNDS):
         evidence = np.zeros((2, NUM_CELLS))
         outcomes = np.zeros((3, NUM_FACTORS))
@@ -809,7 +824,10 @@ def fit_sources(parts: Sequence[tuple[Corpus, Sequence[Recording]]]) -> tuple[Fl
                 (None, 0.5, True),
             ):
                 trust = Trust(weights, factors, memory=1e12)
-                drafter = AutoDrafter(corpus=use, trust=trust, eos_token_ids=corpus.end_ids())
+                drafter = AutoDrafter(
+                    corpus=use, trust=trust, eos_token_ids=corpus.end_ids(), seen=Seen(),
+                    pieces=pieces,
+                )  # fmt: skip
                 for example in held:
                     session = drafter.open(
                         example.prompt_ids,
@@ -821,8 +839,9 @@ def fit_sources(parts: Sequence[tuple[Corpus, Sequence[Recording]]]) -> tuple[Fl
                 scale = share * min(1.0, TOKENS_PER_SET / num_tokens)
                 evidence += scale * trust.evidence
                 outcomes += scale * trust.outcomes
-        weights = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
-        factors = (outcomes[1] + 2.0) / (outcomes[0] + 2.0)
+        fitted = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
+        weights[own_weights] = fitted[own_weights]
+        factors[own_factors] = ((outcomes[1] + 2.0) / (outcomes[0] + 2.0))[own_factors]
         print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
     return weights, factors
 
@@ -833,6 +852,7 @@ def fit(
     sets: SetOptions = _SETS,
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = DEFAULT_TRUST,
     held_out: Annotated[int, Parameter(help="train examples of a set to fit on")] = 100,
+    only: Annotated[str, Parameter(help="source that is fitted, with those behind it")] = "corpus",
 ) -> int:
     """Fit the trust that drafters start with, from train splits; see loadtest.replay.
 
@@ -849,7 +869,7 @@ def fit(
         corpus = build_corpus(((e.prompt_ids, e.output_ids) for e in rest), fingerprint="")
         parts.append((corpus, held))
         print(f"{name}: {corpus.num_tokens} tokens of corpus, {num_held} examples held out")
-    _write(output, *fit_sources(parts))
+    _write(output, *fit_sources(parts, ids.pieces, SOURCES.index(only)))
     return 0
 
 

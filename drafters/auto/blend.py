@@ -128,7 +128,9 @@ def learn_token(
     Returns the chance that was given to `token`.
     """
     asks, outcomes = evidence
-    num_levels = gather(context, context.corpus.state, context.corpus.length, 0, found)
+    num_levels = gather(
+        context, context.corpus.state, context.corpus.length, context.cursor, 0, found
+    )
     row = -1
     for i in range(found.state[NUM]):
         if found.tokens[i] == token:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from drafters.jit import compiled
 
-SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction", "logits")
-CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS = 0, 1, 2, 3, 4, 5
-NUM_SOURCES = 6
+SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction", "logits", "copied")
+CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS, COPIED = 0, 1, 2, 3, 4, 5, 6
+NUM_SOURCES = 7
 NUM_BUCKETS = 10  # match lengths 0, 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, 32 and more
 NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1

@@ -12,8 +12,8 @@ first token follows START as those of other outputs do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from drafters.arrays import Float32, Int32, UInt8
 from drafters.auto.advance import NO_PLAIN, PlainFields, advance
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
+from drafters.auto.copying import NO_COPY, NOWHERE, Pieces, no_entries
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
 from drafters.auto.retrieval import NUM_RETRIEVED, retrieve
 from drafters.auto.rival import Rivals, follow_all
@@ -54,6 +55,9 @@ COMPARE_ALL = 1500  # so many first tokens are all compared with their chances w
 COMPARE_EVERY = 4  # ... and then one in so many
 COMPARE_ALL_STEPS = 400  # steps whose trees are all grown with the corpus and without
 COMPARE_STEP_EVERY = 8  # ... and then one in so many
+Place = tuple[int, int, int, int, int, int, int]
+"""State of the corpus' automaton and length of its match, then the fields of a Cursor."""
+
 MOST_AT_ONCE = 16  # tokens that are learned from before what they say is looked at
 
 
@@ -67,6 +71,7 @@ class AutoDrafter:
     eos_token_ids: never proposed, as the bonus token brings an EOS; by default the corpus' own.
     learn: adapt the trust to the tokens that are emitted.
     num_likely: likeliest ids of a verified row that are kept and drafted from; 0 is off.
+    pieces: of the vocabulary; None: nothing is copied by text.
     seen: what requests of this scope left behind, shared by its sessions; None: each session has
         its own table of likely ids, which ends with it.
     """
@@ -85,6 +90,7 @@ class AutoDrafter:
         learn: bool = True,
         num_likely: int = NUM_LIKELY,
         seen: Seen | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
@@ -93,6 +99,7 @@ class AutoDrafter:
         self.corpus = corpus
         self.num_likely = num_likely
         self.seen = seen
+        self.pieces = pieces
         # Those whose examples are retrieved: what was learned stands beside the corpus.
         self.layers = tuple(
             layer
@@ -171,6 +178,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     __slots__ = (
         "_anchors",
+        "_copy",
         "_echo",
         "_grown",
         "_likely",
@@ -212,8 +220,14 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         # For each emitted token (and before any): the place in the retrieved index of the last
         # token that followed the prediction, and how many have not followed it since.
         self._anchors: list[tuple[int, int]] = []
-        # Automaton state and match length after each emitted token.
-        self._places: list[tuple[int, int]] = [drafter.start_state]
+        # Automaton state and match length after each emitted token, and the Cursor.
+        self._copy, cursor = NO_COPY, NOWHERE
+        if drafter.pieces is not None:
+            entered = no_entries() if drafter.seen is None else drafter.seen.entered
+            self._copy, cursor = drafter.pieces.index(
+                self._index.text[0, : self._num_prompt], entered
+            )
+        self._places: list[Place] = [(*drafter.start_state, *cursor)]
 
     def settle_once(self) -> None:
         """Retrieve the nearest examples, if that has not been done."""
@@ -350,11 +364,6 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             self._rivals.append(Rivals(self._grown, len(tree)))
             self._grown = ()
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """State of the corpus' automaton, and length of the match, after what was emitted."""
-        return self._places[-1]
-
     def context(self) -> ContextFields:
         """What the next token is guessed from."""
         return self._context(self._owner())
@@ -362,16 +371,18 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def _context(self, drafter: AutoDrafter) -> ContextFields:
         """The same."""
         index, docs, likely = self._index, self._retrieved, self._likely
-        state, length = self._places[-1]
+        place = self._places[-1]
         states, edges, tops = drafter.corpus_arrays
         return (
             (index.text, index.table, self._prompt_marks, index.size),
             index.size - self._num_prompt,
             NO_TEXT if docs is None else docs.view(self._marks),
             self._hints() if self._anchors else NO_HINTS,
-            (states, edges, tops, state, length),
+            (states, edges, tops, place[0], place[1]),
             drafter.eos_token_ids,
             NO_LIKELY if likely is None else (*likely.arrays, *self._echo),
+            self._copy,
+            place[2:],
         )
 
     def _context_without(self, drafter: AutoDrafter) -> ContextFields:
@@ -379,9 +390,9 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
         Retrieved outputs stay where there is a prediction: they lie in one index.
         """
-        _, num_output, _, hints, _, ends, likely = self._context(drafter)
+        own = self._context(drafter)
         marks, docs, corpus = self._plain_fields()
-        return self._index.view(marks), num_output, docs, hints, corpus, ends, likely
+        return self._index.view(marks), own[1], docs, own[3], corpus, *own[5:]
 
     def _plain_fields(self) -> PlainFields:
         """What the context without the corpus has in place of what comes from it."""
@@ -390,33 +401,35 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             return NO_MARKS, docs.view(self._marks), NO_CORPUS
         return NO_PLAIN
 
-    def _advance(self, drafter: AutoDrafter, token_ids: Sequence[int]) -> None:
+    def _advance(
+        self, drafter: AutoDrafter, token_ids: Sequence[int], *, learns: bool = True
+    ) -> None:
         """Append tokens, and learn from each how far its contexts could be trusted, and whether the
         corpus helps."""
         index, num, work = self._index, len(token_ids), drafter.workspace
         num_output = index.size - self._num_prompt
         # A token drawn again after a rollback is not evidence twice.
         first = max(0, self._num_learned - num_output)
-        if not (drafter.learn and self._settled):
+        if not (learns and drafter.learn and self._settled):
             first = num
-        learns, chances, places = work.learning(num, first)
+        who, chances, places = work.learning(num, first)
         without, plain = drafter.trust, NO_PLAIN
         compared: list[int] = []
         if first < num:
             self._num_learned = num_output + num
             drafter.trust.has_news = True
             if drafter.has_corpus:
-                compared = drafter.compare(token_ids, first, learns)
-                if learns[1].any():
+                compared = drafter.compare(token_ids, first, who)
+                if who[1].any():
                     without, plain = drafter.trust.without, self._plain_fields()
                     without.has_news = True
         index.make_room(num)
         advance(
-            np.array(token_ids, np.int32), self._context(drafter), plain, learns,
+            np.array(token_ids, np.int32), self._context(drafter), plain, who,
             drafter.trust.learned_fields, without.learned_fields, work.gathered, chances, places,
         )  # fmt: skip
         index.size += num
-        self._places.extend(zip(*places[:, :num].tolist(), strict=True))
+        self._places.extend(cast("Iterable[Place]", zip(*places[:, :num].tolist(), strict=True)))
         for i in compared:
             drafter.trust.fit.compare(float(chances[0, i]), float(chances[1, i]))
 
@@ -448,17 +461,13 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """See ResumedSession."""
         drafter = self._owner()
-        automaton, place = drafter.automaton, self._places[-1]
-        self._index.append(token_ids)
-        for token in token_ids:
-            if automaton.num_states:
-                place = automaton_step(automaton.states, automaton.edges, *place, token)
-            self._places.append(place)
-            if self._anchors:
-                self._align(token)
-        self._forget_step()
+        for first in range(0, len(token_ids), MOST_AT_ONCE):
+            self._advance(drafter, token_ids[first : first + MOST_AT_ONCE], learns=False)
         if self._anchors:
+            for token in token_ids:
+                self._align(token)
             self._weigh_near()
+        self._forget_step()
 
     def _forget_step(self) -> None:
         """Discard the last step's rows and trees."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2
 from drafters.auto.cells import (
+    COPIED,
     CORPUS,
     HASH_SIZE,
     LOGITS,
@@ -37,19 +38,37 @@ from drafters.auto.cells import (
     cell_of,
     length_bucket,
 )
+from drafters.auto.copying import (
+    LEAST_TAIL,
+    MAX_OFF,
+    MAX_PLACES,
+    CopyView,
+    Cursor,
+    bone,
+    entered_class,
+    first_place,
+    last_byte,
+    piece_at,
+    resume_at,
+    same_tail,
+    skip_words,
+)
 from drafters.auto.likely import find_context, longer_key
 from drafters.auto.text_index import find_slot, triple_key
 from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
 from drafters.corpus_file import MAX_TOP, START
 from drafters.jit import inlined
 
-NUM, STAMP = 0, 1  # in Gathered.state
+NUM, STAMP, OFF, ENTERED = 0, 1, 2, 3  # in Gathered.state
+OFF_TOTALS = (1.0, 2.0, 3.0, 6.0, 12.0, 40.0)  # an occurrences' bucket each
+ENTERED_SHARES = (0.0, 0.7, 1.0)  # an agreement's bucket each
 
 
 class Gathered(NamedTuple):
     """The candidates at a node and their counts by level; written anew by every `gather`.
 
-    state: int32 [2]: number of candidates; the node's stamp. tokens: int32 [MAX_CANDIDATES].
+    state: int32 [4]: number of candidates; the node's stamp; where a copy was left, how long ago
+    and whether one goes on behind the last token, as buckets. tokens: int32 [MAX_CANDIDATES].
     slot_stamps, slot_rows: int32 [HASH_SIZE], a hash from token to candidate; a slot with an older
     stamp is empty. counts: float32 [NUM_LEVELS, MAX_CANDIDATES], valid where totals is above 0.
     count_bits: int32, the same memory: floats of at least 0 are ordered as their bits are, and only
@@ -83,7 +102,7 @@ def new_gathered(max_depth: int) -> GatheredFields:
     """Room for the contexts of trees up to `max_depth` deep."""
     counts = np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32)
     return (
-        np.zeros(2, np.int32),
+        np.zeros(4, np.int32),
         np.zeros(MAX_CANDIDATES, np.int32),
         np.zeros(HASH_SIZE, np.int32),
         np.zeros(HASH_SIZE, np.int32),
@@ -263,6 +282,54 @@ def _gather_likely(likely: LikelyView, size: int, depth: int, found: Gathered) -
 
 
 @inlined
+def _count_copied(bucket: int, token: int, found: Gathered) -> None:
+    """Count a token at a level of COPIED."""
+    if token < 0:
+        return
+    level = COPIED * NUM_BUCKETS + bucket
+    if found.totals[level] == 0.0:
+        _clear(found.counts, level)
+    found.totals[level] += 1.0
+    row = _candidate(token, found)
+    if row >= 0:
+        found.counts[level, row] += 1.0
+
+
+@inlined
+def _gather_copied(copy: CopyView, cursor: Cursor, depth: int, found: Gathered) -> None:
+    """Where the text stands in the prompt's characters, and may stand."""
+    if copy.chars.shape[0] == 0:
+        return
+    last = last_byte(copy, found.path[0])
+    place, off, run = cursor.place, cursor.off, cursor.run
+    if place >= 0 and off == 0:
+        bucket = 6 if run < 2 else (7 if run < 4 else (8 if run < 8 else 9))
+        _count_copied(bucket, piece_at(copy, place), found)
+    elif place >= 0 and off <= MAX_OFF:
+        found.state[OFF] = min(off - 1, 3) if off < 5 else (4 if off < 9 else 5)
+        found.state[ENTERED] = entered_class(copy, found.path[0])
+        _count_copied(4, resume_at(copy, place, last, False), found)
+        _count_copied(4, resume_at(copy, place, last, True), found)
+        behind = skip_words(copy, place, cursor.words)
+        if behind != place:
+            _count_copied(2, resume_at(copy, behind, last, False), found)
+            _count_copied(2, resume_at(copy, behind, last, True), found)
+    if depth == 0:
+        at = first_place(copy, cursor.tail)
+        for _ in range(MAX_PLACES):
+            if at < 0:
+                break
+            num = same_tail(copy, at, cursor.tail)
+            if num >= LEAST_TAIL and (off > 0 or at + 1 != place):
+                if bone(last) != 0:
+                    token = piece_at(copy, at + 1)
+                else:
+                    token = resume_at(copy, at + 1, last, True)
+                _count_copied(1 if num < 6 else (3 if num < 7 else 5), token, found)
+            at = int(copy.earlier[at])
+
+
+@inlined
 def _add_longer(found: Gathered) -> None:
     """Counts by exact length become counts by context: it also occurs wherever a longer does.
 
@@ -333,6 +400,12 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
             share = top / total
             if source == LOGITS:  # a chance, not a count: nothing ever has all of it
                 share = np.float32(0.0 if share < 0.35 else (0.7 if share < 0.8 else 1.0))
+            if source == COPIED:
+                situation = 0 if prompt_longest == 0 else (1 if prompt_longest < 3 else 2)
+                situation += 3 if corpus_longest > 2 else 0
+                if bucket == 2 or bucket == 4:
+                    total = np.float32(OFF_TOTALS[found.state[OFF]])
+                    share = np.float32(ENTERED_SHARES[found.state[ENTERED]])
             found.levels[num_levels] = level
             found.cells[num_levels] = cell_of(level, total, share, situation)
             num_levels += 1
@@ -340,11 +413,13 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
 
 
 @inlined
-def gather(context: Context, state: int, length: int, depth: int, found: Gathered) -> int:
+def gather(
+    context: Context, state: int, length: int, cursor: Cursor, depth: int, found: Gathered
+) -> int:
     """Ask all sources at one node; returns the number of levels that have something.
 
-    state, length: of the corpus after the path. found.path: its first `depth` entries are the
-    path to the node, newest first; the rest is filled with the context here.
+    state, length: of the corpus after the path; cursor: after it. found.path: its first `depth`
+    entries are the path to the node, newest first; the rest is filled with the context here.
     """
     found.state[NUM] = 0
     found.state[STAMP] += 1
@@ -369,5 +444,6 @@ def gather(context: Context, state: int, length: int, depth: int, found: Gathere
         _gather_corpus(context.corpus, state, length, found)
     if context.likely.keys.shape[0] > 0:
         _gather_likely(context.likely, min(MAX_LIKELY_MATCH, depth + own.size), depth, found)
+    _gather_copied(context.copy, cursor, depth, found)
     _add_longer(found)
     return _order_levels(found, cover)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from drafters.arrays import Float32
+from drafters.auto.copying import no_entries
 from drafters.auto.likely import LikelyTable
 from drafters.auto.retrieval import RecentOutputs
 
@@ -15,3 +17,4 @@ class Seen:
 
     likely: LikelyTable = field(default_factory=LikelyTable)
     recent: RecentOutputs = field(default_factory=RecentOutputs)
+    entered: Float32 = field(default_factory=no_entries)

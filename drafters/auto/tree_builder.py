@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, UInt8
+from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2, UInt8
 from drafters.auto.automaton import automaton_step
 from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
+from drafters.auto.copying import Cursor, follow
 from drafters.auto.gather import NUM, Gathered, GatheredFields, gather, new_gathered
 from drafters.auto.views import (
     Context,
@@ -39,6 +40,7 @@ class Nodes(NamedTuple):
     int32 [N] each: token, parent (-1: the root), source and bucket of the leading context, depth;
     state and length of the corpus after the node; first_child, next_sibling (-1: none) and place
     in the final order. float32 [N]: survival of the path, chance given the parent.
+    cursor: int64 [N, 5], the Cursor after the node.
     """
 
     token: Int32
@@ -53,6 +55,7 @@ class Nodes(NamedTuple):
     place: Int32
     survival: Float32
     chance: Float32
+    cursor: Int64
 
 
 class Candidates(NamedTuple):
@@ -76,16 +79,23 @@ class Tree(NamedTuple):
     chances: Float32
 
 
-GrowthFields = tuple[Int32x2, Float32x2, Float32, Int32, Int32x2, Float32]
+GrowthFields = tuple[Int32x2, Float32x2, Float32, Int32, Int32x2, Float32, Int64x2]
 TreeFields = tuple[Int32x2, Float32x2]
 
 
 @inlined
 def _columns(fields: GrowthFields) -> tuple[Nodes, Candidates]:
     """Name the rows of the scratch blocks."""
-    i, f, keys, places, waiting, chance = fields
-    nodes = Nodes(i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], f[0], f[1])
+    i, f, keys, places, waiting, chance, cursor = fields
+    nodes = Nodes(i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], f[0], f[1], cursor)
     return nodes, Candidates(keys, places, waiting[0], waiting[1], waiting[2], waiting[3], chance)
+
+
+@inlined
+def _cursor(nodes: Nodes, node: int) -> Cursor:
+    """Of a grown node."""
+    row = nodes.cursor
+    return Cursor(row[node, 0], row[node, 1], row[node, 2], row[node, 3], row[node, 4])
 
 
 @inlined
@@ -101,15 +111,16 @@ def _offer(
 ) -> int:
     """Put the candidates behind `node` (-1: the root) into the heap; returns its new size."""
     depth, survival = 0, np.float32(1.0)
-    state, length = context.corpus.state, context.corpus.length
+    state, length, cursor = context.corpus.state, context.corpus.length, context.cursor
     if node >= 0:
         depth, survival = nodes.depth[node], nodes.survival[node]
         state, length = nodes.state[node], nodes.length[node]
+        cursor = _cursor(nodes, node)
     at = node
     for i in range(depth):
         found.path[i] = nodes.token[at]
         at = nodes.parent[at]
-    num_levels = gather(context, state, length, depth, found)
+    num_levels = gather(context, state, length, cursor, depth, found)
     blend(trusts.weights, num_levels, found)
     at_start = context.num_output + depth == 0
     for row in range(found.state[NUM]):
@@ -160,6 +171,12 @@ def _take(
         state, length = automaton_step(corpus.states, corpus.edges, state, length, token)
     nodes.state[node] = state
     nodes.length[node] = length
+    if context.copy.chars.shape[0] > 0:
+        before = context.cursor if parent < 0 else _cursor(nodes, parent)
+        after = follow(context.copy, before, token)
+        nodes.cursor[node, 0], nodes.cursor[node, 1] = after.tail, after.place
+        nodes.cursor[node, 2], nodes.cursor[node, 3] = after.off, after.words
+        nodes.cursor[node, 4] = after.run
 
 
 @inlined
@@ -255,9 +272,9 @@ class Workspace:
     def _make_room(self, num: int) -> None:
         self._learns: UInt8 = np.zeros((2, num), np.uint8)
         self._chances: Float64 = np.zeros((2, num), np.float64)
-        self._places: Int32 = np.zeros((2, num), np.int32)
+        self._places: Int64 = np.zeros((7, num), np.int64)
 
-    def learning(self, num: int, first: int) -> tuple[UInt8, Float64, Int32]:
+    def learning(self, num: int, first: int) -> tuple[UInt8, Float64, Int64]:
         """`learns`, `chances` and `places` of advance, for num tokens: learned from the first-th
         on, and by `without` from none."""
         if num > self._learns.shape[1]:
@@ -278,6 +295,7 @@ class Workspace:
             np.arange(HEAP_SIZE, dtype=np.int32),
             np.zeros((4, HEAP_SIZE), np.int32),
             np.zeros(HEAP_SIZE, np.float32),
+            np.zeros((max_budget, 5), np.int64),
         )
         self._tree: TreeFields = (
             np.zeros((4, max_budget), np.int32),

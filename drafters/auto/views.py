@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2
+from drafters.auto.copying import CopyFields, CopyView, Cursor, CursorFields
 from drafters.jit import inlined
 
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
@@ -76,7 +77,8 @@ class Context(NamedTuple):
 
     own: prompt and output. num_output: tokens of output at its end. docs: retrieved outputs and the
     prediction. hints: int32, positions in docs that may come next. ends: int32, EOS ids, which are
-    never drafted. likely: the table of the model's own logits.
+    never drafted. likely: the table of the model's own logits. copy, cursor: the prompt's
+    characters, and where the text stands in them.
     """
 
     own: TextView
@@ -86,6 +88,8 @@ class Context(NamedTuple):
     corpus: CorpusView
     ends: Int32
     likely: LikelyView
+    copy: CopyView
+    cursor: Cursor
 
 
 class Trusts(NamedTuple):
@@ -99,7 +103,9 @@ LimitsFields = tuple[int, int, float]
 TextFields = tuple[Int32x2, Int64x2, Float32x2, int]
 CorpusFields = tuple[Int32x2, Int32x2, Int32x2, int, int]
 LikelyFields = tuple[Int64, Int32x2, Float32x2, Int32, Float32]
-ContextFields = tuple[TextFields, int, TextFields, Int32, CorpusFields, Int32, LikelyFields]
+ContextFields = tuple[
+    TextFields, int, TextFields, Int32, CorpusFields, Int32, LikelyFields, CopyFields, CursorFields
+]
 TrustsFields = tuple[Float64, Float64]
 
 NO_MARKS = np.empty((2, 0), np.float32)
@@ -125,7 +131,7 @@ NO_LIKELY: LikelyFields = (
 @inlined
 def context_of(fields: ContextFields) -> Context:
     """The Context of plain tuples (`*Fields`)."""
-    own, num_output, docs, hints, corpus, ends, likely = fields
+    own, num_output, docs, hints, corpus, ends, likely, copy, cursor = fields
     return Context(
         TextView(*own),
         num_output,
@@ -134,4 +140,6 @@ def context_of(fields: ContextFields) -> Context:
         CorpusView(*corpus),
         ends,
         LikelyView(*likely),
+        CopyView(*copy),
+        Cursor(*cursor),
     )

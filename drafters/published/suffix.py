@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.auto.cells import SOURCES
+from drafters.auto.copying import NO_COPY, NOWHERE
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
 from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_LIKELY, NO_MARKS, NO_TEXT
@@ -80,6 +81,8 @@ class SuffixSession(IndexedSession[SuffixDrafter]):
             NO_CORPUS,
             drafter.eos_token_ids,
             NO_LIKELY,
+            NO_COPY,
+            NOWHERE,
         )
         limits = (budget, max_depth, drafter.min_survival)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)

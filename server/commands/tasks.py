@@ -232,10 +232,12 @@ def _head_share(model: str, form: str) -> float | None:
 
 
 def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
+    from drafters.auto.copying import Pieces
     from server.commands.tune import tune
     from server.commands.tune_machine import head_seconds
     from server.wiring.drafter import make_task_drafter
 
+    pieces = Pieces(served.table.offsets, served.table.blob)
     return tune(
         settings,
         engine,
@@ -248,6 +250,7 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
             task,
             speculation,
             enrichment=settings.enrichment,
+            pieces=pieces,
         ),
         head_seconds(engine.runner),
         bar,

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+from drafters.auto.copying import Pieces
 from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.stops import StopTable
@@ -41,7 +42,8 @@ class Vocabulary:
 
     fingerprint: hex, of the ids, as corpora name it. enrichment, stop_table, grammars: None where
     there is none, or where an adapter has the base model's. own_head: whether the adapter's head
-    has rows of its own, so that a slice of the base's head does not fit it.
+    has rows of its own, so that a slice of the base's head does not fit it. pieces: the bytes of
+    the ids, for drafting; None: nothing is copied by text.
     """
 
     fingerprint: str = ""
@@ -49,6 +51,7 @@ class Vocabulary:
     stop_table: StopTable | None = None
     grammars: GrammarCompiler | None = None
     own_head: bool = False
+    pieces: Pieces | None = None
 
 
 Reader = Callable[[AdapterOrder], Vocabulary]

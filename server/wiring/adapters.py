@@ -16,6 +16,7 @@ from server.errors import ConfigError, ModelError
 from server.types import AdapterOrder
 
 if TYPE_CHECKING:
+    from drafters.auto.copying import Pieces
     from server.api.served_model import ServedModel
     from server.config import AdapterConfig
     from server.engine.adapters import Vocabulary
@@ -108,22 +109,25 @@ class AdapterSet:
 class VocabularyReader:
     """What an engine reads of an adapter besides its weights: see engine.adapters.Reader.
 
-    table: of the base's tokenizer. grammars: makes the compiler of an enrichment's ids, None where
-    they are switched off.
+    table, pieces: of the base's tokenizer. grammars: makes the compiler of an enrichment's ids,
+    None where they are switched off.
     """
 
     def __init__(
         self,
         runner: AdaptingRunner,
         table: TokenBytes,
+        pieces: Pieces | None,
         grammars: Callable[[Enrichment, int], GrammarCompiler] | None,
     ) -> None:
         self._runner = runner
         self._table = table
+        self._pieces = pieces
         self._grammars = grammars
 
     def __call__(self, order: AdapterOrder) -> Vocabulary:
         """Raises ModelError and its kin."""
+        from drafters.auto.copying import Pieces
         from server import token_bytes
         from server.engine.adapters import Vocabulary
         from server.engine.stops import StopTable
@@ -134,7 +138,7 @@ class VocabularyReader:
         if (enrichment is not None) != bool(order.table):
             raise ModelError(f"adapter {order.adapter_id}: its files have changed")
         if enrichment is None:
-            return Vocabulary(self._table.fingerprint.hex(), own_head=own_head)
+            return Vocabulary(self._table.fingerprint.hex(), own_head=own_head, pieces=self._pieces)
         wide = token_bytes.open_table(order.table)
         return Vocabulary(
             wide.fingerprint.hex(),
@@ -142,4 +146,5 @@ class VocabularyReader:
             StopTable(wide.offsets, wide.blob, (int(i) for i in wide.special_ids)),
             None if self._grammars is None else self._grammars(enrichment, order.vocab_size),
             own_head,
+            Pieces(wide.offsets, wide.blob),
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from drafters.auto.copying import Pieces
     from drafters.base import Drafter, DraftSession
     from drafters.corpus import Corpus
     from drafters.options import OptionFile
@@ -76,6 +77,7 @@ def make_task_drafter(
     memory: TaskStore | None = None,
     enrichment: Enrichment | None = None,
     corpora: CorpusFiles | None = None,
+    pieces: Pieces | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
@@ -83,7 +85,8 @@ def make_task_drafter(
     fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
     another one are refused (None: not checked). enrichment: the model writes its outputs in these
-    ids, so prompts are read in them, too. corpora: of the engine. Raises ValueError.
+    ids, so prompts are read in them, too. corpora: of the engine. pieces: of the same ids;
+    None: nothing is copied by text. Raises ValueError.
     """
     from drafters.catalog import Need, make_drafter, spec_of
 
@@ -112,6 +115,8 @@ def make_task_drafter(
         )
     if memory is not None and speculation.learn_tokens > 0 and Need.SEEN in spec.needs:
         given[Need.SEEN.value] = memory.seen(task, speculation.scope)
+    if Need.PIECES in spec.needs:
+        given[Need.PIECES.value] = pieces
     drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:
         memory.calibrate(task, drafter, corpus_id, speculation.scope)

@@ -22,6 +22,7 @@ from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
 
 if TYPE_CHECKING:
+    from drafters.auto.copying import Pieces
     from drafters.base import Drafter
     from server.engine.adapters import AdapterShelf, Vocabulary
     from server.engine.engine import Engine
@@ -96,6 +97,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     from server import logs
 
     logs.configure(order.log_format, order.log_level, engine=order.name)
+    from drafters.auto.copying import Pieces
     from server import token_bytes
     from server.engine.adapters import Vocabulary
     from server.engine.engine import Engine
@@ -108,7 +110,10 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     folders = tuple(adapter.folder for adapter in order.adapters)
     runner = build_runner(replace(order.runner, adapters=folders))
     fingerprint = table.fingerprint.hex()
-    vocabularies = _Vocabularies(Vocabulary(fingerprint, enrichment_of(order.runner.adapter)))
+    pieces = Pieces(table.offsets, table.blob)
+    vocabularies = _Vocabularies(
+        Vocabulary(fingerprint, enrichment_of(order.runner.adapter), pieces=pieces)
+    )
     folder = _memory_folder(order, runner.info.fingerprint)
     shared_by = f"{order.namespace}|{runner.info.fingerprint}"
     memory = TaskStore(
@@ -132,7 +137,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         memory=memory,
     )
     vocabularies.shelf = engine.adapters
-    _know_adapters(engine, order, table, grammars)
+    _know_adapters(engine, order, table, pieces, grammars)
     _warm_up(engine, order.drafters, order.vocabularies)
     gc.collect()
     release_memory()  # of a tokenizer's file loading has freed several times its size
@@ -224,13 +229,18 @@ def _drafter_makers(
             memory=memory,
             enrichment=own.enrichment,
             corpora=corpora,
+            pieces=own.pieces,
         )
 
     return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}
 
 
 def _know_adapters(
-    engine: Engine, order: EngineOrder, table: TokenBytes, grammars: GrammarCompiler | None
+    engine: Engine,
+    order: EngineOrder,
+    table: TokenBytes,
+    pieces: Pieces,
+    grammars: GrammarCompiler | None,
 ) -> None:
     """Register the adapters that are served. Raises ModelError for one that cannot be used."""
     from server.engine.batch import AdaptingRunner
@@ -247,6 +257,7 @@ def _know_adapters(
     engine.adapters.read = VocabularyReader(
         runner,
         table,
+        pieces,
         None
         if grammars is None
         else functools.partial(_adapter_grammars, grammars, engine.info.eos_token_ids),
