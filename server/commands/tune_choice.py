@@ -250,23 +250,24 @@ class _PricedSession:
         import numpy as np
 
         from drafters.tree import DraftTree
-        from server.engine.drafting import check_tree
         from server.engine.gain import StepShape
+        from server.engine.trees import checked
 
         owner, num = self._owner, self._owner.num_streams
         shape, room = StepShape(num, num, float(self._length)), num * max_nodes
         tree, kept, ask_s = DraftTree.empty(), 0, 0.0
         if owner.gain.most(shape, room):  # else nobody is asked
             began = time.thread_time()
-            checked = check_tree(
-                self._session.propose(max_nodes, max_depth), owner.vocab_size, max_depth
-            )
+            bounds = np.array([(owner.vocab_size, max_depth)])
+            trees, errors = checked([self._session.propose(max_nodes, max_depth)], bounds)
+            if errors:
+                raise errors[0][1]
             ask_s = owner.ask_s(time.thread_time() - began)
-            claims, seats = np.tile(checked.survival, num), np.full(num, owner.seat)
-            start = np.arange(num + 1, dtype=np.int32) * len(checked.survival)
+            claims, seats = np.tile(trees.survival, num), np.full(num, owner.seat)
+            start = np.arange(num + 1, dtype=np.int32) * len(trees.survival)
             certain = np.zeros(num, np.int32)
             kept = int(owner.gain.choose(seats, start, certain, claims, shape, room, num)[0])
-            tree = checked.prune(kept).tree
+            tree = trees.prune(np.array([kept])).proposed(0, [])[0]
         seconds, self._prompt_s = self._prompt_s, 0.0
         if seconds:  # the prompt's step, with the nodes that hang off its last row
             cost = owner.pricing.cost

@@ -89,7 +89,6 @@ def count_step(
     item: int,
     accepted: SequenceOf[int],
     source_names: SequenceOf[str],
-    no_draft_reason: str,
     model_s: float = 0.0,
 ) -> StepCounts:
     """The StepCounts of one decode step of one choice.
@@ -99,7 +98,7 @@ def count_step(
     """
     first, end = trees.start[item : item + 2].tolist()
     if first == end:
-        return plain_step(no_draft_reason)
+        return plain_step(trees.why[item])
     tenths, sources, claims, depth = trees.tallies[item]
     kept_tenths, kept_sources = [0] * len(tenths), [0] * len(sources)
     of_node = trees.marks

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from server.engine.adapters import Adapter, AdapterShelf, Vocabulary
 from server.engine.blocks import root_key
-from server.engine.drafting import DrafterRegistry
+from server.engine.draft import DrafterRegistry
 from server.engine.grammar import GrammarState
 from server.engine.grammar_compiler import GrammarTemplate
 from server.engine.plan import Scheduler
@@ -177,7 +177,7 @@ class Admission:
             self._drafters.check(request.task, request.speculation)
         except ValueError as error:
             return Refusal(str(error)[:200], "invalid_value")
-        except Exception as error:  # a factory's own failure: drafts are off, see DraftSessions
+        except Exception as error:  # a factory's own failure: drafts are off, see Drafts
             _log.debug("a drafter factory failed", exc_info=error)
         return None
 

@@ -89,8 +89,8 @@ class Builder:
         self._seats: Int32 | None = None  # of `_last`, a step of plain choices without drafts
         self._last: Built | None = None
 
-    def build(self, rows: Rows, trees: Trees, num_likely: int) -> Built:
-        """The Batch of a step. num_likely: see Batch."""
+    def build(self, rows: Rows, trees: Trees) -> Built:
+        """The Batch of a step."""
         table, built = self._table, self._last
         width = int(table.num_blocks[rows.seats].max())
         has_nodes = trees.nodes.shape[1] > 0
@@ -98,11 +98,11 @@ class Builder:
             built is None
             or self._seats is not rows.seats
             or has_nodes
-            or num_likely
+            or trees.num_likely
             or width > built.batch.block_tables.shape[1]
         ):
-            built = self._new(rows, trees, num_likely, width)
-            is_plain = rows.is_plain and not has_nodes and not num_likely
+            built = self._new(rows, trees, width)
+            is_plain = rows.is_plain and not has_nodes and not trees.num_likely
             self._seats, self._last = rows.seats, built if is_plain else None
         built.items[START] = rows.start
         batch = built.batch
@@ -116,7 +116,7 @@ class Builder:
         """Some choice of the last step has ended."""
         self._seats = self._last = None
 
-    def _new(self, rows: Rows, trees: Trees, num_likely: int, width: int) -> Built:
+    def _new(self, rows: Rows, trees: Trees, width: int) -> Built:
         """A Batch whose rows and draws are still to be laid."""
         num_items = len(rows.sequences)
         # With room for the next steps.
@@ -159,14 +159,14 @@ class Builder:
             draw_positions=of_draws[3],
             draw_mask=of_draws[4],
             masks=masks,
-            params=tuple([choice.draw_params() for choice in drawing]),
+            params=tuple([choice.params or choice.draw_params() for choice in drawing]),
             score_rows=np.array(scores.rows, np.int32),
             score_targets=np.array(scores.targets, np.int32),
             score_top=np.array(scores.top, np.int32),
             num_prefill_rows=rows.num_prefill_rows,
             num_draft_rows=num_total,
             seq_adapters=adapters if (adapters >= 0).any() else None,
-            num_likely=num_likely,
+            num_likely=trees.num_likely,
         )
         return Built(
             batch, items, choices, drawing, choices[ITEM].tolist(), scores.scored, of_rows, of_draws
@@ -215,14 +215,13 @@ def _masks(rows: Rows, trees: Trees, items: Int32x2) -> UInt32:
         grammar = sequence.grammar
         if grammar is None or not items[CHOICES, i]:
             continue
-        tree = trees.each[i]
+        nodes = trees.nodes[:, trees.start[i] : trees.start[i + 1]]
         try:
-            masks.append(fill_masks(grammar, tree))
+            masks.append(fill_masks(grammar, nodes))
         except Exception as error:  # its draws fail, and so does its request alone
             _log.exception("a grammar failed", exc_info=error)
             grammar.problem = "an internal error"
-            num_nodes = 0 if tree is None else len(tree.token_ids)
-            masks.append(np.zeros((1 + num_nodes, grammar.num_words), np.uint32))
+            masks.append(np.zeros((1 + nodes.shape[1], grammar.num_words), np.uint32))
         items[MASK, i] = num
         num += masks[-1].shape[0]
     return as_wide(masks)

@@ -27,12 +27,11 @@ from server.engine.accept import (
 )
 from server.engine.batch import NO_TOKEN_LEFT, Batch
 from server.engine.build import Built
-from server.engine.drafting import CheckedTree
+from server.engine.draft import Drafts
 from server.engine.exact import ExactVerifier, Outcome
 from server.engine.plan import Rows, Scheduler
 from server.engine.results import Results
 from server.engine.sequence import Sequence, Status
-from server.engine.sessions import DraftSessions
 from server.engine.slices import SliceBook
 from server.engine.trees import (
     DRAW,
@@ -87,7 +86,7 @@ class Committer:
         self,
         scheduler: Scheduler,
         slices: SliceBook,
-        sessions: DraftSessions,
+        drafts: Drafts,
         exact: ExactVerifier,
     ) -> None:
         self.deltas: list[Delta] = []
@@ -95,7 +94,7 @@ class Committer:
         self._table = scheduler.table
         self._scheduler = scheduler
         self._slices = slices
-        self._sessions = sessions
+        self._drafts = drafts
         self._exact = exact
 
     def commit(self, rows: Rows, trees: Trees, built: Built, results: Results) -> Iterator[Outcome]:
@@ -118,24 +117,21 @@ class Committer:
         )  # fmt: skip
         self.moves = moves[:, :num_moves]
         if num_nodes:
-            self._sessions.observe(rows, trees, came)
+            self._drafts.observe(rows, trees, came)
         num_tokens = table.num_tokens[choices[SEAT]].tolist()
         ids, draws, nodes = runs.tolist()
         for c, (at, num, num_accepted, why, todo) in enumerate(found.T.tolist()):
-            sequence, tree = built.drawing[c], trees.each[built.item_of[c]]
+            sequence, item = built.drawing[c], built.item_of[c]
             if sequence.status is Status.FINISHED:  # another choice of its request has failed
                 continue
             if todo & EMITTED:
                 own = ids[at : at + num]
                 sequence.ids[num_tokens[c] - num : num_tokens[c]] = own
                 path = nodes[at : at + num_accepted]
-                reason = sequence.no_draft_reason
-                if tree is None:
-                    counts = plain_step(reason)
+                if trees.why[item]:
+                    counts = plain_step(trees.why[item])
                 else:
-                    counts = count_step(
-                        trees, built.item_of[c], path, sequence.sources, reason, results.model_s
-                    )
+                    counts = count_step(trees, item, path, sequence.sources, results.model_s)
                 request = sequence.request
                 self.deltas.append(
                     Delta(request.request_id, sequence.choice_id, tuple(own), counts=counts)
@@ -144,19 +140,18 @@ class Committer:
                     self._scheduler.publish(sequence)
                 if todo & TRIM:
                     self._scheduler.trim(sequence)
-                if sequence.session is not None or tree is not None:
-                    self._teach(sequence, tree, path, draws[at], results)
+                if sequence.session is not None:
+                    self._drafts.teach(sequence, own, trees, item, path, draws[at], results)
                 continue
             run = _Run(ids[at : at + num], draws[at : at + num], nodes[at : at + num_accepted], why)
-            leader = rows.sequences[built.item_of[c]]
+            leader = rows.sequences[item]
             draw = int(choices[DRAW, c])
             if sequence is leader:
-                outcome = self._emit(sequence, (trees, built.item_of[c]), run, draw, results)
+                outcome = self._emit(sequence, (trees, item), run, draw, results)
                 if outcome is not None:
                     yield outcome
             elif leader.status is Status.RUNNING:
-                of_item = trees, built.item_of[c]
-                yield from self._fork(leader, sequence, of_item, run, draw, results)
+                yield from self._fork(leader, sequence, (trees, item), run, draw, results)
 
     def _fork(
         self,
@@ -174,9 +169,8 @@ class Committer:
         child.prompt_logprobs = leader.prompt_logprobs
         child.num_cached_tokens = leader.num_cached_tokens
         child.first_step_s = leader.first_step_s
-        leader.no_draft_reason = child.no_draft_reason = "prefill"
         self._slices.seat(child)
-        self._sessions.seat(child)
+        self._drafts.seat(child)
         outcome = self._emit(child, of_item, run, draw, results)
         if outcome is not None:
             yield outcome
@@ -220,7 +214,8 @@ class Committer:
         None: its tokens are unverified, or wait to be drawn again.
         """
         head, grammar = sequence.head, sequence.grammar
-        tree = of_item[0].each[of_item[1]]
+        trees, item = of_item
+        first, stop = trees.start[item : item + 2].tolist()
         waits = head is not None and head.mode == "exact" and head.proposes
         is_due = run.why == FAILED
         if not run.ids:
@@ -244,19 +239,17 @@ class Committer:
         elif sequence.request.sampling.num_logprobs is not None:
             sequence.logprobs.extend(results.logprob(d) for d in run.draws)
         if sequence.request.report_sources:
-            source = [] if tree is None else tree.tree.source.tolist()
+            source = trees.source[first:stop].tolist()
             sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
-        if tree is not None and sequence.request.report_rejected:
-            _note_rejected(sequence, tree, run)
-        counts = count_step(
-            *of_item, run.path, sequence.sources, sequence.no_draft_reason, results.model_s
-        )
+        if first < stop and sequence.request.report_rejected:
+            _note_rejected(sequence, trees, slice(first, stop), run)
+        counts = count_step(trees, item, run.path, sequence.sources, results.model_s)
         sequence.counts = merge_counts(sequence.counts, counts)
         self._slices.count_step(sequence)
         sequence.num_computed += len(run.path)
         sequence.num_steps += 1
         sequence.append(run.ids)
-        self._teach(sequence, tree, run.path, draw, results)
+        self._drafts.teach(sequence, run.ids, trees, item, run.path, draw, results)
         if waits:
             self._exact.add(sequence, end, is_due)
             return None
@@ -264,20 +257,6 @@ class Committer:
             self._slices.learn(sequence, run.ids)
         sequence.verify(sequence.num_output)
         return Outcome(sequence, end)
-
-    def _teach(
-        self,
-        sequence: Sequence,
-        tree: CheckedTree | None,
-        path: list[int],
-        draw: int,
-        results: Results,
-    ) -> None:
-        """Tell a choice's draft session what a step has shown. Its tokens are appended."""
-        if sequence.session is not None:
-            likely = results.likely(draw, 0 if tree is None else len(tree.token_ids))
-            self._sessions.note_likely(sequence, tree, likely)
-        self._sessions.learn(sequence, tree, path)
 
     def release(self, sequence: Sequence, ending: Ending = GOES_ON) -> None:
         """Add a Delta with all tokens that are verified and not released yet.
@@ -348,12 +327,13 @@ def _queue_s(sequence: Sequence) -> float:
     return max(0.0, sequence.first_step_s - arrival_s)
 
 
-def _note_rejected(sequence: Sequence, tree: CheckedTree, run: _Run) -> None:
-    """Note what was drafted beside the run's tokens. Called before they are appended."""
+def _note_rejected(sequence: Sequence, trees: Trees, at: slice, run: _Run) -> None:
+    """Note what was drafted beside the run's tokens. Called before they are appended. at: the nodes
+    of its tree."""
     start, names = sequence.num_output, sequence.sources
-    source = tree.tree.source.tolist()
+    (ids, parents, _), source = trees.nodes[:, at].tolist(), trees.source[at].tolist()
     sequence.rejected_drafts.extend(
         (start + place, names[first] if first < len(names) else names[0], ids)
-        for place, first, ids in rejected_paths(tree.token_ids, tree.parents, source, run.path)
+        for place, first, ids in rejected_paths(ids, parents, source, run.path)
         if place < len(run.ids)  # what lies past the end of the answer is left out
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from server.engine.batch import Int32
-from server.engine.drafting import DrafterRegistry
+from server.engine.draft import DrafterRegistry
 from server.engine.sequence import Sequence
 from server.engine.task_store import TaskStore
 from server.types import SpeculationParams

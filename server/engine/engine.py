@@ -8,7 +8,7 @@ HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit`
 
 What it knows of its choices lies in a Table (table.py), which all parts read and write. They hand
 data back and never call it: admission.py (who may be served), plan.py (which rows a step computes),
-step_drafts.py and planner.py (who drafts), build.py (from rows to a Batch), commit.py (from drawn
+draft.py (who drafts what), build.py (from rows to a Batch), commit.py (from drawn
 ids to tokens and Deltas), exact.py (verification), step_figures.py (what a step took), recovery.py
 (after a failed step), control.py (what is kept of tasks).
 """
@@ -27,18 +27,17 @@ from drafters.base import Drafter
 from server.engine import figures
 from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
-from server.engine.batch import Runner
+from server.engine.batch import Batch, Runner
 from server.engine.blocks import BlockPool
-from server.engine.build import Builder
+from server.engine.build import Builder, Built
 from server.engine.commit import Committer, Ending
 from server.engine.control import TaskControl
-from server.engine.drafting import DrafterFactory, DrafterRegistry
+from server.engine.draft import DrafterFactory, DrafterRegistry, Drafts
 from server.engine.exact import ExactVerifier, Outcome
 from server.engine.gain import Gain
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
 from server.engine.plan import Rows, Scheduler
-from server.engine.planner import DraftPlanner
 from server.engine.recovery import Recovery, RunnerBrokenError
 from server.engine.results import (
     Results,
@@ -48,16 +47,14 @@ from server.engine.results import (
     wait_for,
 )
 from server.engine.sequence import Sequence, Status
-from server.engine.sessions import DraftSessions
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
-from server.engine.step_drafts import NO_DRAFTS, Step, StepDrafts
 from server.engine.step_figures import StepFigures
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.engine.table import Table
 from server.engine.task_store import TaskStore
-from server.engine.trees import Trees, no_trees
+from server.engine.trees import Trees
 from server.types import Delta, Request
 
 _log = logging.getLogger(__name__)
@@ -106,15 +103,14 @@ class Engine:
         self.table = Table(block_size=info.block_size, max_model_len=info.max_model_len)
         self.scheduler = Scheduler(self.table, self.pool, settings, cost)
         self.gain = Gain(cost)
-        self.planner = DraftPlanner(self.gain, info.vocab_size)
         control = settings.exact_control(info.vocab_size)
         self.slices = SliceBook(
             runner, profiles, control, capacity=settings.slice_cache_rows,
             slices_only=settings.slices_only,
         )  # fmt: skip
-        self.sessions = DraftSessions(
-            self.drafters, self.gain,
-            drafts=settings.max_draft_rows > 0, is_beside=info.device != "cpu",
+        self.drafts = Drafts(
+            self.drafters, self.gain, self.scheduler, vocab_size=info.vocab_size,
+            max_rows=settings.max_draft_rows, is_beside=info.device != "cpu",
         )  # fmt: skip
         self.recovery = Recovery(settings.max_failures)
         self._grammars = grammars
@@ -124,12 +120,9 @@ class Engine:
             adapters=self.adapters,
             vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
         )  # fmt: skip
-        self._drafts = StepDrafts(
-            self.scheduler, self.sessions, self.planner, settings.max_draft_rows
-        )
-        self._exact = ExactVerifier(self.slices, self.sessions)
+        self._exact = ExactVerifier(self.slices, self.drafts)
         self._builder = Builder(self.table)
-        self._committer = Committer(self.scheduler, self.slices, self.sessions, self._exact)
+        self._committer = Committer(self.scheduler, self.slices, self.drafts, self._exact)
         self._figures = StepFigures(cost, self.gain, self.slices)
 
     # -- the loop ---------------------------------------------------------------------------
@@ -139,19 +132,22 @@ class Engine:
         called once while the device works, e.g. to send the last Deltas. What it raises is raised
         once the step is done, whose Deltas the next call gives. Raises RunnerBrokenError."""
         began = time.perf_counter()
-        self.sessions.settle_rest()
         rows = self._plan()
         if not rows.num_rows:
             return self.take_deltas()
-        step = self._draft(rows)
+        # An isolated step runs without drafts.
+        trees = self.drafts.draft(rows, is_plain=self.recovery.is_isolating)
+        built = self._builder.build(rows, trees)
+        if not rows.is_plain:
+            built.batch = self.slices.attach(rows, built, self.scheduler.running)
         unheard: list[Exception] = []
         try:
-            results = self._run(step, meanwhile, unheard)
-            self._commit(step, results)
+            results = self._run(rows, built.batch, meanwhile, unheard)
+            self._commit(rows, trees, built, results)
         except StepFailedError as failure:
-            self._recover(step.rows, failure.error)
+            self._recover(rows, failure.error)
         else:
-            self._figures.observe(step, began, results)
+            self._figures.observe(rows, trees, built, results, began)
         if unheard:
             raise unheard[0]
         return self.take_deltas()
@@ -175,7 +171,7 @@ class Engine:
     @property
     def num_drafter_errors(self) -> int:
         """Draft sessions that failed and were closed."""
-        return self.sessions.num_errors
+        return self.drafts.num_errors
 
     @property
     def num_failed_steps(self) -> int:
@@ -258,7 +254,8 @@ class Engine:
                 self.scheduler.enqueue(leader)
             for failure in failed:
                 self._fail(*failure)
-        self.tasks.take_learned(gives_way=self.scheduler.num_waiting_tokens > 0)
+        if self.memory is not None:
+            self.tasks.take_learned(gives_way=self.scheduler.num_waiting_tokens > 0)
         for failure in self.admission.expired():
             self._fail(*failure)
         suspect = self.recovery.suspect
@@ -274,48 +271,37 @@ class Engine:
                 if sequence.first_step_s == 0.0:
                     sequence.first_step_s = now
                     self.slices.seat(sequence)
-                    self.sessions.seat(sequence)
+                    self.drafts.seat(sequence)
             self.slices.decide(rows)
         return rows
 
-    def _draft(self, rows: Rows) -> Step:
-        """The step's trees, and the Batch that they and its rows are."""
-        drafts, likely = NO_DRAFTS, 0
-        has_drafters = self.sessions.has_drafters(rows.sequences)
-        if has_drafters:  # an isolated step runs without drafts
-            drafts = self._drafts.propose(rows, is_plain=self.recovery.suspect is not None)
-            likely = self.sessions.num_likely(rows)
-        trees = Trees.of(drafts.trees) if drafts.trees else no_trees(len(rows.sequences))
-        built = self._builder.build(rows, trees, likely)
-        batch = built.batch
-        if not rows.is_plain:
-            batch = self.slices.attach(rows, built, self.scheduler.running)
-        return Step(rows, drafts, trees, built, batch, has_drafters)
-
     def _run(
-        self, step: Step, meanwhile: Callable[[], None] | None, unheard: list[Exception]
+        self,
+        rows: Rows,
+        batch: Batch,
+        meanwhile: Callable[[], None] | None,
+        unheard: list[Exception],
     ) -> Results:
         """What the runner draws. What `meanwhile` raises is added to `unheard`. Raises
         StepFailedError."""
-        rows = step.rows
         if rows.copies:
             copies = np.array(rows.copies, np.int32)
             guarded(self.runner.copy_blocks, copies[:, 0].copy(), copies[:, 1].copy())
-        guarded(self.runner.launch, step.batch)
+        guarded(self.runner.launch, batch)
         launched = time.perf_counter()
         if meanwhile is not None:
             try:
                 meanwhile()
             except Exception as error:
                 unheard.append(error)
-        if step.has_drafters:
-            self.sessions.settle(rows.sequences, draws_first=rows.num_prefill_rows > 0)
+        if not self.drafts.is_off:
+            self.drafts.settle(rows.sequences, draws_first=rows.num_prefill_rows > 0)
         return wait_for(self.runner.wait, lambda: time.perf_counter() - launched)
 
-    def _commit(self, step: Step, results: Results) -> None:
+    def _commit(self, rows: Rows, trees: Trees, built: Built, results: Results) -> None:
         """Emit what was drawn. Raises StepFailedError."""
-        rows, committer = step.rows, self._committer
-        for outcome in committer.commit(rows, step.trees, step.built, results):
+        committer = self._committer
+        for outcome in committer.commit(rows, trees, built, results):
             self._conclude(outcome)
         self.recovery.step_done(bool(rows.draws.any()))
         if not rows.is_plain:
@@ -354,7 +340,7 @@ class Engine:
         self._committer.release(sequence, ending)
         self.scheduler.remove(sequence)
         self._builder.forget()
-        self.sessions.close(sequence)
+        self.drafts.close(sequence)
         self.slices.leave(sequence)
         request_id = sequence.request.request_id
         sequences = self._open[request_id]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from server.engine.accept import StopCut, cut, why_ended
 from server.engine.batch import NO_TOKEN_LEFT
+from server.engine.draft import Drafts
 from server.engine.results import Results, wait_for
 from server.engine.sequence import Sequence, Status
-from server.engine.sessions import DraftSessions
 from server.engine.slices import SliceBook
 
 
@@ -48,9 +48,9 @@ class _Waiting:
 class ExactVerifier:
     """What waits for the full head in one engine. Emission calls `add`; the engine empties it."""
 
-    def __init__(self, slices: SliceBook, sessions: DraftSessions) -> None:
+    def __init__(self, slices: SliceBook, drafts: Drafts) -> None:
         self._slices = slices
-        self._sessions = sessions
+        self._drafts = drafts
         self._waiting: list[_Waiting] = []
 
     def add(self, sequence: Sequence, end: StopCut, is_due: bool) -> None:
@@ -97,7 +97,7 @@ class ExactVerifier:
         stands = next((i for i in range(num) if right[i] != emitted[i]), num)
         num_computed = sequence.num_computed
         if stands < num:
-            self._sessions.roll_back(sequence, base + stands)
+            self._drafts.roll_back(sequence, base + stands)
         self._slices.settle(sequence, stands, num)
         wants = sequence.request.sampling.num_logprobs is not None
         for i in range(min(stands + 1, num) if wants else 0):
@@ -123,7 +123,7 @@ class ExactVerifier:
         sequence.append([token])
         # The rows before the right token belong to tokens that stand.
         sequence.num_computed = min(num_computed, sequence.num_tokens - 1)
-        self._sessions.learn(sequence)
+        self._drafts.correct(sequence, token)
         sequence.verify(sequence.num_output)
         self._slices.extend(sequence, token)
         return Outcome(sequence, end)

@@ -85,7 +85,7 @@ DOUBT = 0.2
 """Accepted tokens an ask that one ask without any does not rule out."""
 
 REST = 4
-"""Of steps in which nobody is asked, one in so many is looked at (step_drafts.py) and learned from
+"""Of steps in which nobody is asked, one in so many is looked at (draft.py) and learned from
 (step_figures.py): they are alike, and a look takes as long as a plain step's host."""
 
 _NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)
@@ -513,7 +513,9 @@ class Gain:
 
     # -- before a step ----------------------------------------------------------------------
 
-    def ask(self, seats: Sequence[int], shape: StepShape, room: int) -> tuple[list[str], int]:
+    def ask(
+        self, seats: Sequence[int] | Int64, shape: StepShape, room: int
+    ) -> tuple[list[str], int]:
         """Of each choice that may draft "" where it is to be asked in this step, else why not, in
         the words of StepCounts.no_draft_reason; and the most nodes that could pay if all of them
         were accepted (0 where nobody is asked). room: nodes that fit. Called once a step."""
@@ -521,10 +523,11 @@ class Gain:
             return ["room"] * len(seats), 0
         if self.cost is None:
             return [""] * len(seats), room
-        most, verdicts = self.most(shape, room), np.empty((len(seats), 3))
+        curve, host, verdicts = self.cost.curve, self.host.numbers, np.empty((len(seats), 3))
+        most = most_nodes(curve, host, shape, room, _NO_CHANCES, _NO_ORDER)
         num = weigh(
-            self._scopes.table, self._seats.table, np.array(seats, np.int64), self.cost.curve,
-            self.host.numbers, shape, most, verdicts, self._in_asks,
+            self._scopes.table, self._seats.table, np.array(seats, np.int64), curve, host, shape,
+            most, verdicts, self._in_asks,
         )  # fmt: skip
         why = ["" if is_asked else "cooldown" for is_asked in verdicts[:, 0].tolist()]
         return why, most if num else 0

@@ -18,17 +18,14 @@ tokenizer would, and the mask then allows that one token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from drafters.arrays import Int32x2
 from drafters.tree import DraftTree
 from server.engine.batch import UInt32
-from server.engine.drafting import CheckedTree
 from server.engine.grammar_compiler import MAX_FORCED_TOKENS, GrammarTemplate, one_line
-
-if TYPE_CHECKING:
-    pass
+from server.engine.trees import Trees
 
 FORCED = "forced"
 """The name of the source that forced tokens are counted under."""
@@ -121,124 +118,53 @@ class GrammarState:
         return forced
 
 
-class ConstrainedTree(CheckedTree):
-    """A CheckedTree that was walked with a grammar.
-
-    own: per node its index in the session's tree, -1 for a forced one. session_tree: what the
-    session proposed, or None. The num_certain first nodes are a chain that is always accepted.
-    """
-
-    __slots__ = ("own", "session_tree")
-
-    def __init__(
-        self,
-        tree: DraftTree,
-        token_ids: list[int],
-        parents: list[int],
-        depths: list[int],
-        survival: list[float],
-        own: list[int],
-        num_certain: int,
-        session_tree: DraftTree | None,
-    ) -> None:
-        super().__init__(tree, token_ids, parents, depths, survival)
-        self.own = own
-        self.num_certain = num_certain
-        self.session_tree = session_tree
-
-    def prune(self, num_nodes: int) -> CheckedTree:
-        """See CheckedTree.prune."""
-        if num_nodes >= len(self.token_ids):
-            return self
-        order = np.argsort(-self.survival, kind="stable")[:num_nodes]
-        order.sort()
-        kept = super().prune(num_nodes)
-        return ConstrainedTree(
-            kept.tree,
-            kept.token_ids,
-            kept.parents,
-            kept.depths,
-            kept.survival.tolist(),
-            [self.own[i] for i in order.tolist()],
-            min(self.num_certain, num_nodes),
-            self.session_tree,
-        )
-
-    def for_session(self, accepted: Sequence[int]) -> tuple[DraftTree, list[int]] | None:
-        """The session's own nodes among these, and which of them were accepted."""
-        tree = self.session_tree
-        if tree is None:
-            return None
-        kept = sorted(node for node in self.own if node >= 0)
-        if not kept:
-            return None
-        place = {node: i for i, node in enumerate(kept)}
-        where = np.asarray(kept, np.int64)
-        parents = [place.get(parent, -1) for parent in tree.parents[where].tolist()]
-        own = DraftTree(
-            tree.token_ids[where],
-            np.asarray(parents, np.int32),
-            tree.survival[where],
-            tree.source[where] if tree.source.shape[0] else tree.source,
-            tree.cell[where] if tree.cell.shape[0] else tree.cell,
-        )
-        return own, [place[self.own[node]] for node in accepted if self.own[node] >= 0]
-
-
 class _Growth:
-    """The nodes of a ConstrainedTree as they are found, depth first."""
+    """The nodes of a constrained tree as they are found, depth first. cells: the drafter's marks,
+    -1 for what is forced."""
 
     def __init__(self, source: int, forced: Sequence[int]) -> None:
-        self.num_certain = len(forced)
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
         self.survival: list[float] = []
         self.source: list[int] = []
-        self.own: list[int] = []
+        self.cells: list[int] = []
         for token in forced:
-            self.add(token, len(self.token_ids) - 1, 1.0, source, -1)
+            self.add(token, len(self.token_ids) - 1, 1.0, source)
 
-    def add(self, token: int, parent: int, survival: float, source: int, own: int) -> int:
+    def add(self, token: int, parent: int, survival: float, source: int, cell: int = -1) -> int:
         self.token_ids.append(token)
         self.parents.append(parent)
         self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
         self.survival.append(survival)
         self.source.append(source)
-        self.own.append(own)
+        self.cells.append(cell)
         return len(self.token_ids) - 1
 
-    def tree(self, session_tree: DraftTree | None) -> ConstrainedTree:
-        return ConstrainedTree(
-            DraftTree(
-                np.asarray(self.token_ids, np.int32),
-                np.asarray(self.parents, np.int32),
-                np.asarray(self.survival, np.float32),
-                np.asarray(self.source, np.uint8),
-            ),
-            self.token_ids,
-            self.parents,
-            self.depths,
-            self.survival,
-            self.own,
-            self.num_certain,
-            session_tree,
+    def tree(self) -> DraftTree:
+        return DraftTree(
+            np.asarray(self.token_ids, np.int32),
+            np.asarray(self.parents, np.int32),
+            np.asarray(self.survival, np.float32),
+            np.asarray(self.source, np.uint8),
+            np.asarray(self.cells, np.int32),
         )
 
 
 def constrain(
     state: GrammarState,
     forced: Sequence[int],
-    proposed: CheckedTree | None,
+    proposed: Trees | None,
     *,
     max_nodes: int,
     max_depth: int,
     source: int,
-) -> CheckedTree | None:
+) -> tuple[DraftTree | None, int]:
     """The part of a proposal that the grammar allows, with the tokens that it forces added.
 
     state: at the root; it is moved and put back. forced: what state.forced() returned at the root,
-    cut to max_nodes and max_depth; it comes first. proposed: what the session proposes after it, or
+    cut to max_nodes and max_depth; it comes first, and how much of it there is comes back beside
+    the tree: that is always accepted. proposed: the one tree that the session proposes after it, or
     None. source: FORCED's index in the sequence's sources. A node is kept when the mask at its
     parent allows its token, so no node is verified that could not be drawn. Where a drafted path
     ends or leaves the forced tokens, these continue it, with the path's own chance. Of more than
@@ -246,11 +172,13 @@ def constrain(
     """
     growth = _Growth(source, forced)
     if proposed is None:
-        return growth.tree(None) if forced else None
+        return growth.tree() if forced else None, len(forced)
     root = state.num_consumed
-    sources = proposed.tree.source.tolist() or [0] * len(proposed.token_ids)
-    children: list[list[int]] = [[] for _ in range(len(proposed.token_ids) + 1)]
-    for node, parent in enumerate(proposed.parents):
+    token_ids, parents, _ = proposed.nodes.tolist()
+    chances, sources = proposed.survival.tolist(), proposed.source.tolist()
+    cells = proposed.cell.tolist()
+    children: list[list[int]] = [[] for _ in range(len(token_ids) + 1)]
+    for node, parent in enumerate(parents):
         children[parent].append(node)
     row = np.empty(state.num_words, np.uint32)
     for token in forced:
@@ -266,18 +194,18 @@ def constrain(
             return
         ahead = state.forced() if node >= 0 else []
         if ahead:
-            match = [c for c in children[node] if proposed.token_ids[c] == ahead[0]]
+            match = [c for c in children[node] if token_ids[c] == ahead[0]]
             if match:
                 stack.append((match[0], grown))
                 return
             chance, at = growth.survival[grown], grown
             for token in ahead[: min(max_depth - depth, max_nodes)]:
-                at = growth.add(token, at, chance, source, -1)
+                at = growth.add(token, at, chance, source)
             return
         if children[node]:
             state.fill_mask(row)
             for child in reversed(children[node]):
-                token = proposed.token_ids[child]
+                token = token_ids[child]
                 if (int(row[token >> 5]) >> (token & 31)) & 1:
                     stack.append((child, grown))
 
@@ -286,38 +214,40 @@ def constrain(
         node, parent = stack.pop()
         depth = base if parent < 0 else growth.depths[parent]
         state.rollback(root + depth)
-        if not state.consume(proposed.token_ids[node]):
+        if not state.consume(token_ids[node]):
             continue
-        chance = min(float(proposed.survival[node]), 1.0)
-        grown = growth.add(proposed.token_ids[node], parent, chance, sources[node], node)
+        grown = growth.add(token_ids[node], parent, chances[node], sources[node], cells[node])
         visit(node, grown)
     state.rollback(root)
-    return growth.tree(proposed.tree).prune(max_nodes) if growth.token_ids else None
+    if not growth.token_ids:
+        return None, 0
+    return growth.tree().prune(max_nodes), min(len(forced), max_nodes)
 
 
-def fill_masks(state: GrammarState, tree: CheckedTree | None) -> UInt32:
+def fill_masks(state: GrammarState, nodes: Int32x2) -> UInt32:
     """The masks of a root and of a tree's nodes below it: uint32 [1 + num_nodes, num_words].
 
-    state: at the root; it is moved and put back.
+    state: at the root; it is moved and put back. nodes: of Trees, the item's own.
     """
-    num = 0 if tree is None else len(tree.token_ids)
+    num = nodes.shape[1]
     masks = np.zeros((1 + num, state.num_words), np.uint32)
     state.fill_mask(masks[0])
     if state.problem:
         # What the matcher stored for drafts counts against its limits: try again without it.
         state.rebuild()
         state.fill_mask(masks[0])
-    if tree is None or state.problem:
+    if not num or state.problem:
         return masks
+    token_ids, parents, depths = nodes.tolist()
     root = state.num_consumed
     children: list[list[int]] = [[] for _ in range(num + 1)]
-    for node, parent in enumerate(tree.parents):
+    for node, parent in enumerate(parents):
         children[parent].append(node)
     stack = children[-1][::-1]
     while stack:
         node = stack.pop()
-        state.rollback(root + tree.depths[node] - 1)
-        if state.consume(tree.token_ids[node]):  # else it is never reached: its mask stays empty
+        state.rollback(root + depths[node] - 1)
+        if state.consume(token_ids[node]):  # else it is never reached: its mask stays empty
             state.fill_mask(masks[1 + node])
             stack.extend(reversed(children[node]))
     state.rollback(root)

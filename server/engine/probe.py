@@ -172,7 +172,8 @@ def load_or_measure(
     table = CostTable.measure(
         make_prober(runner), most, short_len=short, long_len=max(short, min(512, room - most))
     )
-    table.likely_s = measure_likely(runner, num_likely)
+    likely_s = measure_likely(runner, num_likely)
+    table = CostTable.from_dict({**table.as_dict(), "likely_s": likely_s})
     _log.info(
         "measured the cost of a step in %.1f s: 1 row %.2f ms, 8 rows %.2f ms",
         time.perf_counter() - began,

@@ -28,11 +28,13 @@ class Blame:
 
 
 class Recovery:
-    """Counts failed steps and keeps the suspects. Written by the engine's loop alone."""
+    """Counts failed steps and keeps the suspects. Written by the engine's loop alone. is_isolating:
+    whether there was a suspect when last asked."""
 
     def __init__(self, max_failures: int) -> None:
         """max_failures: failed steps in a row after which the runner counts as broken."""
         self.num_failed_steps = 0
+        self.is_isolating = False
         self._max_failures = max_failures
         self._num_in_a_row = 0
         self._suspects: list[Sequence] = []
@@ -42,6 +44,7 @@ class Recovery:
         """The sequence that must run alone in the next step, or None."""
         while self._suspects and self._suspects[0].status is Status.FINISHED:
             self._suspects.pop(0)
+        self.is_isolating = bool(self._suspects)
         return self._suspects[0] if self._suspects else None
 
     @property
@@ -52,6 +55,7 @@ class Recovery:
     def give_up(self) -> None:
         """The suspect cannot be seated alone: all sequences run together again."""
         self._suspects.clear()
+        self.is_isolating = False
 
     def step_done(self, has_drawn: bool) -> None:
         """A step succeeded. has_drawn: it drew, which clears its suspect."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn, Likely
+from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn
 from server.engine.sequence import Sequence
 from server.types import TokenLogprob
 
@@ -32,14 +32,6 @@ class Results:
     def problem(self, draw: int) -> str:
         """Why a draw has no answer."""
         return self.problems.get(draw, NO_TOKEN_LEFT)
-
-    def likely(self, draw: int, num_nodes: int) -> Likely | None:
-        """The likeliest ids of a root draw's row and of its tree's nodes, in their order."""
-        whole = self.drawn.likely
-        if whole is None:
-            return None
-        rows = slice(draw, draw + 1 + num_nodes)
-        return Likely(whole.ids[rows], whole.chances[rows])
 
     def logprob(self, draw: int) -> TokenLogprob:
         """The logprob of a drawn id and the likeliest beside it."""

@@ -23,6 +23,7 @@ from server.engine.grammar import GrammarState
 from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.engine.table import (
+    GAIN_SEAT,
     IS_PLAIN,
     IS_SIMPLE,
     LAST_ID,
@@ -112,7 +113,8 @@ class Sequence:
     count_out: Int32 = field(default_factory=_no_ids)
     count_prompt: Int32 = field(default_factory=_no_ids)
     matcher: StopMatcher | None = None
-    _params: DrawParams | None = None
+    params: DrawParams | None = None
+    """For the sampler, while nothing in them changes."""
 
     # Set by the engine once it is compiled; consumes in accept.cut, goes back in rollback().
     grammar: GrammarState | None = None
@@ -156,16 +158,15 @@ class Sequence:
     # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
     head: SequenceHead | None = None
 
-    # Speculation: written by DraftSessions, no_draft_reason by StepDrafts.
+    # Speculation: written by Drafts.
     drafter: Drafter | None = None
     """None: it does not draft."""
     session: DraftSession | None = None
     """Opened when it is first wanted."""
     drafter_name: str = "off"
-    no_draft_reason: str = "off"
     sources: tuple[str, ...] = ("off",)
-    gain_seat: int = -1
-    """Of Gain, while it has a drafter."""
+    gain_seat = Column(GAIN_SEAT)
+    """Of Gain, while it has a drafter, else -1."""
     is_resting: bool = False
     """Gain does not ask it now: its session gets no updates and may not exist."""
     num_told: int = 0
@@ -264,8 +265,8 @@ class Sequence:
 
     def draw_params(self) -> DrawParams:
         """What the sampler needs at the current root."""
-        if self._params is not None:
-            return self._params
+        if self.params is not None:
+            return self.params
         params = DrawParams(
             self.request.sampling,
             self.choice_id,
@@ -277,7 +278,7 @@ class Sequence:
         )
         sampling = self.request.sampling
         if not sampling.has_penalties and sampling.min_tokens == 0:
-            self._params = params  # nothing in them changes
+            self.params = params  # nothing in them changes
         return params
 
     def append(self, token_ids: list[int]) -> None:

@@ -184,7 +184,8 @@ class CostTable:
     rows grow: a measurement above one of more rows was disturbed, and the lower one stands.
 
     likely_s: seconds that the likeliest ids of one drawn row take, which drafters ask for
-    (Batch.num_likely); `cost` is without them.
+    (Batch.num_likely); `cost` is without them. curve: the row counts and their seconds, float64
+    [n], as seconds_of takes them; seconds of a key and of a row's likeliest ids.
     """
 
     def __init__(
@@ -213,12 +214,7 @@ class CostTable:
         self._most = float(np.trace(self._off[1]))
         self._seconds = np.empty(len(rows))
         settle(self._raw, self._off[0], self._seconds)
-
-    @property
-    def curve(self) -> Curve:
-        """The row counts and their seconds, float64 [n], as seconds_of takes them; seconds of a key
-        and of a row's likeliest ids."""
-        return self._rows, self._seconds, self._key_s, self.likely_s
+        self.curve: Curve = (self._rows, self._seconds, key_s, likely_s)
 
     @property
     def key_s(self) -> float:

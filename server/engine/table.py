@@ -17,8 +17,8 @@ from drafters.jit import compiled, entry
 (
     PROMPT_LEN, MAX_OUTPUT, NUM_TOKENS, LAST_ID, NUM_COMPUTED, NUM_VERIFIED, NUM_RELEASED,
     NUM_BLOCKS, ROOM, NUM_PUBLISHED, NUM_STEPS, ADAPTER, IS_PLAIN, IS_SIMPLE,
-    NUM_COLUMNS,
-) = range(15)  # fmt: skip
+    GAIN_SEAT, NUM_COLUMNS,
+) = range(16)  # fmt: skip
 """The lines of Table.numbers. Compiled code knows the columns by these."""
 
 CHUNK, LACKS_ROOM = 1, 2
@@ -66,6 +66,7 @@ class Table:
     adapter: Int32
     is_plain: Int32
     is_simple: Int32
+    gain_seat: Int32
 
     def __init__(self, *, block_size: int, max_model_len: int) -> None:
         self.block_size = block_size
@@ -76,11 +77,13 @@ class Table:
         self._grow(_FIRST_SEATS)
 
     def take_seat(self, end_ids: list[int]) -> int:
-        """A seat whose numbers are 0. end_ids: that end its choice."""
+        """A seat whose numbers are 0, and whose choice does not draft yet. end_ids: that end its
+        choice."""
         if not self._free:
             self._grow(2 * self.numbers.shape[1])
         seat = self._free.pop()
         self.numbers[:, seat] = 0
+        self.gain_seat[seat] = -1
         self.blocks[seat] = 0
         if len(end_ids) > self.ends.shape[1]:
             wider = len(end_ids) - self.ends.shape[1]
@@ -119,7 +122,7 @@ class Table:
         (
             self.prompt_len, self.max_output, self.num_tokens, self.last_id, self.num_computed,
             self.num_verified, self.num_released, self.num_blocks, self.room, self.num_published,
-            self.num_steps, self.adapter, self.is_plain, self.is_simple,
+            self.num_steps, self.adapter, self.is_plain, self.is_simple, self.gain_seat,
         ) = self.numbers  # fmt: skip
 
 
@@ -138,6 +141,33 @@ def scan(numbers: Int32x2, seats: Int32, found: Int32) -> int:
             found[i] = LACKS_ROOM
         every |= found[i]
     return every
+
+
+MAY_DRAFT, NOT_DRAWN, NO_DRAFTER, TOO_SHORT, FIRST = range(5)
+"""What `consider` finds of a seat: FIRST draws its first token."""
+
+
+@entry
+@compiled
+def consider(numbers: Int32x2, seats: Int32, draws: Int32, found: Int32, left: Int32) -> int:
+    """Look for whom to draft. numbers: of the Table. draws: 1 where a seat's last row is drawn
+    from. found: int32 [seats], written. left: int32 [seats], written: tokens that may come. Returns
+    how many draw."""
+    num_draws = 0
+    for i in range(seats.shape[0]):
+        seat = seats[i]
+        num_output = numbers[NUM_TOKENS, seat] - numbers[PROMPT_LEN, seat]
+        left[i] = numbers[MAX_OUTPUT, seat] - num_output
+        num_draws += draws[i]
+        if not draws[i]:
+            found[i] = NOT_DRAWN
+        elif num_output == 0:
+            found[i] = FIRST
+        elif numbers[GAIN_SEAT, seat] < 0:
+            found[i] = NO_DRAFTER
+        else:
+            found[i] = TOO_SHORT if left[i] <= 1 else MAY_DRAFT
+    return num_draws
 
 
 @entry

@@ -1,22 +1,23 @@
 """Trees: the drafts of all choices of a step as one tree in compressed rows, and the loops over it.
 
-What: whether a tree can be verified (`check`), how rows and nodes become the columns of a Batch
-(`lay`), and how drawn ids are followed through the trees (`follow`). What not: which nodes are
-drafted (step_drafts.py), what becomes of the tokens (commit.py). The loops are compiled
-(drafters/jit.py).
+What: whether trees can be verified (`checked`) and which of their nodes stay (`Trees.prune`), how
+rows and nodes become the columns of a Batch (`lay`), and how drawn ids are followed through the
+trees (`follow`). What not: which nodes are drafted (draft.py), what becomes of the tokens
+(commit.py). The loops are compiled (drafters/jit.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Float64, Int32, Int32x2, Int64, Int64x2
+from drafters.arrays import Float64, Int32, Int32x2, Int64, Int64x2, UInt8
 from drafters.jit import compiled, entry
+from drafters.tree import DraftTree
 from server.engine.table import (
     IS_SIMPLE,
     LAST_ID,
@@ -53,16 +54,24 @@ EMITTED, PUBLISH, TRIM = 1, 2, 4
 held drafts are to be given back."""
 
 
+class DraftError(ValueError):
+    """A drafter proposed something that is not a tree over the vocabulary."""
+
+
 @dataclass(frozen=True)
 class Trees:
-    """The trees of a step's items in their order, in compressed rows.
+    """The trees of a step's items in their order, in compressed rows, and what finding them took.
 
     start: int32 [items + 1], the nodes of item i are [start[i], start[i + 1]). nodes: int32
     [3, N]: ids, parents (within the tree; -1: its root is the item's last row; parents come
     first), depths (1 below the root). certain: int32 [items], how many of an item's first nodes a
     grammar forces from the root on. survival: float64 [N], the chance of each as its drafter
-    claims it. source: int64 [N], an index into the names of its choice's sources. each: the trees
-    one by one, None for none.
+    claims it, within [0, 1] and its parent's. source: int64 [N], an index into the names of its
+    choice's sources. cell: int32 [N], the drafter's own mark, -1 where it gives none.
+
+    why: of each item "" or why it has no tree, in the words of StepCounts.no_draft_reason. seconds:
+    that drafting took. ceiling: the most nodes that could have paid. num_asked: sessions that were
+    asked. num_likely: likeliest ids of each row that sessions want to hear of.
     """
 
     start: Int32
@@ -70,26 +79,53 @@ class Trees:
     certain: Int32
     survival: Float64
     source: Int64
-    each: Sequence[Any]
+    cell: Int32
+    why: Sequence[str] = ()
+    seconds: float = 0.0
+    ceiling: int = 0
+    num_asked: int = 0
+    num_likely: int = 0
 
-    @classmethod
-    def of(cls, each: Sequence[Any]) -> Trees:
-        """From CheckedTrees."""
-        start = np.zeros(len(each) + 1, np.int32)
-        np.cumsum([0 if tree is None else len(tree.token_ids) for tree in each], out=start[1:])
-        num_nodes = int(start[-1])
-        nodes = np.empty((3, num_nodes), np.int32)
-        survival, source = np.empty(num_nodes), np.zeros(num_nodes, np.int64)
-        certain = np.zeros(len(each), np.int32)
-        for i, tree in enumerate(each):
-            if tree is not None:
-                at = slice(start[i], start[i + 1])
-                nodes[:, at] = tree.token_ids, tree.parents, tree.depths
-                survival[at] = tree.survival
-                certain[i] = tree.num_certain
-                if tree.tree.source.shape[0]:
-                    source[at] = tree.tree.source
-        return cls(start, nodes, certain, survival, source, each)
+    def prune(self, most: Int64, stays: UInt8 | None = None) -> Trees:
+        """Of each item the nodes that stay and whose parent does, and of these the `most[item]`
+        likeliest (ties: the earlier), in their order. stays: uint8 [N], None: all may."""
+        sizes, total = np.diff(self.start), self.nodes.shape[1]
+        if stays is None:
+            if bool((sizes <= most).all()):
+                return self
+            stays = np.ones(total, np.uint8)
+        keep(self.start, self.nodes, self.survival, most, stays)
+        start, num = np.zeros_like(self.start), int(stays.sum())
+        nodes: Int32x2 = np.empty((3, num), np.int32)
+        survival, source = np.empty(num), np.empty(num, np.int64)
+        cell: Int32 = np.empty(num, np.int32)
+        compress(
+            (self.start, self.nodes, self.survival, self.source, self.cell), stays,
+            np.empty(total, np.int32), (start, nodes, survival, source, cell),
+        )  # fmt: skip
+        certain = np.minimum(self.certain, np.diff(start))
+        return replace(
+            self, start=start, nodes=nodes, certain=certain, survival=survival, source=source,
+            cell=cell,
+        )  # fmt: skip
+
+    def proposed(
+        self, item: int, accepted: list[int], forced: int = -1
+    ) -> tuple[DraftTree, list[int]]:
+        """An item's tree and its accepted nodes as the session knows them that proposed it. forced:
+        the source of nodes that a grammar added: at the root, or where a path ends."""
+        at = slice(self.start[item], self.start[item + 1])
+        (ids, parents, _), cell = self.nodes[:, at], self.cell[at]
+        survival, source = self.survival[at].astype(np.float32), self.source[at].astype(np.uint8)
+        if forced >= 0:
+            own = source != forced
+            places = np.append(np.where(own, np.cumsum(own) - 1, -1), -1).astype(np.int32)
+            ids, parents, cell = ids[own], places[parents[own]], cell[own]
+            survival, source = survival[own], source[own]
+            accepted = [int(places[node]) for node in accepted if own[node]]
+        if cell.shape[0] and cell[0] < 0:
+            cell = cell[:0]
+        return DraftTree(ids, parents, survival, source, cell), accepted
 
     @cached_property
     def num_path_slots(self) -> int:
@@ -106,7 +142,7 @@ class Trees:
     def tallies(self) -> list[tuple[list[int], list[int], float, int]]:
         """By item: how many nodes claim a chance in each tenth, and are of each source; the sum of
         all chances; the depth of the deepest node."""
-        num, num_sources = len(self.each), int(self.source.max(initial=0)) + 1
+        num, num_sources = self.certain.shape[0], int(self.source.max(initial=0)) + 1
         tenths, sources = np.zeros((num, 10), np.int64), np.zeros((num, num_sources), np.int64)
         claims, depths = np.zeros(num), np.zeros(num, np.int64)
         tally(self.start, self.nodes, self.survival, self.source, tenths, sources, claims, depths)
@@ -116,35 +152,161 @@ class Trees:
 
 @cache
 def no_trees(num_items: int) -> Trees:
-    """Of a step without drafts."""
-    return Trees.of([None] * num_items)
+    """Of a step in which nobody has a drafter."""
+    start, certain = np.zeros(num_items + 1, np.int32), np.zeros(num_items, np.int32)
+    nodes: Int32x2 = np.empty((3, 0), np.int32)
+    empty = np.empty(0), np.empty(0, np.int64), np.empty(0, np.int32)
+    return Trees(start, nodes, certain, *empty, ("off",) * num_items)
+
+
+_FAULTS = (
+    "token_ids, parents, survival and source differ in length",
+    "node {node} holds id {token}, outside the vocabulary",
+    "node {node} has parent {parent}",
+    "node {node} survives with chance {chance}",
+    "node {node} repeats a sibling's token",
+    "node {node} is {depth} deep, past {most}",
+)
+
+
+def checked(
+    each: Sequence[DraftTree | None], bounds: Int64x2
+) -> tuple[Trees, list[tuple[int, Exception]]]:
+    """The trees of a step from what sessions propose, and of which items one cannot be verified and
+    why (DraftError): these have no nodes. Drafters may be a user's own: nothing is trusted.
+
+    bounds: int64 [items, 2], the bound on an item's ids, and how deep its nodes may lie.
+    """
+    num, errors = len(each), list[tuple[int, Exception]]()
+    start, parts = np.zeros(num + 1, np.int32), list[Any]()
+    for i, tree in enumerate(each):
+        if tree is None:
+            continue
+        try:
+            size, names, marks = tree.token_ids.shape[0], tree.source, tree.cell
+            shapes = {tree.token_ids.shape, tree.parents.shape, tree.survival.shape}
+            if shapes != {(size,)} or names.shape not in ((0,), (size,)):
+                raise DraftError(_FAULTS[0])
+            parts.append(
+                (
+                    tree.token_ids.astype(np.int64),
+                    tree.parents.astype(np.int64),
+                    tree.survival.astype(np.float64),
+                    names.astype(np.int64) if names.shape[0] else np.zeros(size, np.int64),
+                    marks.astype(np.int32)
+                    if marks.shape == (size,)
+                    else np.full(size, -1, np.int32),
+                )
+            )
+            start[i + 1] = size
+        except Exception as error:
+            errors.append((i, error))
+    np.cumsum(start, out=start)
+    if not parts:
+        return no_trees(num), errors
+    if len(parts) > 1:
+        parts = [map(np.concatenate, zip(*parts, strict=True))]
+    ids, parents, survival, source, cell = parts[0]
+    nodes: Int32x2 = np.empty((3, ids.shape[0]), np.int32)
+    faults: Int32x2 = np.zeros((2, num), np.int32)
+    trees = Trees(start, nodes, np.zeros(num, np.int32), survival, source, cell)
+    if check(start, ids, parents, survival, bounds, nodes, faults):
+        most = np.diff(start).astype(np.int64)
+        for i in np.flatnonzero(faults[0]).tolist():
+            at, most[i] = start[i] + faults[1, i], 0
+            text = _FAULTS[faults[0, i]].format(
+                node=faults[1, i], token=ids[at], parent=parents[at], chance=survival[at],
+                depth=nodes[2, at], most=bounds[i, 1],
+            )  # fmt: skip
+            errors.append((i, DraftError(text)))
+        trees = trees.prune(most)
+    return trees, errors
 
 
 @entry
 @compiled
 def check(
-    token_ids: Int64, parents: Int64, survival: Float64, depths: Int64, vocab_size: int,
-    max_depth: int,
-) -> tuple[int, int]:  # fmt: skip
-    """Whether a proposed tree can be verified: (0, 0), or what is wrong with which node: 1 its id,
-    2 its parent, 3 its chance, 4 a sibling has its id, 5 its depth. depths: written, of each node.
-    survival: clipped to [0, 1] and to the parent's."""
-    for i in range(token_ids.shape[0]):
-        token, parent = token_ids[i], parents[i]
-        if token < 0 or token >= vocab_size:
-            return 1, i
-        if parent < -1 or parent >= i:
-            return 2, i
-        if not survival[i] >= 0.0:
-            return 3, i
-        for other in range(parent + 1, i):
-            if token_ids[other] == token and parents[other] == parent:
-                return 4, i
-        depths[i] = 1 if parent < 0 else depths[parent] + 1
-        survival[i] = min(survival[i], 1.0 if parent < 0 else survival[parent])
-        if depths[i] > max_depth:
-            return 5, i
-    return 0, 0
+    start: Int32, ids: Int64, parents: Int64, survival: Float64, bounds: Int64x2,
+    nodes: Int32x2, faults: Int32x2,
+) -> int:  # fmt: skip
+    """Whether proposed trees can be verified; returns how many cannot. faults: int32 [2, items],
+    written where one cannot: what is wrong (1 an id, 2 a parent, 3 a chance, 4 a sibling has its
+    id, 5 a depth), and with which node. nodes: of Trees, written. survival: clipped to [0, 1] and
+    to the parent's."""
+    num_faults = 0
+    for item in range(start.shape[0] - 1):
+        first, why = start[item], 0
+        for at in range(first, start[item + 1]):
+            i, token, parent = at - first, ids[at], parents[at]
+            if token < 0 or token >= bounds[item, 0]:
+                why = 1
+            elif parent < -1 or parent >= i:
+                why = 2
+            elif not survival[at] >= 0.0:
+                why = 3
+            else:
+                for other in range(first + parent + 1, at):
+                    if ids[other] == token and parents[other] == parent:
+                        why = 4
+            if why == 0:
+                nodes[0, at], nodes[1, at] = token, parent
+                nodes[2, at] = 1 if parent < 0 else nodes[2, first + parent] + 1
+                above = 1.0 if parent < 0 else survival[first + parent]
+                survival[at] = min(survival[at], above)
+                if nodes[2, at] > bounds[item, 1]:
+                    why = 5
+            if why:
+                faults[0, item], faults[1, item] = why, i
+                num_faults += 1
+                break
+    return num_faults
+
+
+@entry
+@compiled
+def keep(start: Int32, nodes: Int32x2, survival: Float64, most: Int64, stays: UInt8) -> None:
+    """Write 0 for the nodes that do not stay: see Trees.prune."""
+    for item in range(start.shape[0] - 1):
+        first, end, num = start[item], start[item + 1], 0
+        if most[item] <= 0:  # maybe a tree that cannot be verified, of which nothing is known
+            stays[first:end] = 0
+            continue
+        for at in range(first, end):
+            parent = nodes[1, at]
+            if parent >= 0 and not stays[first + parent]:
+                stays[at] = 0
+            num += stays[at]
+        while num > most[item]:
+            worst = -1
+            for at in range(first, end):
+                if stays[at] and (worst < 0 or survival[at] <= survival[worst]):
+                    worst = at
+            stays[worst] = 0
+            num -= 1
+
+
+Columns = tuple[Int32, Int32x2, Float64, Int64, Int32]
+"""start, nodes, survival, source and cell of Trees."""
+
+
+@entry
+@compiled
+def compress(old: Columns, stays: UInt8, places: Int32, new: Columns) -> None:
+    """Write the nodes that stay, one after the other. places: scratch, int32 [N]. new: written; its
+    first start is 0."""
+    start, nodes, survival, source, cell = old
+    num = 0
+    for item in range(start.shape[0] - 1):
+        first = num
+        for at in range(start[item], start[item + 1]):
+            if stays[at]:
+                places[at] = num - first
+                parent = nodes[1, at]
+                new[1][0, num], new[1][2, num] = nodes[0, at], nodes[2, at]
+                new[1][1, num] = -1 if parent < 0 else places[start[item] + parent]
+                new[2][num], new[3][num], new[4][num] = survival[at], source[at], cell[at]
+                num += 1
+        new[0][item + 1] = num
 
 
 @entry

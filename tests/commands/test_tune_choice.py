@@ -11,11 +11,11 @@ import pytest
 from drafters.replay import Recording
 from server.commands.tune_choice import TURN, Pricing, ratio_error, serve
 from server.engine.batch import Batch
-from server.engine.drafting import DraftError
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable, row_grid
 from server.engine.task_store import TaskStore
+from server.engine.trees import DraftError
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter

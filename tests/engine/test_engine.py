@@ -16,7 +16,7 @@ import pytest
 
 from drafters.tree import DraftTree
 from server.engine.batch import Batch
-from server.engine.drafting import DrafterRegistry
+from server.engine.draft import DrafterRegistry
 from server.engine.engine import Engine
 from server.engine.probe import make_prober
 from server.engine.recovery import RunnerBrokenError

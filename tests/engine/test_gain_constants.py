@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from drafters.jit import Entry
-from server.engine import gain, step_drafts, step_times
+from server.engine import draft, gain, step_times
 from server.engine.gain import Gain, StepShape
 from server.engine.step_times import CostTable, HostTimes, row_grid
 from tests.engine.gain_calls import choose, note_ask, note_drafts
@@ -199,7 +199,7 @@ CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
     (gain, "IDLE", 512.0, rest_until_it_is_asked_again, 300, 600),
     (gain, "DOUBT", 0.1, asks_without_a_node_until_given_up, 20, 33),
     (gain, "_DEPTH", 1, asked_for_a_copy, 1, 1),
-    (step_drafts, "REST", 2, looks_at_an_answer_that_drafts_nothing, 8, 14),
+    (draft, "REST", 2, looks_at_an_answer_that_drafts_nothing, 8, 14),
     (step_times, "DOUBT", 0.1, a_first_step_that_is_a_tenth_slower, 1.085, 1.1),
     (step_times, "NOISE", 0.2, a_step_that_took_ten_times_as_long, 1.15, 1.3),
     (step_times, "DRIFT", 0.02, ten_steps_after_others_came, 1.18, 1.22),

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from drafters.tree import DraftTree
 from server import token_bytes
-from server.engine.drafting import check_tree
 from server.engine.engine import Engine
 from server.engine.figures import by_name
-from server.engine.grammar import ConstrainedTree, GrammarState, constrain, fill_masks
+from server.engine.grammar import GrammarState, constrain, fill_masks
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
+from server.engine.trees import Trees, checked
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import (
@@ -290,11 +290,19 @@ def _tree(paths: list[tuple[list[int], float]]) -> DraftTree:
     )
 
 
-def _paths(tree: ConstrainedTree) -> set[bytes]:
+def _checked(tree: DraftTree | None, depth: int = 64) -> Trees:
+    """As the one tree of a step; it can be verified."""
+    found, errors = checked([tree], np.array([(VOCAB, depth)]))
+    assert not errors
+    return found
+
+
+def _paths(tree: Trees) -> set[bytes]:
     texts: list[bytes] = []
-    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+    token_ids, parents, _ = tree.nodes.tolist()
+    for token, parent in zip(token_ids, parents, strict=True):
         texts.append((texts[parent] if parent >= 0 else b"") + TABLE.bytes_of(token))
-    inner = set(tree.parents)
+    inner = set(parents)
     return {text for i, text in enumerate(texts) if i not in inner}
 
 
@@ -304,14 +312,12 @@ def _constrain(
     *,
     max_nodes: int = 64,
     depth: int = 64,
-) -> ConstrainedTree:
+) -> Trees:
     forced = state.forced()[: min(max_nodes, depth)]
-    proposed = check_tree(_tree(paths), VOCAB, 64) if paths else None
-    tree = constrain(state, forced, proposed, max_nodes=max_nodes, max_depth=depth, source=3)
-    assert isinstance(tree, ConstrainedTree)
-    assert len(tree.token_ids) <= max_nodes and max(tree.depths) <= depth
-    check_tree(tree.tree, VOCAB, depth)  # it is a tree like any other
-    return tree
+    proposed = _checked(_tree(paths)) if paths else None
+    tree, num = constrain(state, forced, proposed, max_nodes=max_nodes, max_depth=depth, source=3)
+    assert tree is not None and len(tree) <= max_nodes
+    return replace(_checked(tree, depth), certain=np.array([num], np.int32))
 
 
 def test_forced_tokens_come_first_and_the_drafts_follow_them(compiler: GrammarCompiler) -> None:
@@ -319,11 +325,12 @@ def test_forced_tokens_come_first_and_the_drafts_follow_them(compiler: GrammarCo
     forced = state.forced()
     tree = _constrain(state, [(_ids("the"), 0.4)])
     num = len(forced)
-    assert tree.token_ids[:num] == forced and tree.num_certain == num
-    assert tree.parents[: num + 1] == list(range(-1, num))
+    token_ids, parents, _ = tree.nodes.tolist()
+    assert token_ids[:num] == forced and tree.certain == num
+    assert parents[: num + 1] == list(range(-1, num))
     assert tree.survival[:num].tolist() == [1.0] * num
     assert tree.survival[num] == pytest.approx(0.4)
-    assert tree.tree.source.tolist()[:num] == [3] * num and tree.tree.source[num] == 1
+    assert tree.source.tolist()[:num] == [3] * num and tree.source[num] == 1
     assert state.num_consumed == 0  # put back
     assert _allowed(state) == forced[:1]
 
@@ -335,7 +342,7 @@ def test_what_the_grammar_forbids_is_dropped_with_all_below(compiler: GrammarCom
     right = _ids('fox"')
     wrong = [*_ids("fox"), 0, *_ids("lazy")]  # EOS within a string
     tree = _constrain(state, [(right, 0.5), (wrong, 0.4), (_ids("}"), 0.3)], depth=len(right))
-    assert 0 not in tree.token_ids
+    assert 0 not in tree.nodes[0]
     assert _paths(tree) == {b'fox"', b"}"}
 
 
@@ -345,9 +352,9 @@ def test_forced_tokens_go_on_from_where_a_draft_ends(compiler: GrammarCompiler) 
         state.consume(token)
     tree = _constrain(state, [([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("es"), 0.2)])
     assert _paths(tree) == {b'","year":', b"es"}
-    forced = [i for i, own in enumerate(tree.own) if own < 0]
+    forced = np.flatnonzero(tree.cell < 0).tolist()
     assert forced and all(tree.survival[i] == 0.5 for i in forced)
-    assert all(tree.tree.source[i] == 3 for i in forced)
+    assert all(tree.source[i] == 3 for i in forced)
 
 
 def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: GrammarCompiler) -> None:
@@ -357,23 +364,20 @@ def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: Grammar
     tree = _constrain(
         state, [(_ids("es"), 0.2), ([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("jum"), 0.1)]
     )
-    kept = tree.prune(4)
-    assert isinstance(kept, ConstrainedTree)
+    kept = tree.prune(np.array([4]))
     assert kept.survival.tolist() == [0.5] * 4
     path: list[int] = []
-    for node, parent in enumerate(kept.parents):
+    for node, parent in enumerate(kept.nodes[1]):
         if parent == (path[-1] if path else -1):
             path.append(node)
-    told = kept.for_session(path)
-    assert told is not None
-    own, accepted = told
+    own, accepted = kept.proposed(0, path, 3)
     own.validate()
-    assert accepted == list(range(len(own))) and len(own) == sum(o >= 0 for o in kept.own)
-    assert own.cell.tolist() == [o for o in kept.own if o >= 0]
-    assert kept.num_certain == 0
+    assert accepted == list(range(len(own))) and len(own) == (kept.cell >= 0).sum()
+    assert own.cell.tolist() == [cell for cell in kept.cell if cell >= 0]
+    assert kept.certain == 0
     only_forced = _constrain(_state(compiler, COMPACT), [])
-    assert only_forced.for_session([0]) is None
-    assert only_forced.num_certain == len(only_forced.token_ids)
+    assert len(only_forced.proposed(0, [0], 3)[0]) == 0
+    assert only_forced.certain == only_forced.nodes.shape[1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -400,19 +404,18 @@ def test_no_node_is_left_that_could_not_be_drawn(
         at = rng.randrange(len(ids))
         paths.append((ids[at : at + rng.randint(1, 6)], rng.random()))
     forced = state.forced()[:8]
-    proposed = check_tree(_tree_of(paths), VOCAB, 64) if paths else None
-    tree = constrain(state, forced, proposed, max_nodes=12, max_depth=9, source=2)
-    masks = fill_masks(state, tree)
+    proposed = _checked(_tree_of(paths)) if paths else None
+    tree, _ = constrain(state, forced, proposed, max_nodes=12, max_depth=9, source=2)
+    columns = _checked(tree, 9).nodes
+    masks = fill_masks(state, columns)
     assert state.num_consumed == len(start)
-    nodes = 0 if tree is None else len(tree.token_ids)
+    nodes = columns.shape[1]
     assert masks.shape == (1 + nodes, state.num_words)
     for node in range(-1, nodes):
         path: list[int] = []
         at = node
         while at >= 0:
-            assert tree is not None
-            parent = tree.parents[at]
-            token = tree.token_ids[at]
+            token, parent, _ = columns[:, at].tolist()
             assert (int(masks[1 + parent, token >> 5]) >> (token & 31)) & 1
             path.insert(0, token)
             at = parent

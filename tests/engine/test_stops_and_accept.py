@@ -20,7 +20,6 @@ from server.engine.accept import (
     sources_of,
     why_ended,
 )
-from server.engine.drafting import check_tree
 from server.engine.sequence import Sequence
 from server.engine.stops import StopMatcher, StopTable
 from server.engine.table import Table
@@ -39,6 +38,7 @@ from server.engine.trees import (
     SEAT,
     TODO,
     Trees,
+    checked,
     follow,
 )
 from server.types import Request, SamplingParams, StepCounts
@@ -228,22 +228,25 @@ def test_what_was_rejected_is_told_as_paths() -> None:
     assert rejected_paths([7, 8], [-1, 0], [], [0, 1]) == []
 
 
-def trees(parents: list[int], source: list[int], survival: list[float] | None = None) -> Trees:
-    """Of one item, whose tree has these nodes."""
+def tree(parents: list[int], source: list[int], survival: list[float] | None = None) -> DraftTree:
     num = len(parents)
-    claimed = np.array(survival or [0.5] * num, np.float32)
-    tree = DraftTree(np.arange(num, dtype=np.int32), np.array(parents, np.int32), claimed,
+    claimed = np.array(survival or [0.5] * num, np.float32)  # cut to the parent's
+    return DraftTree(np.arange(num, dtype=np.int32), np.array(parents, np.int32), claimed,
                      np.array(source, np.uint8))  # fmt: skip
-    for i, parent in enumerate(parents):  # a path is never likelier than its beginning
-        claimed[i] = min(claimed[i], claimed[parent] if parent >= 0 else 1.0)
-    return Trees.of([check_tree(tree, 100, num) if num else None])
+
+
+def trees(*each: DraftTree | None, why: str = "") -> Trees:
+    """Of these items."""
+    found, errors = checked(each, np.full((len(each), 2), 100))
+    assert not errors
+    return replace(found, why=(why,) * len(each))
 
 
 def test_claimed_chances_are_counted_by_tenths() -> None:
-    a = count_step(trees([-1, 0, -1], [0, 0, 0], [1.0, 0.55, 0.04]), 0, [0], ("own",), "")
+    a = count_step(trees(tree([-1, 0, -1], [0, 0, 0], [1.0, 0.55, 0.04])), 0, [0], ("own",))
     assert a.expected_accepted == pytest.approx(1.59)
     assert a.by_survival == ((0, 1, 0), (5, 1, 0), (9, 1, 1))
-    b = count_step(trees([-1, 0], [0, 0], [0.95, 0.5]), 0, [0, 1], ("own",), "")
+    b = count_step(trees(tree([-1, 0], [0, 0], [0.95, 0.5])), 0, [0, 1], ("own",))
     both = merge_counts(a, b)
     assert sorted(both.by_survival) == [(0, 1, 0), (5, 2, 1), (9, 2, 2)]
     assert both.expected_accepted == pytest.approx(3.04)
@@ -252,7 +255,7 @@ def test_claimed_chances_are_counted_by_tenths() -> None:
 def test_counts_of_a_step_and_their_sum() -> None:
     names = ("own", "prediction")
     a = replace(
-        count_step(trees([-1, 0, -1], [0, 1, 1]), 0, [0, 1], names, ""),
+        count_step(trees(tree([-1, 0, -1], [0, 1, 1])), 0, [0, 1], names),
         expected_accepted=0.0, by_survival=(),
     )  # fmt: skip
     assert a == StepCounts(
@@ -266,9 +269,9 @@ def test_counts_of_a_step_and_their_sum() -> None:
         accepted_prediction_tokens=1,
         rejected_prediction_tokens=1,
     )
-    plain = count_step(trees([], []), 0, [], ("own",), "budget")
+    plain = count_step(trees(None, why="budget"), 0, [], ("own",))
     assert plain == StepCounts(num_steps=1, no_draft_reason="budget")
-    more = count_step(trees([-1], [0]), 0, [], ("own",), "")
+    more = count_step(trees(tree([-1], [0])), 0, [], ("own",))
     both = merge_counts(merge_counts(a, plain), more)
     assert (both.num_steps, both.num_drafts, both.num_drafted, both.num_accepted) == (3, 2, 4, 2)
     assert both.accepted_by_depth == (1, 1) and both.offered_by_depth == (2, 1)
@@ -276,8 +279,8 @@ def test_counts_of_a_step_and_their_sum() -> None:
 
 
 def test_a_step_s_choices_are_counted_apart() -> None:
-    two = Trees.of([trees([-1], [1], [0.3]).each[0], None, trees([-1, 0, -1], [0, 2, 2]).each[0]])
-    counts = [count_step(two, item, [0], ("a", "b", "c"), "x") for item in (0, 2)]
+    two = trees(tree([-1], [1], [0.3]), None, tree([-1, 0, -1], [0, 2, 2]), why="x")
+    counts = [count_step(two, item, [0], ("a", "b", "c")) for item in (0, 2)]
     assert [c.by_source for c in counts] == [(("b", 1, 1),), (("a", 1, 1), ("c", 2, 0))]
     assert [c.offered_by_depth for c in counts] == [(1,), (1, 1)]
-    assert count_step(two, 1, [], ("a",), "x") == StepCounts(num_steps=1, no_draft_reason="x")
+    assert count_step(two, 1, [], ("a",)) == StepCounts(num_steps=1, no_draft_reason="x")

@@ -1,0 +1,591 @@
+"""Drafts: the life of the draft sessions of an engine's choices, and the trees of a step.
+
+    seat -> (draft, settle, teach)* -> close
+
+Gain (gain.py) decides who is asked, and how many of all proposed nodes are verified. `draft` asks
+the sessions, a grammar adds and drops nodes, a slice of the LM head drops nodes; then the trees of
+all choices are one (trees.py): checked, pruned to what pays and fitted to blocks in compiled loops.
+
+Nothing is done for drafts between a request's arrival and the end of its prompt's step that can
+wait until that step is under way: the first drafter of a scope is made while the device works, and
+so is a session opened that knows of no other output; on a CPU, whose cores the step computes on,
+both once the first tokens are told. Any other is opened when it is first wanted. While a choice
+rests (`Sequence.is_resting`) its session gets no updates and may not exist. What was emitted
+meanwhile it is told before it is next asked, if it ever is.
+
+If a drafter raises, its session is closed and the request goes on without drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from drafters.arrays import Int32, Int64
+from drafters.base import Drafter, DraftSession, LikelySession
+from drafters.tree import DraftTree
+from server.engine.gain import REST, Gain, StepShape
+from server.engine.grammar import FORCED, constrain
+from server.engine.plan import Rows, Scheduler
+from server.engine.results import Results
+from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.table import FIRST, NOT_DRAWN, consider
+from server.engine.trees import Trees, checked, no_trees
+from server.types import SpeculationParams
+
+_log = logging.getLogger(__name__)
+
+_REASONS = ("", "prefill", "off", "length", "prefill")
+"""Why what `consider` finds does not draft."""
+
+
+# -- drafters -------------------------------------------------------------------------------------
+
+
+DrafterFactory = Callable[[str, SpeculationParams], Drafter]
+"""(task, speculation) -> Drafter. Raises ValueError for options it refuses."""
+
+_MAX_KINDS = 1024  # of drafters that are known to be possible
+
+
+class DrafterRegistry:
+    """Resolves a request's speculation to a Drafter, which is made once per distinct options.
+
+    server.wiring registers, per drafter name, either a ready Drafter or a factory. A factory gets
+    the task's name and the request's SpeculationParams, and may read `options` and `corpus`. Its
+    result is kept for requests with the same (name, task, corpus, options, scope); the least
+    recently used ones are dropped past a bound. A drafter serves one scope, because its calibration
+    is made of that scope's outcomes alone.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, Drafter | DrafterFactory], *, max_made: int = 128
+    ) -> None:
+        self._entries = dict(entries)
+        # Asked once: isinstance() of a Protocol looks through all its members.
+        self._ready = {
+            name: entry
+            for name, entry in entries.items()
+            if isinstance(entry, Drafter) and not isinstance(entry, type)
+        }
+        self._made: OrderedDict[tuple[object, ...], Drafter] = OrderedDict()
+        self._max_made = max_made
+        # (name, task, corpus, options) of drafters that were made -> whether there can be such
+        # that know nothing of how an answer begins.
+        self._kinds: dict[tuple[object, ...], bool] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Registered names, "off" included."""
+        return ("off", *sorted(name for name in self._entries if name != "off"))
+
+    def resolve(self, task: str, speculation: SpeculationParams) -> Drafter | None:
+        """The drafter, or None for "off". Raises ValueError for an unknown name or bad options."""
+        name = speculation.drafter
+        if name == "off" or speculation.max_draft_tokens <= 0:
+            return None
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ValueError(f"unknown drafter {name!r}; known: {', '.join(self.names)}")
+        if name in self._ready:
+            return self._ready[name]
+        key = self._key(task, speculation)
+        drafter = self._made.get(key)
+        if drafter is None:
+            drafter = cast("DrafterFactory", entry)(task, speculation)
+            self._made[key] = drafter
+            if len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            self._kinds[key[:4]] = hasattr(drafter, "knows_starts")
+            if len(self._made) > self._max_made:
+                self._made.popitem(last=False)
+        else:
+            self._made.move_to_end(key)
+        return drafter
+
+    def check(self, task: str, speculation: SpeculationParams) -> None:
+        """Raise what `resolve` would, making no drafter if one was made for any scope."""
+        if self._key(task, speculation)[:4] not in self._kinds:
+            self.resolve(task, speculation)
+
+    def may_wait(self, task: str, speculation: SpeculationParams) -> bool:
+        """Whether the drafter has still to be made, and one of its kind without a corpus may know
+        nothing of how an answer begins (its `knows_starts`)."""
+        key = self._key(task, speculation)
+        return not speculation.corpus and key not in self._made and self._kinds.get(key[:4], False)
+
+    @staticmethod
+    def _key(task: str, speculation: SpeculationParams) -> tuple[object, ...]:
+        own = speculation.scope, speculation.learn_tokens > 0
+        return speculation.drafter, task, speculation.corpus, speculation.options, *own
+
+    def forget(self, task: str | None = None, scope: str | None = None) -> None:
+        """Make a task's drafters anew from now on (None: everyone's). Open sessions keep theirs.
+
+        scope: only the drafters that draft from what this scope has learned.
+        """
+        for key in [
+            k
+            for k in self._made
+            if (task is None or k[1] == task) and (scope is None or (k[4] == scope and k[5]))
+        ]:
+            del self._made[key]
+        if scope is None:
+            self._kinds.clear()  # what they are made of may have changed
+
+
+# -- sessions and steps ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Steps of the same choices in which nobody is asked, so that none is looked at. trees: of each
+    such step. gain_seats: of those that have a drafter. num_left: of them that are still to come;
+    num_done: that were."""
+
+    seats: Int32
+    trees: Trees
+    gain_seats: list[int]
+    shape: StepShape
+    num_left: int
+    num_done: int = 0
+
+
+class Drafts:
+    """Writes the sequences' `drafter`, `session`, `drafter_name`, `sources`, `gain_seat`,
+    `num_told` and `is_resting`. is_off: nobody in the last step had a drafter."""
+
+    def __init__(
+        self,
+        drafters: DrafterRegistry,
+        gain: Gain,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        is_beside: bool = True,
+    ) -> None:
+        """gain: gives seats, decides, and learns what became of drafts. vocab_size: bound on ids.
+        max_rows: most nodes a step; 0: nobody drafts. is_beside: whether the host works beside a
+        step that computes, and not on its cores."""
+        self.num_errors = 0
+        self.is_off = True
+        self._gain = gain
+        self._drafters = drafters
+        self._scheduler = scheduler
+        self._table = scheduler.table
+        self._vocab_size = vocab_size
+        self._max_rows = max_rows
+        self._is_beside = is_beside
+        self._logged: set[str] = set()
+        self._num_open = 0  # choices that have a drafter
+        self._first: list[Sequence] = []  # the first of their scopes, whose drafters wait
+        self._late: tuple[list[Sequence], list[Sequence]] | None = None  # of a step with prompts
+        self._rest: _Rest | None = None
+
+    # -- before a step ----------------------------------------------------------------------
+
+    def seat(self, sequence: Sequence) -> None:
+        """Find a sequence's drafter, unless the request wants no drafts. Called when it is
+        seated. Where none was made for its scope, and it would know nothing, `settle` makes it."""
+        request, spec = sequence.request, sequence.request.speculation
+        if self._max_rows <= 0:
+            return
+        may_wait = not spec.prediction_ids and sequence.grammar is None
+        if (
+            may_wait
+            and not self._gain.knows(self._scope(sequence))
+            and spec.max_draft_tokens > 0
+            and self._drafters.may_wait(request.task, spec)
+        ):
+            self._first.append(sequence)
+        else:
+            self._find_drafter(sequence)
+
+    @staticmethod
+    def _scope(sequence: Sequence) -> tuple[str, str, str, bool]:
+        request = sequence.request
+        spec = request.speculation
+        return request.task, request.scope, spec.drafter, bool(spec.prediction_ids)
+
+    def _find_drafter(self, sequence: Sequence) -> None:
+        request = sequence.request
+        try:
+            drafter = self._drafters.resolve(request.task, request.speculation)
+            if drafter is None:
+                return
+            sequence.drafter, sequence.drafter_name = drafter, drafter.name
+            knows = bool(request.speculation.prediction_ids) or getattr(
+                drafter, "knows_starts", True
+            )
+            sequence.gain_seat = seat = self._gain.seat(self._scope(sequence), knows=knows)
+            self._num_open += 1
+            sequence.is_resting = not self._gain.is_asked(seat)
+            sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
+            if sequence.grammar is not None:
+                sequence.sources = (*sequence.sources, FORCED)
+        except Exception as error:
+            self.disable(sequence, error)
+
+    def draft(self, rows: Rows, *, is_plain: bool) -> Trees:
+        """The trees of a step; what is chosen has its blocks. is_plain: nobody may draft."""
+        if self._late is not None:
+            (first, sequences), self._late = self._late, None
+            self._settle(first, [s for s in sequences if s.status is Status.RUNNING])
+        num = len(rows.sequences)
+        self.is_off = not (self._num_open or self._first)
+        if self.is_off:
+            return no_trees(num)
+        rest = self._rest
+        if rest is not None:
+            if rest.num_left and rest.seats is rows.seats:
+                rest.num_left -= 1
+                rest.num_done += 1
+                return rest.trees
+            self._rest = None
+            self._gain.rested(rest.gain_seats, rest.shape, rest.num_done)
+        began = time.perf_counter()
+        found, left = np.empty((2, num), np.int32)
+        num_draws = consider(self._table.numbers, rows.seats, rows.draws, found, left)
+        codes = found.tolist()
+        why = [_REASONS[code] for code in codes]
+        for i in np.flatnonzero(found == FIRST).tolist():
+            why[i] = self._why_not_first(rows.sequences[i], int(left[i]))
+        places = [i for i, reason in enumerate(why) if not reason]
+        trees = replace(no_trees(num), why=why)
+        if places and not is_plain:
+            trees = self._asked(rows, why, places, left.tolist(), num_draws, began)
+        wanted = 0
+        for sequence, code in zip(rows.sequences, codes, strict=True):
+            if sequence.session is not None and code != NOT_DRAWN and not sequence.is_resting:
+                wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
+        return replace(trees, num_likely=wanted) if wanted else trees
+
+    def _why_not_first(self, sequence: Sequence, num_left: int) -> str:
+        """Why a choice does not draft beside its first token, or ""."""
+        is_first = sequence in self._first
+        if sequence.drafter is None and not is_first:
+            return "off"
+        if sequence.siblings:
+            return "prefill"
+        if num_left <= 1:
+            return "length"
+        # Without an output, and where nothing is known of how it begins, its session is opened
+        # while the device computes its prompt.
+        is_blank = (
+            sequence.grammar is None
+            and not sequence.request.speculation.prediction_ids
+            and not getattr(sequence.drafter, "knows_starts", True)
+        )
+        return "prefill" if is_first or is_blank else ""
+
+    def _asked(
+        self,
+        rows: Rows,
+        why: list[str],
+        places: list[int],
+        left: list[int],
+        num_draws: int,
+        began: float,
+    ) -> Trees:
+        """The trees of the items `places`, which may draft. why: of all items, written to. left:
+        tokens that may come. began: when drafting did."""
+        table, scheduler, gain = self._table, self._scheduler, self._gain
+        choices = [rows.sequences[i] for i in places]
+        decodes = not rows.num_prefill_rows and len(rows.sequences) == len(scheduler.running)
+        num_waiting = 0
+        if scheduler.num_waiting_tokens or not decodes:
+            num_waiting = scheduler.num_awaiting_first
+        ends = (rows.start + rows.num)[rows.draws > 0]
+        shape = StepShape(num_draws, rows.num_rows, float(ends.mean()), num_waiting)
+        room = min(self._max_rows, scheduler.max_num_batched_tokens - rows.num_rows)
+        wanted = 0
+        for choice in choices:
+            if choice.is_resting:
+                told = choice.prompt_len + choice.num_told
+                gain.watch(choice.gain_seat, choice.ids[: choice.num_tokens], told)
+            wanted += choice.request.speculation.max_draft_tokens
+        seats = table.gain_seat[rows.seats].astype(np.int64)
+        of_places = seats[places]
+        reasons, ceiling = gain.ask(of_places, shape, min(wanted, room))
+        num = len(rows.sequences)
+        each: list[DraftTree | None] = [None] * num
+        bounds = np.zeros((num, 2), np.int64)
+        most, certain = np.zeros(num, np.int64), np.zeros(num, np.int32)
+        asked, sliced, is_planned = np.full(num, -1, np.int64), list[int](), False
+        for i, choice, reason in zip(places, choices, reasons, strict=True):
+            why[i] = reason
+            grammar, was_resting = choice.grammar, choice.is_resting
+            # Without room beside its prompt, the step after it drafts from this one's rows.
+            is_first = why[i] and left[i] == table.max_output[choice.seat]
+            choice.is_resting = bool(reason)
+            if is_first and gain.is_asked(choice.gain_seat):
+                choice.is_resting, grammar = False, None
+            if choice.is_resting and grammar is None:
+                continue
+            try:
+                session = choice.session
+                if session is None or was_resting:
+                    session = _opened(choice)
+                if reason and grammar is None:
+                    continue
+                is_planned = True
+                if room <= 0:
+                    continue
+                why[i] = why[i] or "no_match"
+                adapter, depth = choice.adapter, left[i] - 1
+                vocab_size = self._vocab_size if adapter is None else adapter.order.vocab_size
+                bounds[i] = vocab_size, depth
+                most[i] = min(
+                    choice.request.speculation.max_draft_tokens, room if reason else ceiling
+                )
+                if not reason:
+                    asked[i] = seats[i]
+                if grammar is not None:
+                    each[i], certain[i] = self._constrained(
+                        choice, session, int(most[i]), bounds[i], is_asked=not reason
+                    )
+                    continue
+                each[i] = session.propose(int(most[i]), depth)
+                if choice.head is not None and choice.head.proposes:
+                    sliced.append(i)
+            except Exception as error:
+                self.disable(choice, error)
+        if not is_planned:
+            trees = replace(no_trees(num), why=why)
+            self._begin_rest(rows, choices, trees, shape, left)
+            return replace(trees, seconds=time.perf_counter() - began)
+        trees, errors = checked(each, bounds)
+        for i, fault in errors:
+            self.disable(rows.sequences[i], fault)
+        trees = replace(trees, certain=certain, why=why)
+        stays = None
+        for i in sliced:
+            head, at = rows.sequences[i].head, slice(trees.start[i], trees.start[i + 1])
+            assert head is not None
+            if stays is None:
+                stays = np.ones(trees.nodes.shape[1], np.uint8)
+            # A node outside the slice could not be drawn, so it is dropped and never added.
+            stays[at] = head.slice.positions(trees.nodes[0, at]) >= 0
+        trees = trees.prune(most, stays)
+        columns = trees.start, trees.certain, trees.survival
+        gain.observe_asks(asked, *columns)
+        num_asked = int((asked >= 0).sum())
+        taken = gain.choose(seats, *columns, shape, room, num_asked)
+        trees = self._fitted(rows, trees, taken, why)
+        return replace(
+            trees, why=why, seconds=time.perf_counter() - began, ceiling=ceiling,
+            num_asked=num_asked,
+        )  # fmt: skip
+
+    def _fitted(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> Trees:
+        """As much of the chosen nodes as gets blocks; drafts never preempt anybody for theirs."""
+        table, sizes = self._table, np.diff(trees.start)
+        lack = table.num_tokens[rows.seats] + taken > table.room[rows.seats]
+        for i in np.flatnonzero(sizes).tolist():
+            num = int(taken[i])
+            why[i] = "" if num else "budget"
+            if num and lack[i]:
+                taken[i] = num = self._scheduler.reserve_drafts(rows.sequences[i], num)
+                why[i] = "" if num else "room"
+        return trees.prune(taken)
+
+    def _constrained(
+        self,
+        sequence: Sequence,
+        session: DraftSession,
+        max_nodes: int,
+        bounds: Int64,
+        *,
+        is_asked: bool,
+    ) -> tuple[DraftTree | None, int]:
+        """What a grammar forces, then the drafter's own nodes that it permits; how many of the
+        first are certain. bounds: on ids and on depth."""
+        state, depth = sequence.grammar, int(bounds[1])
+        assert state is not None
+        forced = state.forced()[: min(max_nodes, depth)]
+        num_left = max_nodes - len(forced) if is_asked else 0
+        proposed = None
+        if num_left > 0 and len(forced) < depth:
+            try:
+                mark = session.checkpoint() if forced else 0
+                if forced:  # the drafter proposes what follows them
+                    session.extend(forced)
+                tree = session.propose(num_left, depth - len(forced))
+                proposed, errors = checked([tree], (bounds - (0, len(forced)))[None])
+                if errors:
+                    raise errors[0][1]
+                stays, head = None, sequence.head
+                if head is not None and head.proposes:
+                    stays = (head.slice.positions(proposed.nodes[0]) >= 0).astype(np.uint8)
+                proposed = proposed.prune(np.array([num_left]), stays)
+                if forced:
+                    session.rollback(mark)
+            except Exception as error:
+                self.disable(sequence, error)
+                proposed = None
+        return constrain(
+            state, forced, proposed, max_nodes=max_nodes, max_depth=depth,
+            source=len(sequence.sources) - 1,
+        )  # fmt: skip
+
+    # Most steps of a server with many clients are like the one before and draft nothing. What is
+    # known not to pay must not cost a tenth of a millisecond in each of them either.
+
+    def _begin_rest(
+        self,
+        rows: Rows,
+        choices: list[Sequence],
+        trees: Trees,
+        shape: StepShape,
+        left: list[int],
+    ) -> None:
+        """Nobody drafts in this step. Some like it follow without a look at each choice, none that
+        brings a choice to its last token. choices: that might draft."""
+        if rows.num_rows != len(rows.sequences) or len(choices) != len(rows.sequences):
+            return  # a prompt's rows, or choices without a drafter
+        num_left = min(REST - 1, min(left) - 2)
+        if num_left > 0 and all(choice.is_resting for choice in choices):
+            gain_seats = [choice.gain_seat for choice in choices]
+            self._rest = _Rest(rows.seats, trees, gain_seats, shape, num_left)
+
+    # -- while it computes ------------------------------------------------------------------
+
+    def settle(self, sequences: Iterable[Sequence], *, draws_first: bool) -> None:
+        """Let every session do its deferred work; called while the device works. Where that takes
+        the host's cores away from first tokens, the next step begins with it, the last one's Deltas
+        told.
+
+        draws_first: whether the step computes prompts.
+        """
+        first, self._first = self._first, []
+        if draws_first and not self._is_beside:
+            self._late = first, list(sequences)
+        else:
+            self._settle(first, sequences)
+
+    def _settle(self, first: Iterable[Sequence], sequences: Iterable[Sequence]) -> None:
+        for sequence in first:
+            if sequence.status is not Status.FINISHED:
+                self._find_drafter(sequence)
+        for sequence in sequences:
+            session = sequence.session
+            if sequence.is_resting or sequence.drafter is None:
+                continue
+            if session is None and (sequence.siblings or sequence.num_left <= 1):
+                continue
+            try:
+                # One that is there knows all tokens, unless it rests.
+                (session or _opened(sequence)).settle()
+            except Exception as error:
+                self.disable(sequence, error)
+
+    # -- after it ---------------------------------------------------------------------------
+
+    def observe(self, rows: Rows, trees: Trees, came: Int32) -> None:
+        """Tell Gain what became of a step's nodes. came: as `follow` writes it."""
+        seats = self._table.gain_seat[rows.seats].astype(np.int64)
+        self._gain.observe_drafts(seats, trees.start, trees.certain, trees.survival, came)
+
+    def teach(
+        self,
+        sequence: Sequence,
+        ids: list[int],
+        trees: Trees,
+        item: int,
+        path: list[int],
+        draw: int,
+        results: Results,
+    ) -> None:
+        """Tell a choice's session what a step has shown: the ids that were likeliest at the last
+        token and behind each of its nodes, which of these were accepted, and what was emitted. ids:
+        that, which is appended. item, draw: its tree's, and its root's draw."""
+        session = sequence.session
+        if session is None or sequence.is_resting:
+            return
+        first, end = trees.start[item : item + 2].tolist()
+        likely = results.drawn.likely
+        try:
+            if likely is not None and getattr(session, "num_likely", 0) > 0:
+                at = slice(draw, draw + 1 + end - first)
+                nodes, parents = trees.nodes[:2, first:end].tolist()
+                cast("LikelySession", session).note_likely(
+                    nodes, parents, likely.ids[at], likely.chances[at]
+                )
+            if first < end:
+                forced = -1 if sequence.grammar is None else len(sequence.sources) - 1
+                tree, accepted = trees.proposed(item, path, forced)
+                if tree.token_ids.shape[0]:
+                    session.feedback(tree, accepted)
+            sequence.num_told += len(ids)
+            session.extend(ids)
+        except Exception as error:
+            self.disable(sequence, error)
+
+    def correct(self, sequence: Sequence, token: int) -> None:
+        """Tell a choice's session of a token that was drawn again, and appended."""
+        if sequence.session is None or sequence.is_resting:
+            return
+        try:
+            sequence.num_told += 1
+            sequence.session.extend((token,))
+        except Exception as error:
+            self.disable(sequence, error)
+
+    def roll_back(self, sequence: Sequence, num_output: int) -> None:
+        """Take a sequence back to its first num_output tokens; a session that cannot go back is
+        closed."""
+        try:
+            sequence.rollback(SequenceMark(num_output))
+        except (NotImplementedError, ValueError) as error:
+            if sequence.session is None:
+                raise
+            self.disable(sequence, error)
+            sequence.rollback(SequenceMark(num_output))
+
+    def disable(self, sequence: Sequence, error: Exception) -> None:
+        """Close the session of a drafter that failed; the request goes on without drafts."""
+        self.num_errors += 1
+        name = sequence.request.speculation.drafter
+        if name not in self._logged:
+            self._logged.add(name)
+            _log.exception("drafter %r failed and is off for this sequence", name, exc_info=error)
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """End a session: the sequence drafts no more. Idempotent."""
+        sequence.drafter = None
+        if sequence.gain_seat >= 0:
+            self._gain.leave(sequence.gain_seat)
+            sequence.gain_seat = -1
+            self._num_open -= 1
+        try:
+            sequence.close_session()
+        except Exception as error:
+            self.num_errors += 1
+            _log.debug("closing a draft session failed", exc_info=error)
+
+
+def _opened(sequence: Sequence) -> DraftSession:
+    """The session of a sequence with a drafter; one that has rested knows what it missed."""
+    session, told = sequence.session, sequence.num_told
+    if session is None:
+        assert sequence.drafter is not None
+        request = sequence.request
+        session = sequence.session = sequence.drafter.open(
+            request.prompt_ids,
+            context_span=request.speculation.context_span,
+            prediction_ids=request.speculation.prediction_ids,
+        )
+    if told < sequence.num_output:
+        sequence.num_told = sequence.num_output
+        # Learning from each token that it missed would take a millisecond of a step.
+        catch_up = getattr(session, "catch_up", session.extend)
+        catch_up(sequence.output_ids(told))
+    return session

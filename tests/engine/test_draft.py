@@ -1,0 +1,164 @@
+"""The trees of a step: checked, pruned and told back to the sessions that proposed them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import make_drafter
+from drafters.tree import DraftTree
+from server.engine.batch import Drawn
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.engine.trees import Trees, checked
+from server.types import ModelInfo, Request, SamplingParams, SpeculationParams
+from tests.profiles import examples
+
+VOCAB = 50
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree | None:
+    """One that can be verified; its nodes' cells are their numbers."""
+    num = draw(st.integers(0, 12))
+    if num == 0:
+        return draw(st.sampled_from((None, DraftTree.empty())))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(num)]
+    survival: list[float] = []
+    for parent in parents:
+        above = survival[parent] if parent >= 0 else 1.0
+        survival.append(above * draw(st.sampled_from((1.0, 0.5, 0.25))))
+    return DraftTree(
+        np.arange(num, dtype=np.int32),
+        np.array(parents, np.int32),
+        np.array(survival, np.float32),
+        np.array([draw(st.integers(0, 2)) for _ in range(num)], np.uint8),
+        np.arange(num, dtype=np.int32),
+    )
+
+
+def _checked(*each: DraftTree | None) -> Trees:
+    found, errors = checked(each, np.full((len(each), 2), VOCAB))
+    assert not errors
+    return found
+
+
+def _same(tree: DraftTree, other: DraftTree) -> None:
+    for name in ("token_ids", "parents", "survival", "source", "cell"):
+        assert getattr(tree, name).tolist() == getattr(other, name).tolist(), name
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(trees(), min_size=1, max_size=4), st.data())
+def test_all_trees_are_pruned_as_each_would_be(
+    each: list[DraftTree | None], data: st.DataObject
+) -> None:
+    """A part of them, too, whose other nodes may not stay."""
+    most = np.array([data.draw(st.integers(0, 13)) for _ in each])
+    pruned = _checked(*each).prune(most)
+    for i, tree in enumerate(each):
+        _same(pruned.proposed(i, [])[0], (tree or DraftTree.empty()).prune(int(most[i])))
+    whole = _checked(*each)
+    stays = np.array([data.draw(st.booleans()) for _ in range(whole.nodes.shape[1])], np.uint8)
+    left = whole.prune(most, stays.copy())
+    for i in range(len(each)):
+        first, end = whole.start[i : i + 2].tolist()
+        lasts: list[int] = []
+        for node in range(end - first):
+            parent = int(whole.nodes[1, first + node])
+            if stays[first + node] and (parent < 0 or parent in lasts):
+                lasts.append(node)
+        likeliest = sorted(lasts, key=lambda node: (-whole.survival[first + node], node))
+        tree, _ = left.proposed(i, [])
+        tree.validate()
+        assert tree.cell.tolist() == sorted(likeliest[: most[i]])
+        assert tree.depths().tolist() == left.nodes[2, left.start[i] : left.start[i + 1]].tolist()
+
+
+GOOD = DraftTree.chain([1, 2, 3])
+
+
+def _tree(token_ids: list[int], parents: list[int], num_chances: int) -> DraftTree:
+    ids, above = np.array(token_ids, np.int32), np.array(parents, np.int32)
+    return DraftTree(ids, above, np.ones(num_chances, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("tree", "fault"),
+    [
+        (DraftTree.chain([1, VOCAB]), "node 1 holds id 50, outside the vocabulary"),
+        (DraftTree.chain([-1]), "node 0 holds id -1"),
+        (DraftTree(np.array([2**40]), np.array([-1]), np.ones(1, np.float32)), "outside the voc"),
+        (_tree([1, 2], [-1, 1], 2), "parent 1"),
+        (_tree([1], [-2], 1), "parent -2"),
+        (DraftTree.chain([1], [float("nan")]), "node 0 survives with chance nan"),
+        (_tree([1, 1], [-1, -1], 2), "sibling"),
+        (DraftTree.chain([1] * 5), "node 4 is 5 deep, past 4"),
+        (_tree([1], [-1], 2), "differ in length"),
+        (DraftTree.chain([1], [1.0]).token_ids, "has no attribute"),
+    ],
+)
+def test_a_tree_that_cannot_be_verified_is_left_out_alone(tree: Any, fault: str) -> None:
+    found, errors = checked([GOOD, tree, None, GOOD], np.full((4, 2), (VOCAB, 4)))
+    ((item, error),) = errors
+    assert item == 1 and fault in str(error)
+    assert np.diff(found.start).tolist() == [3, 0, 0, 3]
+    for i in (0, 3):
+        assert found.proposed(i, [])[0].token_ids.tolist() == [1, 2, 3]
+
+
+class Copies:
+    """Draws the id after each row's, around a circle of 7."""
+
+    info = ModelInfo(
+        name="fake", vocab_size=VOCAB, max_model_len=128, eos_token_ids=(0,), num_blocks=64,
+        block_size=8, device="cpu", dtype="float32", fingerprint="f",
+        max_num_seqs=4, max_num_batched_tokens=64,
+    )  # fmt: skip
+
+    def launch(self, batch: Any) -> None:
+        """Note the step."""
+        self._batch = batch
+
+    def wait(self) -> Drawn:
+        """Its draws."""
+        ids = self._batch.token_ids[self._batch.draw_rows] % 7 + 1
+        num, none = ids.shape[0], np.zeros(0, np.int32)
+        nan = np.full(num, np.nan, np.float32)
+        return Drawn(ids, nan, np.zeros(num, np.int32), [()] * num, none.astype(np.float32), none,
+                     [], 0.01, 0.0)  # fmt: skip
+
+    def move_slots(self, src: Any, dst: Any) -> None:
+        """There is no KV."""
+
+    copy_blocks = move_slots
+
+    def close(self) -> None:
+        """There is no device."""
+
+
+def test_a_published_drafter_learns_from_the_nodes_that_were_verified() -> None:
+    """Of ten that it proposes two are verified; its calibration hears of exactly these."""
+    drafter = make_drafter("prompt")
+    engine = Engine(Copies(), {"prompt": drafter}, EngineSettings(max_num_seqs=4))
+    engine.gain.choose = lambda seats, start, *_: np.minimum(  # type: ignore[method-assign]
+        np.diff(start).astype(np.int64), 2
+    )
+    prompt = tuple(i % 7 + 1 for i in range(20))
+    engine.submit(
+        Request("r", "task", "fake", prompt, SamplingParams(temperature=0.0, max_tokens=31),
+                SpeculationParams("prompt", 10))
+    )  # fmt: skip
+    known: Any = drafter
+    before, drafted, accepted = known.calibration.counts()["offers"].sum(axis=1), 0, 0
+    while engine.has_work:
+        for delta in engine.step():
+            drafted += delta.counts.num_drafted
+            accepted += delta.counts.num_accepted
+    offered, came = known.calibration.counts()["offers"].sum(axis=1) - before
+    assert drafted == accepted > 10
+    assert (offered, came) == (pytest.approx(drafted), pytest.approx(accepted))
