@@ -420,6 +420,22 @@ def test_what_repeats_is_seen_without_an_ask() -> None:
     assert first[0] <= 2 and first[1] >= 6
 
 
+def test_copies_are_found_as_soon_in_a_long_answer() -> None:
+    """What was watched is not watched again, though a choice that rests is told of nothing."""
+    first = []
+    for num_new in (40, 320):
+        gain = Gain(_line(FIRST_S, ROW_S))
+        seat, asked = gain.seat("a"), []
+        copies = np.tile(np.arange(7, dtype=np.int32), 8)
+        text = np.concatenate((100 + np.arange(num_new, dtype=np.int32), copies))
+        for end in range(4, text.shape[0], 4):
+            gain.watch(seat, text[:end], 0)
+            if not gain.ask([seat], _alone(1), 64)[0][0]:
+                asked.append(end - num_new)
+        first.append(min(end for end in asked if end > 0))
+    assert first[0] == first[1] < 20
+
+
 def test_a_scope_whose_drafter_knows_something_is_asked_at_once() -> None:
     gain = Gain(_line(FIRST_S, ROW_S))
     knows, new = gain.seat("knows", knows=True), gain.seat("new")

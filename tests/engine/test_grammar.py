@@ -546,7 +546,7 @@ def test_what_is_forced_beside_a_rest_counts_as_no_ask(compiler: GrammarCompiler
         return choose(*given)
 
     gain.ask = lambda seats, *_: (["cooldown"] * len(seats), 0)  # type: ignore[method-assign]
-    gain.observe_asks, gain.choose = observed, chosen  # type: ignore[method-assign]
+    gain.observe_asks, gain.choose = observed, chosen  # type: ignore[method-assign,assignment]
     engine.submit(_request("r", COMPACT, draft=True))
     (result,) = _finish(engine).values()
     assert sum(c.num_accepted for c in result.counts) > 8 and len(told) > 4
