@@ -228,7 +228,7 @@ def test_schemas_that_differ_are_let_go(server: LiveServer) -> None:
         answer = complete(server, max_tokens=2, structured_outputs={"json": schema})
         return answer.status_code
 
-    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "600"))
+    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "200"))
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(one, range(num))) == {200}
 

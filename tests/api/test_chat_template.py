@@ -25,6 +25,7 @@ from tests.api.chat_models import (
     weather,
 )
 from tests.api.tiny_tokenizers import chat_tokenizer, sentencepiece_tokenizer
+from tests.profiles import examples
 
 CONTROLS = ["<|im_start|>", "<|im_end|>", "<|end|>", "[TOOL_CALLS]", "<tool_call>", "<|user|>"]
 USER: list[dict[str, Any]] = [{"role": "user", "content": "the quick brown fox"}]
@@ -140,7 +141,7 @@ _PIECES = st.sampled_from(
 _TEXTS = st.lists(_PIECES, max_size=8).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(st.lists(_TEXTS, min_size=1, max_size=4))
 def test_any_text_is_kept_and_none_is_a_control_token(texts: list[str]) -> None:
     ours = template("chatml")

@@ -26,6 +26,7 @@ from drafters.auto.held_out import build_calibrated
 from drafters.corpus import Corpus, build_corpus
 from drafters.corpus_file import KIND, START, VERSION, read_extent
 from drafters.published.ngram_tables import NGramTables, count_ngrams
+from tests.profiles import examples
 
 documents = st.lists(st.lists(st.integers(0, 4), max_size=25), min_size=1, max_size=8)
 
@@ -58,7 +59,7 @@ def test_a_corpus_small_enough_to_check_by_eye() -> None:
     assert num_ngrams(pruned) == [3, 2, 1]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(docs=documents, p_min=st.integers(1, 4), n_max=st.integers(1, 5))
 def test_tables_equal_a_brute_force_count(docs: list[list[int]], p_min: int, n_max: int) -> None:
     tables = count_ngrams(*flat(docs), n_max=n_max, p_min=p_min)
@@ -84,7 +85,7 @@ def test_table_parameters_are_checked() -> None:
         count_ngrams(np.asarray([-1], np.int32), starts)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(docs=documents)
 def test_the_automaton_counts_every_context_of_every_length(docs: list[list[int]]) -> None:
     automaton = build_automaton(*flat(docs))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import DRAFTER_NAMES, Drafter, DraftTree, SessionClosedError, make_drafter
+from tests.profiles import examples
 
 NAMES = [name for name in DRAFTER_NAMES if name != "off"]
 # Few distinct ids, so that contexts recur and trees branch.
@@ -30,7 +31,7 @@ def same(a: DraftTree, b: DraftTree) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 5), min_size=1, max_size=60),
     output=ids,
@@ -58,7 +59,7 @@ def test_trees_are_valid_and_within_their_limits(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 5), min_size=1, max_size=60),
     kept=ids,

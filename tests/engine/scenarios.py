@@ -12,6 +12,7 @@ import numpy as np
 from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import GrammarTokenizer
+from server.engine.sequence import Sequence
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
@@ -388,6 +389,11 @@ def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engin
         grammars=grammars,
     )
     return engine, runner
+
+
+def open_choices(engine: Engine, request_id: str) -> list[Sequence]:
+    """The choices of a request that have not ended."""
+    return list(engine._open.get(request_id, ()))
 
 
 def run_requests(

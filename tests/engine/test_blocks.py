@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.blocks import BlockPool, NoFreeBlockError, chain_key, root_key
+from tests.profiles import examples
 
 
 def _key(i: int) -> bytes:
@@ -125,7 +126,7 @@ def test_check_sees_damage(damage: str) -> None:
         pool.check([[a]])
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=examples(1000), deadline=None, print_blob=True)
 @given(st.integers(0, 2**32))
 def test_random_use_keeps_every_invariant(seed: int) -> None:
     rng = Random(seed)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from server.engine.gain import REST, Gain, StepShape, repeats
 from server.engine.step_times import CostTable, row_grid
 from tests.engine.gain_calls import choose, note_ask, note_drafts
+from tests.profiles import examples
 
 ROWS = row_grid(64)
 FIRST_S, ROW_S, HOST_S, ASK_S = 2.7e-3, 0.45e-3, 0.15e-3, 0.3e-3
@@ -52,7 +53,7 @@ def _brute_force(claims: list[list[float]], cost: CostTable, host_s: float) -> f
     return best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 1, width=32), max_size=4), min_size=1, max_size=3),
     st.floats(0.0, 0.02),

@@ -196,7 +196,7 @@ def _allowed(state: GrammarState) -> list[int]:
     return [int(i) for i in np.flatnonzero(bits)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_a_state_is_a_function_of_the_tokens(
     compiler: GrammarCompiler, data: st.DataObject
@@ -380,7 +380,7 @@ def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: Grammar
     assert only_forced.certain == only_forced.nodes.shape[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_node_is_left_that_could_not_be_drawn(
     compiler: GrammarCompiler, data: st.DataObject

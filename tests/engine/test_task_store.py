@@ -21,6 +21,7 @@ from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
+from tests.engine.scenarios import open_choices
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 64
@@ -184,9 +185,9 @@ def test_aborted_failed_and_half_aborted_requests_teach_nothing(
         steps += 1
         if steps == 3:
             engine.abort("aborted")
-            half = engine._open["half"]
+            half = open_choices(engine, "half")
             half[0].max_output = half[0].num_output + 1
-        if len(engine._open.get("half", ())) == 2:
+        if len(open_choices(engine, "half")) == 2:
             engine.abort("half")
     engine.close()
     assert [prompt for prompt, _ in _kept(tmp_path)] == [[6, 7], [6, 7]]
@@ -454,7 +455,7 @@ def test_a_reload_leaves_running_sequences_their_drafter(
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine.submit(_request("old", [2, 3], speculation=spec, sampling=long))
     engine.step()
-    (sequence,) = engine._open["old"]
+    (sequence,) = open_choices(engine, "old")
     session = sequence.session
     text = _ids(_run(_engine(None), [_request("w", [2, 3], sampling=long)])["w"])
     build_corpus([([], text)] * 4, fingerprint="f", p_min=1).save(path)
@@ -462,8 +463,8 @@ def test_a_reload_leaves_running_sequences_their_drafter(
     engine.submit(_request("new", [2, 3], speculation=spec, sampling=long))
     told: dict[str, list[Delta]] = {}
     while engine.has_work:
-        if "old" in engine._open:
-            assert engine._open["old"][0].session is session
+        for choice in open_choices(engine, "old"):
+            assert choice.session is session
         for delta in engine.step():
             told.setdefault(delta.request_id, []).append(delta)
     accepted = {

@@ -19,6 +19,7 @@ from server.errors import NoEngineError, error_for_engine_code
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.routing import Job
 from server.types import Delta, FinishReason, Request, SamplingParams
+from tests.profiles import examples
 
 LOOPS: tuple[Callable[[], asyncio.AbstractEventLoop], ...] = (
     asyncio.new_event_loop,
@@ -136,7 +137,7 @@ def test_where_no_replica_takes_a_request_it_fails_and_may_come_again() -> None:
     assert (error.status, error.retry_after_s) == (503, 1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.integers(1, 30),
     st.integers(1, 4),

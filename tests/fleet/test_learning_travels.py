@@ -245,8 +245,10 @@ def test_counts_travel_but_not_those_of_a_salt(fleet: Fleet) -> None:
     for salt in ("", "s"):
         second.ask(cache_salt=salt)
     second.tend()
-    tables = {key[3]: table for key, table in second.memory._calibrations._tables.items()}
-    theirs = {key[3]: table for key, table in first.memory._calibrations._tables.items()}
+    theirs, tables = (
+        {key[3]: table for key, table in server.memory._calibrations._tables.items()}
+        for server in (first, second)
+    )
     assert tables["\0"].counts()["evidence"].sum() > 0.5 * theirs["\0"].counts()["evidence"].sum()
     assert tables["\0s"].counts()["evidence"].sum() < 0.5 * theirs["\0s"].counts()["evidence"].sum()
 

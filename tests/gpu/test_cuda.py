@@ -31,7 +31,7 @@ from tests.model.gpu.test_lora import check_kernels
 from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
 from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of
-from tests.model.torch_runners import runner_over
+from tests.model.torch_runners import body_of, head_of, runner_over
 
 pytestmark = pytest.mark.gpu
 verdict = pytest.mark.verdict
@@ -220,8 +220,8 @@ def test_draws_are_the_reference_s_on_the_device_s_own_logits() -> None:
     prompt.add_rows(table, tokens(20, 5), 0)
     run(runner, prompt.build())
     seen: list[torch.Tensor] = []
-    head = runner._head.logits
-    runner._head.logits = lambda hidden: seen.append(head(hidden)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    head = head_of(runner).logits
+    head_of(runner).logits = lambda hidden: seen.append(head(hidden)) or seen[-1]  # type: ignore[func-returns-value]
     batch = sampled_batch(table, 20)
     drawn = run(runner, batch)
     logits = seen[0].cpu().numpy()
@@ -418,7 +418,7 @@ def _num_programs() -> int:
 
 
 def _num_captured(runner: TorchRunner) -> int:
-    graphs = runner._body.graphs
+    graphs = body_of(runner).graphs
     return 0 if graphs is None else graphs.num_captured
 
 
@@ -431,7 +431,7 @@ def test_trees_in_graphs_have_the_plain_path_s_logits(family: str) -> None:
         drawn = [run(runner, batch) for batch in tree_steps(Pages(NUM_BLOCKS, seed=3))]
         found.append((drawn[-1].token_ids, all_logprobs(drawn[-1], V)))
         if cuda_graphs:
-            graphs = runner._body.graphs
+            graphs = body_of(runner).graphs
             assert graphs is not None and len(graphs._graphs) == 2
         runner.close()
     np.testing.assert_array_equal(found[1][0], found[0][0])

@@ -1,4 +1,5 @@
-"""TorchRunners over small modules, by keywords: fields of ModelInfo, TorchModel or GpuOptions."""
+"""TorchRunners over small modules, by keywords: fields of ModelInfo, TorchModel or GpuOptions; and
+what tests read of their parts, each in one place."""
 
 from __future__ import annotations
 
@@ -26,3 +27,23 @@ def runner_over(module: Any, *, side: SideStream | None = None, **options: Any) 
     )
     info = ModelInfo(**(SIZES | own | options))
     return TorchRunner(TorchModel(module, **model), info, GpuOptions(**ways), side)
+
+
+def body_of(runner: TorchRunner) -> Any:
+    """What computes a step's hidden rows."""
+    return runner._body
+
+
+def head_of(runner: TorchRunner) -> Any:
+    """The LM head and the draws."""
+    return runner._head
+
+
+def cache_of(runner: TorchRunner) -> Any:
+    """K and V by block."""
+    return runner._cache
+
+
+def upload_of(runner: TorchRunner) -> Any:
+    """The one copy of a step's numbers to the device."""
+    return runner._upload

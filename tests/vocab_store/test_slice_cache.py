@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.profiles import examples
 from vocab_store.errors import SliceCapacityError
 from vocab_store.slice import RequiredIds, VocabSlice
 from vocab_store.slice_cache import Placement, SliceCacheIndex
@@ -271,7 +272,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCacheMachine.settings = settings(
+    max_examples=examples(300), stateful_step_count=30, deadline=None
+)
 
 
 @pytest.mark.parametrize("seed", range(5))

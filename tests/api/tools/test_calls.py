@@ -21,6 +21,7 @@ from server.api.tools.chosen import force_call
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec
 from tests.api.chat_models import CHATML, HERMES, LLAMA, MISTRAL
+from tests.profiles import examples
 
 NAMES = frozenset({"f", "g"})
 
@@ -131,7 +132,7 @@ _JSON = st.recursive(
 _ARGUMENTS = st.dictionaries(st.text(max_size=4), _JSON, max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     style=st.sampled_from(["hermes", "mistral", "llama3"]),
     calls=st.lists(st.tuples(st.sampled_from(["f", "g"]), _ARGUMENTS), min_size=1, max_size=3),
@@ -157,7 +158,7 @@ def test_any_arguments_come_back(
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     style=st.sampled_from(["hermes", "mistral", "llama3"]),
     pieces=st.lists(

@@ -15,6 +15,7 @@ from drafters.auto.trust import Trust
 from drafters.corpus import build_corpus
 from tests.drafters.auto.golden_scenes import SCENES, trees
 from tests.drafters.auto.reference_tree import grow
+from tests.profiles import examples
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_trees.json").read_text())
 
@@ -35,7 +36,7 @@ _words = st.lists(st.sampled_from([[1, 2, 3], [2, 3, 4, 5], [1, 5], [6], [2, 2]]
 _texts = _words.map(lambda words: [token for word in words for token in word])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     prompt=_texts.filter(bool),
     output=_texts,

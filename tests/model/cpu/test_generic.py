@@ -164,8 +164,9 @@ def test_a_family_is_never_generic(tmp_path: Path) -> None:
 
 
 def _store(runner: GenericRunner) -> StateStore:
-    assert runner._store is not None
-    return runner._store
+    store = runner._store
+    assert store is not None
+    return store
 
 
 def test_a_state_is_replayed_from_the_nearest_that_is_kept(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(tmp_path: Path) -> No
     pages = Pages(64, seed=3)
     tables = [pages.sequence(len(ids)) for ids in prompts]
     for keep in (2, 4, 7):
-        store = StateStore(keep, made._store.states.shape[1:])  # type: ignore[union-attr]
+        store = StateStore(keep, _store(made).states.shape[1:])
         made._store = store
         builder = BatchBuilder()
         for table, ids in zip(tables, prompts, strict=True):

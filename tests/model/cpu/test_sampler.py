@@ -17,6 +17,7 @@ from server.model.cpu.records import FAILED
 from server.model.draws import Answers
 from server.types import DRAW_NUMBERS, SamplingParams
 from tests.fakes import reference_sampler as sampling
+from tests.profiles import examples
 
 VOCAB = 117
 PADDED = 128
@@ -64,7 +65,7 @@ def _fast(logits: np.ndarray, params: DrawParams, position: int, path: list[int]
 ids = st.integers(0, VOCAB - 1)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(7500), deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1),
     row_seed=st.integers(0, 2**32 - 1),
@@ -139,7 +140,7 @@ def test_pruned_noise_draws_from_the_softmax() -> None:
     assert chi2 < limit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(
     row_seed=st.integers(0, 2**32 - 1), ties=st.booleans(), num_top=st.integers(0, 20), token=ids
 )
@@ -163,7 +164,7 @@ def test_logprobs_ranks_and_top_equal_the_reference(
     assert values.tolist() == [*top_logprobs[:num_top].tolist(), float("-inf")]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(row_seed=st.integers(0, 2**32 - 1), ties=st.booleans())
 def test_greedy_is_the_lowest_id_of_the_largest(row_seed: int, ties: bool) -> None:
     logits = _row(np.random.default_rng(row_seed), ties)
@@ -183,7 +184,7 @@ def test_a_row_with_nan_fails_alone() -> None:
     assert out.tolist() == [0, FAILED]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(
     row_seed=st.integers(0, 2**32 - 1),
     ties=st.booleans(),

@@ -12,6 +12,7 @@ from server.model.gpu.body import WARM_UP_RUNS, Forward
 from server.model.gpu.generic import take_over
 from server.model.gpu.runner import TorchRunner
 from tests.model import families, generic_models
+from tests.model.torch_runners import body_of
 
 
 class FirstCalls:
@@ -43,7 +44,7 @@ class FirstCalls:
 
 def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
     """What the runner would have made on a GPU."""
-    runner._body.graphs = graphs  # type: ignore[assignment]
+    body_of(runner).graphs = graphs
 
 
 def module_of(name: str) -> Any:

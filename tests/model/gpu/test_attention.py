@@ -30,7 +30,7 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
-from tests.model.torch_runners import runner_over
+from tests.model.torch_runners import body_of, runner_over, upload_of
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -161,7 +161,7 @@ def test_triton_runner_is_the_torch_runner(
     graphs = FirstCalls(16, num_runs=1)
     for attention in ("torch", "triton"):
         runner = runner_over(module_of(family), attention=attention)
-        body = runner._body
+        body = body_of(runner)
         body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:
             use_graphs(runner, graphs)
@@ -225,7 +225,7 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
         for batch in (tree.build(), biased_step(tables, ids[-1]), tree.build()):
             runner.launch(batch)
             ids.append(runner.wait().token_ids.tolist())
-        assert uploads == [runner._upload] * 7
+        assert uploads == [upload_of(runner)] * 7
         uploads.clear()
         if attention == "triton":
             assert graphs.keys == [GraphKey(4, 1)] * 6

@@ -39,7 +39,7 @@ from tests.model import test_hf_equality as equality
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
 from tests.model.gpu.ahead_of_time import compiled
 from tests.model.gpu.test_slices import _requests, _serve
-from tests.model.torch_runners import runner_over
+from tests.model.torch_runners import body_of, runner_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
@@ -102,7 +102,7 @@ def test_a_lost_state_is_replayed(truth: Any, keep: int) -> None:
     """Too few states for the sequences of a step, or none: histories are walked again, those of the
     roots of draft trees too."""
     made = hybrid()
-    states = made._body.states
+    states = body_of(made).states
     assert states is not None
     states._places = StatePlaces(keep, BLOCK_SIZE, in_place=False)
     equality.test_several_sequences_in_one_batch(made, truth)

@@ -27,7 +27,7 @@ from server.model.gpu.body import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
-from tests.engine.scenarios import Collector
+from tests.engine.scenarios import Collector, open_choices
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
@@ -229,7 +229,7 @@ def texts(
         asked = [replace(r, speculation=SpeculationParams("fake", 6)) for r in asked]
     waiting, collector = list(asked), Collector()
     while waiting or engine.num_open:  # those that wait for an adapter to be read are open, too
-        open_adapters = {r.adapter for r in asked if r.request_id in engine._open} - {""}
+        open_adapters = {r.adapter for r in asked if open_choices(engine, r.request_id)} - {""}
         if waiting and len(open_adapters | {waiting[0].adapter} - {""}) <= 2:
             engine.submit(waiting.pop(0))
         collector.take(engine.step())

@@ -24,7 +24,7 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.peft_adapters import enriched, lora
-from tests.model.torch_runners import runner_over
+from tests.model.torch_runners import cache_of, runner_over
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -38,12 +38,13 @@ TOTAL, WEIGHTS = 8192 * MIB, 1024 * MIB
 KEPT_STEPS, KEPT_DRIVER = 40 * MIB, 90 * MIB  # cuBLAS' own memory; compiled kernels
 
 
-class Device:
+class Device(DeviceMemory):
     """DeviceMemory of a runner: a row of a step takes 1 MiB while it runs, a sampled draw 20; a
     graph 3 MiB at the driver for each split of its keys and 2 for each row at the allocator. The
     first step leaves some memory at both for good."""
 
     def __init__(self, runner: TorchRunner) -> None:
+        super().__init__(torch.device("cpu"))
         self.batches: list[Batch] = []
         self._held = self._most = WEIGHTS
         self._driver = 300 * MIB
@@ -124,7 +125,7 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
     in_driver = 3 * MIB * len(graphs) * sum(bucket <= 32 for bucket in ROW_BUCKETS)
     free = TOTAL - WEIGHTS - KEPT_STEPS - KEPT_DRIVER - 300 * MIB
     want = (free - steps - in_driver - MARGIN) // 2 // MIB - 1
-    assert runner.info.num_blocks == want == runner._cache.num_blocks
+    assert runner.info.num_blocks == want == cache_of(runner).num_blocks
     text = caplog.text
     assert f"reserve {(steps + in_driver + MARGIN) // MIB} MiB" in text
     assert f"of {free // MIB} MiB free; KV cache: {want * 16} tokens" in text
@@ -192,7 +193,7 @@ def test_cuda_memory_is_what_torch_and_the_driver_tell(monkeypatch: pytest.Monke
 
 
 def test_kv_memory_has_another_size_at_once() -> None:
-    cache = small()._cache
+    cache = cache_of(small())
     cache.memory.fill_(1.0)
     cache.resize(3)
     assert (cache.num_slots, cache.trash_slot) == (48, 48)

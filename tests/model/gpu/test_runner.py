@@ -25,7 +25,7 @@ from server.types import DeviceFigures, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
-from tests.model.torch_runners import runner_over
+from tests.model.torch_runners import body_of, head_of, runner_over
 
 V = families.VOCAB_SIZE
 NUM_BLOCKS = 32
@@ -160,7 +160,7 @@ def test_a_draw_without_an_answer_fails_alone(runner: TorchRunner) -> None:
 def test_nan_logits_are_reported_by_the_draw() -> None:
     made = make()
     with torch.no_grad():
-        made._head.weight[17, 3] = float("nan")
+        head_of(made).weight[17, 3] = float("nan")
     builder = BatchBuilder()
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(5), tokens(5, 8), 0)[-1]
     builder.draw(row, builder.add_params(draw_params()))
@@ -225,7 +225,7 @@ def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
     builder.draw(row, builder.add_params(draw_params()))
     made = make()
-    shapes = warm_up_shapes(families.MAX_LEN, made._body.shape, 0)
+    shapes = warm_up_shapes(families.MAX_LEN, body_of(made).shape, 0)
     fitting = [s for s in shapes if s[0] * s[1] <= 64 and s[1] <= s[2]]
     assert len(shapes) > len(fitting) == 4  # 65 rows at once do not fit 64 batched tokens
     assert made.warm_up() == len(fitting)
@@ -514,5 +514,5 @@ def test_layers_in_eight_bits_are_near_and_rounded_once() -> None:
     left = [part for part in module.model.modules() if type(part) is torch.nn.Linear]
     assert all(part.in_features % 16 or part.out_features % 16 for part in left)
     assert sum(isinstance(part, Float8Linear) for part in module.modules()) > len(left)
-    assert made._head.weight.dtype == torch.float32
+    assert head_of(made).weight.dtype == torch.float32
     made.close()

@@ -18,6 +18,7 @@ from server.model.gpu.sampler import DrawPlan, plan_draws, token_logprobs
 from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.profiles import examples
 
 V = 130  # not a multiple of 32: the last mask word is partly used
 
@@ -133,7 +134,7 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Logits]:
     return batch, logits
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(cases())
 def test_the_same_ids_as_the_reference(case: tuple[Batch, Logits]) -> None:
     batch, logits = case

@@ -45,7 +45,7 @@ from tests.model.slice_cases import (
     verification,
 )
 from tests.model.tiny_models import save_tiny
-from tests.model.torch_runners import runner_over
+from tests.model.torch_runners import body_of, head_of, runner_over, upload_of
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -360,7 +360,7 @@ def test_a_step_that_fails_leaves_no_slice_half_placed(
     """The same slices are drawn from when the step is done again."""
     fresh = [replace(s) for s in slices]
     batch = replace(batch_of(6, 1, [0, 1, 2, 0, 1, 2]), slices=tuple(fresh))
-    upload = runner._upload
+    upload = upload_of(runner)
     left = [1]
 
     def fail_once(arrays: Any) -> Any:
@@ -489,13 +489,13 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
     spec = RunnerSpec("tiny", str(tmp_path), sizes, device="cpu", dtype="float32", full_head=place)
     runner = _build_torch_runner(spec)
     assert isinstance(runner, TorchRunner) and runner.info.vocab_size == 128
-    body: Any = runner._body.body
+    body: Any = body_of(runner).body
     embed: Any = body._body.get_input_embeddings()
-    on_device = {t.data_ptr() for t in (embed.weight, runner._head.weight) if not t.is_meta}
+    on_device = {t.data_ptr() for t in (embed.weight, head_of(runner).weight) if not t.is_meta}
     # Beside the body: the head where it is or its CPU memory, and an embedding of its own there.
     assert len(on_device) == (2 if place == "device" and not tied else 1)
-    assert (runner._body.embedding is None) == (place == "device")
-    assert (runner._head.is_streamed, runner._cpu_head is not None) == (
+    assert (body_of(runner).embedding is None) == (place == "device")
+    assert (head_of(runner).is_streamed, runner._cpu_head is not None) == (
         place != "device",
         place == "cpu",
     )

@@ -53,6 +53,11 @@ def _runner(folder: Path, form: str) -> Runner:
     return build_runner(spec)
 
 
+def _weights(runner: Any) -> Any:
+    """What a runner multiplies by."""
+    return runner._weights
+
+
 def _logprobs(folder: Path, form: str) -> np.ndarray[Any, Any]:
     runner = _runner(folder, form)
     found = score(runner, TEXTS).logprobs
@@ -81,7 +86,7 @@ def test_the_second_start_maps_what_the_first_one_made(
             patch.setattr(packed, name, None)  # nothing is made again
         patch.setattr(packed_folder, "_measured", None)
         runner: Any = _runner(folder, form)
-        assert isinstance(runner._weights.parts["head"][0].panels, np.memmap)
+        assert isinstance(_weights(runner).parts["head"][0].panels, np.memmap)
         assert np.array_equal(score(runner, TEXTS).logprobs, first)
         runner.close()
     # Other weights, or another form, are not what is kept.
@@ -148,7 +153,7 @@ def test_without_outliers_nothing_is_in_blocks(
 ) -> None:
     with caplog.at_level(logging.INFO):
         runner: Any = _runner(folder, "int8")
-    forms = {part.form.name for parts in runner._weights.parts.values() for part in parts}
+    forms = {part.form.name for parts in _weights(runner).parts.values() for part in parts}
     runner.close()
     assert forms == {"int8"}
     assert "inputs spread; in blocks: none" in caplog.text
@@ -261,7 +266,7 @@ def test_layers_one_by_one_give_what_a_step_gives(folder: Path) -> None:
     runner.launch(batch)
     runner.wait()
     whole = np.array(runner.embed(batch).hidden)
-    for layer in range(len(runner._weights.layers.norms)):
+    for layer in range(len(_weights(runner).layers.norms)):
         buffers = runner.run_layer(batch, layer)
     runner.close()
     assert whole[: batch.num_rows].any() and np.array_equal(buffers.hidden, whole)
