@@ -33,7 +33,7 @@ from drafters.tree import DraftTree
 from server.engine.gain import REST, Gain, StepShape
 from server.engine.grammar import FORCED, constrain
 from server.engine.plan import Rows, Scheduler
-from server.engine.results import Results
+from server.engine.run import Results
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.table import FIRST, NOT_DRAWN, consider
 from server.engine.trees import Trees, checked, no_trees

@@ -8,9 +8,9 @@ HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit`
 
 What it knows of its choices lies in a Table (table.py), which all parts read and write. They hand
 data back and never call it: admission.py (who may be served), plan.py (which rows a step computes),
-draft.py (who drafts what), build.py (from rows to a Batch), commit.py (from drawn
-ids to tokens and Deltas), exact.py (verification), step_figures.py (what a step took), recovery.py
-(after a failed step), control.py (what is kept of tasks).
+draft.py (who drafts what), build.py (from rows to a Batch), run.py (what was drawn, and what
+failed), commit.py (from drawn ids to tokens and Deltas), figures.py (what a step took),
+task_store.py (what is kept of tasks).
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from server.engine.admission import Admission
 from server.engine.batch import Batch, Runner
 from server.engine.blocks import BlockPool
 from server.engine.build import Builder, Built
-from server.engine.commit import Committer, Ending
-from server.engine.control import TaskControl
+from server.engine.commit import Committer, Ending, ExactVerifier, Outcome
 from server.engine.draft import DrafterFactory, DrafterRegistry, Drafts
-from server.engine.exact import ExactVerifier, Outcome
+from server.engine.figures import StepFigures
 from server.engine.gain import Gain
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.invariants import check_state
 from server.engine.plan import Rows, Scheduler
-from server.engine.recovery import Recovery, RunnerBrokenError
-from server.engine.results import (
+from server.engine.run import (
+    Recovery,
     Results,
+    RunnerBrokenError,
     StepFailedError,
     draw_failure,
     guarded,
@@ -49,11 +48,10 @@ from server.engine.results import (
 from server.engine.sequence import Sequence, Status
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
-from server.engine.step_figures import StepFigures
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.engine.table import Table
-from server.engine.task_store import TaskStore
+from server.engine.task_store import TaskControl, TaskStore
 from server.engine.trees import Trees
 from server.types import Delta, Request
 
@@ -240,8 +238,19 @@ class Engine:
         self.runner.close()
 
     def check(self) -> None:
-        """Raise AssertionError unless blocks, queues and open requests agree."""
-        check_state(self.pool, self.scheduler, self._open.values())
+        """Raise AssertionError unless table, blocks, queues and open requests agree."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        alive = [s for sequences in self._open.values() for s in sequences]
+        self.pool.check([s.blocks() for s in alive])
+        assert {id(s) for s in running} == {id(s) for s in alive if s.status is Status.RUNNING}
+        assert {id(s) for s in waiting} == {id(s) for s in alive if s.status is Status.WAITING}
+        assert running == sorted(running, key=lambda s: s.order)
+        assert len(waiting) == sum(s.status is Status.WAITING for s in alive)
+        assert self.scheduler.num_waiting_tokens == sum(s.num_tokens for s in waiting)
+        self.table.check([s.seat for s in alive])
+        for s in alive:
+            assert s.last_id == s.ids[s.num_tokens - 1]
+            assert s.status is Status.RUNNING or s.num_blocks == 0
 
     # -- verbs of the step ------------------------------------------------------------------
 

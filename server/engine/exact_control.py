@@ -1,7 +1,7 @@
 """ExactControl: how many tokens an `exact` slice runs ahead, and when it does not pay.
 
 It puts measured seconds (of the body, the full head, slices and verifications) and measured misses
-into the cost model of vocab_store.cost. It does not decide which tokens are verified (exact.py) or
+into the cost model of vocab_store.cost. It does not decide which tokens are verified (commit.py) or
 which rows a slice has (slices.py). It takes and returns numbers, reads no clock, and cannot change
 a text.
 

@@ -3,10 +3,12 @@
 `FIGURES` is the one table. Its declarations go to the API in ModelInfo.figures, its values answer
 the control "figures", in the same order. To add a series, add a row: /metrics has it, with the
 labels `engine` and `model` before its own. Counters and histograms count from the engine's start.
+StepFigures notes what each step took, for them and for who learns from it.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -15,9 +17,14 @@ from server.engine.adapters import AdapterShelf
 from server.engine.admission import Admission
 from server.engine.batch import MeasuredRunner, Runner
 from server.engine.blocks import BlockPool
-from server.engine.plan import Scheduler
+from server.engine.build import Built
+from server.engine.gain import REST, Gain
+from server.engine.plan import Rows, Scheduler
+from server.engine.run import Results
 from server.engine.slices import SliceBook
+from server.engine.step_times import CostTable
 from server.engine.task_store import TaskStore
+from server.engine.trees import Trees
 from server.types import (
     LATENCY_BUCKETS_S,
     OTHER_ADAPTERS,
@@ -218,3 +225,50 @@ def values(engine: Parts) -> list[Any]:
 def by_name(engine: Parts) -> Iterator[tuple[str, FigureValue]]:
     """(name, value) of each."""
     return ((figure.name, read(engine)) for figure, read in FIGURES)
+
+
+# -- what steps take -------------------------------------------------------------------------------
+
+
+class StepFigures:
+    """Notes every step that succeeded. cost: the budget's table, if there is one."""
+
+    def __init__(self, cost: CostTable | None, gain: Gain, slices: SliceBook) -> None:
+        self._cost = cost
+        self._gain = gain
+        self._slices = slices
+        self.totals = StepTotals()
+        self._num_alike = 0
+
+    def observe(
+        self, rows: Rows, trees: Trees, built: Built, results: Results, began: float
+    ) -> None:
+        """A step that began at `began` (time.perf_counter) is over."""
+        model_s = results.model_s
+        step_s = time.perf_counter() - began
+        host_s = max(0.0, step_s - model_s)
+        batch = built.batch
+        num_rows = rows.num_rows + batch.num_draft_rows
+        totals = self.totals
+        totals.rows[0] += rows.num_prefill_rows
+        totals.rows[1] += num_rows - rows.num_prefill_rows - batch.num_draft_rows
+        totals.rows[2] += batch.num_draft_rows
+        totals.ceiling = trees.ceiling
+        totals.observe(step_s, model_s, trees.seconds, host_s, num_rows)
+        is_alike = rows.is_plain and not (rows.num_prefill_rows or trees.num_asked)
+        self._num_alike += is_alike
+        if is_alike and self._num_alike % REST:
+            self._gain.host.observe_mix(has_prompt=False)
+            return
+        if self._cost is not None:
+            num_draws = batch.draw_rows.shape[0] if batch.num_likely else 0
+            likely_s = self._cost.likely_s * num_draws
+            self._cost.observe(num_rows, built.num_keys, model_s - likely_s)
+        host, num_decode = self._gain.host, rows.num_rows - rows.num_prefill_rows
+        if num_decode:
+            host.observe_mix(has_prompt=rows.num_prefill_rows > 0)
+        if not rows.num_prefill_rows:
+            host.observe(num_decode, trees.num_asked, host_s)
+        head_s, has_prompt = results.drawn.head_s, rows.num_prefill_rows > 0
+        if head_s > 0.0:
+            self._slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)

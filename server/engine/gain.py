@@ -86,7 +86,7 @@ DOUBT = 0.2
 
 REST = 4
 """Of steps in which nobody is asked, one in so many is looked at (draft.py) and learned from
-(step_figures.py): they are alike, and a look takes as long as a plain step's host."""
+(figures.py): they are alike, and a look takes as long as a plain step's host."""
 
 _NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)
 _PARTS = len(EDGES) + 1

@@ -6,6 +6,10 @@ The factory runs inside the child, so torch and the weights live there only. The
 channel before every step (an abort takes effect within one step), steps while there is work, and
 sleeps in poll() when there is none. It ends on ("stop",), on ("drain",) once idle, on SIGUSR1,
 and when the API process dies: an engine never survives its API.
+
+The loop stamps its own progress, and a thread of the engine's process reports the stamps. If the
+loop hangs, the reported age grows. If the process is stopped, or holds the interpreter lock, no
+report comes, and the API counts the silence by its own clock.
 """
 
 from __future__ import annotations
@@ -20,14 +24,16 @@ import select
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from server import channel
+from server.channel import Message
 from server.engine.engine import Engine
-from server.engine.heartbeat import Heartbeat
 from server.engine.process import STOP_SIGNAL, EngineFactory
-from server.engine.recovery import RunnerBrokenError
+from server.engine.run import RunnerBrokenError
 from server.errors import TailorError
 from server.types import Delta
 
@@ -43,6 +49,57 @@ _SWITCH_S = 0.0005
 milliseconds, and Python's 5 are one."""
 
 _MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
+
+
+# -- how long it is busy ---------------------------------------------------------------------------
+
+
+BEAT_S = 1.0
+"""Seconds between two beats."""
+
+
+class Heartbeat:
+    """Sends ("beat", age_s) while it is entered: with Heartbeat(send): ...
+
+    age_s: seconds since the loop last finished a step or a message; 0 while it waits for work.
+    """
+
+    def __init__(self, send: Callable[[Message], None], every_s: float = BEAT_S) -> None:
+        """send: callable from a thread other than the loop's; an OSError from it ends the beats."""
+        self._send = send
+        self._every_s = every_s
+        self._busy_since_s: float | None = None  # written by the loop alone
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def working(self) -> None:
+        """The loop begins its next piece of work."""
+        self._busy_since_s = time.monotonic()
+
+    def idle(self) -> None:
+        """The loop waits for work."""
+        self._busy_since_s = None
+
+    def __enter__(self) -> Heartbeat:
+        self.working()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(1.0)  # it may be in a send that nobody reads; it is a daemon
+
+    def _beat(self) -> None:
+        while not self._end.wait(self._every_s):
+            since_s = self._busy_since_s
+            age_s = 0.0 if since_s is None else time.monotonic() - since_s
+            try:
+                self._send(("beat", age_s))
+            except OSError:
+                return  # the API process is gone, or the engine has closed the channel
+
+
+# -- the loop --------------------------------------------------------------------------------------
 
 
 class EngineHost:

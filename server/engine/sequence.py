@@ -10,7 +10,7 @@ together; an `exact` slice lets `verified` lag and cuts the sequence back with `
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from drafters.base import Drafter, DraftSession
 from server.engine.adapters import Adapter
-from server.engine.batch import DrawParams, Int32
+from server.engine.batch import DrawParams, HeadSlice, Int32, UInt32
 from server.engine.grammar import GrammarState
-from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.engine.table import (
     GAIN_SEAT,
@@ -40,7 +39,8 @@ from server.engine.table import (
     Column,
     Table,
 )
-from server.types import Request, StepCounts, TokenLogprob
+from server.types import Request, StepCounts, TokenLogprob, VocabularyCounts
+from vocab_store.slice import VocabSlice
 
 _NO_IDS: Int32 = np.empty(0, np.int32)
 _NO_COUNTS = StepCounts()
@@ -70,6 +70,69 @@ class SequenceMark:
     """A state that rollback() returns to: how many tokens were emitted."""
 
     num_output: int
+
+
+# -- what part of the LM head it sees --------------------------------------------------------------
+
+
+ScopedProfile = tuple[str, str]
+"""(key of a profile version, scope)"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unverified:
+    """One emitted, unverified token: where its hidden state is kept, and its grammar mask."""
+
+    place: int
+    mask: UInt32 | None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceHead:
+    """What part of the LM head one sequence sees. Written by SliceBook and the engine's accept.
+
+    profile: key of the profile version it was opened with. scope: of its request. static: T, as
+    that profile's table has it. slice: all ids it may draw; `exact` adds missed ones. miss_rate:
+    the profile's expectation, if it has one. where: for the Batch, None until it is seated.
+    proposes: whether this step's draws come from the slice. unverified: emitted tokens in order.
+    params: DrawParams before the first of them.
+    """
+
+    mode: str
+    profile: str
+    scope: str
+    static: VocabSlice
+    slice: VocabSlice
+    verify_every: int
+    miss_rate: float | None = None
+    where: HeadSlice | None = None
+    proposes: bool = False
+    unverified: list[Unverified] = field(default_factory=list)
+    params: DrawParams | None = None
+    counts: VocabularyCounts = field(default_factory=VocabularyCounts)
+
+    @property
+    def key(self) -> ScopedProfile:
+        """The key of its misses and its plan (exact_control.py)."""
+        return self.profile, self.scope
+
+    def drop_after(self, num_kept: int) -> None:
+        """Only the first num_kept unverified tokens stand."""
+        del self.unverified[num_kept:]
+
+    def add(self, **more: float) -> None:
+        """Add to the counts."""
+        values = {name: getattr(self.counts, name) + value for name, value in more.items()}
+        self.counts = replace(self.counts, **values)
+
+    def take_counts(self, verify_every: int) -> VocabularyCounts:
+        """The counts since the last call, with the slice's size and N now."""
+        counts = replace(self.counts, num_ids=self.slice.num_ids, verify_every=verify_every)
+        self.counts = VocabularyCounts()
+        return counts
+
+
+# -- a choice --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -116,7 +179,7 @@ class Sequence:
     params: DrawParams | None = None
     """For the sampler, while nothing in them changes."""
 
-    # Set by the engine once it is compiled; consumes in accept.cut, goes back in rollback().
+    # Set by the engine once it is compiled; consumes in commit.cut, goes back in rollback().
     grammar: GrammarState | None = None
 
     # Marks (beside num_tokens): written by the engine through verify() and release().
@@ -282,7 +345,7 @@ class Sequence:
         return params
 
     def append(self, token_ids: list[int]) -> None:
-        """Emit tokens. The stop matcher has taken them already (accept.cut)."""
+        """Emit tokens. The stop matcher has taken them already (commit.cut)."""
         start = self.num_tokens
         end = start + len(token_ids)
         self.ids[start:end] = token_ids

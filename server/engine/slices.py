@@ -11,7 +11,7 @@ A sequence in mode "full" has no SequenceHead; nothing here is done for it.
 
 The full head is the fallback in four places: a first token of `exact` and all of them while that is
 cheaper (`decide`); rows that find no room (`seat`); a draw whose constraints leave nothing of its
-slice (the runners' samplers); a wrong token of `exact` (exact.py).
+slice (the runners' samplers); a wrong token of `exact` (commit.py).
 
 T and its copy are the task's and shared by all. What comes from requests is kept per scope (tenant
 and cache_salt): dynamic rows, missed ids, and the N that misses lead to. `loaded_rows`, the
@@ -41,8 +41,7 @@ from server.engine.batch import (
 from server.engine.build import Built
 from server.engine.exact_control import ExactControl
 from server.engine.plan import Rows
-from server.engine.sequence import Sequence
-from server.engine.sequence_head import ScopedProfile, SequenceHead, Unverified
+from server.engine.sequence import ScopedProfile, Sequence, SequenceHead, Unverified
 from server.engine.trees import DRAW, END_NODE, FIRST_NODE
 from server.types import Request, VocabularyParams
 from vocab_store.errors import SliceCapacityError

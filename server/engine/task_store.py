@@ -18,6 +18,9 @@ priority keeps the reservoirs, writes files, and builds layers (drafters.learned
 a request waits for its first token (`gives_way`). `poll` says between two steps which layers are
 new. Sequences that run keep the drafter they began with.
 
+TaskControl hands it the outputs of requests that have finished well, makes drafters anew where a
+layer is new, and answers ("control", ...) messages, which report, reload and forget.
+
 Written by the engine's thread: calibrations, queue, `gives_way`. By the worker: reservoirs, files,
 `_layers`, `_sizes` (whole entries at a time).
 """
@@ -30,7 +33,8 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -39,19 +43,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.array_file import ArrayFileError
 from server.engine.calibrations import Calibrations, digest
+from server.engine.draft import DrafterRegistry
 from server.engine.exchange import Arrival, Key, Wanted
-from server.engine.learning_jobs import Arrived, End, Example, Forget, Open, Refresh, Save
-from server.engine.reservoir import MAX_PROMPT, Layer, Reservoir
+from server.engine.sequence import Sequence
+from server.types import SpeculationParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from drafters.base import Drafter
     from drafters.corpus import Corpus
+    from drafters.learned import LearnedOutputs
     from drafters.shared_counts import Counts, TableId
     from server.engine.exchange import Exchange
     from server.types import SharedFigures
+
 
 Int32 = npt.NDArray[np.int32]
 
@@ -60,6 +68,146 @@ _log = logging.getLogger(__name__)
 _LOOK_MS = 500
 MOST_WAIT_S = 0.5  # that a layer gives way to requests that wait for their first token
 MAX_ROWS = 400  # of a calibration table in a report
+
+
+# -- learned outputs, as the thread that learns keeps them -----------------------------------------
+
+
+MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
+MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer over the corpus `base`."""
+
+    corpus: Corpus
+    base: str | None
+    generation: int
+
+
+@dataclass(slots=True)
+class Reservoir:
+    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. is_wanted: whether its
+    layer is drafted from now. Times are time.monotonic()."""
+
+    key: Key
+    outputs: LearnedOutputs
+    corpus: str | None
+    generation: int
+    persist: bool
+    num_unbuilt: int = 0
+    num_unsaved: int = 0
+    is_wanted: bool = True
+    saved_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a new layer is worth its time: where nobody drafts from it, only once as much
+        again was learned, so that all builds together take twice the last one's."""
+        return self.num_unbuilt >= max(1, 0 if self.is_wanted else (len(self.outputs) + 1) // 2)
+
+    def rebuild(self) -> None:
+        """Its layer is to be built anew, whatever was learned."""
+        self.num_unbuilt, self.is_wanted = max(1, self.num_unbuilt), True
+
+    @classmethod
+    def of(cls, wanted: Open) -> Reservoir:
+        """An empty one."""
+        outputs = _outputs(wanted.key, wanted.max_tokens)
+        return cls(wanted.key, outputs, wanted.corpus, wanted.generation, wanted.persist)
+
+    def restore(self, path: Path, fingerprint: str) -> None:
+        """What `save` wrote, where that is there and right."""
+        try:
+            self.outputs.restore(path, fingerprint=fingerprint, scope=digest(*self.key))
+            self.num_unbuilt = len(self.outputs)
+        except FileNotFoundError:
+            pass
+        except (ArrayFileError, OSError) as error:
+            _log.warning("task %s learns anew: %s", self.key[0], error)
+
+    def replace(self, examples: Iterable[tuple[Int32, Int32]]) -> None:
+        """Hold these (prompt ids, output ids), oldest first."""
+        outputs = _outputs(self.key, self.outputs.max_tokens)
+        for prompt, output in examples:
+            outputs.add(prompt, output)
+        outputs.num_seen = self.outputs.num_seen
+        self.outputs, self.num_unbuilt = outputs, len(outputs)
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        """Write it; of too many files of the folder the oldest go."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.outputs.save(path, fingerprint=fingerprint, scope=digest(*self.key))
+            files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
+            for old in files[: max(0, len(files) - MAX_FILES)]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("task %s: what it learned could not be written: %s", self.key[0], error)
+
+
+def _outputs(key: Key, max_tokens: int) -> LearnedOutputs:
+    from drafters.learned import LearnedOutputs
+
+    return LearnedOutputs(max_tokens, max_prompt=MAX_PROMPT, seed=int(digest(*key), 16))
+
+
+# -- what the engine's thread asks of the thread that learns ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The layer of this key is wanted over this corpus. persist: its outputs may be on disk."""
+
+    key: Key
+    generation: int
+    corpus: str | None
+    max_tokens: int
+    persist: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A finished request's output, on its way to the worker. rests: nothing is drafted in its
+    scope, because that does not pay."""
+
+    to: Open
+    prompt_ids: Int32
+    output_ids: Int32
+    rests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop all that a task has learned, from memory and disk."""
+
+    task: str
+
+
+class Refresh:
+    """Every layer is to be built anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Run this; it writes a file."""
+
+    write: Callable[[], None]
+
+
+class End:
+    """Write everything, then end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A version came from other engines."""
+
+    arrival: Arrival
+
+
+# -- the store -------------------------------------------------------------------------------------
 
 
 class TaskStore:
@@ -478,3 +626,94 @@ class TaskStore:
         if self._folder is not None:
             for path in self._folder.glob(f"learned-{digest(task)}-*.bin"):
                 path.unlink(missing_ok=True)
+
+
+# -- what the API asks of it -----------------------------------------------------------------------
+
+
+class TaskControl:
+    """Keeps and reports what was learned of tasks. memory: None keeps nothing."""
+
+    def __init__(self, drafters: DrafterRegistry, memory: TaskStore | None) -> None:
+        self._drafters = drafters
+        self._memory = memory
+        self._outputs: dict[str, list[Int32] | None] = {}  # of open requests; None: not to learn
+
+    @property
+    def controls(self) -> dict[str, Callable[[Any], Any]]:
+        """What ("control", ...) messages may call, by name, with plain values."""
+        return {
+            "task_report": self._report,
+            "task_forget": self._forget,
+            "drafters_reload": self._reload,
+        }
+
+    def take_learned(self, *, gives_way: bool = False) -> None:
+        """Make drafters anew where the learned outputs have a new layer. gives_way: learning waits,
+        for a request's first token does."""
+        if self._memory is not None:
+            self._memory.gives_way = gives_way
+            for task, scope in self._memory.poll():
+                self._drafters.forget(task, scope)
+
+    def remember(self, sequence: Sequence, finished: bool, is_last: bool) -> None:
+        """A choice has ended. finished: it ended well. is_last: its request has ended with it; then
+        its outputs are learned, unless one of its choices did not end well."""
+        memory = self._memory
+        if memory is None:
+            return
+        memory.gives_way = False  # the step is over
+        request, num_output = sequence.request, sequence.num_output
+        if finished and num_output:
+            scope, name = request.scope, sequence.drafter_name
+            memory.observe(request.task, name, scope, sequence.num_steps, num_output)
+        spec = request.speculation
+        if spec.learn_tokens <= 0:
+            return
+        outputs = self._outputs.pop(request.request_id, [])
+        if not finished:
+            outputs = None
+        elif outputs is not None and num_output:
+            outputs.append(sequence.ids[sequence.prompt_len : sequence.num_tokens])
+        if not is_last:
+            self._outputs[request.request_id] = outputs
+            return
+        prompt = sequence.ids[: sequence.prompt_len]
+        for output in outputs or ():
+            memory.learn(
+                request.task,
+                request.scope,
+                spec.corpus,
+                spec.learn_tokens,
+                prompt,
+                output,
+                spec.persists,
+                rests=sequence.is_resting,
+            )
+
+    def _report(self, payload: Any) -> dict[str, Any]:
+        """What the engine keeps of a task. payload: {"task", "drafter", "options", "corpus",
+        "adapter"}."""
+        if self._memory is None:
+            return {}
+        spec = SpeculationParams(
+            payload["drafter"],
+            1,
+            tuple((name, value) for name, value in payload["options"]),
+            payload["corpus"],
+            adapter=payload.get("adapter", ""),
+        )
+        drafter = self._drafters.resolve(payload["task"], spec)
+        return self._memory.report(payload["task"], drafter)
+
+    def _reload(self, _: Any) -> None:
+        """Make drafters anew for later requests; corpora may have changed."""
+        self._drafters.forget()
+        if self._memory is not None:
+            self._memory.refresh()
+
+    def _forget(self, payload: Any) -> None:
+        """Drop what a task has learned. payload: {"task"}."""
+        if self._memory is not None:
+            self._memory.forget(payload["task"])
+        self._drafters.forget(payload["task"])

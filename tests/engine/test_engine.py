@@ -19,7 +19,7 @@ from server.engine.batch import Batch
 from server.engine.draft import DrafterRegistry
 from server.engine.engine import Engine
 from server.engine.probe import make_prober
-from server.engine.recovery import RunnerBrokenError
+from server.engine.run import RunnerBrokenError
 from server.engine.sequence import Sequence, SequenceMark
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.tree import DraftTree
-from server.engine.accept import (
+from server.engine.commit import (
     StopCut,
     count_step,
     cut,

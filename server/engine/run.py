@@ -1,0 +1,159 @@
+"""Run: a step at the runner. What it drew, with the reasons of the draws that have no answer; and
+where it raises, which request made it.
+
+A runner that raises does not say which request made it raise. So every sequence of the failed step
+gives its blocks back and is computed again, one alone at a time (`Recovery.suspect`). A sequence
+that fails alone fails for good. If a step did not fit the device's memory, no sequence is blamed
+while steps can be made smaller. This module records; the engine preempts sequences and ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn
+from server.engine.sequence import Sequence, Status
+from server.types import TokenLogprob
+
+
+class StepFailedError(Exception):
+    """The runner raised `error`: the step has no results."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A step's results. drawn: as the runner returned it. ids: its token ids as a list, -1 where a
+    draw failed. problems: why, by the index of the draw. model_s: seconds of the forward pass."""
+
+    drawn: Drawn
+    ids: list[int]
+    problems: dict[int, str]
+    model_s: float = 0.0
+
+    def problem(self, draw: int) -> str:
+        """Why a draw has no answer."""
+        return self.problems.get(draw, NO_TOKEN_LEFT)
+
+    def logprob(self, draw: int) -> TokenLogprob:
+        """The logprob of a drawn id and the likeliest beside it."""
+        drawn = self.drawn
+        return TokenLogprob(
+            int(drawn.token_ids[draw]),
+            float(drawn.logprobs[draw]),
+            int(drawn.ranks[draw]),
+            tuple(drawn.top[draw]),
+        )
+
+
+def guarded(call: Callable[..., None], *arguments: Any) -> None:
+    """Call the runner. Raises StepFailedError for whatever it raises."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        raise StepFailedError(error) from error
+
+
+def wait_for(draw: Callable[[], Drawn], clock: Callable[[], float] = lambda: 0.0) -> Results:
+    """What `draw` returns. clock: the step's seconds so far, used where the runner gives none.
+
+    A draw without an answer gets an entry in `problems`: only its request fails. Raises
+    StepFailedError for anything else that `draw` raises.
+    """
+    problems: dict[int, str] = {}
+    try:
+        drawn = draw()
+    except DrawError as error:
+        problems, drawn = dict(error.failed), error.drawn
+    except Exception as error:
+        raise StepFailedError(error) from error
+    return Results(drawn, drawn.token_ids.tolist(), problems, drawn.model_s or clock())
+
+
+def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:
+    """(message, code) for a request of which no token could be drawn."""
+    if problem != NO_TOKEN_LEFT:
+        return problem, "engine_error"
+    grammar = sequence.grammar
+    if grammar is not None and grammar.problem and not grammar.is_dead_end:
+        return f"the grammar cannot be followed any further: {grammar.problem}", "grammar_limit"
+    what = "grammar, " if grammar is not None else ""
+    return (
+        f"No token satisfies the request's constraints after {sequence.num_output} tokens: "
+        f"{what}allowed_token_ids, logit_bias and min_tokens together exclude every one.",
+        "constraint_unsatisfiable",
+    )
+
+
+# -- where a step has failed -----------------------------------------------------------------------
+
+
+class RunnerBrokenError(RuntimeError):
+    """Too many steps failed in a row, single requests too: the runner cannot be used any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Which sequences a failed step concerns. culprit: failed alone, and fails for good. others: to
+    recompute."""
+
+    culprit: Sequence | None
+    others: list[Sequence]
+
+
+class Recovery:
+    """Counts failed steps and keeps the suspects. Written by the engine's loop alone. is_isolating:
+    whether there was a suspect when last asked."""
+
+    def __init__(self, max_failures: int) -> None:
+        """max_failures: failed steps in a row after which the runner counts as broken."""
+        self.num_failed_steps = 0
+        self.is_isolating = False
+        self._max_failures = max_failures
+        self._num_in_a_row = 0
+        self._suspects: list[Sequence] = []
+
+    @property
+    def suspect(self) -> Sequence | None:
+        """The sequence that must run alone in the next step, or None."""
+        while self._suspects and self._suspects[0].status is Status.FINISHED:
+            self._suspects.pop(0)
+        self.is_isolating = bool(self._suspects)
+        return self._suspects[0] if self._suspects else None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether too many steps failed in a row."""
+        return self._num_in_a_row >= self._max_failures
+
+    def give_up(self) -> None:
+        """The suspect cannot be seated alone: all sequences run together again."""
+        self._suspects.clear()
+        self.is_isolating = False
+
+    def step_done(self, has_drawn: bool) -> None:
+        """A step succeeded. has_drawn: it drew, which clears its suspect."""
+        self._num_in_a_row = 0
+        if self._suspects and has_drawn:
+            self._suspects.pop(0)
+
+    def step_failed(self, sequences: Iterable[Sequence], *, was_too_large: bool = False) -> Blame:
+        """A step of these sequences failed. was_too_large: later steps are smaller, so no sequence
+        is blamed."""
+        self.num_failed_steps += 1
+        sequences = list(sequences)
+        alive = [s for s in sequences if s.status is Status.RUNNING]
+        if was_too_large:
+            return Blame(None, alive)
+        self._num_in_a_row += 1
+        if len(alive) == 1 and len(sequences) == 1:
+            return Blame(alive[0], [])
+        self._suspects = sorted(
+            {id(s): s for s in (*self._suspects, *alive)}.values(), key=lambda s: s.order
+        )
+        return Blame(None, alive)
