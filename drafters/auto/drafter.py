@@ -423,12 +423,14 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 if who[1].any():
                     without, plain = drafter.trust.without, self._plain_fields()
                     without.has_news = True
-        index.make_room(num)
+        if num > index.room:
+            index.make_room(num)
         advance(
             np.array(token_ids, np.int32), self._context(drafter), plain, who,
             drafter.trust.learned_fields, without.learned_fields, work.gathered, chances, places,
         )  # fmt: skip
         index.size += num
+        index.room -= num
         self._places.extend(cast("Iterable[Place]", zip(*places[:, :num].tolist(), strict=True)))
         for i in compared:
             drafter.trust.fit.compare(float(chances[0, i]), float(chances[1, i]))

@@ -90,10 +90,11 @@ class TextIndex:
 
     text: int32 [3, capacity]: token, previous position of the same token, previous position of
     the same three tokens (-1 = none). table: int64 [2, 4 * capacity]: keys and their newest
-    position. Only the first `size` columns of text mean anything. Ids are >= 0, or START.
+    position. Only the first `size` columns of text mean anything. Ids are >= 0, or START. room:
+    how many more tokens fit.
     """
 
-    __slots__ = ("_num_indexed", "size", "table", "text")
+    __slots__ = ("room", "size", "table", "text")
 
     def __init__(self, num_expected: int = 256) -> None:
         capacity = 256
@@ -102,9 +103,8 @@ class TextIndex:
         self.text: Int32 = np.empty((3, capacity), np.int32)
         self.table: Int64 = _empty_table(capacity)
         self.size = 0
-        # Tokens indexed since the table was made: keys outlive a truncation, so this and not
-        # `size` bounds their number.
-        self._num_indexed = 0
+        # Keys outlive a truncation: tokens indexed since the table was made fill it, not `size`.
+        self.room = capacity
 
     def __len__(self) -> int:
         return self.size
@@ -117,15 +117,14 @@ class TextIndex:
         """Add tokens at the end: O(1) each, amortised."""
         ids = np.asarray(token_ids, np.int32)
         self.make_room(ids.shape[0])
-        append_ids(self.text, self.table, self.size, ids)
-        self.size += ids.shape[0]
+        self.size = append_ids(self.text, self.table, self.size, ids)
+        self.room -= ids.shape[0]
 
     def make_room(self, num: int) -> None:
-        """Make `text` and `table` large enough for `num` more tokens, which follow: whoever indexes
-        them in compiled code adds them to `size`."""
-        capacity = self.text.shape[1]
-        if self._num_indexed + num > capacity:
-            need = self.size + num
+        """Make `text` and `table` large enough for `num` more tokens. Whoever indexes them in
+        compiled code adds them to `size` and takes them off `room`."""
+        if num > self.room:
+            capacity, need = self.text.shape[1], self.size + num
             # A longer text, or many rollbacks; half of the room is free afterwards, so that
             # this stays O(1) a token.
             while capacity < 2 * need:
@@ -134,8 +133,7 @@ class TextIndex:
             self.text = np.empty((3, capacity), np.int32)
             self.table = _empty_table(capacity)
             append_ids(self.text, self.table, 0, old)
-            self._num_indexed = self.size
-        self._num_indexed += num
+            self.room = capacity - self.size
 
     def truncate(self, new_size: int) -> None:
         """Cut the text back to its first `new_size` tokens."""

@@ -109,7 +109,7 @@ class AdapterShelf:
         self.read: Reader = lambda _: Vocabulary()
         self._runner = runner if isinstance(runner, AdaptingRunner) else None
         self._most = most
-        self._known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
+        self.known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
         self._free = list(range(most - 1, -1, -1))
         self._threads: ThreadPoolExecutor | None = None
         self._figures: dict[str, AdapterFigures] = {}
@@ -117,13 +117,13 @@ class AdapterShelf:
     def settle(self) -> list[str]:
         """Wait until everything registered is read; returns what is wrong with those that cannot be
         used. Called at start only, because it blocks the loop."""
-        for adapter in list(self._known.values()):
+        for adapter in list(self.known.values()):
             under_way: list[Future[Any]] = [f for f in (adapter.reading, adapter.packed) if f]
             wait(under_way)
         self.poll()
         return [
             f"adapter {adapter.order.name}: {adapter.problem}"
-            for adapter in self._known.values()
+            for adapter in self.known.values()
             if adapter.problem
         ]
 
@@ -144,7 +144,7 @@ class AdapterShelf:
     @property
     def num_known(self) -> int:
         """Adapters that were registered and are not gone yet."""
-        return len(self._known)
+        return len(self.known)
 
     # -- what is known ----------------------------------------------------------------------
 
@@ -155,38 +155,38 @@ class AdapterShelf:
         """
         if self._runner is None:
             raise ValueError("this engine computes no adapters")
-        known = self._known.get(order.adapter_id)
+        known = self.known.get(order.adapter_id)
         if known is not None and not known.problem:
             known.forgotten = False
             return
         adapter = known or Adapter(order)
         adapter.problem, adapter.forgotten = "", False
-        self._known[order.adapter_id] = adapter
+        self.known[order.adapter_id] = adapter
         adapter.reading = self._submit(self.read, order)
         if (load or order.pinned) and self._make_room():
             self._load(adapter)
 
     def forget(self, adapter_id: str) -> None:
         """Refuse further requests for it; unknown ids are fine."""
-        adapter = self._known.get(adapter_id)
+        adapter = self.known.get(adapter_id)
         if adapter is not None:
             adapter.forgotten = True
             self._let_go(adapter)
 
     def find(self, adapter_id: str) -> Adapter | None:
         """The adapter of an id, or None when no request may name it."""
-        return self._known.get(adapter_id)
+        return self.known.get(adapter_id)
 
     def vocabulary(self, adapter_id: str) -> Vocabulary | None:
         """What the ids of an adapter mean, None until it was read. Called from any thread."""
-        adapter = self._known.get(adapter_id)
+        adapter = self.known.get(adapter_id)
         return None if adapter is None else adapter.vocabulary
 
     # -- requests ---------------------------------------------------------------------------
 
     def refusal(self, adapter_id: str) -> tuple[str, str] | None:
         """(message, code) for a request that cannot have its adapter, or None."""
-        adapter = self._known.get(adapter_id)
+        adapter = self.known.get(adapter_id)
         if adapter is None or adapter.forgotten:
             return "the adapter is not loaded (any more)", "model_not_found"
         if adapter.takes_room or self._has_room():
@@ -199,8 +199,8 @@ class AdapterShelf:
     def use(self, adapter_id: str) -> Adapter:
         """The adapter of an open request; it is read now if it is not in memory. Called after
         `refusal` said None; the caller calls `release` once."""
-        adapter = self._known[adapter_id]
-        self._known.move_to_end(adapter_id)
+        adapter = self.known[adapter_id]
+        self.known.move_to_end(adapter_id)
         adapter.uses += 1
         self._count(adapter, num_requests=1)
         if not adapter.takes_room and self._make_room():
@@ -217,7 +217,7 @@ class AdapterShelf:
 
     def poll(self) -> None:
         """Take what the threads have read."""
-        for adapter in list(self._known.values()):
+        for adapter in list(self.known.values()):
             if adapter.reading is not None and adapter.reading.done():
                 reading, adapter.reading = adapter.reading, None
                 error = reading.exception()
@@ -263,18 +263,18 @@ class AdapterShelf:
 
     def _victim(self) -> Adapter | None:
         """The least recently used adapter that may leave memory, or None."""
-        for adapter in self._known.values():
+        for adapter in self.known.values():
             if adapter.place >= 0 and not adapter.uses and not adapter.order.pinned:
                 return adapter
         return None
 
     def _has_room(self) -> bool:
-        taken = sum(adapter.takes_room for adapter in self._known.values())
+        taken = sum(adapter.takes_room for adapter in self.known.values())
         return taken < self._most or self._victim() is not None
 
     def _make_room(self) -> bool:
         """Take one adapter out of memory if all places are taken. False: none may leave."""
-        if sum(adapter.takes_room for adapter in self._known.values()) < self._most:
+        if sum(adapter.takes_room for adapter in self.known.values()) < self._most:
             return True
         victim = self._victim()
         if victim is None:
@@ -299,7 +299,7 @@ class AdapterShelf:
         vocabulary = adapter.vocabulary
         if vocabulary is not None and vocabulary.grammars is not None:
             vocabulary.grammars.close()
-        self._known.pop(adapter.order.adapter_id, None)
+        self.known.pop(adapter.order.adapter_id, None)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -329,6 +329,6 @@ class AdapterShelf:
                 "uses": adapter.uses,
                 "num_bytes": adapter.num_bytes,
             }
-            for adapter in self._known.values()
+            for adapter in self.known.values()
             if not adapter.forgotten
         ]

@@ -91,8 +91,8 @@ class Admission:
         self._stop_table = vocabulary.stop_table
         self._grammars = vocabulary.grammars
         self._eos = frozenset(info.eos_token_ids)
-        self._preparing: list[_Preparing] = []
-        self._expiries: list[tuple[float, str]] = []  # a heap of (monotonic seconds, request id)
+        self.preparing: list[_Preparing] = []  # requests that wait for their adapter or grammar
+        self.expiries: list[tuple[float, str]] = []  # a heap of (monotonic seconds, request id)
         self._num_arrived = 0
 
     # -- requests that come -----------------------------------------------------------------
@@ -211,36 +211,31 @@ class Admission:
     # -- requests that wait -----------------------------------------------------------------
 
     @property
-    def num_preparing(self) -> int:
-        """Requests that wait for their adapter or grammar."""
-        return len(self._preparing)
-
-    @property
     def has_prepared(self) -> bool:
         """Whether prepared() has something to do."""
-        return any(wait.is_over for wait in self._preparing)
+        return any(wait.is_over for wait in self.preparing)
 
     def hold(self, leader: Sequence) -> bool:
         """Begin the waits of an opened request. False: it waits for nothing and can be queued."""
         request = leader.request
         if request.queue_timeout_s > 0.0:
             heapq.heappush(
-                self._expiries, (request.arrival_s + request.queue_timeout_s, request.request_id)
+                self.expiries, (request.arrival_s + request.queue_timeout_s, request.request_id)
             )
-            if len(self._expiries) > 2 * len(self._open_requests) + 1024:  # most are over
-                self._expiries = [e for e in self._expiries if e[1] in self._open_requests]
-                heapq.heapify(self._expiries)
+            if len(self.expiries) > 2 * len(self._open_requests) + 1024:  # most are over
+                self.expiries = [e for e in self.expiries if e[1] in self._open_requests]
+                heapq.heapify(self.expiries)
         adapter = leader.adapter
         if request.grammar is None and (adapter is None or adapter.is_ready):
             return False
-        self._preparing.append(_Preparing(leader, adapter))
+        self.preparing.append(_Preparing(leader, adapter))
         return True
 
     def prepared(self) -> tuple[list[Sequence], list[Failure]]:
         """(requests that are ready, requests that failed) since the last call."""
         ready: list[Sequence] = []
         failed: list[Failure] = []
-        waiting, self._preparing = self._preparing, []
+        waiting, self.preparing = self.preparing, []
         for wait in waiting:
             if wait.leader.status is Status.FINISHED:  # aborted meanwhile
                 continue
@@ -253,7 +248,7 @@ class Admission:
             elif self._has_all(wait):
                 ready.append(wait.leader)
             else:
-                self._preparing.append(wait)
+                self.preparing.append(wait)
         return ready, failed
 
     def _has_all(self, wait: _Preparing) -> bool:
@@ -309,8 +304,8 @@ class Admission:
         """Requests that have waited too long for their first step."""
         failed: list[Failure] = []
         now = time.monotonic()
-        while self._expiries and self._expiries[0][0] <= now:
-            _, request_id = heapq.heappop(self._expiries)
+        while self.expiries and self.expiries[0][0] <= now:
+            _, request_id = heapq.heappop(self.expiries)
             for leader in self._open_requests.get(request_id, ())[:1]:
                 if leader.first_step_s == 0.0:
                     text = "the request waited too long in the queue"

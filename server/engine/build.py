@@ -125,10 +125,9 @@ class Builder:
         items[SEAT], items[START], items[NUM] = rows.seats, rows.start, rows.num
         items[MASK] = -1
         drawing: list[Sequence] = []
-        for i, (sequence, draws) in enumerate(
-            zip(rows.sequences, rows.draws.tolist(), strict=True)
-        ):
-            of_item = (*sequence.siblings, sequence) if draws and sequence.max_output else ()
+        draws_one = (rows.draws > 0) & (self._table.max_output[rows.seats] > 0)
+        for i, (sequence, draws) in enumerate(zip(rows.sequences, draws_one.tolist(), strict=True)):
+            of_item = (*sequence.siblings, sequence) if draws else ()
             items[CHOICES, i] = len(of_item)
             drawing += of_item
         choices: Int32x2 = np.empty((NUM_CHOICE_LINES, len(drawing)), np.int32)

@@ -154,12 +154,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
         admission = self.admission
-        return len(self._open) > admission.num_preparing or admission.has_prepared
+        return len(self._open) > len(admission.preparing) or admission.has_prepared
 
     @property
     def is_preparing(self) -> bool:
         """Whether a request waits for its grammar or adapter: work may appear by itself."""
-        return self.admission.num_preparing > 0
+        return bool(self.admission.preparing)
 
     @property
     def num_open(self) -> int:
@@ -256,8 +256,9 @@ class Engine:
 
     def _plan(self) -> Rows:
         """The rows of the step. First, requests whose wait is over are queued or failed."""
-        self.adapters.poll()
-        if self.admission.num_preparing:
+        if self.adapters.known:
+            self.adapters.poll()
+        if self.admission.preparing:
             ready, failed = self.admission.prepared()
             for leader in ready:
                 self.scheduler.enqueue(leader)
@@ -265,8 +266,9 @@ class Engine:
                 self._fail(*failure)
         if self.memory is not None:
             self.tasks.take_learned(gives_way=self.scheduler.num_waiting_tokens > 0)
-        for failure in self.admission.expired():
-            self._fail(*failure)
+        if self.admission.expiries:
+            for failure in self.admission.expired():
+                self._fail(*failure)
         suspect = self.recovery.suspect
         rows = self.scheduler.plan(suspect)
         if not rows.num_rows and suspect is not None and not rows.failed:

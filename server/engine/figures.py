@@ -143,7 +143,7 @@ FIGURES: tuple[tuple[Figure, Read], ...] = (
     _row("gauge", "num_requests_running", "Sequences in the running batch",
          lambda e: len(e.scheduler.running)),
     _row("gauge", "num_requests_waiting", "Requests waiting in the engine",
-         lambda e: len(e.scheduler.waiting) + e.admission.num_preparing),
+         lambda e: len(e.scheduler.waiting) + len(e.admission.preparing)),
     _row("gauge", "num_tokens_waiting", "Prompt tokens waiting",
          lambda e: e.scheduler.num_waiting_tokens),
     _row("gauge", "kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", _used_share),

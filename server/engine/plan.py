@@ -176,7 +176,8 @@ class Scheduler:
 
     def trim(self, sequence: Sequence) -> None:
         """Give back blocks that only held draft nodes; none past the last known token stays."""
-        self.release_blocks(sequence, -(-sequence.num_tokens // self.table.block_size))
+        num_tokens = int(self.table.num_tokens[sequence.seat])
+        self.release_blocks(sequence, -(-num_tokens // self.table.block_size))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a running sequence; it waits and recomputes. Not a finish.
@@ -335,11 +336,12 @@ class Scheduler:
     def reserve_drafts(self, sequence: Sequence, num_nodes: int) -> int:
         """Reserve room for tree nodes after the root, from free blocks only. Returns how many
         fit."""
-        first, size = sequence.num_tokens, self.table.block_size  # first: slot of node 0
-        num_nodes = min(num_nodes, self.table.blocks.shape[1] * size - first)
-        while sequence.room < first + num_nodes and self.pool.num_free > 0:
+        table, seat = self.table, sequence.seat
+        first = int(table.num_tokens[seat])  # the slot of node 0
+        num_nodes = min(num_nodes, table.blocks.shape[1] * table.block_size - first)
+        while table.room[seat] < first + num_nodes and self.pool.num_free > 0:
             self._add_block(sequence)
-        return max(0, min(num_nodes, sequence.room - first))
+        return max(0, min(num_nodes, int(table.room[seat]) - first))
 
     def publish(self, sequence: Sequence) -> None:
         """Publish full blocks whose tokens are verified and whose KV is computed.
@@ -352,14 +354,15 @@ class Scheduler:
         table, seat = self.table, sequence.seat
         verified = table.prompt_len[seat] + table.num_verified[seat] - 1
         num = int(min(table.num_computed[seat], verified)) // table.block_size
-        if num <= table.num_published[seat]:
+        first = int(table.num_published[seat])
+        if num <= first:
             return
         self._extend_keys(sequence, num)
-        for i in range(sequence.num_published, num):
-            block = int(self.table.blocks[sequence.seat, i])
+        for i in range(first, num):
+            block = int(table.blocks[seat, i])
             if self.pool.writable(block):
                 self.pool.publish(block, sequence.keys[i], sequence.request.tenant)
-        sequence.num_published = num
+        table.num_published[seat] = num
 
     # -- inside -----------------------------------------------------------------------------
 
