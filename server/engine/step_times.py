@@ -33,7 +33,8 @@ beside other work is wrong by two."""
 NOISE = 0.1
 """Standard deviation of one step's logarithm beside the table's error, on a quiet machine; and the
 part of DOUBT that a row count has for itself, and a third of it an octave further: kernels change
-their tiles there. Two of it are the most that one step moves: one may take ten times as long."""
+their tiles there. Two of it are the most that one step moves: one may take ten times as long. Less
+of a first row than this no further row takes for sure."""
 
 DRIFT = 0.04
 """Standard deviation by which the table's error moves from step to step: others come and go, and
@@ -207,8 +208,10 @@ class CostTable:
         self.likely_s = likely_s
         octaves = np.log2(self._rows)
         near = np.exp(-np.abs(octaves[:, None] - octaves))
-        # Of a step, what is not its first row: nothing where a busy machine made that one slower.
-        further = np.maximum(0.0, 1.0 - self._raw[0] / self._raw)
+        # Of a step, what is not its first row. Where a busy machine made that one slower it looks
+        # like nothing: a further row takes at least NOISE of the first.
+        least = NOISE * (self._rows - 1.0)
+        further = np.maximum(1.0 - self._raw[0] / self._raw, least / (1.0 + least))
         wrong = 1.0 + np.outer(further, further) + NOISE**2 * near
         self._off = belief(np.zeros(len(rows)), DOUBT**2 * wrong, DRIFT**2 * wrong)
         self._most = float(np.trace(self._off[1]))
