@@ -56,7 +56,7 @@ class Need(Enum):
 
     CORPUS: drafters.corpus.Corpus or None. LEARNED: a layer of learned outputs over it, or None.
     EOS: ids that the drafter never proposes. SEEN: what the scope's requests left behind
-    (drafters.auto.seen.Seen), or None. PIECES: the bytes of the vocabulary's ids
+    (drafters.auto.retrieval.Seen), or None. PIECES: the bytes of the vocabulary's ids
     (drafters.auto.copying.Pieces), or None. PREDICTION: no argument; its sessions use
     `prediction_ids`, which other drafters ignore.
     """

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from drafters.array_file import ArrayFileError, write_arrays
 from drafters.arrays import Float64, Int32, Int64
 from drafters.auto.automaton import Automaton, build_automaton
-from drafters.auto.copy_prior import CopyPrior, learn_copy_prior
 from drafters.auto.nearest import Nearest, build_nearest
 from drafters.auto.trust import is_evidence
 from drafters.corpus_file import KIND, NUMBERS, VERSION, read_corpus
@@ -30,7 +29,7 @@ from drafters.published.ngram_tables import NGramTables, count_ngrams
 
 Progress = Callable[[str, float], None]
 
-_PARTS = ("tables", "automaton", "nearest", "copies")
+_PARTS = ("tables", "automaton", "nearest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ class Corpus:
     tables: NGramTables
     automaton: Automaton
     nearest: Nearest
-    copies: CopyPrior
     evidence: Float64
     outcomes: Float64
 
@@ -148,7 +146,6 @@ class Corpus:
             NGramTables(*(meta[name] for name in NUMBERS), **part("tables")),
             Automaton(**part("automaton")),
             Nearest(**part("nearest")),
-            CopyPrior(**part("copies")),
             arrays["trust.evidence"],
             arrays["trust.outcomes"],
         )
@@ -185,7 +182,6 @@ def build_corpus(
     ids = np.concatenate(outputs) if outputs else np.empty(0, np.int32)
     first = int(np.searchsorted(starts, starts[-1] - max_indexed_tokens, side="left"))
     first = min(first, len(outputs))
-    copies = learn_copy_prior(prompts, outputs)
     del outputs
     tables = count_ngrams(ids, starts[:-1], n_max=n_max, p_min=p_min, progress=progress)
     if progress is not None:
@@ -204,7 +200,6 @@ def build_corpus(
         tables,
         automaton,
         nearest if nearest is not None else build_nearest([]),
-        copies,
         np.empty((2, 0), np.float64),
         np.empty((3, 0), np.float64),
     )

@@ -23,7 +23,6 @@ START = -2
 """Stands before the first token of an output in an index of outputs. Never proposed."""
 MAX_TOP = 8  # commonest next tokens that an automaton's state has beside its edges
 MAX_N = 16  # of n-gram tables
-NUM_DISTANCES = 24  # of a copy prior: half powers of two
 
 COLUMNS = {
     "token_ids": Column("int32", ("tokens",), low=0),
@@ -42,10 +41,6 @@ COLUMNS = {
     "nearest.weights": Column("float32", ("terms",), low=0),
     "nearest.norms": Column("float32", ("examples",), low=1),
     "nearest.template": Column("int64", ("pairs",), ascends=True),
-    "copies.start_lift": Column("float32", (NUM_DISTANCES,), low=0),
-    "copies.end_lift": Column("float32", (NUM_DISTANCES,), low=0),
-    "copies.token_ids": Column("int32", ("copied",), low=0, ascends=True),
-    "copies.token_lift": Column("float32", ("copied",), low=0),
     "trust.evidence": Column("float64", (2, None), low=0),
     "trust.outcomes": Column("float64", (3, None), low=0),
 }

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
 from drafters.arrays import Int32, Int64
 from drafters.auto.automaton import build_automaton
-from drafters.auto.copy_prior import learn_copy_prior
 from drafters.auto.nearest import build_nearest
 from drafters.corpus import Corpus
 from drafters.published.ngram_tables import count_ngrams
@@ -168,7 +167,7 @@ def build_layer(
 ) -> Corpus:
     """The learned outputs as a Corpus to draft from beside `base`, the task's own (None: none).
 
-    Its outputs, prompts and copy prior are the learned ones alone. Its automaton and n-gram tables
+    Its outputs and prompts are the learned ones alone. Its automaton and n-gram tables
     cover `base` as well, if that has at most `max_merged_tokens` tokens; otherwise they are the
     base's own. Takes about 5 us a token.
     """
@@ -193,7 +192,6 @@ def build_layer(
         tables,
         automaton,
         build_nearest(prompts if any(p.shape[0] for p in prompts) else []),
-        learn_copy_prior(prompts, outputs),
         np.empty((2, 0), np.float64),
         np.empty((3, 0), np.float64),
     )

@@ -82,7 +82,7 @@ from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.held_out import build_calibrated
 from drafters.auto.likely import NUM_LIKELY
-from drafters.auto.seen import Seen
+from drafters.auto.retrieval import Seen
 from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
 from drafters.base import Drafter, LikelySession
 from drafters.catalog import OURS, that_use

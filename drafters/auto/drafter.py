@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.arrays import Float32, Int32, UInt8
-from drafters.auto.advance import NO_PLAIN, PlainFields, advance
 from drafters.auto.automaton import Automaton, automaton_step
+from drafters.auto.blend import NO_PLAIN, PlainFields, advance
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.copying import NO_COPY, NOWHERE, Pieces, no_entries
+from drafters.auto.corpus_fit import Rivals, follow_all
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
-from drafters.auto.retrieval import NUM_RETRIEVED, retrieve
-from drafters.auto.rival import Rivals, follow_all
-from drafters.auto.seen import Seen
+from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
 from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
@@ -254,9 +253,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         sources: list[int] = []
         if drafter.layers:
             prompt = self._index.text[0, : self._num_prompt]
-            first = drafter.layers[0]
-            self._prompt_marks = first.nearest.template_weights(prompt, TEMPLATE_WEIGHT)
-            first.copies.weigh(prompt, self._prompt_marks)
+            self._prompt_marks = drafter.layers[0].nearest.template_weights(prompt, TEMPLATE_WEIGHT)
         for weight, output in retrieve(
             drafter.layers,
             self._index.text[0, : self._num_prompt],
@@ -374,7 +371,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         place = self._places[-1]
         states, edges, tops = drafter.corpus_arrays
         return (
-            (index.text, index.table, self._prompt_marks, index.size),
+            index.view(self._prompt_marks),
             index.size - self._num_prompt,
             NO_TEXT if docs is None else docs.view(self._marks),
             self._hints() if self._anchors else NO_HINTS,

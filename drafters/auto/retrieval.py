@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from drafters.arrays import Int32
+from drafters.arrays import Float32, Int32
+from drafters.auto.copying import no_entries
+from drafters.auto.likely import LikelyTable
 
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
@@ -46,6 +49,20 @@ class RecentOutputs:
     def newest_last(self) -> tuple[Int32, ...]:
         """int32 arrays of token ids; the caller must not write them."""
         return tuple(self._outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the requests of one scope leave behind in memory, for those after them.
+
+    likely: what the model held likely, and entered: behind which tokens copies went on
+    (drafters.auto.copying), written by the scope's sessions. recent: the outputs that finished
+    last, which no layer may hold yet; added by whoever owns this.
+    """
+
+    likely: LikelyTable = field(default_factory=LikelyTable)
+    recent: RecentOutputs = field(default_factory=RecentOutputs)
+    entered: Float32 = field(default_factory=no_entries)
 
 
 def retrieve(

@@ -15,15 +15,14 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Float64
+from drafters.arrays import Float64, Float64x2, Int32x2
 from drafters.atomic_file import replacing
-from drafters.auto.advance import LearnedFields
+from drafters.auto.blend import LearnedFields
 from drafters.auto.cells import (
     NUM_AGREEMENTS,
     NUM_BINS,
@@ -36,9 +35,10 @@ from drafters.auto.cells import (
     NUM_SOURCES,
     SOURCES,
 )
+from drafters.auto.corpus_fit import CorpusFit
 from drafters.auto.views import TrustsFields
-from drafters.auto.weight_fit import fit_weights
 from drafters.calibration import CalibrationError
+from drafters.jit import compiled, entry, inlined
 from drafters.json_text import parsed
 from drafters.shared_counts import Counts
 
@@ -94,62 +94,70 @@ def write_default_trust(
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
-@dataclass(slots=True)
-class CorpusFit:
-    """Whether a corpus (or what was learned) helps: drafts with it beside drafts without it.
+_NEWTON_STEPS = 5
+_MOST_STEP, _MOST_SHIFT = 1.0, 4.0  # of log odds
 
-    Every emitted token is given both chances. num_tokens: how many were compared, decayed. gain:
-    sum of log(chance with + FLOOR) - log(chance without + FLOOR), decayed alike. Chances are known
-    soon, but a better chance is not always a better tree: steps decide once there are enough of
-    them (drafters.auto.rival). num_steps: compared, decayed; tokens_with, tokens_without: what they
-    would have emitted. One writer: the sessions of the drafter that owns the trust.
+
+@inlined
+def _chance(odds: float) -> float:
+    return 1.0 / (1.0 + math.exp(-odds))
+
+
+@inlined
+def _within(value: float, most: float) -> float:
+    return min(max(value, -most), most)
+
+
+@entry
+@compiled
+def fit_weights(
+    evidence: Float64x2, prior_odds: Float64, groups: Int32x2, strength: float, weights: Float64
+) -> None:
+    """Write the weights that evidence and prior give, from coarse to fine. It runs between two
+    steps of an engine, so it must be short: most cells have no evidence, and only those that have
+    some are gone through again and again.
+
+    A task has little evidence for most cells at first, but soon enough to show, for example, that
+    copies from its prompts are right more often than elsewhere. So the prior log odds are shifted
+    by whole groups of cells, each shift fitted with a normal prior of width 1. Then each cell is
+    fitted by its own evidence.
+
+    evidence: float64 [2, C]: times asked, times answered. prior_odds: float64 [C]. groups: int32
+    [levels, C], the coarsest level first: the group of each cell, 0 and up. strength: asks that the
+    shifted prior counts for. weights: float64 [C].
     """
-
-    FLOOR: ClassVar[float] = 0.05  # below it a token is not drafted either way
-    MIN_TOKENS: ClassVar[int] = 100
-    MEMORY: ClassVar[float] = 4000.0
-    MARGIN: ClassVar[float] = 0.002  # a token: differences below it are none
-    MIN_STEPS: ClassVar[int] = 60
-    STEP_MEMORY: ClassVar[float] = 4000.0
-
-    num_tokens: float = 0.0
-    gain: float = 0.0
-    num_steps: float = 0.0
-    tokens_with: float = 0.0
-    tokens_without: float = 0.0
-
-    def compare(self, with_it: float, without_it: float) -> None:
-        """Count a token by the chances it was given."""
-        self.num_tokens += 1.0
-        self.gain += math.log((with_it + self.FLOOR) / (without_it + self.FLOOR))
-        if self.num_tokens > self.MEMORY:
-            self.num_tokens *= 0.5
-            self.gain *= 0.5
-
-    def compare_steps(self, with_it: int, without_it: int) -> None:
-        """Count a step by the nodes that were accepted of the tree with the corpus and of the one
-        without, of equal size."""
-        self.num_steps += 1.0
-        self.tokens_with += 1.0 + with_it
-        self.tokens_without += 1.0 + without_it
-        if self.num_steps > self.STEP_MEMORY:
-            self.num_steps *= 0.5
-            self.tokens_with *= 0.5
-            self.tokens_without *= 0.5
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough was compared."""
-        return self.num_tokens >= self.MIN_TOKENS
-
-    @property
-    def helps(self) -> bool:
-        """Whether to draft from the corpus; true until enough was compared."""
-        if self.num_steps >= self.MIN_STEPS:
-            # Few steps say little: 1 % is believed of 60, 0.3 % of 400.
-            margin = self.MARGIN + 0.5 / self.num_steps
-            return self.tokens_with >= (1.0 - margin) * self.tokens_without
-        return not self.is_known or self.gain >= -self.MARGIN * self.num_tokens
+    odds = prior_odds.copy()
+    seen = np.empty(odds.shape[0], np.int64)
+    num_seen = 0
+    for cell in range(odds.shape[0]):
+        if evidence[0, cell] + evidence[1, cell] != 0.0:
+            seen[num_seen] = cell
+            num_seen += 1
+    for level in range(groups.shape[0]):
+        group = groups[level]
+        num = 0
+        for cell in range(odds.shape[0]):
+            num = max(num, int(group[cell]) + 1)
+        shift, total = np.zeros(num), np.zeros(num)
+        for cell in seen[:num_seen]:
+            total[group[cell]] += evidence[1, cell]
+        for _ in range(_NEWTON_STEPS):  # the objective is concave
+            slope, bend = total - shift, np.ones(num)
+            for cell in seen[:num_seen]:
+                at, asked = group[cell], evidence[0, cell]
+                chance = _chance(odds[cell] + shift[at])
+                slope[at] -= asked * chance
+                bend[at] += asked * chance * (1.0 - chance)
+            for at in range(num):
+                shift[at] = _within(
+                    shift[at] + _within(slope[at] / bend[at], _MOST_STEP), _MOST_SHIFT
+                )
+        for i in range(odds.shape[0]):
+            odds[i] += shift[group[i]]
+    for i in range(odds.shape[0]):
+        asked, answered = evidence[0, i], evidence[1, i]
+        weight = (answered + strength * _chance(odds[i])) / (asked + strength)
+        weights[i] = min(max(weight, 1e-4), 0.9995)
 
 
 class Trust:
@@ -230,7 +238,7 @@ class Trust:
             self._next_update = float(self.evidence[0].sum()) + UPDATE_EVERY
 
     def update(self) -> None:
-        """Fold the evidence into weights (drafters.auto.weight_fit) and factors."""
+        """Fold the evidence into weights (`fit_weights`) and factors."""
         old = self.evidence[0] > self.memory
         self.evidence[:, old] *= 0.5
         old = self.outcomes[2] > self.memory

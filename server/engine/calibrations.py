@@ -25,7 +25,7 @@ from server.types import NO_SCOPE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from drafters.auto.seen import Seen
+    from drafters.auto.retrieval import Seen
     from drafters.base import Drafter
     from drafters.shared_counts import Counts, TableId
 
@@ -153,7 +153,7 @@ class Calibrations:
 
     def seen(self, task: str, scope: str) -> Seen:
         """What a scope's requests of a task left behind. Its drafters write the likely ids."""
-        from drafters.auto.seen import Seen
+        from drafters.auto.retrieval import Seen
 
         seen = self._seen.setdefault((task, scope), Seen())
         self._seen.move_to_end((task, scope))
@@ -188,8 +188,8 @@ class Calibrations:
 
     def corpus_fit(self, table: Table) -> tuple[float, float, float]:
         """(steps compared, tokens that trees with the corpus made in them, and those without it)
-        of a table and those of all other scopes in memory, as drafters.auto.trust.CorpusFit counts
-        them; zeros for tables that do not compare."""
+        of a table and those of all other scopes in memory, as drafters.auto.corpus_fit counts them;
+        zeros for tables that do not compare."""
         fits = [fit for known in self._tables_like(table) if (fit := getattr(known, "fit", None))]
         return (
             sum(fit.num_steps for fit in fits),

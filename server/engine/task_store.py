@@ -2,12 +2,13 @@
 
 *Calibration* is the drafters' own (drafters.auto.trust, drafters.calibration): one table per (task,
 drafter, corpus, scope), shared by all drafters made of these, so that making one anew forgets
-nothing. *Seen* (drafters.auto.seen) are ids that the model held likely and the last few outputs, by
-(task, scope) of tasks that learn, in memory only; server/engine/calibrations.py has both. *Learned
-outputs* are those of finished requests of tasks that learn, one reservoir per (task, scope). The
-scope is made of tenant and cache_salt, so that nobody's drafts are made of another's text, nor as
-many or as few as another's text made them. Learned outputs stay in memory unless the task says
-`learn: persist`; then they are kept as calibrations are: written atomically into the engine's own
+nothing. *Seen* (drafters.auto.retrieval) are ids that the model held likely and the last few
+outputs, by (task, scope) of tasks that learn, in memory only; server/engine/calibrations.py has
+both. *Learned outputs* are those of finished requests of tasks that learn, one reservoir per
+(task, scope). The scope is made of tenant and cache_salt, so that nobody's drafts are made of
+another's text, nor as many or as few as another's text made them. Learned outputs stay in memory
+unless the task says `learn: persist`; then they are kept as calibrations are: written atomically
+into the engine's own
 folder at intervals and at the end, and read from there when they are first needed. The folder
 belongs to one model and one engine: engines of one model learn apart, each from what it served,
 unless an Exchange (server/engine/exchange.py) takes what may be written down to the others and

@@ -129,7 +129,7 @@ def test_a_corpus_survives_its_file(tmp_path: Path) -> None:
     assert loaded.output(3).tolist() == [1, 2, 23, 0]
     assert loaded.end_ids() == (0,)
     assert loaded.tables.lookup([1]) == {2: 12}
-    for part in ("tables", "automaton", "nearest", "copies"):
+    for part in ("tables", "automaton", "nearest"):
         for field in fields(getattr(corpus, part)):
             old, new = (getattr(getattr(one, part), field.name) for one in (corpus, loaded))
             assert np.array_equal(old, new), (part, field.name)

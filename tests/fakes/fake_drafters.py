@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.auto.drafter import AutoDrafter, AutoSession
-from drafters.auto.seen import Seen
+from drafters.auto.retrieval import Seen
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 from tests.fakes.fake_runner import FakeModel

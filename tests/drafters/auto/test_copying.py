@@ -10,7 +10,7 @@ import pytest
 from drafters.auto.cells import COPIED, NUM_SOURCES
 from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter, AutoSession
-from drafters.auto.seen import Seen
+from drafters.auto.retrieval import Seen
 from drafters.replay import Recording, replay
 
 TEXT = "Ada Kowalczyk, Moving pictures of distant islands. Harbour Press, 1987."

@@ -12,7 +12,7 @@ import pytest
 from drafters.auto.cells import LOGITS, NUM_SOURCES, SOURCES
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.likely import MAX_SLOTS, NUM_LIKELY, LikelyTable, context_key, find_context
-from drafters.auto.seen import Seen
+from drafters.auto.retrieval import Seen
 from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
 from drafters.replay import Recording, replay

@@ -10,9 +10,9 @@ from drafters.auto.retrieval import (
     NUM_RECENT,
     RECENT_WEIGHT,
     RecentOutputs,
+    Seen,
     retrieve,
 )
-from drafters.auto.seen import Seen
 from drafters.learned import build_layer
 from drafters.replay import Recording, replay
 

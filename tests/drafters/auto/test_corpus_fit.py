@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from drafters.auto.rival import Rivals
-from drafters.auto.trust import CorpusFit
+from drafters.auto.corpus_fit import CorpusFit, Rivals
 from drafters.tree import DraftTree
 
 

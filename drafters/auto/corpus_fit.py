@@ -1,0 +1,124 @@
+"""Whether a corpus is worth its nodes, by chances first and by trees once there are enough.
+
+At some steps `auto` grows its tree twice, with the corpus and without. One is verified. What the
+other would have brought needs no model: both are followed by the tokens that come, each with as
+many of its likeliest nodes as the step had room for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from drafters.tree import DraftTree
+
+
+@dataclass(slots=True)
+class CorpusFit:
+    """Whether a corpus (or what was learned) helps: drafts with it beside drafts without it.
+
+    Every emitted token is given both chances. num_tokens: how many were compared, decayed. gain:
+    sum of log(chance with + FLOOR) - log(chance without + FLOOR), decayed alike. Chances are known
+    soon, but a better chance is not always a better tree: steps decide once there are enough of
+    them (Rivals). num_steps: compared, decayed; tokens_with, tokens_without: what they
+    would have emitted. One writer: the sessions of the drafter that owns the trust.
+    """
+
+    FLOOR: ClassVar[float] = 0.05  # below it a token is not drafted either way
+    MIN_TOKENS: ClassVar[int] = 100
+    MEMORY: ClassVar[float] = 4000.0
+    MARGIN: ClassVar[float] = 0.002  # a token: differences below it are none
+    MIN_STEPS: ClassVar[int] = 60
+    STEP_MEMORY: ClassVar[float] = 4000.0
+
+    num_tokens: float = 0.0
+    gain: float = 0.0
+    num_steps: float = 0.0
+    tokens_with: float = 0.0
+    tokens_without: float = 0.0
+
+    def compare(self, with_it: float, without_it: float) -> None:
+        """Count a token by the chances it was given."""
+        self.num_tokens += 1.0
+        self.gain += math.log((with_it + self.FLOOR) / (without_it + self.FLOOR))
+        if self.num_tokens > self.MEMORY:
+            self.num_tokens *= 0.5
+            self.gain *= 0.5
+
+    def compare_steps(self, with_it: int, without_it: int) -> None:
+        """Count a step by the nodes that were accepted of the tree with the corpus and of the one
+        without, of equal size."""
+        self.num_steps += 1.0
+        self.tokens_with += 1.0 + with_it
+        self.tokens_without += 1.0 + without_it
+        if self.num_steps > self.STEP_MEMORY:
+            self.num_steps *= 0.5
+            self.tokens_with *= 0.5
+            self.tokens_without *= 0.5
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was compared."""
+        return self.num_tokens >= self.MIN_TOKENS
+
+    @property
+    def helps(self) -> bool:
+        """Whether to draft from the corpus; true until enough was compared."""
+        if self.num_steps >= self.MIN_STEPS:
+            # Few steps say little: 1 % is believed of 60, 0.3 % of 400.
+            margin = self.MARGIN + 0.5 / self.num_steps
+            return self.tokens_with >= (1.0 - margin) * self.tokens_without
+        return not self.is_known or self.gain >= -self.MARGIN * self.num_tokens
+
+
+class Rivals:
+    """The trees of one step. accepted: nodes that were followed so far, of each."""
+
+    __slots__ = ("_alive", "_children", "_nodes", "accepted")
+
+    def __init__(self, trees: Sequence[DraftTree], num_nodes: int) -> None:
+        """num_nodes: of each tree at most, its likeliest."""
+        self._children = [_children(tree, num_nodes) for tree in trees]
+        self._nodes = [-1] * len(trees)
+        self._alive = [True] * len(trees)
+        self.accepted = [0] * len(trees)
+
+    def follow(self, token: int) -> bool:
+        """Go on by a token that came; whether any tree still holds the text."""
+        for i, children in enumerate(self._children):
+            if not self._alive[i]:
+                continue
+            node = children.get((self._nodes[i], token), -1)
+            if node < 0:
+                self._alive[i] = False
+            else:
+                self._nodes[i] = node
+                self.accepted[i] += 1
+        return any(self._alive)
+
+
+def follow_all(
+    compared: Sequence[Rivals], token_ids: Sequence[int], fit: CorpusFit
+) -> list[Rivals]:
+    """What the trees of compared steps make of the tokens that came: those that still hold the
+    text; of the others `fit` is told."""
+    alive: list[Rivals] = []
+    for rivals in compared:
+        if all(rivals.follow(token) for token in token_ids):
+            alive.append(rivals)
+        else:
+            fit.compare_steps(*rivals.accepted)
+    return alive
+
+
+def _children(tree: DraftTree, num_nodes: int) -> dict[tuple[int, int], int]:
+    """(parent, token) -> node of the likeliest nodes; a parent is never less likely."""
+    kept = range(len(tree))
+    if len(tree) > num_nodes:
+        kept = np.argsort(-tree.survival, kind="stable")[:num_nodes].tolist()
+    parents, tokens = tree.parents.tolist(), tree.token_ids.tolist()
+    return {(parents[node], tokens[node]): node for node in kept}
