@@ -181,6 +181,10 @@ def test_prompts_of_a_list_have_fresh_seeds_or_the_given_one(
     engine.submitted.clear()
     server.post(prompt=["a", "b"], max_tokens=1, seed=-5)
     assert [r.sampling.seed for r in engine.submitted] == [2**64 - 5] * 2
+    engine.submitted.clear()
+    server.post(prompt=["a", "b"], max_tokens=1, seed=-1)  # vLLM's and llama.cpp's word for none
+    fresh = {r.sampling.seed for r in engine.submitted}
+    assert len(fresh) == 2 and 2**64 - 1 not in fresh
 
 
 def test_choices_are_numbered_over_prompts(server: LiveServer, engine: ScriptedEngine) -> None:
