@@ -314,7 +314,7 @@ class Engine:
         committer = self._committer
         for outcome in committer.commit(rows, trees, built, results):
             self._conclude(outcome)
-        self.recovery.step_done(bool(rows.draws.any()))
+        self.recovery.step_done(rows.draws)
         if not rows.is_plain:
             self._verify_exact()
         if committer.moves.shape[1]:

@@ -9,9 +9,10 @@ StepFigures notes what each step took, for them and for who learns from it.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+import numpy as np
 
 from server.engine.adapters import AdapterShelf
 from server.engine.admission import Admission
@@ -40,8 +41,8 @@ from server.types import (
 
 class StepTotals:
     """What all steps took. rows: of prompts, of last tokens, of drafts. ceiling: the most nodes
-    that could have paid in the last step. Of each histogram of `EDGES`, counts: how many values lay
-    in each bucket and above the last, sums: of the values."""
+    that could have paid in the last step. Of the steps' values those of the last ones lie as they
+    came: they are counted when somebody asks, or when there are many."""
 
     EDGES = (LATENCY_BUCKETS_S, LATENCY_BUCKETS_S, SHORT_BUCKETS_S, SHORT_BUCKETS_S, ROW_BUCKETS)
 
@@ -49,19 +50,30 @@ class StepTotals:
         self.num_steps = 0
         self.rows = [0, 0, 0]
         self.ceiling = 0
-        self.counts = tuple([0] * (len(edges) + 1) for edges in self.EDGES)
-        self.sums = [0.0] * len(self.EDGES)
+        self._last = np.empty((256, len(self.EDGES)))
+        self._num_last = 0
+        self._counts = [np.zeros(len(edges) + 1, np.int64) for edges in self.EDGES]
+        self._sums = np.zeros(len(self.EDGES))
 
     def observe(self, *values: float) -> None:
         """One more step: its seconds, those of model, drafting and host, and its rows."""
         self.num_steps += 1
-        for i, value in enumerate(values):
-            self.counts[i][bisect_left(self.EDGES[i], value)] += 1
-            self.sums[i] += value
+        self._last[self._num_last] = values
+        self._num_last += 1
+        if self._num_last == len(self._last):
+            self._count()
 
     def histogram(self, i: int) -> FigureValue:
-        """One of `EDGES`, as Figure has it."""
-        return tuple(self.counts[i]), self.sums[i]
+        """One of `EDGES`, as Figure has it: how many values lay in each bucket and above the last,
+        and their sum."""
+        self._count()
+        return tuple(self._counts[i].tolist()), float(self._sums[i])
+
+    def _count(self) -> None:
+        values, self._num_last = self._last[: self._num_last], 0
+        self._sums += values.sum(axis=0)
+        for counts, edges, column in zip(self._counts, self.EDGES, values.T, strict=True):
+            counts += np.bincount(np.searchsorted(edges, column), minlength=len(counts))
 
 
 class Parts(Protocol):

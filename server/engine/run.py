@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn
+from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn, Int32
 from server.engine.sequence import Sequence, Status
 from server.types import TokenLogprob
 
@@ -136,10 +136,10 @@ class Recovery:
         self._suspects.clear()
         self.is_isolating = False
 
-    def step_done(self, has_drawn: bool) -> None:
-        """A step succeeded. has_drawn: it drew, which clears its suspect."""
+    def step_done(self, draws: Int32) -> None:
+        """A step succeeded. draws: of Rows; one that drew clears its suspect."""
         self._num_in_a_row = 0
-        if self._suspects and has_drawn:
+        if self._suspects and draws.any():
             self._suspects.pop(0)
 
     def step_failed(self, sequences: Iterable[Sequence], *, was_too_large: bool = False) -> Blame:
