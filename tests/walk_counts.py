@@ -51,7 +51,7 @@ BOUNDS = {
     "plain step, 8 choices: calls": 18,
     "drafting step, 1 choice: calls": 62,
     "drafting step, 1 choice: files": 15,
-    "drafting step, 8 choices: calls": 205,
+    "drafting step, 8 choices: calls": 210,
     "request, API: calls": 201,
     "request, API: files": 18,
     "request, engine: calls": 430,

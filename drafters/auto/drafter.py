@@ -371,7 +371,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         place = self._places[-1]
         states, edges, tops = drafter.corpus_arrays
         return (
-            index.view(self._prompt_marks),
+            (index.text, index.table, self._prompt_marks, index.size),
             index.size - self._num_prompt,
             NO_TEXT if docs is None else docs.view(self._marks),
             self._hints() if self._anchors else NO_HINTS,
