@@ -95,13 +95,25 @@ class LikelySession(DraftSession, Protocol):
         """
 
 
+class StateSession(DraftSession, Protocol):
+    """A DraftSession that also reads the model's last hidden state, if wants_state."""
+
+    wants_state: bool
+
+    def note_state(self, state: npt.NDArray[np.float32]) -> None:
+        """What the LM head was given, float32 [hidden size], where the last token of the step that
+        was just verified was drawn. Called before `feedback` and `extend` of the same step, where
+        the runner tells it (server.engine.batch.StateRunner)."""
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Makes sessions. Shared state only; safe to use for many sessions at once on one thread.
 
     A drafter may have a bool `knows_starts`: whether a session can propose an answer's first tokens
     from more than its prompt. Where it is False, sessions are opened while the prompt is computed,
-    so that its first token does not wait for them.
+    so that its first token does not wait for them. And a bool `reads_states`: whether its sessions
+    are StateSessions that want one, and so know more than their prompt from then on.
     """
 
     name: str

@@ -57,8 +57,8 @@ class Need(Enum):
     CORPUS: drafters.corpus.Corpus or None. LEARNED: a layer of learned outputs over it, or None.
     EOS: ids that the drafter never proposes. SEEN: what the scope's requests left behind
     (drafters.auto.retrieval.Seen), or None. PIECES: the bytes of the vocabulary's ids
-    (drafters.auto.copying.Pieces), or None. PREDICTION: no argument; its sessions use
-    `prediction_ids`, which other drafters ignore.
+    (drafters.auto.copying.Pieces), or None. PRIOR: the model's head (drafters.auto.prior.Prior), or
+    None. PREDICTION: no argument; its sessions use `prediction_ids`, which other drafters ignore.
     """
 
     CORPUS = "corpus"
@@ -66,6 +66,7 @@ class Need(Enum):
     EOS = "eos_token_ids"
     SEEN = "seen"
     PIECES = "pieces"
+    PRIOR = "model_prior"
     PREDICTION = "prediction_ids"
 
 
@@ -118,6 +119,13 @@ class AutoOptions:
         le=8,
         key="logits",
         help="likeliest ids of each verified row that are kept and drafted from; 0 is off",
+    )
+    prior_depth: int = option(
+        4,
+        ge=0,
+        le=4,
+        key="prior",
+        help="ids that the model's prior follows by itself, of `tailor models prior`; 0 is off",
     )
 
 

@@ -82,6 +82,7 @@ from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.held_out import build_calibrated
 from drafters.auto.likely import NUM_LIKELY
+from drafters.auto.prior import Prior
 from drafters.auto.retrieval import Seen
 from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
 from drafters.base import Drafter, LikelySession
@@ -462,10 +463,13 @@ def _entry(answer: Answer) -> dict[str, Any]:
     }
 
 
-def columns(ids: Ids) -> dict[str, Drafter]:
+def columns(ids: Ids, prior: Prior | None = None) -> dict[str, Drafter]:
     """The drafters that are compared, without a corpus. What they learn stays from request to
     request."""
-    return {
+    with_prior = {}
+    if prior is not None:
+        with_prior["auto, prior"] = make_drafter("auto", **ids.own, seen=Seen(), model_prior=prior)
+    return with_prior | {
         "auto, no logits": make_drafter("auto", **ids.own, num_likely=0),
         "auto": make_drafter("auto", **ids.own, seen=Seen()),
         "token recycling": TokenRecycling(),
@@ -486,6 +490,7 @@ def live(
     *,
     sets: SetOptions = _OWN_SETS,
     budgets: Annotated[str, Parameter(help="nodes a step, with commas")] = "8,16",
+    prior: Annotated[Path | None, Parameter(help="a file of `tailor models prior`")] = None,
     json: Annotated[Path | None, Parameter(help="append the JSON line to this file too")] = None,
 ) -> int:
     """Each drafter on the model itself, its recorded answers the reference; see loadtest.replay.
@@ -494,6 +499,7 @@ def live(
     """
     sets = replace(sets, data=None)
     ids = open_ids(sets.model)
+    head = None if prior is None else Prior.load(prior, fingerprint=None)
     cells = []
     for name in sets.names():
         tests = sets.read(ids, name, "test", sets.examples)
@@ -501,7 +507,7 @@ def live(
         longest = max(len(test.output_ids) for test in tests)
         for nodes in numbers(budgets, "--budgets"):
             cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
-            engine = build_engine(model_folder(sets.model), drafters := columns(ids), nodes)
+            engine = build_engine(model_folder(sets.model), drafters := columns(ids, head), nodes)
             for column in drafters:
                 drawn = SamplingParams(temperature=0.0, max_tokens=longest)
                 how = SpeculationParams(column, nodes)

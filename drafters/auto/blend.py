@@ -17,6 +17,7 @@ from drafters.auto.automaton import automaton_step
 from drafters.auto.cells import BASE_CHANCE, NUM_SITUATIONS, factor_cell
 from drafters.auto.copying import follow, learn_entry
 from drafters.auto.gather import NUM, Gathered, GatheredFields, gather
+from drafters.auto.prior import begin, go_on
 from drafters.auto.text_index import append_id
 from drafters.auto.views import (
     NO_CORPUS,
@@ -132,15 +133,22 @@ def _learn_claims(
 
 @inlined
 def learn_token(
-    token: int, context: Context, weights: Float64, evidence: EvidenceFields, found: Gathered
+    token: int,
+    context: Context,
+    followed: int,
+    weights: Float64,
+    evidence: EvidenceFields,
+    found: Gathered,
 ) -> float:
-    """One step of expectation maximisation for the trusts, *before* `token` is appended.
+    """One step of expectation maximisation for the trusts, *before* `token` is appended. followed:
+    see gather; the prior's state is its first.
 
     Returns the chance that was given to `token`.
     """
     asks, outcomes = evidence
+    corpus = context.corpus
     num_levels = gather(
-        context, context.corpus.state, context.corpus.length, context.cursor, 0, found
+        context, weights, corpus.state, corpus.length, context.cursor, 0, followed, 0, found
     )
     row = -1
     for i in range(found.state[NUM]):
@@ -186,6 +194,7 @@ def advance(
     context, found = context_of(fields), Gathered(*scratch)
     own, corpus = context.own, context.corpus
     state, length, cursor = corpus.state, corpus.length, context.cursor
+    followed = begin(context.prior, own.text, own.size)
     for i in range(tokens.shape[0]):
         token, size, num_output = tokens[i], own.size + i, context.num_output + i
         chances[0, i] = chances[1, i] = 0.0
@@ -201,8 +210,9 @@ def advance(
                 context.likely,
                 context.copy,
                 cursor,
+                context.prior,
             )
-            chances[0, i] = learn_token(token, here, weights, (asks, outcomes), found)
+            chances[0, i] = learn_token(token, here, followed, weights, (asks, outcomes), found)
         if learns[1, i]:
             weights, asks, outcomes = without
             marks, docs, nothing = plain
@@ -216,8 +226,9 @@ def advance(
                 context.likely,
                 context.copy,
                 cursor,
+                context.prior,
             )
-            chances[1, i] = learn_token(token, bare, weights, (asks, outcomes), found)
+            chances[1, i] = learn_token(token, bare, followed, weights, (asks, outcomes), found)
         append_id(own.text, own.table, size, token)
         if corpus.states.shape[0] > 0:
             state, length = automaton_step(corpus.states, corpus.edges, state, length, token)
@@ -229,3 +240,5 @@ def advance(
         places[0, i], places[1, i] = state, length
         places[2, i], places[3, i], places[4, i] = cursor.tail, cursor.place, cursor.off
         places[5, i], places[6, i] = cursor.words, cursor.run
+        if followed >= 0:
+            followed = go_on(context.prior, 0, token, 0, followed)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from drafters.jit import compiled
 
-SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction", "logits", "copied")
-CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS, COPIED = 0, 1, 2, 3, 4, 5, 6
-NUM_SOURCES = 7
+SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction", "logits", "copied", "prior")
+CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS, COPIED, PRIOR = 0, 1, 2, 3, 4, 5, 6, 7
+NUM_SOURCES = 8
 NUM_BUCKETS = 10  # match lengths 0, 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, 32 and more
 NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1
@@ -70,6 +70,16 @@ def cell_of(level: int, total: float, top_share: float, situation: int) -> int:
     agreement = 0 if top_share < 0.5 else (1 if top_share < 0.999 else 2)
     cell = (level * NUM_OCCURRENCES + occurrences) * NUM_AGREEMENTS + agreement
     return cell * NUM_SITUATIONS + situation
+
+
+@compiled
+def prior_cell(level: int, top: float, situation: int) -> int:
+    """The trust cell of the prior, whose likeliest id has the chance `top`."""
+    if top < 0.35:
+        return cell_of(level, 1.0 if top < 0.1 else (2.0 if top < 0.2 else 3.0), 0.0, situation)
+    if top < 0.8:
+        return cell_of(level, 5.0 if top < 0.5 else 10.0, 0.7, situation)
+    return cell_of(level, 30.0, 1.0, situation)
 
 
 @compiled

@@ -1,10 +1,11 @@
 """`auto`: one tree from all sources, each node ranked by its calibrated chance.
 
 Sources: the sequence's own text, the task's corpus at any match length, the outputs of the
-corpus' examples nearest to this prompt, the client's prediction, and what the model's own logits
-held likely (drafters.auto.likely). Their next tokens are gathered (drafters.auto.gather), blended
-(drafters.auto.blend) and grown into a tree (drafters.auto.tree_builder). How far each kind of
-context is trusted is learned per task from every emitted token (drafters.auto.trust).
+corpus' examples nearest to this prompt, the client's prediction, what the model's own logits held
+likely (drafters.auto.likely), and a head on its last state (drafters.auto.prior). Their next tokens
+are gathered (drafters.auto.gather), blended (drafters.auto.blend) and grown into a tree
+(drafters.auto.tree_builder). How far each kind of context is trusted is learned per task from every
+emitted token (drafters.auto.trust).
 
 The first tokens of an answer can be drafted: the corpus indexes output starts, and a prediction's
 first token follows START as those of other outputs do.
@@ -25,6 +26,7 @@ from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.copying import NO_COPY, NOWHERE, Pieces, no_entries
 from drafters.auto.corpus_fit import Rivals, follow_all
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.auto.prior import MOST_FOLLOWED, NO_HIDDEN, NO_PRIOR, Prior, PriorScratch
 from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
 from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
@@ -73,6 +75,8 @@ class AutoDrafter:
     pieces: of the vocabulary; None: nothing is copied by text.
     seen: what requests of this scope left behind, shared by its sessions; None: each session has
         its own table of likely ids, which ends with it.
+    model_prior: the model's head, or None: its states are not read. prior_depth: ids behind such a
+        state that are followed; 0 is off.
     """
 
     name = "auto"
@@ -90,11 +94,18 @@ class AutoDrafter:
         num_likely: int = NUM_LIKELY,
         seen: Seen | None = None,
         pieces: Pieces | None = None,
+        model_prior: Prior | None = None,
+        prior_depth: int = MOST_FOLLOWED,
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
         if not 0 <= num_likely <= NUM_LIKELY:
             raise ValueError(f"num_likely must be in 0..{NUM_LIKELY}, not {num_likely}")
+        if not 0 <= prior_depth <= MOST_FOLLOWED:
+            raise ValueError(f"prior_depth must be in 0..{MOST_FOLLOWED}, not {prior_depth}")
+        self.prior: PriorScratch | None = None
+        if model_prior is not None and prior_depth:
+            self.prior = PriorScratch(model_prior, prior_depth)
         self.corpus = corpus
         self.num_likely = num_likely
         self.seen = seen
@@ -156,6 +167,11 @@ class AutoDrafter:
         return compared
 
     @property
+    def reads_states(self) -> bool:
+        """Whether its sessions draft from the model's states."""
+        return self.prior is not None
+
+    @property
     def knows_starts(self) -> bool:
         """Whether it knows other outputs."""
         return self.has_corpus or (self.seen is not None and len(self.seen.recent) > 0)
@@ -183,6 +199,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         "_likely",
         "_marks",
         "_noted",
+        "_noted_state",
         "_num_learned",
         "_places",
         "_prediction",
@@ -190,7 +207,9 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         "_retrieved",
         "_rivals",
         "_settled",
+        "_state",
         "num_likely",
+        "wants_state",
     )
 
     def __init__(
@@ -212,6 +231,11 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         # likely at a token is no evidence for how well it was foreseen.
         self._noted: tuple[Int32, Int32, Float32] | None = None
         self._echo = NO_ECHO
+        # The model's state that the prior begins at, and the place of the token drawn from it; that
+        # of the last step, until its tokens are appended.
+        self.wants_state = drafter.prior is not None
+        self._state = (NO_HIDDEN, 0)
+        self._noted_state: Float32 | None = None
         # A compared step's trees, with the corpus and without, until one is verified; then those
         # that still hold the text.
         self._grown: tuple[DraftTree, ...] = ()
@@ -380,6 +404,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             NO_LIKELY if likely is None else (*likely.arrays, *self._echo),
             self._copy,
             place[2:],
+            NO_PRIOR if drafter.prior is None else drafter.prior.fields(*self._state),
         )
 
     def _context_without(self, drafter: AutoDrafter) -> ContextFields:
@@ -447,6 +472,9 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 self._advance(drafter, token_ids[first : first + MOST_AT_ONCE])
         if token_ids:
             self._echo = NO_ECHO
+        if self._noted_state is not None:
+            self._state = self._noted_state, self._index.size - 1
+            self._noted_state = None
         if self._rivals:
             self._rivals = follow_all(self._rivals, token_ids, drafter.trust.fit)
         if self._noted is not None:
@@ -470,7 +498,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def _forget_step(self) -> None:
         """Discard the last step's rows and trees."""
-        self._noted, self._echo = None, NO_ECHO
+        self._noted, self._noted_state, self._echo = None, None, NO_ECHO
         self._grown, self._rivals = (), []
 
     def note_likely(
@@ -488,9 +516,19 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 np.ascontiguousarray(chances[:, :num]),
             )
 
+    def note_state(self, state: Float32) -> None:
+        """See StateSession; read when the step's tokens are appended."""
+        drafter = self._owner()
+        if drafter.prior is not None:
+            if state.shape != (drafter.prior.hidden_size,):
+                raise ValueError(f"the prior is not of a model with states of {state.shape[0]}")
+            self._noted_state = state
+
     def rollback(self, mark: int) -> None:
         """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
         super().rollback(mark)
+        if self._state[1] >= self._index.size:
+            self._state = NO_HIDDEN, 0
         self._forget_step()
         del self._places[mark + 1 :]
         if self._anchors:

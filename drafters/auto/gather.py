@@ -9,6 +9,7 @@ that followed that context, at *every* match length it has:
     retrieved   outputs of the corpus' examples whose prompts are nearest to this one
     prediction  the text the client expects (OpenAI's Predicted Outputs)
     logits      what the model itself held likely after the same few tokens (drafters.auto.likely)
+    prior       what a head on the model's last state says (drafters.auto.prior)
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from drafters.auto.cells import (
     MAX_VISITS,
     NUM_BUCKETS,
     NUM_LEVELS,
-    NUM_SOURCES,
     OUTPUT,
     PREDICTION,
+    PRIOR,
     PROMPT,
     cell_of,
     length_bucket,
+    prior_cell,
 )
 from drafters.auto.copying import (
     LEAST_TAIL,
@@ -54,6 +56,7 @@ from drafters.auto.copying import (
     skip_words,
 )
 from drafters.auto.likely import find_context, longer_key
+from drafters.auto.prior import LEAST_CHANCE, PriorView, score
 from drafters.auto.text_index import find_slot, triple_key
 from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
 from drafters.corpus_file import MAX_TOP, START
@@ -62,6 +65,8 @@ from drafters.jit import inlined
 NUM, STAMP, OFF, ENTERED = 0, 1, 2, 3  # in Gathered.state
 OFF_TOTALS = (1.0, 2.0, 3.0, 6.0, 12.0, 40.0)  # an occurrences' bucket each
 ENTERED_SHARES = (0.0, 0.7, 1.0)  # an agreement's bucket each
+PRIOR_BUCKET = 2  # the prior is asked behind contexts of more tokens ...
+PRIOR_LEFT = 0.1  # ... where they leave so much
 
 
 class Gathered(NamedTuple):
@@ -359,12 +364,40 @@ def _longest(source: int, totals: Float32) -> int:
 
 
 @inlined
-def _order_levels(found: Gathered, context_cover: int) -> int:
+def _gather_prior(prior: PriorView, row: int, level: int, found: Gathered) -> float:
+    """What the prior says behind states[row]; returns the highest chance, 0 where it says nothing
+    that is worth a node."""
+    total = score(prior, row)
+    found.totals[level] = 1.0
+    _clear(found.counts, level)
+    highest = np.float32(0.0)
+    least = np.float32(LEAST_CHANCE) * total
+    for output in range(prior.scores.shape[0]):
+        if prior.scores[output] > least and prior.ids[output] >= 0:
+            candidate = _candidate(prior.ids[output], found)
+            if candidate >= 0:
+                chance = prior.scores[output] / total
+                found.counts[level, candidate] = chance
+                highest = max(highest, chance)
+    return float(highest)
+
+
+@inlined
+def _order_levels(
+    found: Gathered,
+    context_cover: int,
+    weights: Float64,
+    prior: PriorView,
+    followed: int,
+    row_of_prior: int,
+) -> int:
     """Write levels and cells, longest context first; returns their number.
 
-    context_cover: tokens of output (path included) before this node.
+    context_cover: tokens of output (path included) before this node. The prior is asked here, where
+    longer contexts leave something: weights of theirs. followed, row_of_prior: as of `gather`.
     """
     num_candidates = found.state[NUM]
+    left = 1.0
     totals = found.totals
     # A context is trusted less where the rival source matches as much: the prompt's longest
     # match for all others, the corpus' longest for the prompt.
@@ -372,8 +405,16 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
     num_levels = 0
     cover_bucket = length_bucket(context_cover)
     for bucket in range(NUM_BUCKETS - 1, -1, -1):
-        for turn in range(NUM_SOURCES, -1, -1):
-            if turn == NUM_SOURCES:
+        if bucket == PRIOR_BUCKET and followed >= 0 and left > PRIOR_LEFT:
+            level = PRIOR * NUM_BUCKETS + 1 + followed
+            highest = _gather_prior(prior, row_of_prior, level, found)
+            if highest > 0.0:
+                situation = 0 if prompt_longest == 0 else (4 if prompt_longest > bucket else 2)
+                found.levels[num_levels] = level
+                found.cells[num_levels] = prior_cell(level, highest, situation)
+                num_levels += 1
+        for turn in range(PRIOR, -1, -1):
+            if turn == PRIOR:
                 # Hints tell more than a match of one or two tokens.
                 if bucket != 2:
                     continue
@@ -408,15 +449,27 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
                     share = np.float32(ENTERED_SHARES[found.state[ENTERED]])
             found.levels[num_levels] = level
             found.cells[num_levels] = cell_of(level, total, share, situation)
+            left *= 1.0 - weights[found.cells[num_levels]]
             num_levels += 1
     return num_levels
 
 
 @inlined
 def gather(
-    context: Context, state: int, length: int, cursor: Cursor, depth: int, found: Gathered
+    context: Context,
+    weights: Float64,
+    state: int,
+    length: int,
+    cursor: Cursor,
+    depth: int,
+    followed: int,
+    row_of_prior: int,
+    found: Gathered,
 ) -> int:
     """Ask all sources at one node; returns the number of levels that have something.
+
+    weights: of the trust cells. followed: ids behind the prior's last state of the model; -1: it is
+    not asked. row_of_prior: of its states, that of this node.
 
     state, length: of the corpus after the path; cursor: after it. found.path: its first `depth`
     entries are the path to the node, newest first; the rest is filled with the context here.
@@ -446,4 +499,4 @@ def gather(
         _gather_likely(context.likely, min(MAX_LIKELY_MATCH, depth + own.size), depth, found)
     _gather_copied(context.copy, cursor, depth, found)
     _add_longer(found)
-    return _order_levels(found, cover)
+    return _order_levels(found, cover, weights, context.prior, followed, row_of_prior)

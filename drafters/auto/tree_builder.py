@@ -18,6 +18,7 @@ from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
 from drafters.auto.copying import Cursor, follow
 from drafters.auto.gather import NUM, Gathered, GatheredFields, gather, new_gathered
+from drafters.auto.prior import begin, go_on
 from drafters.auto.views import (
     Context,
     ContextFields,
@@ -101,6 +102,7 @@ def _cursor(nodes: Nodes, node: int) -> Cursor:
 @inlined
 def _offer(
     node: int,
+    followed: int,
     context: Context,
     limits: Limits,
     trusts: Trusts,
@@ -109,7 +111,8 @@ def _offer(
     waiting: Candidates,
     size: int,
 ) -> int:
-    """Put the candidates behind `node` (-1: the root) into the heap; returns its new size."""
+    """Put the candidates behind `node` (-1: the root) into the heap; returns its new size.
+    followed: of the prior, at the root."""
     depth, survival = 0, np.float32(1.0)
     state, length, cursor = context.corpus.state, context.corpus.length, context.cursor
     if node >= 0:
@@ -120,7 +123,12 @@ def _offer(
     for i in range(depth):
         found.path[i] = nodes.token[at]
         at = nodes.parent[at]
-    num_levels = gather(context, state, length, cursor, depth, found)
+    if node >= 0 and followed >= 0:
+        before, token = nodes.parent[node] + 1, nodes.token[node]
+        followed = go_on(context.prior, before, token, node + 1, followed + depth - 1)
+    num_levels = gather(
+        context, trusts.weights, state, length, cursor, depth, followed, node + 1, found
+    )
     blend(trusts.weights, num_levels, found)
     at_start = context.num_output + depth == 0
     for row in range(found.state[NUM]):
@@ -238,9 +246,10 @@ def grow_tree(
     num = 0
     node = -1
     depth = 0
+    followed = begin(context.prior, context.own.text, context.own.size)
     while True:
         if depth < limits.max_depth and num < limits.budget:
-            size = _offer(node, context, limits, trusts, nodes, found, waiting, size)
+            size = _offer(node, followed, context, limits, trusts, nodes, found, waiting, size)
         if num >= limits.budget or size == 0:
             break
         survival = waiting.keys[0]

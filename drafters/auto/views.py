@@ -17,6 +17,7 @@ import numpy as np
 
 from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2
 from drafters.auto.copying import CopyFields, CopyView, Cursor, CursorFields
+from drafters.auto.prior import PriorFields, PriorView
 from drafters.jit import inlined
 
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
@@ -79,6 +80,7 @@ class Context(NamedTuple):
     prediction. hints: int32, positions in docs that may come next. ends: int32, EOS ids, which are
     never drafted. likely: the table of the model's own logits. copy, cursor: the prompt's
     characters, and where the text stands in them.
+    prior: a head on the model's state.
     """
 
     own: TextView
@@ -90,6 +92,7 @@ class Context(NamedTuple):
     likely: LikelyView
     copy: CopyView
     cursor: Cursor
+    prior: PriorView
 
 
 class Trusts(NamedTuple):
@@ -104,7 +107,16 @@ TextFields = tuple[Int32x2, Int64x2, Float32x2, int]
 CorpusFields = tuple[Int32x2, Int32x2, Int32x2, int, int]
 LikelyFields = tuple[Int64, Int32x2, Float32x2, Int32, Float32]
 ContextFields = tuple[
-    TextFields, int, TextFields, Int32, CorpusFields, Int32, LikelyFields, CopyFields, CursorFields
+    TextFields,
+    int,
+    TextFields,
+    Int32,
+    CorpusFields,
+    Int32,
+    LikelyFields,
+    CopyFields,
+    CursorFields,
+    PriorFields,
 ]
 TrustsFields = tuple[Float64, Float64]
 
@@ -131,7 +143,7 @@ NO_LIKELY: LikelyFields = (
 @inlined
 def context_of(fields: ContextFields) -> Context:
     """The Context of plain tuples (`*Fields`)."""
-    own, num_output, docs, hints, corpus, ends, likely, copy, cursor = fields
+    own, num_output, docs, hints, corpus, ends, likely, copy, cursor, prior = fields
     return Context(
         TextView(*own),
         num_output,
@@ -142,4 +154,5 @@ def context_of(fields: ContextFields) -> Context:
         LikelyView(*likely),
         CopyView(*copy),
         Cursor(*cursor),
+        PriorView(*prior),
     )

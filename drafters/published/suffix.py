@@ -14,6 +14,7 @@ import numpy as np
 
 from drafters.auto.cells import SOURCES
 from drafters.auto.copying import NO_COPY, NOWHERE
+from drafters.auto.prior import NO_PRIOR
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
 from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_LIKELY, NO_MARKS, NO_TEXT
@@ -83,6 +84,7 @@ class SuffixSession(IndexedSession[SuffixDrafter]):
             NO_LIKELY,
             NO_COPY,
             NOWHERE,
+            NO_PRIOR,
         )
         limits = (budget, max_depth, drafter.min_survival)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)

@@ -116,6 +116,13 @@ COMMANDS = (
         "tailor models fetch gemma-3-270m",
     ),
     Command(
+        "models prior",
+        "models:prior",
+        "learn what a model says next from texts that it writes itself, so that `auto` drafts "
+        "where no text is known; minutes, once a model",
+        "tailor models prior smollm2-135m-instruct",
+    ),
+    Command(
         "models rm",
         "models:remove",
         "remove a model's copy from this machine; folders of your own stay",

@@ -59,7 +59,15 @@ def cache(
     *,
     clear: Annotated[
         Literal[
-            "models", "downloads", "configs", "tokens", "costs", "machine-code", "tasks", "fleet"
+            "models",
+            "downloads",
+            "configs",
+            "tokens",
+            "costs",
+            "priors",
+            "machine-code",
+            "tasks",
+            "fleet",
         ]
         | None,
         Parameter(help="remove this part; end the servers that use it first"),
@@ -93,6 +101,7 @@ def cache_parts() -> dict[str, Part]:
         "configs": Part(folder / "configs", "what was read of models' configurations"),
         "tokens": Part(folder / "tokens", "the bytes of each token"),
         "costs": Part(folder / "costs", "what steps cost on this machine"),
+        "priors": Part(folder / "priors", "priors of models, of `tailor models prior`"),
         "machine-code": Part(code_folder(), "what was compiled here"),
         "tasks": Part(folder / "tasks", "uploaded corpora, what tasks learned", True),
         "fleet": Part(folder / "fleet", "what a fleet's tasks learned", True),

@@ -1,8 +1,10 @@
-"""`tailor models`: lists, shows, fetches and removes the models on this machine."""
+"""`tailor models`: lists, shows, fetches and removes the models on this machine, and makes what
+drafts for one (`prior`)."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from drafters.json_text import parsed
-from server.commands.progress import Stages
+from server.commands.options import ModelOptions, writing
+from server.commands.progress import Bar, Stages
 from server.errors import ConfigError
 
 ModelName = Annotated[
@@ -173,6 +176,68 @@ def _remember(folder: Path) -> None:
         found = open_model(folder, remembers=True)
         found.ropes(found.max_position_embeddings)
         found.num_token_ids  # noqa: B018
+
+
+def prior(
+    model: ModelName,
+    /,
+    *,
+    tokens: Annotated[
+        int, Parameter(help="of the model's own texts that it is learned from (60000)")
+    ] = 60_000,
+    text: Annotated[
+        Path | None,
+        Parameter(metavar="FILE", help="learn from this text instead; none of it is kept"),
+    ] = None,
+    steps: Annotated[int, Parameter(help="of training (1500)")] = 1500,
+    threads: Annotated[int | None, Parameter(help="CPU threads")] = None,
+    seed: Annotated[int, Parameter(help="of what is drawn (0)")] = 0,
+) -> int:
+    import torch
+
+    from server.commands.own_engine import own_engine
+    from server.commands.train_prior import embeddings_of, fit, own_texts, read_texts
+    from server.engine.bigrams import model_fingerprint
+    from server.model.cache_folder import writing_to_cache
+    from server.model.cpu.generic.runner import GenericRunner
+    from server.model.cpu.runner import CpuRunner
+    from server.wiring.engine import prior_file
+
+    for name, number in (("--tokens", tokens), ("--steps", steps), ("--threads", threads)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}: must be at least 1")
+    if seed < 0:
+        raise ConfigError("--seed: must be 0 or more")
+    options = ModelOptions(model=model, threads=threads)
+    with Bar() as bar, own_engine(options, bar, ()) as (served, engine):
+        runner = engine.runner
+        if not isinstance(runner, CpuRunner) or isinstance(runner, GenericRunner):
+            raise ConfigError(
+                f"{model}: transformers' own forward computes it; a prior is made for families "
+                "(`tailor models list`)"
+            )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if text is None:
+            texts = own_texts(runner, tokens, seed=seed, progress=bar)
+        else:
+            with writing(text):
+                whole = text.read_text(encoding="utf-8", errors="replace")
+            parts = [served.tokenizer.encode(part).ids for part in whole.split("\n\n")]
+            texts = list(read_texts(runner, parts, bar))
+        file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
+        try:
+            made = fit(
+                texts, embeddings_of(runner), fingerprint=model_fingerprint(fingerprint),
+                num_steps=steps, seed=seed, progress=bar,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        with writing_to_cache():
+            made.save(file)
+    num = sum(one.ids.shape[0] for one in texts)
+    print(json.dumps({"file": str(file), "bytes": file.stat().st_size, "tokens": num}))
+    return 0
 
 
 def remove(model: ModelName, /) -> int:

@@ -272,6 +272,17 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class StateRunner(Runner, Protocol):
+    """A Runner that tells what its LM head was given, for drafters that read it
+    (drafters.base.StateSession). Nothing is computed for it. The one on CUDA does not tell: its
+    states stay on the device."""
+
+    def last_states(self, draws: Int32) -> Float32:
+        """The LM head's inputs, float32 [n, hidden size], of draws of the step that was last waited
+        for. A copy. Called before the next launch."""
+
+
+@runtime_checkable
 class SlicingRunner(Runner, Protocol):
     """A Runner that can restrict its LM head to slices and verify what was drawn from one.
 

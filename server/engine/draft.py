@@ -27,8 +27,8 @@ from typing import cast
 
 import numpy as np
 
-from drafters.arrays import Int32, Int64
-from drafters.base import Drafter, DraftSession, LikelySession
+from drafters.arrays import Float32, Int32, Int64
+from drafters.base import Drafter, DraftSession, LikelySession, StateSession
 from drafters.tree import DraftTree
 from server.engine.gain import REST, Gain, StepShape
 from server.engine.grammar import FORCED, constrain
@@ -170,10 +170,11 @@ class Drafts:
         vocab_size: int,
         max_rows: int,
         is_beside: bool = True,
+        states: Callable[[Int32], Float32] | None = None,
     ) -> None:
         """gain: gives seats, decides, and learns what became of drafts. vocab_size: bound on ids.
         max_rows: most nodes a step; 0: nobody drafts. is_beside: whether the host works beside a
-        step that computes, and not on its cores."""
+        step that computes, and not on its cores. states: of a StateRunner."""
         self.num_errors = 0
         self.is_off = True
         self._gain = gain
@@ -183,6 +184,7 @@ class Drafts:
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._is_beside = is_beside
+        self._states = states
         self._logged: set[str] = set()
         self._num_open = 0  # choices that have a drafter
         self._first: list[Sequence] = []  # the first of their scopes, whose drafters wait
@@ -221,8 +223,10 @@ class Drafts:
             if drafter is None:
                 return
             sequence.drafter, sequence.drafter_name = drafter, drafter.name
-            knows = bool(request.speculation.prediction_ids) or getattr(
-                drafter, "knows_starts", True
+            knows = (
+                bool(request.speculation.prediction_ids)
+                or getattr(drafter, "knows_starts", True)
+                or (self._states is not None and getattr(drafter, "reads_states", False))
             )
             sequence.gain_seat = seat = self._gain.seat(self._scope(sequence), knows=knows)
             self._num_open += 1
@@ -504,8 +508,9 @@ class Drafts:
         results: Results,
     ) -> None:
         """Tell a choice's session what a step has shown: the ids that were likeliest at the last
-        token and behind each of its nodes, which of these were accepted, and what was emitted. ids:
-        that, which is appended. item, draw: its tree's, and its root's draw."""
+        token and behind each of its nodes, which of these were accepted, the state that the last
+        token was drawn from, and what was emitted. ids: that, which is appended. item, draw: its
+        tree's, and its root's draw."""
         session = sequence.session
         if session is None or sequence.is_resting:
             return
@@ -518,6 +523,10 @@ class Drafts:
                 cast("LikelySession", session).note_likely(
                     nodes, parents, likely.ids[at], likely.chances[at]
                 )
+            if self._states is not None and getattr(session, "wants_state", False):
+                last = draw if len(ids) < 2 else draw + 1 + path[len(ids) - 2]
+                state = self._states(np.array([last], np.int32))[0]
+                cast("StateSession", session).note_state(state)
             if first < end:
                 forced = -1 if sequence.grammar is None else len(sequence.sources) - 1
                 tree, accepted = trees.proposed(item, path, forced)

@@ -27,7 +27,7 @@ from drafters.base import Drafter
 from server.engine import figures
 from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
-from server.engine.batch import Batch, Runner
+from server.engine.batch import Batch, Runner, StateRunner
 from server.engine.blocks import BlockPool
 from server.engine.build import Builder, Built
 from server.engine.commit import Committer, Ending, ExactVerifier, Outcome
@@ -109,6 +109,7 @@ class Engine:
         self.drafts = Drafts(
             self.drafters, self.gain, self.scheduler, vocab_size=info.vocab_size,
             max_rows=settings.max_draft_rows, is_beside=info.device != "cpu",
+            states=runner.last_states if isinstance(runner, StateRunner) else None,
         )  # fmt: skip
         self.recovery = Recovery(settings.max_failures)
         self._grammars = grammars

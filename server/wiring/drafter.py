@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from drafters.auto.copying import Pieces
+    from drafters.auto.prior import Prior
     from drafters.base import Drafter, DraftSession
     from drafters.corpus import Corpus
     from drafters.options import OptionFile
@@ -78,6 +79,7 @@ def make_task_drafter(
     enrichment: Enrichment | None = None,
     corpora: CorpusFiles | None = None,
     pieces: Pieces | None = None,
+    prior: Prior | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
@@ -86,7 +88,7 @@ def make_task_drafter(
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
     another one are refused (None: not checked). enrichment: the model writes its outputs in these
     ids, so prompts are read in them, too. corpora: of the engine. pieces: of the same ids;
-    None: nothing is copied by text. Raises ValueError.
+    None: nothing is copied by text. prior: the model's. Raises ValueError.
     """
     from drafters.catalog import Need, make_drafter, spec_of
 
@@ -117,6 +119,8 @@ def make_task_drafter(
         given[Need.SEEN.value] = memory.seen(task, speculation.scope)
     if Need.PIECES in spec.needs:
         given[Need.PIECES.value] = pieces
+    if prior is not None and Need.PRIOR in spec.needs:
+        given[Need.PRIOR.value] = prior
     drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:
         memory.calibrate(task, drafter, corpus_id, speculation.scope)

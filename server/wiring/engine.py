@@ -23,8 +23,10 @@ from server.wiring.model import enrichment_of, table_file
 
 if TYPE_CHECKING:
     from drafters.auto.copying import Pieces
+    from drafters.auto.prior import Prior
     from drafters.base import Drafter
     from server.engine.adapters import AdapterShelf, Vocabulary
+    from server.engine.batch import Runner
     from server.engine.engine import Engine
     from server.engine.exchange import Exchange
     from server.engine.grammar_compiler import GrammarCompiler
@@ -128,7 +130,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     grammars = _grammars(order, runner.info, table)
     engine = Engine(
         runner,
-        _drafter_makers(runner.info, memory, vocabularies),
+        _drafter_makers(runner.info, memory, vocabularies, _prior(order, runner)),
         _engine_settings(order),
         stop_table=stops,
         cost=load_or_measure(runner, cost_file, max_rows=_MEASURED_ROWS[_kind(order)]),
@@ -211,8 +213,36 @@ class _Vocabularies:
         return self.of(adapter_of(scope)).fingerprint
 
 
+def prior_file(fingerprint: str) -> Path:
+    """Where the prior of a model lies, once `tailor models prior` has made it."""
+    from server.engine.bigrams import model_fingerprint
+    from server.model.cache_folder import cache_dir
+
+    return cache_dir() / "priors" / f"{model_fingerprint(fingerprint)[:24]}.prior"
+
+
+def _prior(order: EngineOrder, runner: Runner) -> Prior | None:
+    """The model's prior, where there is one that its runner's states can be given to."""
+    from drafters.array_file import ArrayFileError
+    from drafters.auto.prior import Prior
+    from server.engine.batch import StateRunner
+    from server.engine.bigrams import model_fingerprint
+
+    file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
+    if not file.is_file():
+        return None
+    if not isinstance(runner, StateRunner):
+        log.warning("%s has a prior, which is not used on %s", runner.info.name, _kind(order))
+        return None
+    try:
+        return Prior.load(file, fingerprint=model_fingerprint(fingerprint))
+    except (OSError, ArrayFileError) as error:
+        log.warning("%s is drafted for without its prior: %s", runner.info.name, error)
+        return None
+
+
 def _drafter_makers(
-    info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies
+    info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies, prior: Prior | None
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
     """(task, speculation) -> Drafter, by the drafter's name."""
     corpora = CorpusFiles()
@@ -230,6 +260,7 @@ def _drafter_makers(
             enrichment=own.enrichment,
             corpora=corpora,
             pieces=own.pieces,
+            prior=prior,
         )
 
     return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}

@@ -346,7 +346,7 @@ def make_drafter(
     if work.drafter == "liar":
         return liar_drafter(work.rng.randrange(1 << 30), texts, vocab)
     if work.drafter == "auto":
-        return OwnLogits()
+        return OwnLogits(vocab)
     if work.drafter == "likely":
         return LikelyDrafter(work.model)
     if work.drafter == "broken":

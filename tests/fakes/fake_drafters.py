@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.auto.drafter import AutoDrafter, AutoSession
+from drafters.auto.prior import WIDTH, Prior, integers_of
 from drafters.auto.retrieval import Seen
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
-from tests.fakes.fake_runner import FakeModel
+from tests.fakes.fake_runner import FakeModel, state_of_hash
 
 
 class FakeSession:
@@ -211,17 +212,52 @@ def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
     return FakeDrafter(propose)
 
 
+def random_prior(
+    vocab_size: int, hidden_size: int = 24, *, num_outputs: int = 32, sure: float = 1.0
+) -> Prior:
+    """A head with random numbers. sure: what its outputs are multiplied by."""
+    rng = np.random.default_rng(0)
+
+    def numbers(*shape: int) -> npt.NDArray[np.float32]:
+        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    embed, embed_scale = integers_of(numbers(vocab_size, WIDTH) * 4)
+    output, output_scale = integers_of(numbers(num_outputs, WIDTH) * sure)
+    ids = rng.permutation(max(vocab_size, num_outputs))[:num_outputs].astype(np.int32)
+    ids[ids >= vocab_size] = -1
+    ids[-1] = -1
+    return Prior(
+        "model", ids, numbers(hidden_size, WIDTH), numbers(WIDTH), embed, embed_scale,
+        numbers(WIDTH, WIDTH), numbers(WIDTH), output, output_scale / np.float32(127),
+        numbers(num_outputs),
+    )  # fmt: skip
+
+
 class LikelySession(FakeSession):
     """Drafts what the model held likely, and checks that it is told so of the right contexts: each
-    row's chances are those of the model's own logits behind the text and the node's path."""
+    row's chances are those of the model's own logits behind the text and the node's path, and the
+    state that it is told is that of the row that drew the last token."""
 
     num_likely = 3
+    wants_state = True
 
     def __init__(self, prompt_ids: Sequence[int], model: FakeModel) -> None:
         super().__init__(prompt_ids, self._behind)
         self.num_rows = 0
         self._model = model
         self._likely: dict[int, list[int]] = {}
+        self._state: npt.NDArray[np.float32] | None = None
+
+    def note_state(self, state: npt.NDArray[np.float32]) -> None:
+        self._alive()
+        self._state = state
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        super().extend(token_ids)
+        if self._state is not None and token_ids:
+            behind = int(self._model.hashes(self.tokens[:-1])[-1])
+            np.testing.assert_array_equal(self._state, state_of_hash(behind))
+            self._state = None
 
     def note_likely(
         self,
@@ -280,10 +316,12 @@ class LikelyDrafter(FakeDrafter):
 
 
 class OwnLogits(AutoDrafter):
-    """`auto` without a corpus; its sessions share what the model held likely, and are counted."""
+    """`auto` without a corpus; its sessions share what the model held likely and read its states,
+    and are counted."""
 
-    def __init__(self) -> None:
-        super().__init__(seen=Seen())
+    def __init__(self, vocab_size: int) -> None:
+        prior = random_prior(vocab_size, sure=40.0)
+        super().__init__(seen=Seen(), model_prior=prior)
         self.sessions: list[AutoSession] = []
 
     def open(

@@ -125,6 +125,12 @@ class FakeAdapter:
         return self.model.vocab_size
 
 
+def state_of_hash(value: int) -> Float32:
+    """What a row's state is here, float32 [24]."""
+    bits = (value & 0xFFFFFF) >> np.arange(24) & 1
+    return (2.0 * bits - 1.0).astype(np.float32)
+
+
 class FakeRunner:
     """A Runner over a FakeModel. Checks the Batch's invariants as it goes.
 
@@ -157,6 +163,7 @@ class FakeRunner:
         self._kv: UInt64 = rng.integers(0, 1 << 63, size, np.uint64)
         self._token_at = np.full(size, -1, np.int64)
         self._launched: Batch | None = None
+        self._drawn_from: list[int] = []  # hashes of the last step's draws
         self.head_row_bytes = 4
         self.num_verifies = 0
         self._tables: dict[int, list[int]] = {}
@@ -259,12 +266,18 @@ class FakeRunner:
         self.num_rows += batch.num_rows
         began = time.perf_counter()
         hashes, recents = self._forward(batch)
+        self._drawn_from = [hashes[row] for row in batch.draw_rows.tolist()]
         drawn = self._draw(batch, hashes, recents)
         seconds = self.step_s + self.row_s * batch.num_rows
         left = seconds - (time.perf_counter() - began)
         if left > 0:
             time.sleep(left)
         return drawn
+
+    def last_states(self, draws: Int32) -> Float32:
+        """See StateRunner: of each draw's row the bits of its hash."""
+        assert self._is_idle
+        return np.stack([state_of_hash(self._drawn_from[draw]) for draw in draws.tolist()])
 
     @property
     def _is_idle(self) -> bool:

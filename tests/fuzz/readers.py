@@ -122,6 +122,31 @@ def _use_bigrams(data: bytes, folder: Path) -> None:
     GrammysDrafter(table=table).open([1, 2, 3, 1, 2]).propose(8, 4)
 
 
+@functools.cache
+def _prior_files() -> Sequence[bytes]:
+    from tests.fakes.fake_drafters import random_prior
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prior"
+        random_prior(50).save(file)
+        return [file.read_bytes()]
+
+
+def _use_prior(data: bytes, folder: Path) -> None:
+    from drafters.auto.drafter import AutoDrafter
+    from drafters.auto.prior import Prior
+
+    file = folder / "prior"
+    file.write_bytes(data)
+    prior = Prior.load(file, fingerprint=None)
+    session = AutoDrafter(model_prior=prior).open(PROMPT)
+    session.settle()
+    session.note_state(np.linspace(-9.0, 9.0, prior.hidden_size, dtype=np.float32))
+    session.extend([7])
+    session.propose(8, 4)
+    session.extend([9, 1])
+
+
 def mutate_arrays(chance: random.Random, data: bytes) -> bytes:
     """Values of one array, or of the header, are others; the checksum is right again."""
     length = int.from_bytes(data[8:16], "little")
@@ -856,6 +881,7 @@ READERS: dict[str, Reader] = {
         _of_arrays("corpus", _corpus_files, _use_corpus),
         _of_arrays("learned outputs", _learned_files, _use_learned),
         _of_arrays("bigram table", _bigram_files, _use_bigrams),
+        _of_arrays("prior", _prior_files, _use_prior),
         Reader(
             "gguf",
             _gguf_files,

@@ -228,6 +228,7 @@ class CpuRunner:
         self._worker = Worker("cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
         self._in_flight: Pending[Drawn] | None = None
+        self._last_draws: Int32 = _NOTHING  # rows of the last step that ids were drawn from
         self.body_s = 0.0
         self.head_s = 0.0
         self.draw_s = 0.0
@@ -240,6 +241,7 @@ class CpuRunner:
             raise ValueError(f"{batch.num_rows} rows, at most {self._scratch.x.shape[0]} fit")
         if batch.num_rows:
             self._pages.use(max(batch.slots.tolist()) // BLOCK_SIZE)
+        self._last_draws = batch.draw_rows
         self._in_flight = self._worker.submit(self._step, batch)
 
     def wait(self) -> Drawn:
@@ -248,6 +250,11 @@ class CpuRunner:
         if in_flight is None:
             raise RuntimeError("no step is in flight")
         return in_flight.result()
+
+    def last_states(self, draws: Int32) -> Float32:
+        """See StateRunner."""
+        states: Float32 = self._scratch.hidden[self._last_draws[draws]]
+        return states
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""

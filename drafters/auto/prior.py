@@ -1,0 +1,313 @@
+"""Prior: a small recurrent head on a model's own last hidden state, trained once a model.
+
+The state that an id was drawn from, and the id, give a state of WIDTH numbers, which says how
+likely some thousand frequent ids come next; it goes on by its own words behind each further id
+(Medusa, arXiv 2401.10774; Hydra, arXiv 2402.05109; here one head for all depths, over the model's
+frequent ids alone). Every other source of `auto` reads text. This one knows what is free to choose.
+
+With h the state and x the id that was drawn from it, softsign(v) = v / (1 + |v|):
+
+    s_1 = softsign(h project + bias_1 + embed[x])
+    s_k+1 = softsign(s_k recur + bias_2 + embed[the next id])
+    logits = s output + bias_3, over `ids`, the last of which, -1, stands for all others
+
+A node costs the product of `output`, integers of 8 bits: ids x WIDTH, which lie in a core's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.arrays import Float32, Float32x2, Int32, Int32x2
+from drafters.jit import borrowing, entry, inlined
+
+KIND = "prior of a model"
+VERSION = 1
+WIDTH = 96
+"""Numbers of a state: a constant of the compiled product."""
+LANES = 16  # outputs come in such groups
+MOST_FOLLOWED = 4
+"""Ids behind the model's state that are followed."""
+LEAST_CHANCE = 0.01  # of what is proposed
+_LARGEST = 1e4  # of a number in a file: products of a few hundred such are finite
+
+Int8 = npt.NDArray[np.int8]
+Int8x2 = Annotated[Int8, 2]
+Int16 = npt.NDArray[np.int16]
+
+COLUMNS = {
+    "ids": Column("int32", ("outputs",), low=-1, high="vocabulary"),
+    "project": Column("float32", ("hidden", WIDTH)),
+    "project_bias": Column("float32", (WIDTH,)),
+    "embed": Column("uint8", ("vocabulary", WIDTH)),
+    "embed_scale": Column("float32", ("vocabulary",)),
+    "recur": Column("float32", (WIDTH, WIDTH)),
+    "recur_bias": Column("float32", (WIDTH,)),
+    "output": Column("uint8", ("outputs", WIDTH)),
+    "output_scale": Column("float32", ("outputs",)),
+    "output_bias": Column("float32", ("outputs",)),
+}
+
+PriorFields = tuple[
+    Int32, Float32x2, Float32, Int8x2, Float32, Float32x2, Float32, Int8x2, Float32, Float32,
+    Float32, int, int, Float32x2, Float32, Float32, Int16,
+]  # fmt: skip
+"""A Prior's arrays, then hidden, at, most, states, scores, sums and numbers: see PriorView."""
+
+
+class PriorView(NamedTuple):
+    """A Prior's arrays as compiled code reads them, and where a text stands.
+
+    hidden: float32 [hidden size], a row of the model, or [0]: there is none. at: index of the token
+    that was drawn from it. most: ids behind it that are followed. states: float32 [nodes + 1,
+    WIDTH], scratch: behind the text, then behind each node; NaN where it is not known. scores:
+    float32 [outputs], sums: float32 [WIDTH], numbers: int16 [WIDTH], scratch.
+    """
+
+    ids: Int32
+    project: Float32x2
+    project_bias: Float32
+    embed: Int8x2
+    embed_scale: Float32
+    recur: Float32x2
+    recur_bias: Float32
+    output: Int8x2
+    output_scale: Float32
+    output_bias: Float32
+    hidden: Float32
+    at: int
+    most: int
+    states: Float32x2
+    scores: Float32
+    sums: Float32
+    numbers: Int16
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """The head of one model. Immutable; shared by all that draft for the model.
+
+    fingerprint: of the model, without the types of its weights. ids: int32 [outputs], what each
+    output is of; -1: any other id, or a pad. embed: int8 [vocabulary, WIDTH], each row times its
+    embed_scale. output: int8 [outputs, WIDTH], the same; a state is 127 at most there.
+    """
+
+    fingerprint: str
+    ids: Int32
+    project: Float32
+    project_bias: Float32
+    embed: Int8
+    embed_scale: Float32
+    recur: Float32
+    recur_bias: Float32
+    output: Int8
+    output_scale: Float32
+    output_bias: Float32
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.project.shape[0])
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
+        """In the order of PriorView."""
+        return tuple(getattr(self, one.name) for one in fields(self)[1:])
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically."""
+        arrays = {name: getattr(self, name) for name in COLUMNS}
+        for name in ("embed", "output"):
+            arrays[name] = arrays[name].view(np.uint8)
+        write_arrays(
+            path, kind=KIND, version=VERSION, fingerprint=self.fingerprint, meta={}, arrays=arrays
+        )
+
+    @classmethod
+    def load(cls, path: Path | str, *, fingerprint: str | None, hidden_size: int = 0) -> Prior:
+        """Map what save() wrote. hidden_size: of the model that it is for, if that is known.
+        Raises as drafters.array_file.read_arrays does."""
+        meta, arrays, _ = read_arrays(
+            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
+        )
+        for name, array in arrays.items():
+            if array.dtype == np.float32 and array.size and np.abs(array).max() > _LARGEST:
+                raise ArrayFileError(f"{path} is damaged: {name} has values that cannot be")
+        if arrays["ids"].shape[0] % LANES or hidden_size not in (0, arrays["project"].shape[0]):
+            raise ArrayFileError(f"{path} is damaged, or of a model of another size")
+        for name in ("embed", "output"):
+            arrays[name] = arrays[name].view(np.int8)
+        return cls(str(meta["fingerprint"]), **{name: arrays[name] for name in COLUMNS})
+
+
+def integers_of(rows: Float32) -> tuple[Int8, Float32]:
+    """Rows as int8, and what each is multiplied by."""
+    scale = np.maximum(np.abs(rows).max(axis=1), 1e-6).astype(np.float32) / np.float32(127)
+    return np.rint(rows / scale[:, None]).astype(np.int8), scale
+
+
+def no_prior() -> PriorFields:
+    """The fields of no prior."""
+    none, rows = np.empty(0, np.float32), np.empty((0, WIDTH), np.float32)
+    bytes_ = np.empty((0, WIDTH), np.int8)
+    return (
+        np.empty(0, np.int32), rows, none, bytes_, none, rows, none, bytes_, none, none,
+        none, 0, 0, rows, none, none, np.empty(0, np.int16),
+    )  # fmt: skip
+
+
+NO_PRIOR = no_prior()
+
+NO_HIDDEN: Float32 = np.empty(0, np.float32)
+"""The state of a text of which none is known."""
+
+
+class PriorScratch:
+    """A Prior's arrays and the scratch of its drafter's sessions, of which there is one thread."""
+
+    __slots__ = ("_most", "_prior", "_scratch", "hidden_size")
+
+    def __init__(self, prior: Prior, most: int = MOST_FOLLOWED, num_nodes: int = 128) -> None:
+        """most: ids that are followed. num_nodes: of a tree that it says something of."""
+        self._prior, self._most = prior.arrays, most
+        self.hidden_size = prior.hidden_size
+        self._scratch = (
+            np.zeros((num_nodes + 1, WIDTH), np.float32),
+            np.zeros(prior.ids.shape[0], np.float32),
+            np.zeros(WIDTH, np.float32),
+            np.zeros(WIDTH, np.int16),
+        )
+
+    def fields(self, hidden: Float32, at: int) -> PriorFields:
+        """See PriorView."""
+        return (*self._prior, hidden, at, self._most, *self._scratch)  # type: ignore[return-value]
+
+
+@inlined
+def _settle(sums: Float32, states: Float32x2, row: int) -> None:
+    """states[row] = softsign of the sums."""
+    for i in range(WIDTH):
+        value = sums[i]
+        if not value > np.float32(-1e4):  # NaN, too
+            value = np.float32(-1e4)
+        value = min(value, np.float32(1e4))
+        states[row, i] = value / (np.float32(1.0) + abs(value))
+
+
+@inlined
+def _add_id(prior: PriorView, token: int) -> None:
+    scale = prior.embed_scale[token]
+    for i in range(WIDTH):
+        prior.sums[i] += scale * np.float32(prior.embed[token, i])
+
+
+@inlined
+def _is_known(states: Float32x2, row: int) -> bool:
+    return bool(states[row, 0] > np.float32(-2.0))  # not NaN
+
+
+@inlined
+def go_on(prior: PriorView, parent: int, token: int, row: int, followed: int) -> int:
+    """states[row] = the state behind that of `parent` and a token. followed: ids behind the model's
+    state at the parent. Returns them for the row, -1 where nothing is known."""
+    states = prior.states
+    if row >= states.shape[0]:
+        return -1
+    known = 0 <= followed < prior.most and parent < states.shape[0] and _is_known(states, parent)
+    if not known or not 0 <= token < prior.embed.shape[0]:
+        states[row, 0] = np.nan
+        return -1
+    for i in range(WIDTH):
+        prior.sums[i] = prior.recur_bias[i]
+    for j in range(WIDTH):
+        value = states[parent, j]
+        for i in range(WIDTH):
+            prior.sums[i] += value * prior.recur[j, i]
+    _add_id(prior, token)
+    _settle(prior.sums, states, row)
+    return followed + 1
+
+
+@inlined
+def begin(prior: PriorView, text: Int32x2, size: int) -> int:
+    """states[0] = the state behind text[0, :size]; returns how many ids lie behind the model's own
+    state, -1 where nothing is known."""
+    at = prior.at
+    if prior.hidden.shape[0] == 0 or not 0 <= size - 1 - at <= prior.most:
+        return -1
+    token = text[0, at]
+    if not 0 <= token < prior.embed.shape[0]:
+        return -1
+    for i in range(WIDTH):
+        prior.sums[i] = prior.project_bias[i]
+    for j in range(prior.hidden.shape[0]):
+        value = prior.hidden[j]
+        for i in range(WIDTH):
+            prior.sums[i] += value * prior.project[j, i]
+    _add_id(prior, token)
+    _settle(prior.sums, prior.states, 0)
+    followed = 0
+    for place in range(at + 1, size):
+        followed = go_on(prior, 0, text[0, place], 0, followed)
+    return followed
+
+
+@inlined
+def _exp(value: np.float32) -> np.float32:
+    """e to the power of a number of at most 0, to 1e-4: a line that compiles to vectors."""
+    power = max(value, np.float32(-40.0)) * np.float32(1.44269504)
+    whole = np.floor(power)
+    part = power - whole
+    bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
+    curve = np.float32(0.22449434) + part * np.float32(0.07944016)
+    curve = np.float32(1.0) + part * (np.float32(0.69606564) + part * curve)
+    power_of_2: np.float32 = bits.view(np.float32) * curve
+    return power_of_2
+
+
+@inlined
+def score(prior: PriorView, row: int) -> float:
+    """scores[f] = e^(logit - the highest) of states[row]: the chance of an output, but for the sum
+    of all, which is returned."""
+    scores, sums, num = prior.scores, prior.sums, prior.output.shape[0]
+    for i in range(WIDTH):
+        prior.numbers[i] = np.int16(np.rint(prior.states[row, i] * np.float32(127.0)))
+    highest = np.float32(-1e30)
+    for f in range(num):
+        total = np.int32(0)
+        for i in range(WIDTH):
+            total += np.int32(prior.numbers[i]) * np.int32(prior.output[f, i])
+        # A sum of int32 is one of int64 to the compiler, unless only 32 bits of it are asked for.
+        value = np.float32(np.int32(total)) * prior.output_scale[f] + prior.output_bias[f]
+        scores[f] = value
+        highest = max(highest, value)
+    for i in range(LANES):
+        sums[i] = 0.0
+    for f in range(0, num, LANES):
+        for i in range(LANES):
+            value = _exp(scores[f + i] - highest)
+            scores[f + i] = value
+            sums[i] += value
+    sum_ = np.float32(0.0)
+    for i in range(LANES):
+        sum_ += sums[i]
+    return float(sum_)
+
+
+@entry
+@borrowing
+def chances_of(text: Int32x2, fields: PriorFields, chances: Float32) -> int:
+    """What is said of each output behind text[0], into float32 [outputs]; returns what `begin`
+    does. For tests and measurements."""
+    prior = PriorView(*fields)
+    depth = begin(prior, text, text.shape[1])
+    if depth >= 0:
+        total = score(prior, 0)
+        for f in range(prior.output.shape[0]):
+            chances[f] = prior.scores[f] / total
+    return depth

@@ -1,0 +1,291 @@
+"""Trains a model's prior (drafters.auto.prior) on what the model itself holds likely.
+
+    texts = own_texts(runner, 100_000, seed=0)          # needs no text of anybody
+    prior = fit(texts, embeddings_of(runner), fingerprint=...)
+
+A text begins with any id of the vocabulary. Half of the texts are drawn from the model's likeliest
+ids to their end; the others are drawn for a few ids and are then what the model writes greedily, as
+most requests of tasks do. Every row gives the state that the LM head was given and what the model
+held likely there: the head is distilled from these, behind the state and up to MOST_FOLLOWED ids
+later. Texts of the user's own are computed as they are, and nothing but the model's own next ids is
+learned of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafters.auto.prior import LANES, MOST_FOLLOWED, WIDTH, Prior, integers_of
+from server.engine.batch import Batch, DrawParams, Float32, Int32, StateRunner
+from server.engine.probe import probe_batch
+from server.model.cpu.runner import CpuRunner
+from server.types import SamplingParams
+
+NUM_LIKELY = 8
+NUM_TEXTS = 64  # side by side
+TEXT_TOKENS = 96
+NUM_DRAWN = 16  # ids of a text that then goes on greedily
+NUM_OUTPUTS = 2048
+
+Progress = Callable[[str, int, int], None]
+"""(what is done, how far, of how much)."""
+
+
+class Written(NamedTuple):
+    """A text. ids: int32 [n]. states: float16 [n, hidden size], what the next id is drawn from.
+    likely, chances: int32 and float32 [n, NUM_LIKELY]: what the model held likely to come next."""
+
+    ids: Int32
+    states: npt.NDArray[np.float16]
+    likely: Int32
+    chances: Float32
+
+
+class _Rows:
+    """Computes rows of some texts on a runner that nobody else uses."""
+
+    def __init__(self, runner: StateRunner, num_texts: int, most_tokens: int) -> None:
+        info = runner.info
+        width = -(-most_tokens // info.block_size)
+        if num_texts * width > info.num_blocks:
+            raise ValueError(f"{num_texts} texts of {most_tokens} ids do not fit the KV cache")
+        self._runner, self._size = runner, info.block_size
+        self._tables = np.arange(num_texts * width, dtype=np.int32).reshape(num_texts, width)
+        none = np.empty(0, np.int32)
+        greedy = SamplingParams(temperature=0.0)
+        self._params = (DrawParams(greedy, 0, none, none, none, none, 0),)
+
+    def compute(self, texts: Int32, positions: Int32, ids: Int32) -> tuple[Float32, Int32, Float32]:
+        """States, likely ids and chances of rows: id ids[r] of text texts[r] at positions[r]."""
+        zeros = np.zeros(ids.shape[0], np.int32)
+        slots = self._tables[texts, positions // self._size] * self._size
+        batch = Batch(
+            token_ids=ids,
+            positions=positions,
+            seq_ids=texts,
+            slots=slots + positions % self._size,
+            prefix_len=positions + 1,
+            path_start=zeros,
+            path_len=zeros,
+            block_tables=self._tables,
+            draw_rows=np.arange(ids.shape[0], dtype=np.int32),
+            draw_params=zeros,
+            draw_parent=zeros - 1,
+            draw_positions=positions + 1,
+            draw_mask=zeros - 1,
+            params=self._params,
+            num_likely=NUM_LIKELY,
+        )
+        self._runner.launch(batch)
+        likely = self._runner.wait().likely
+        assert likely is not None
+        return self._runner.last_states(batch.draw_rows), likely.ids, likely.chances
+
+
+def own_texts(
+    runner: StateRunner, num_tokens: int, *, seed: int, progress: Progress = lambda *_: None
+) -> list[Written]:
+    """Texts of at least num_tokens ids in all, written by the model from nothing."""
+    info = runner.info
+    num = min(NUM_TEXTS, info.max_num_batched_tokens)
+    length = min(TEXT_TOKENS, info.max_model_len)
+    texts: list[Written] = []
+    while (done := len(texts) * length) < num_tokens:
+        rng = np.random.default_rng((seed, done))
+        num_drawn = NUM_DRAWN if len(texts) // num % 2 else length
+        rows = _Rows(runner, num, length)
+        texts += _write(rows, rng, num, length, num_drawn, info.vocab_size, info.eos_token_ids)
+        progress("texts of the model's own", min(done + num * length, num_tokens), num_tokens)
+    return texts
+
+
+def _write(
+    rows: _Rows,
+    rng: np.random.Generator,
+    num: int,
+    length: int,
+    num_drawn: int,
+    vocab_size: int,
+    ends: Sequence[int],
+) -> list[Written]:
+    ids = np.zeros((num, length), np.int32)
+    ids[:, 0] = rng.integers(0, vocab_size, num)
+    every, told = np.arange(num, dtype=np.int32), []
+    for at in range(length):
+        told.append(rows.compute(every, np.full(num, at, np.int32), ids[:, at].copy()))
+        _, likely, chances = told[-1]
+        if at + 1 < length:
+            weights = np.where(np.isin(likely, ends), 0.0, chances.astype(np.float64)) + 1e-9
+            column = weights.argmax(axis=1)
+            if at < num_drawn:
+                summed = (weights / weights.sum(axis=1, keepdims=True)).cumsum(axis=1)
+                column = (summed < rng.random((num, 1))).sum(axis=1).clip(max=NUM_LIKELY - 1)
+            ids[:, at + 1] = likely[every, column].clip(min=0)
+    states, likelies, chances_ = (np.stack(part, axis=1) for part in zip(*told, strict=True))
+    halves = states.astype(np.float16)
+    return [Written(ids[i], halves[i], likelies[i], chances_[i]) for i in range(num)]
+
+
+def read_texts(
+    runner: StateRunner, texts: Sequence[Sequence[int]], progress: Progress = lambda *_: None
+) -> Iterator[Written]:
+    """What the model holds likely in texts that are given, in pieces that it can read at once."""
+    most = min(runner.info.max_num_batched_tokens, runner.info.max_model_len)
+    rows = _Rows(runner, 1, most)
+    for number, text in enumerate(texts, 1):
+        for first in range(0, len(text), most):
+            ids = np.array(text[first : first + most], np.int32)
+            if ids.shape[0] > 1:
+                at = np.arange(ids.shape[0], dtype=np.int32)
+                states, likely, chances = rows.compute(np.zeros_like(at), at, ids)
+                yield Written(ids, states.astype(np.float16), likely, chances)
+        progress("texts that were given", number, len(texts))
+
+
+def embeddings_of(runner: CpuRunner) -> Float32:
+    """The model's embeddings, float32 [vocabulary, hidden size]."""
+    num, at_once = runner.info.vocab_size, min(256, runner.info.max_num_batched_tokens)
+    found: list[Float32] = []
+    for first in range(0, num, at_once):
+        ids = np.arange(first, min(first + at_once, num), dtype=np.int32)
+        batch = replace(probe_batch(runner, ids.shape[0], 1), token_ids=ids)
+        found.append(runner.embed(batch).x[: ids.shape[0]].copy())
+    return np.concatenate(found)
+
+
+class _Head(nn.Module):
+    """The head in floats. Ids are read and written by projections of the model's embeddings, so
+    that those that no text had are known, too; an output has numbers of its own beside that."""
+
+    def __init__(self, embeddings: Tensor, ids: Tensor, shares: Tensor, state_scale: float) -> None:
+        super().__init__()
+        hidden = embeddings.shape[1]
+        self._embeddings, self._scale = embeddings, state_scale
+        self._output_rows = torch.cat((embeddings[ids], torch.zeros(1, hidden)))
+        self.project, self.recur = nn.Linear(hidden, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.read, self.write = (nn.Linear(hidden, WIDTH, bias=False) for _ in range(2))
+        for layer in (self.project, self.read, self.write):
+            nn.init.normal_(layer.weight, std=hidden**-0.5)
+        self.own = nn.Parameter(torch.zeros(ids.shape[0] + 1, WIDTH))
+        self.bias = nn.Parameter((shares + 1e-5).log())
+
+    def begin(self, states: Tensor, ids: Tensor) -> Tensor:
+        """States behind ids that were drawn from the model's states."""
+        sums = self.project(states * self._scale) + self.read(self._embeddings[ids])
+        behind: Tensor = functional.softsign(sums)
+        return behind
+
+    def go_on(self, states: Tensor, ids: Tensor) -> Tensor:
+        """States behind further ids."""
+        sums = self.recur(states) + self.read(self._embeddings[ids])
+        behind: Tensor = functional.softsign(sums)
+        return behind
+
+    def outputs(self) -> Tensor:
+        """What a state is multiplied by, the last row for all other ids."""
+        matrix: Tensor = self.write(self._output_rows) + 3.0 * self.own
+        return matrix
+
+    def prior(self, ids: Int32, fingerprint: str) -> Prior:
+        """As integers, padded to whole groups of outputs."""
+        with torch.no_grad():
+            embed, embed_scale = integers_of(self.read(self._embeddings).numpy())
+            num = ids.shape[0] + 1
+            pad = -num % LANES
+            output, output_scale = integers_of(
+                functional.pad(self.outputs(), (0, 0, 0, pad)).numpy()
+            )
+            weights = (self.project.weight * self._scale).T.contiguous().numpy()
+            return Prior(
+                fingerprint,
+                np.concatenate((ids, np.full(1 + pad, -1, np.int32))),
+                weights,
+                self.project.bias.numpy().copy(),
+                embed,
+                embed_scale,
+                self.recur.weight.T.contiguous().numpy(),
+                self.recur.bias.numpy().copy(),
+                output,
+                output_scale / np.float32(127),
+                functional.pad(self.bias, (0, pad), value=-100.0).numpy(),
+            )
+
+
+def fit(
+    texts: Sequence[Written],
+    embeddings: Float32,
+    *,
+    fingerprint: str,
+    num_steps: int = 1500,
+    batch_size: int = 256,
+    seed: int = 0,
+    progress: Progress = lambda *_: None,
+) -> Prior:
+    """The head that says best what the model held likely in these texts. Raises ValueError where
+    they are too short."""
+    if not any(text.ids.shape[0] > MOST_FOLLOWED + 1 for text in texts):
+        raise ValueError("the texts are too short to learn from")
+    ids, likely, chances = (
+        np.concatenate([getattr(text, name) for text in texts])
+        for name in ("ids", "likely", "chances")
+    )
+    ends = np.cumsum([text.ids.shape[0] for text in texts])
+    depth = MOST_FOLLOWED + 1
+    starts = np.concatenate(
+        [
+            np.arange(end - text.ids.shape[0], end - depth)
+            for text, end in zip(texts, ends, strict=True)
+        ]
+    )
+    states = torch.from_numpy(np.concatenate([text.states for text in texts]))
+    shares = np.zeros(embeddings.shape[0])
+    np.add.at(shares, likely.clip(min=0).ravel(), chances.ravel())
+    frequent = np.argsort(-shares, kind="stable")[: min(NUM_OUTPUTS - 1, shares.shape[0])]
+    output_of = np.full(shares.shape[0], frequent.shape[0])
+    output_of[frequent] = np.arange(frequent.shape[0])
+    shares = np.append(shares[frequent], shares.sum() - shares[frequent].sum()) / shares.sum()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        table = torch.from_numpy(embeddings / max(float(embeddings.std()), 1e-6))
+        scale = 1.0 / max(float(states.float().std()), 1e-6)
+        head = _Head(table, torch.from_numpy(frequent), torch.from_numpy(shares).float(), scale)
+        inputs, outputs = torch.from_numpy(ids).long(), torch.from_numpy(output_of[likely.clip(0)])
+        wanted = torch.from_numpy(chances)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_steps)
+        rng = np.random.default_rng(seed)
+        for step in range(num_steps):
+            rows = torch.from_numpy(rng.choice(starts, batch_size))
+            loss = _loss(head, rows, (states, inputs, outputs, wanted))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            if step % 20 == 19 or step + 1 == num_steps:
+                progress("training", step + 1, num_steps)
+        return head.prior(frequent.astype(np.int32), fingerprint)
+
+
+def _loss(head: _Head, rows: Tensor, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Cross-entropy with what the model held likely, the nearer the heavier. rows: of states."""
+    states, inputs, outputs, wanted = data
+    own = head.begin(states[rows].float(), inputs[rows + 1])
+    matrix, loss = head.outputs().T, torch.zeros(())
+    for depth in range(MOST_FOLLOWED):
+        at = rows + 1 + depth
+        if depth:
+            own = head.go_on(own, inputs[at])
+        told = functional.log_softmax(own @ matrix + head.bias, dim=1)
+        chances = wanted[at]
+        other = (1.0 - chances.sum(dim=1)).clamp(min=0.0)
+        missed = (chances * told.gather(1, outputs[at])).sum(dim=1) + other * told[:, -1]
+        loss = loss - 0.7**depth * missed.mean()
+    return loss

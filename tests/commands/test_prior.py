@@ -1,0 +1,102 @@
+"""`tailor models prior` on a tiny model, and answers that are drafted from what it made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from drafters.auto.drafter import AutoDrafter
+from drafters.auto.prior import Prior
+from drafters.auto.retrieval import Seen
+from drafters.base import Drafter
+from server.commands.cli import main
+from server.commands.options import ModelOptions
+from server.commands.own_engine import own_engine
+from server.commands.progress import Bar
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.model.build import RunnerSpec, build_runner
+from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
+
+
+@pytest.fixture
+def prior(folder: Path, capsys: pytest.CaptureFixture[str]) -> Prior:
+    command = ["models", "prior", str(folder), "--tokens", "3000", "--steps", "60"]
+    assert main([*command, "--threads", "1"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["tokens"] >= 3000 and told["bytes"] == Path(told["file"]).stat().st_size
+    return Prior.load(told["file"], fingerprint=None, hidden_size=32)
+
+
+def _answers(
+    folder: Path, drafters: Mapping[str, Drafter], sampling: SamplingParams, num: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """The answers to `num` prompts at once, and how many of their tokens the prior had drafted."""
+    sizes = EngineSizes(max_num_seqs=32, kv_bytes=1 << 22)
+    runner = build_runner(RunnerSpec("tiny", str(folder), sizes, threads=1))
+    engine = Engine(runner, drafters, EngineSettings(max_num_seqs=32, max_draft_rows=256))
+    for i in range(num):
+        how = SpeculationParams(*(("auto", 8) if drafters else ("off", 0)))
+        prompt = (3 + i, 50, 7 + 2 * i, 9)
+        engine.submit(Request(str(i), "t", "tiny", prompt, sampling, how))
+    found: dict[str, list[int]] = {}
+    num_drafted = 0
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            found.setdefault(delta.request_id, []).extend(delta.token_ids)
+            num_drafted += sum(a for name, _, a in delta.counts.by_source if name == "prior")
+    assert engine.num_drafter_errors == 0
+    engine.close()
+    return [tuple(found[str(i)]) for i in range(num)], num_drafted
+
+
+def test_it_drafts_and_changes_no_text(folder: Path, prior: Prior) -> None:
+    drafted = 0
+    for num in (1, 8, 32):
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(
+                temperature=temperature, seed=5, max_tokens=24, ignore_eos=True
+            )
+            plain, _ = _answers(folder, {}, sampling, num)
+            auto = AutoDrafter(model_prior=prior, eos_token_ids=(2,), seen=Seen())
+            found, by_prior = _answers(folder, {"auto": auto}, sampling, num)
+            assert found == plain
+            drafted += by_prior
+    assert drafted > 0
+
+
+def test_an_engine_reads_what_was_made_and_does_without_what_is_damaged(
+    folder: Path, prior: Prior, tmp_path: Path
+) -> None:
+    options = ModelOptions(model=str(folder), threads=1)
+    speculation = SpeculationParams("auto", 8)
+    with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
+        made = engine.drafters.resolve("t", speculation)
+        assert isinstance(made, AutoDrafter) and made.prior is not None
+        off = SpeculationParams("auto", 8, options=(("auto.prior", 0),))
+        without = engine.drafters.resolve("t", off)
+        assert isinstance(without, AutoDrafter) and without.prior is None
+    (file,) = (tmp_path / "cache" / "priors").iterdir()
+    file.write_bytes(file.read_bytes()[:-64])
+    with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
+        made = engine.drafters.resolve("t", speculation)
+        assert isinstance(made, AutoDrafter) and made.prior is None
+
+
+def test_text_that_is_given(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("One line of text.\n\nAnother line, a little longer than the first.\n" * 8)
+    command = ["models", "prior", str(folder), "--threads", "1", "--steps", "4"]
+    assert main([*command, "--text", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
+    file.write_text("a")
+    assert main([*command, "--text", str(file)]) == 1
+    assert "too short" in capsys.readouterr().err
+    assert main([*command, "--text", str(tmp_path / "none")]) == 1
+    assert main([*command, "--tokens", "0"]) == 1

@@ -1,0 +1,211 @@
+"""The prior: its head against numpy, its file, and what `auto` drafts from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafters.array_file import ArrayFileError, FingerprintError, write_arrays
+from drafters.arrays import Float32
+from drafters.auto.cells import PRIOR
+from drafters.auto.drafter import AutoDrafter
+from drafters.auto.prior import (
+    COLUMNS,
+    KIND,
+    MOST_FOLLOWED,
+    NO_HIDDEN,
+    VERSION,
+    WIDTH,
+    Prior,
+    PriorScratch,
+    chances_of,
+)
+from tests.fakes.fake_drafters import random_prior
+
+VOCAB, HIDDEN, OUTPUTS = 50, 24, 32
+
+
+def make_prior(*, sure: float = 1.0) -> Prior:
+    return random_prior(VOCAB, HIDDEN, num_outputs=OUTPUTS, sure=sure)
+
+
+def reference(prior: Prior, hidden: Float32, ids: list[int]) -> Float32:
+    """What the head says behind ids, the first of which was drawn from `hidden`."""
+
+    def settled(sums: Float32) -> Float32:
+        return sums / (1 + np.abs(sums))
+
+    embed = prior.embed * prior.embed_scale[:, None]
+    state = settled(hidden @ prior.project + prior.project_bias + embed[ids[0]])
+    for token in ids[1:]:
+        state = settled(state @ prior.recur + prior.recur_bias + embed[token])
+    numbers = np.rint(state * 127).astype(np.int32)
+    logits = numbers @ prior.output.T.astype(np.int32) * prior.output_scale + prior.output_bias
+    chances: Float32 = np.exp(logits - logits.max())
+    return chances / chances.sum()
+
+
+def hidden_of(seed: int) -> Float32:
+    return np.random.default_rng(seed).standard_normal(HIDDEN).astype(np.float32)
+
+
+@pytest.mark.parametrize("num", range(1, MOST_FOLLOWED + 2))
+def test_the_head_is_that_of_numpy(num: int) -> None:
+    prior, hidden = make_prior(sure=8.0), hidden_of(1)
+    text = np.random.default_rng(num).integers(0, VOCAB, (1, 3 + num)).astype(np.int32)
+    found = np.zeros(OUTPUTS, np.float32)
+    assert chances_of(text, PriorScratch(prior).fields(hidden, 3), found) == num - 1
+    np.testing.assert_allclose(found, reference(prior, hidden, text[0, 3:].tolist()), atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "at", "text"),
+    [
+        (NO_HIDDEN, 0, [1]),
+        (hidden_of(1), 1, [1]),  # behind the text, as after a rollback
+        (hidden_of(1), 0, [1] * (MOST_FOLLOWED + 2)),
+        (hidden_of(1), 0, [VOCAB]),  # an id of an adapter's own
+        (hidden_of(1), 0, [1, VOCAB, 1]),
+    ],
+)
+def test_where_nothing_is_known_it_says_nothing(hidden: Float32, at: int, text: list[int]) -> None:
+    fields = PriorScratch(make_prior()).fields(hidden, at)
+    assert chances_of(np.array([text], np.int32), fields, np.zeros(OUTPUTS, np.float32)) == -1
+
+
+def test_numbers_that_are_not_finite_do_no_harm() -> None:
+    fields = PriorScratch(make_prior()).fields(np.full(HIDDEN, np.nan, np.float32), 0)
+    found = np.zeros(OUTPUTS, np.float32)
+    assert chances_of(np.array([[1]], np.int32), fields, found) == 0
+    assert np.isfinite(found).all()
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    prior, file = make_prior(), tmp_path / "a.prior"
+    prior.save(file)
+    again = Prior.load(file, fingerprint="model", hidden_size=HIDDEN)
+    for one, other in zip(prior.arrays, again.arrays, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    make_prior().save(tmp_path / "a.prior")
+    with pytest.raises(FingerprintError):
+        Prior.load(tmp_path / "a.prior", fingerprint="another")
+    with pytest.raises(ArrayFileError, match="another size"):
+        Prior.load(tmp_path / "a.prior", fingerprint="model", hidden_size=HIDDEN + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": np.full(OUTPUTS, VOCAB, np.int32)},
+        {"ids": np.zeros(OUTPUTS - 16, np.int32)},
+        {"ids": np.zeros(OUTPUTS, np.int64)},
+        {"embed": np.zeros((VOCAB, WIDTH - 1), np.uint8)},
+        {"embed_scale": np.zeros(VOCAB - 1, np.float32)},
+        {"recur": np.full((WIDTH, WIDTH), np.nan, np.float32)},
+        {"output_bias": np.full(OUTPUTS, 1e30, np.float32)},
+        {"project": None},
+        {"ids": np.zeros(8, np.int32), "output": np.zeros((8, WIDTH), np.uint8),
+         "output_scale": np.zeros(8, np.float32), "output_bias": np.zeros(8, np.float32)},
+    ],
+)  # fmt: skip
+def test_arrays_that_cannot_be_are_refused(
+    tmp_path: Path, change: dict[str, np.ndarray | None]
+) -> None:
+    prior, file = make_prior(), tmp_path / "a.prior"
+    arrays: dict[str, np.ndarray] = {name: getattr(prior, name) for name in COLUMNS}
+    arrays |= {name: arrays[name].view(np.uint8) for name in ("embed", "output")}
+    kept = {n: change.get(n, a) for n, a in arrays.items()}
+    write_arrays(
+        file, kind=KIND, version=VERSION, fingerprint="model", meta={},
+        arrays={n: a for n, a in kept.items() if a is not None},
+    )  # fmt: skip
+    with pytest.raises(ArrayFileError):
+        Prior.load(file, fingerprint="model")
+
+
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.prior"
+    make_prior().save(file)
+    whole = bytearray(file.read_bytes())
+    whole[-100] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(ArrayFileError, match="checksum"):
+        Prior.load(file, fingerprint="model")
+
+
+def test_auto_drafts_what_the_head_says() -> None:
+    """Of a text that repeats nothing only the prior knows what may come, at each depth."""
+    prior, hidden = make_prior(sure=40.0), hidden_of(2)
+    with_it = AutoDrafter(model_prior=prior, num_likely=0).open([1, 2, 3])
+    without = AutoDrafter(num_likely=0).open([1, 2, 3])
+    for session in (with_it, without):
+        session.settle()
+        session.note_state(hidden)
+        session.extend([7])
+    assert with_it.wants_state and not without.wants_state
+    assert len(without.propose(8, 8)) == 0
+    tree = with_it.propose(8, 3)
+    assert len(tree) > 0 and set(tree.source.tolist()) == {PRIOR}
+    assert int(tree.depths().max()) > 1
+    paths: dict[int, list[int]] = {-1: [7]}
+    for node, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        paths[node] = [*paths[int(parent)], int(token)]
+        chances = reference(prior, hidden, paths[int(parent)])
+        assert chances[prior.ids.tolist().index(int(token))] > 0.009
+
+
+def test_a_state_goes_with_its_token() -> None:
+    """Behind ids that came without a state the head goes on; taken back, they are forgotten."""
+    drafter = AutoDrafter(model_prior=make_prior(sure=40.0), num_likely=0)
+    session = drafter.open([1, 2, 3])
+    session.settle()
+    session.note_state(hidden_of(2))
+    session.extend([7])
+    before = session.propose(8, 2).token_ids.tolist()
+    mark = session.checkpoint()
+    session.extend([8, 9])
+    assert len(session.propose(8, 2)) > 0
+    session.rollback(mark)
+    assert session.propose(8, 2).token_ids.tolist() == before
+    session.rollback(0)
+    assert len(session.propose(8, 2)) == 0
+    session.extend([7] + [4, 5] * MOST_FOLLOWED)
+    assert PRIOR not in session.propose(8, 2).source.tolist()
+
+
+def test_depth_0_is_off_and_others_are_bounded() -> None:
+    prior = make_prior()
+    assert AutoDrafter(model_prior=prior, prior_depth=0).prior is None
+    with pytest.raises(ValueError, match="prior_depth"):
+        AutoDrafter(model_prior=prior, prior_depth=MOST_FOLLOWED + 1)
+
+
+def test_states_of_another_model_are_refused() -> None:
+    session = AutoDrafter(model_prior=make_prior()).open([1])
+    with pytest.raises(ValueError, match="not of a model"):
+        session.note_state(np.zeros(HIDDEN + 1, np.float32))
+
+
+def test_trust_in_it_is_learned() -> None:
+    """What the head says and never comes is drafted no more."""
+    prior = make_prior(sure=40.0)
+    drafter = AutoDrafter(model_prior=prior, num_likely=0)
+    rng = np.random.default_rng(0)
+    sizes = []
+    for i in range(40):
+        session = drafter.open([1, 2, 3])
+        session.settle()
+        for step in range(16):
+            session.note_state(hidden_of(1000 * i + step))
+            session.extend([int(rng.integers(40, VOCAB))])
+            session.settle()
+            tree = session.propose(8, 2)
+            sizes.append(float(tree.survival[tree.source == PRIOR].sum()))
+        session.close()
+    assert sum(sizes[-64:]) < 0.5 * sum(sizes[:64])
