@@ -41,6 +41,8 @@ def test_seats_are_nobody_s_twice_and_a_new_one_is_blank(moves: list[int]) -> No
         else:
             seat = table.take_seat(list(range(move)))
             assert seat not in seats
+            assert table.gain_seat[seat] == -1, "no drafter"
+            table.gain_seat[seat] = 0
             assert not table.numbers[:, seat].any() and not table.blocks[seat].any()
             assert table.numbers.shape[0] == NUM_COLUMNS
             table.numbers[:, seat] = move  # stays where it is when the table grows
