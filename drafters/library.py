@@ -60,6 +60,7 @@ _ZIG = {"x86_64": "x86_64-linux-gnu.2.17", "aarch64": "aarch64-linux-gnu.2.17"}
 
 _IMPORT = re.compile(rb"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
 
+_OBJECT_BYTES = 2 << 20  # no module's code is larger
 _NUM_KEPT = 8  # versions of a file of code that stay, whatever their age
 _KEPT_S = 7 * 86_400.0  # and any that was used in the last seconds
 
@@ -354,6 +355,7 @@ def compile_module(module: str, target: str, path: Path) -> Path:
     what = f"no machine code of {module} for {target} is here"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _find_room(path.parent)
         with alone(path.with_suffix(".lock")):
             if is_whole(path):  # another process made it meanwhile
                 return path
@@ -378,6 +380,12 @@ def compile_module(module: str, target: str, path: Path) -> Path:
         why = f"{told}\n{done.stderr[-3000:]}".strip()
         raise RuntimeError(f"{what}, and compiling it failed: {why}")
     return path
+
+
+def _find_room(folder: Path) -> None:
+    """Raise OSError for a folder that takes no object file, before seconds go into one."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_OBJECT_BYTES))
 
 
 @functools.cache

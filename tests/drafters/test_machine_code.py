@@ -171,6 +171,28 @@ def test_code_that_cannot_be_kept_is_made_for_the_process(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_on_a_full_disk_a_module_is_compiled_once(tmp_path: Path) -> None:
+    _write(tmp_path)
+    code, spare = tmp_path / "code", tmp_path / "spare"
+    spare.mkdir()
+    words = (
+        f"import subprocess, tempfile; tempfile.tempdir = {str(spare)!r}; run = subprocess.run\n"
+        "make = tempfile.TemporaryFile\n"
+        "def compiled(command, **how):\n"
+        "    print(*command[2:3])\n"
+        "    return run(command, **how)\n"
+        "def full(dir):\n"
+        f"    if str(dir) != {str(code)!r}: return make(dir=dir)\n"
+        "    raise OSError(28, 'No space left on device')\n"
+        f"subprocess.run, tempfile.TemporaryFile = compiled, full\n{ALONE}"
+    )
+    told = _run(tmp_path, code, words).splitlines()
+    assert [line for line in told if line in ("drafters.ahead", "-1")] == ["drafters.ahead", "-1"]
+    assert not [path for path in code.iterdir() if path.suffix == ".o"]
+    assert not list(spare.iterdir())
+
+
+@pytest.mark.slow
 def test_clones_share_code_and_old_versions_of_it_are_removed(tmp_path: Path) -> None:
     """The last eight versions stay, and any that was used this week."""
     code = tmp_path / "code"
