@@ -1,8 +1,11 @@
-"""The words of the project as frozen dataclasses. This module imports no other of the project.
+"""The words of the project, all frozen. This module imports no other of the project.
 
 A *Request* is what a client asked, in ids, and never changes. A *Delta* is what one choice
 gained in one step. Everything that crosses the channel between the API process and an engine
 process is built from these and holds only ints, floats, strings, bytes and tuples of them.
+
+What every choice of every step makes is a msgspec.Struct: it is made, sent and read in a fraction
+of a dataclass's time.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
@@ -368,8 +373,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepCounts:
+class StepCounts(Struct, frozen=True, omit_defaults=True):
     """Counts of speculation for one choice, over the steps that a Delta covers; sums are additive.
 
     num_steps: decode steps (a step that emitted at least one token of this choice), drafted or not.
@@ -428,8 +432,7 @@ class VocabularyCounts:
     verify_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True, omit_defaults=True):
     """New, released tokens of one choice after one step.
 
     token_ids: may be empty only when finish_reason is set.
@@ -462,7 +465,7 @@ class Delta:
     error_code: str | None = None
     num_cached_tokens: int = 0
     queue_s: float = 0.0
-    counts: StepCounts = field(default_factory=StepCounts)
+    counts: StepCounts = StepCounts()
     sources: tuple[str, ...] = ()
     label_logprobs: tuple[float, ...] = ()
     vocabulary: VocabularyCounts | None = None

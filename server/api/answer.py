@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, TypeVar, cast
 
@@ -295,7 +295,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs += delta.logprobs
         if delta.sources:
             sources += delta.sources
-    return replace(
+    return msgspec.structs.replace(
         deltas[-1],
         token_ids=tuple(ids),
         logprobs=tuple(logprobs),

@@ -26,7 +26,7 @@ from server.engine.batch import Batch, UInt32
 from server.engine.grammar import fill_masks
 from server.engine.plan import Rows
 from server.engine.sequence import Sequence
-from server.engine.table import Table
+from server.engine.table import Table, widest
 from server.engine.trees import (
     CHOICES,
     FIRST_ROW,
@@ -34,6 +34,7 @@ from server.engine.trees import (
     MASK,
     NUM,
     NUM_CHOICE_LINES,
+    NUM_FOUND_LINES,
     NUM_ITEM_LINES,
     SEAT,
     START,
@@ -67,7 +68,8 @@ class Built:
     items: int32 [NUM_ITEM_LINES, items]. choices: int32 [NUM_CHOICE_LINES, choices] that draw, and
     `drawing`, who they are; the choices of one prompt follow each other, the first of them last.
     item_of: the item of each. num_keys: KV entries that all rows attend to. row_columns,
-    draw_columns: the lines that `lay` writes.
+    draw_columns: the lines that `lay` writes. runs, found, moves, came: space for what `follow`
+    writes.
     """
 
     batch: Batch
@@ -78,6 +80,10 @@ class Built:
     scored: list[Scored]
     row_columns: Int32x2
     draw_columns: Int32x2
+    runs: Int32x2
+    found: Int32x2
+    moves: Int32x2
+    came: Int32
     num_keys: int = 0
 
 
@@ -92,7 +98,7 @@ class Builder:
     def build(self, rows: Rows, trees: Trees) -> Built:
         """The Batch of a step."""
         table, built = self._table, self._last
-        width = int(table.num_blocks[rows.seats].max())
+        width = widest(table.numbers, rows.seats)
         has_nodes = trees.nodes.shape[1] > 0
         if (
             built is None
@@ -104,11 +110,11 @@ class Builder:
             built = self._new(rows, trees, width)
             is_plain = rows.is_plain and not has_nodes and not trees.num_likely
             self._seats, self._last = rows.seats, built if is_plain else None
-        built.items[START] = rows.start
         batch = built.batch
         built.num_keys = lay(
-            table.numbers, table.blocks, table.block_size, built.items, trees.start, trees.nodes,
-            built.row_columns, batch.path_slots, built.draw_columns, batch.block_tables,
+            table.numbers, table.blocks, table.block_size, rows.start, built.items, trees.start,
+            trees.nodes, built.row_columns, batch.path_slots, built.draw_columns,
+            batch.block_tables,
         )  # fmt: skip
         return built
 
@@ -167,8 +173,20 @@ class Builder:
             seq_adapters=adapters if (adapters >= 0).any() else None,
             num_likely=trees.num_likely,
         )
+        of_nodes: Int32x2 = np.empty((3, num_total), np.int32)
         return Built(
-            batch, items, choices, drawing, choices[ITEM].tolist(), scores.scored, of_rows, of_draws
+            batch,
+            items,
+            choices,
+            drawing,
+            choices[ITEM].tolist(),
+            scores.scored,
+            of_rows,
+            of_draws,
+            runs=np.empty((3, len(drawing) + num_total), np.int32),
+            found=np.empty((len(drawing), NUM_FOUND_LINES), np.int32),
+            moves=of_nodes[:2],
+            came=of_nodes[2],
         )
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafters.arrays import Int32, Int32x2
+from drafters.arrays import Int32x2
 from server.engine.batch import NO_TOKEN_LEFT, Batch
 from server.engine.build import Built
 from server.engine.draft import Drafts
@@ -35,6 +35,7 @@ from server.engine.plan import Rows, Scheduler
 from server.engine.run import Results, wait_for
 from server.engine.sequence import Sequence, Status
 from server.engine.slices import SliceBook
+from server.engine.table import advance
 from server.engine.trees import (
     DRAW,
     EMITTED,
@@ -99,13 +100,13 @@ def why_ended(sequence: Sequence, token: int) -> int:
     table = sequence.table
     choice = np.zeros((NUM_CHOICE_LINES, 1), np.int32)
     choice[SEAT] = sequence.seat
-    found, none = np.empty((NUM_FOUND_LINES, 1), np.int32), np.empty((3, 0), np.int32)
+    found, none = np.empty((1, NUM_FOUND_LINES), np.int32), np.empty((3, 0), np.int32)
     follow(
         table.numbers, table.blocks, table.ends, table.block_size, choice, none,
         np.array([token], np.int32), np.empty((3, 1), np.int32), found, none[:2],
         none[0],
     )  # fmt: skip
-    return int(found[END, 0])
+    return int(found[0, END])
 
 
 @functools.cache
@@ -330,7 +331,7 @@ class ExactVerifier:
         waiting = [w for w in waiting if w.sequence.status is Status.RUNNING]
         sequences = [w.sequence for w in waiting]
         began = time.perf_counter()
-        results = wait_for(lambda: self._slices.verify(sequences))
+        results = wait_for(lambda: self._slices.verify(sequences), began)
         seconds = time.perf_counter() - began
         first = 0
         for w, num in zip(waiting, self._slices.observe_verify(sequences, seconds), strict=True):
@@ -342,7 +343,7 @@ class ExactVerifier:
         """Compare a sequence's unverified tokens with what the full head drew in their places."""
         base, num = sequence.num_verified, len(draws)
         emitted = sequence.output_ids(base)
-        right = results.ids[draws.start : draws.stop]
+        right: list[int] = results.drawn.token_ids[draws.start : draws.stop].tolist()
         stands = next((i for i in range(num) if right[i] != emitted[i]), num)
         num_computed = sequence.num_computed
         if stands < num:
@@ -405,32 +406,25 @@ class Committer:
         """Emit what a step drew. Nothing has ended since it was planned. Each Outcome is to be
         concluded before the next is asked for: a choice that fails takes the others of its request
         with it."""
-        table, choices = self._table, built.choices
-        table.num_computed[rows.seats] = rows.start + rows.num
+        table, choices, runs = self._table, built.choices, built.runs
+        advance(table.numbers, rows.seats, rows.start, rows.num)
         if not rows.is_plain:
             yield from self._scores(rows, built, results)
-        num_nodes = trees.nodes.shape[1]
-        runs: Int32x2 = np.empty((3, choices.shape[1] + num_nodes), np.int32)
-        found: Int32x2 = np.empty((NUM_FOUND_LINES, choices.shape[1]), np.int32)
-        moves: Int32x2 = np.empty((2, num_nodes), np.int32)
-        came: Int32 = np.empty(num_nodes, np.int32)
         num_moves = follow(
             table.numbers, table.blocks, table.ends, table.block_size, choices, trees.nodes,
-            results.drawn.token_ids, runs, found, moves,
-            came,
+            results.drawn.token_ids, runs, built.found, built.moves, built.came,
         )  # fmt: skip
-        self.moves = moves[:, :num_moves]
-        if num_nodes:
-            self._drafts.observe(rows, trees, came)
-        num_tokens = table.num_tokens[choices[SEAT]].tolist()
+        self.moves = built.moves[:, :num_moves]
+        if built.came.shape[0]:
+            self._drafts.observe(rows, trees, built.came)
         ids, draws, nodes = runs.tolist()
-        for c, (at, num, num_accepted, why, todo) in enumerate(found.T.tolist()):
+        for c, (at, num, num_accepted, why, todo, total) in enumerate(built.found.tolist()):
             sequence, item = built.drawing[c], built.item_of[c]
             if sequence.status is Status.FINISHED:  # another choice of its request has failed
                 continue
             if todo & EMITTED:
                 own = ids[at : at + num]
-                sequence.ids[num_tokens[c] - num : num_tokens[c]] = own
+                sequence.ids[total - num : total] = own
                 path = nodes[at : at + num_accepted]
                 if trees.why[item]:
                     counts = plain_step(trees.why[item])

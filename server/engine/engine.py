@@ -308,7 +308,7 @@ class Engine:
                 unheard.append(error)
         if not self.drafts.is_off:
             self.drafts.settle(rows.sequences, draws_first=rows.num_prefill_rows > 0)
-        return wait_for(self.runner.wait, lambda: time.perf_counter() - launched)
+        return wait_for(self.runner.wait, launched)
 
     def _commit(self, rows: Rows, trees: Trees, built: Built, results: Results) -> None:
         """Emit what was drawn. Raises StepFailedError."""

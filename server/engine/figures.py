@@ -38,6 +38,8 @@ from server.types import (
     FigureValue,
 )
 
+_MOST_UNCOUNTED = 256  # steps
+
 
 class StepTotals:
     """What all steps took. rows: of prompts, of last tokens, of drafts. ceiling: the most nodes
@@ -50,17 +52,15 @@ class StepTotals:
         self.num_steps = 0
         self.rows = [0, 0, 0]
         self.ceiling = 0
-        self._last = np.empty((256, len(self.EDGES)))
-        self._num_last = 0
+        self._last: list[tuple[float, ...]] = []
         self._counts = [np.zeros(len(edges) + 1, np.int64) for edges in self.EDGES]
         self._sums = np.zeros(len(self.EDGES))
 
     def observe(self, *values: float) -> None:
         """One more step: its seconds, those of model, drafting and host, and its rows."""
         self.num_steps += 1
-        self._last[self._num_last] = values
-        self._num_last += 1
-        if self._num_last == len(self._last):
+        self._last.append(values)
+        if len(self._last) == _MOST_UNCOUNTED:
             self._count()
 
     def histogram(self, i: int) -> FigureValue:
@@ -70,7 +70,7 @@ class StepTotals:
         return tuple(self._counts[i].tolist()), float(self._sums[i])
 
     def _count(self) -> None:
-        values, self._num_last = self._last[: self._num_last], 0
+        values, self._last = np.array(self._last).reshape(-1, len(self.EDGES)), []
         self._sums += values.sum(axis=0)
         for counts, edges, column in zip(self._counts, self.EDGES, values.T, strict=True):
             counts += np.bincount(np.searchsorted(edges, column), minlength=len(counts))
@@ -267,18 +267,19 @@ class StepFigures:
         totals.rows[2] += batch.num_draft_rows
         totals.ceiling = trees.ceiling
         totals.observe(step_s, model_s, trees.seconds, host_s, num_rows)
-        is_alike = rows.is_plain and not (rows.num_prefill_rows or trees.num_asked)
-        self._num_alike += is_alike
-        if is_alike and self._num_alike % REST:
-            self._gain.host.observe_mix(has_prompt=False)
-            return
+        num_alike = 1
+        if rows.is_plain and not (rows.num_prefill_rows or trees.num_asked):
+            self._num_alike = (self._num_alike + 1) % REST
+            if self._num_alike:
+                return
+            num_alike = REST
         if self._cost is not None:
             num_draws = batch.draw_rows.shape[0] if batch.num_likely else 0
             likely_s = self._cost.likely_s * num_draws
             self._cost.observe(num_rows, built.num_keys, model_s - likely_s)
         host, num_decode = self._gain.host, rows.num_rows - rows.num_prefill_rows
         if num_decode:
-            host.observe_mix(has_prompt=rows.num_prefill_rows > 0)
+            host.observe_mix(rows.num_prefill_rows > 0, num_alike)
         if not rows.num_prefill_rows:
             host.observe(num_decode, trees.num_asked, host_s)
         head_s, has_prompt = results.drawn.head_s, rows.num_prefill_rows > 0

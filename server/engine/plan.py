@@ -61,7 +61,7 @@ class Rows:
     num_prefill_rows: of them those of prompts and of what is computed again. is_plain: whether all
     choices are (see the table). copies: blocks (from, to) to be copied before. failed: choices that
     no memory is large enough for. While the same choices decode and nobody else does anything,
-    `seats` is the same array from step to step.
+    `seats` is the same array from step to step, and the others are written anew.
     """
 
     sequences: SequenceOf[Sequence]
@@ -111,6 +111,7 @@ class Scheduler:
         self._settings = settings
         self._cost = cost
         self._seats: Int32 | None = None  # of `running`; None: somebody has come or gone
+        self._found = self._start = self._draws = _ones(0)  # of each of these, in this step
         self.running: list[Sequence] = []  # in order
         self.waiting = FairQueue[Sequence]()
         self._held: Counter[str] = Counter()  # seats, by key
@@ -211,7 +212,7 @@ class Scheduler:
         if only is not None:
             running = [s for s in running if s is only]
             seats = np.array([s.seat for s in running], np.int32)
-        found = np.empty(len(running), np.int32)
+        found = self._found[: len(running)]
         every = scan(self.table.numbers, seats, found)
         plan.decoding, others = running[:], []
         if every & CHUNK:
@@ -299,12 +300,12 @@ class Scheduler:
         """What was planned, in columns."""
         sequences, num = plan.decoding, _ones(len(plan.decoding))
         if len(sequences) == len(self.running) and self._seats is not None:
-            seats = self._seats
+            seats, start, draws = self._seats, self._start, self._draws
         else:
             sequences = [*plan.decoding, *(sequence for sequence, _ in plan.chunks)]
             seats = np.array([s.seat for s in sequences], np.int32)
             num = np.array([*num, *(num_rows for _, num_rows in plan.chunks)], np.int32)
-        start, draws = np.empty((2, len(sequences)), np.int32)
+            start, draws = np.empty((2, len(sequences)), np.int32)
         counts = describe(self.table.numbers, seats, num, start, draws)
         return Rows(sequences, seats, start, num, draws, *counts, plan.copies, plan.failed)
 
@@ -432,6 +433,7 @@ class Scheduler:
         """int32: of those that run, in order; the same array while nobody comes or goes."""
         if self._seats is None:
             self._seats = np.array([s.seat for s in self.running], np.int32)
+            self._found, self._start, self._draws = np.empty((3, len(self.running)), np.int32)
         return self._seats
 
     def _run(self, sequence: Sequence) -> None:

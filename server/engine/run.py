@@ -9,6 +9,7 @@ while steps can be made smaller. This module records; the engine preempts sequen
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,12 @@ class StepFailedError(Exception):
         self.error = error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Results:
-    """A step's results. drawn: as the runner returned it. ids: its token ids as a list, -1 where a
-    draw failed. problems: why, by the index of the draw. model_s: seconds of the forward pass."""
+    """A step's results. drawn: as the runner returned it. problems: why a draw has no answer, by
+    its index. model_s: seconds of the forward pass."""
 
     drawn: Drawn
-    ids: list[int]
     problems: dict[int, str]
     model_s: float = 0.0
 
@@ -59,8 +59,9 @@ def guarded(call: Callable[..., None], *arguments: Any) -> None:
         raise StepFailedError(error) from error
 
 
-def wait_for(draw: Callable[[], Drawn], clock: Callable[[], float] = lambda: 0.0) -> Results:
-    """What `draw` returns. clock: the step's seconds so far, used where the runner gives none.
+def wait_for(draw: Callable[[], Drawn], launched: float) -> Results:
+    """What `draw` returns. launched: when the step was (time.perf_counter), for where the runner
+    tells no seconds.
 
     A draw without an answer gets an entry in `problems`: only its request fails. Raises
     StepFailedError for anything else that `draw` raises.
@@ -72,7 +73,7 @@ def wait_for(draw: Callable[[], Drawn], clock: Callable[[], float] = lambda: 0.0
         problems, drawn = dict(error.failed), error.drawn
     except Exception as error:
         raise StepFailedError(error) from error
-    return Results(drawn, drawn.token_ids.tolist(), problems, drawn.model_s or clock())
+    return Results(drawn, problems, drawn.model_s or time.perf_counter() - launched)
 
 
 def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:

@@ -339,9 +339,10 @@ class HostTimes:
         """A step without rows of prompts."""
         note_host(self._fit, self._most, float(num_draws), float(num_asked), seconds)
 
-    def observe_mix(self, has_prompt: bool) -> None:
-        """A step in which somebody decodes."""
-        self.numbers[4] += (has_prompt - self.numbers[4]) / MEMORY
+    def observe_mix(self, has_prompt: bool, num_steps: int = 1) -> None:
+        """So many steps in which somebody decodes."""
+        is_known = 1.0 - (1.0 - 1.0 / MEMORY) ** num_steps
+        self.numbers[4] += (has_prompt - self.numbers[4]) * is_known
 
     def plain(self, num_draws: int) -> float:
         """Seconds of a step without drafts."""

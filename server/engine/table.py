@@ -172,6 +172,24 @@ def consider(numbers: Int32x2, seats: Int32, draws: Int32, found: Int32, left: I
 
 @entry
 @compiled
+def widest(numbers: Int32x2, seats: Int32) -> int:
+    """The most blocks that one of these seats has."""
+    width = 0
+    for seat in seats:
+        width = max(width, numbers[NUM_BLOCKS, seat])
+    return width
+
+
+@entry
+@compiled
+def advance(numbers: Int32x2, seats: Int32, start: Int32, num: Int32) -> None:
+    """The rows [start[i], start[i] + num[i]) of each seat are computed."""
+    for i in range(seats.shape[0]):
+        numbers[NUM_COMPUTED, seats[i]] = start[i] + num[i]
+
+
+@entry
+@compiled
 def describe(
     numbers: Int32x2, seats: Int32, num: Int32, start: Int32, draws: Int32
 ) -> tuple[int, int, bool]:

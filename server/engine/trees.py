@@ -41,9 +41,9 @@ DRAW, FIRST_NODE, END_NODE, ITEM, NUM_CHOICE_LINES = 1, 2, 3, 4, 5
 """The lines of a choice that draws, int32 [.., choices], after SEAT: its root's draw, its nodes of
 the step's trees, and the item that it draws from."""
 
-RUN, NUM_IDS, NUM_ACCEPTED, END, TODO, NUM_FOUND_LINES = range(6)
-"""The lines of what `follow` finds of a choice: where its run begins among all, how many ids and
-accepted nodes of it stand, why it ends (below), and what is to be done for its blocks."""
+RUN, NUM_IDS, NUM_ACCEPTED, END, TODO, TOTAL, NUM_FOUND_LINES = range(7)
+"""What `follow` finds of a choice: where its run begins among all, how many ids and accepted nodes
+of it stand, why it ends (below), what is done for it and is still to be done, and its tokens."""
 
 GOES_ON, END_ID, LENGTH, FAILED = range(4)
 """Why a run ends: the choice goes on; an EOS or stop id, which is the last; the most tokens that it
@@ -355,6 +355,7 @@ def lay(
     numbers: Int32x2,
     blocks: Int32x2,
     size: int,
+    start: Int32,
     items: Int32x2,
     tree_start: Int32,
     nodes: Int32x2,
@@ -365,7 +366,8 @@ def lay(
 ) -> int:
     """Write the rows of a step and their draws; returns how many keys the rows attend to.
 
-    numbers, blocks: of the Table. size: slots of a block. rows: int32 [7, R], as Batch has them:
+    numbers, blocks: of the Table. size: slots of a block. start: int32 [items], the items' START,
+    which is written. rows: int32 [7, R], as Batch has them:
     token_ids (here only of a seat's last token and of nodes), positions, seq_ids, slots,
     prefix_len, path_start, path_len. path_slots: int32 [P]. draws: int32 [5, D]: draw_rows,
     draw_params, draw_parent, draw_positions, draw_mask. tables: int32 [items, blocks], the seats'
@@ -374,7 +376,8 @@ def lay(
     """
     row, draw, path, params, keys = 0, 0, 0, 0, 0
     for i in range(items.shape[1]):
-        seat, first, num = items[SEAT, i], items[START, i], items[NUM, i]
+        seat, first, num = items[SEAT, i], start[i], items[NUM, i]
+        items[START, i] = first
         for block in range(tables.shape[1]):
             tables[i, block] = blocks[seat, block]
         for position in range(first, first + num):
@@ -440,7 +443,7 @@ def follow(
 
     numbers, blocks, ends: of the Table, where the rows that the step computed are counted. drawn:
     the step's ids, -1 for a draw without an answer. runs: int32 [3, ids], written: the ids that
-    stand, and the draw of each. found: int32 [NUM_FOUND_LINES, choices], written. moves: int32 [2,
+    stand, and the draw of each. found: int32 [choices, NUM_FOUND_LINES], written. moves: int32 [2,
     nodes], written: slots (from, to) of accepted nodes that do not lie where their positions are.
     came: int32 [nodes], written: 1 for accepted nodes, -1 where nothing was drawn, else 0.
     """
@@ -486,8 +489,8 @@ def follow(
             accepted -= 1  # the last token that stands is the next step's root
         if at == start:
             came[first:end] = -1
-        found[RUN, c], found[NUM_IDS, c], found[NUM_ACCEPTED, c] = start, at - start, accepted
-        found[END, c], found[TODO, c] = why, 0
+        found[c, RUN], found[c, NUM_IDS], found[c, NUM_ACCEPTED] = start, at - start, accepted
+        found[c, END], found[c, TODO], found[c, TOTAL] = why, 0, numbers[NUM_TOKENS, seat]
         if why != GOES_ON or not numbers[IS_SIMPLE, seat]:
             continue
         num_tokens = numbers[NUM_TOKENS, seat] + at - start
@@ -496,10 +499,10 @@ def follow(
         numbers[NUM_COMPUTED, seat] += accepted
         numbers[NUM_VERIFIED, seat] = numbers[NUM_RELEASED, seat] = verified
         numbers[NUM_STEPS, seat] += 1
-        found[TODO, c] = EMITTED
+        found[c, TODO], found[c, TOTAL] = EMITTED, num_tokens
         full = min(numbers[NUM_COMPUTED, seat], num_tokens - 1) // size
         if full > numbers[NUM_PUBLISHED, seat]:
-            found[TODO, c] |= PUBLISH
+            found[c, TODO] |= PUBLISH
         if numbers[NUM_BLOCKS, seat] > (num_tokens + size - 1) // size:
-            found[TODO, c] |= TRIM
+            found[c, TODO] |= TRIM
     return num_moves

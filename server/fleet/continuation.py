@@ -8,7 +8,8 @@ client has already are left out; they must be the same, token for token, or the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from server.types import Delta, Request, StepCounts
 
@@ -101,7 +102,7 @@ def _without_start(delta: Delta, num_old: int, has_first: bool) -> Delta:
     """A Delta without its first tokens, which were sent before, and without what only the first
     Delta of a choice tells. Steps that only repeated are not counted again."""
     only_old = num_old > 0 and num_old == len(delta.token_ids)
-    return replace(
+    return msgspec.structs.replace(
         delta,
         token_ids=delta.token_ids[num_old:],
         logprobs=delta.logprobs[num_old:],
