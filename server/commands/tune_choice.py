@@ -611,7 +611,7 @@ def vocabulary(
     (VocabTailor's Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth
     its verifications.
 
-    Costs are per token, as server.engine.exact_control takes them: a step with drafts has more rows
+    Costs are per token, as server.engine.slices takes them: a step with drafts has more rows
     and emits more tokens, and a verification still reads the whole head once.
     """
     import numpy as np

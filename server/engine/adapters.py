@@ -25,7 +25,7 @@ from typing import Any
 
 from drafters.auto.copying import Pieces
 from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler
 from server.engine.stops import StopTable
 from server.types import OTHER_ADAPTERS, AdapterFigures, AdapterOrder
 from vocab_store.enrichment import Enrichment
@@ -140,11 +140,6 @@ class AdapterShelf:
         old = self._figures.get(name) or AdapterFigures(name)
         sums = {field: getattr(old, field) + num for field, num in more.items()}
         self._figures[name] = replace(old, **sums)
-
-    @property
-    def num_known(self) -> int:
-        """Adapters that were registered and are not gone yet."""
-        return len(self.known)
 
     # -- what is known ----------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from server.engine.adapters import Adapter, AdapterShelf, Vocabulary
 from server.engine.blocks import root_key
 from server.engine.draft import DrafterRegistry
-from server.engine.grammar import GrammarState
-from server.engine.grammar_compiler import GrammarTemplate
+from server.engine.grammar import GrammarState, GrammarTemplate
 from server.engine.plan import Scheduler
 from server.engine.sequence import Sequence, Status
 from server.engine.slices import SliceBook

@@ -34,7 +34,7 @@ from server.engine.gain import REST, Gain, StepShape
 from server.engine.grammar import FORCED, constrain
 from server.engine.plan import Rows, Scheduler
 from server.engine.run import Results
-from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.sequence import Sequence, Status
 from server.engine.table import FIRST, NOT_DRAWN, consider
 from server.engine.trees import Trees, checked, no_trees
 from server.types import SpeculationParams
@@ -378,6 +378,8 @@ class Drafts:
             # A node outside the slice could not be drawn, so it is dropped and never added.
             stays[at] = head.slice.positions(trees.nodes[0, at]) >= 0
         trees = trees.prune(most, stays)
+        seats = table.gain_seat[rows.seats].astype(np.int64)  # less those whose session failed
+        asked[seats < 0] = -1
         columns = trees.start, trees.certain, trees.survival
         gain.observe_asks(asked, *columns)
         num_asked = int((asked >= 0).sum())
@@ -551,12 +553,12 @@ class Drafts:
         """Take a sequence back to its first num_output tokens; a session that cannot go back is
         closed."""
         try:
-            sequence.rollback(SequenceMark(num_output))
+            sequence.rollback(num_output)
         except (NotImplementedError, ValueError) as error:
             if sequence.session is None:
                 raise
             self.disable(sequence, error)
-            sequence.rollback(SequenceMark(num_output))
+            sequence.rollback(num_output)
 
     def disable(self, sequence: Sequence, error: Exception) -> None:
         """Close the session of a drafter that failed; the request goes on without drafts."""

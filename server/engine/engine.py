@@ -34,7 +34,7 @@ from server.engine.commit import Committer, Ending, ExactVerifier, Outcome
 from server.engine.draft import DrafterFactory, DrafterRegistry, Drafts
 from server.engine.figures import StepFigures
 from server.engine.gain import Gain
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler
 from server.engine.plan import Rows, Scheduler
 from server.engine.run import (
     Recovery,
@@ -47,7 +47,7 @@ from server.engine.run import (
 )
 from server.engine.sequence import Sequence, Status
 from server.engine.settings import EngineSettings
-from server.engine.slices import ProfileSource, SliceBook
+from server.engine.slices import ExactControl, ProfileSource, SliceBook
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.engine.table import Table
@@ -101,7 +101,11 @@ class Engine:
         self.table = Table(block_size=info.block_size, max_model_len=info.max_model_len)
         self.scheduler = Scheduler(self.table, self.pool, settings, cost)
         self.gain = Gain(cost)
-        control = settings.exact_control(info.vocab_size)
+        control = ExactControl(
+            info.vocab_size, max_verify_every=settings.max_verify_every,
+            first_verify_every=min(8, settings.max_verify_every),
+            may_use_full_head=settings.may_use_full_head,
+        )  # fmt: skip
         self.slices = SliceBook(
             runner, profiles, control, capacity=settings.slice_cache_rows,
             slices_only=settings.slices_only,
@@ -252,6 +256,9 @@ class Engine:
         for s in alive:
             assert s.last_id == s.ids[s.num_tokens - 1]
             assert s.status is Status.RUNNING or s.num_blocks == 0
+            size = self.table.block_size
+            open_blocks = s.blocks()[s.num_computed // size : -(-s.room // size)]
+            assert all(map(self.pool.writable, open_blocks)), "room in a block of others"
 
     # -- verbs of the step ------------------------------------------------------------------
 

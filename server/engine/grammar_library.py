@@ -1,6 +1,6 @@
 """llguidance through its C interface (llguidance.h): a tokenizer, and matchers over it.
 
-What: LibraryTokenizer and Matcher, with what grammar.py and grammar_compiler.py ask of them. What
+What: LibraryTokenizer and Matcher, with what grammar.py asks of them. What
 not: which tokens a tokenizer has (grammar_tokenizer.py).
 
 llguidance's Python classes hold the interpreter lock while they build a tokenizer, 0.1 to 1.2 s in

@@ -6,7 +6,7 @@ that still have to be computed", and so is what a preempted sequence has to reco
 - decodes first, then chunks of prompts under way, then admissions; those of one key in the order
   (due, arrival, choice), where a step of priority moves the due time by PRIORITY_STEP_S: within a
   priority nothing is overtaken, and nothing starves whatever others ask for;
-- inside a priority keys share by the rows that they take (fair_queue.py). A request of many choices
+- inside a priority keys share by the rows that they take (FairQueue). A request of many choices
   is admitted when half of the seats are free for it, its other choices follow one by one. Where all
   seats or blocks are taken and a key waits that stays within its share of them, the latest choice
   of the key that has most is preempted, if that has more than its share and keeps another choice;
@@ -22,19 +22,19 @@ that still have to be computed", and so is what a preempted sequence has to reco
 from __future__ import annotations
 
 import logging
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from server.engine.batch import Int32
 from server.engine.blocks import BlockPool, chain_key
-from server.engine.fair_queue import FairQueue
-from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.sequence import Sequence, Status
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable
 from server.engine.table import CHUNK, LACKS_ROOM, Table, describe, scan
@@ -42,8 +42,126 @@ from server.engine.table import CHUNK, LACKS_ROOM, Table, describe, scan
 _log = logging.getLogger(__name__)
 
 
-def _order(sequence: Sequence) -> tuple[float, int, int, int]:
-    return sequence.order
+# -- who is next -----------------------------------------------------------------------------------
+
+
+class Waiting(Protocol):
+    """What does not change while it waits. order: unique. place: its (level, key)."""
+
+    @property
+    def order(self) -> tuple[Any, ...]: ...
+
+    @property
+    def place(self) -> tuple[int, str]: ...
+
+
+T = TypeVar("T", bound=Waiting)
+
+
+def _order(item: Waiting) -> tuple[Any, ...]:
+    return item.order
+
+
+class FairQueue(Generic[T]):
+    """Who waits, and who is next, so that keys share an engine by the rows that they take.
+
+    Start-time fair queueing (Goyal, Vin, Cheng 1996, section 2): each key has a clock that advances
+    by the rows it took. Served next is who waits with the earliest clock. A key that comes back
+    after it had nothing waiting starts at the time of the queue, that of the key served last: it
+    saved nothing up, and owes nothing for rows that nobody else wanted. Deficit round robin gives
+    the same shares, but must know what an item costs before it is served; here rows are told when
+    they were taken.
+
+    Levels (priorities) come first: served is the level that holds who is first in order, and inside
+    it keys share. So with one key items leave in their order, whatever their levels are.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[int, dict[str, list[T]]] = {}  # by level and key, each in order
+        self._num_of: dict[str, int] = {}  # that wait, of keys that have some
+        self._clocks: dict[str, int] = {}  # rows
+        self._now = 0
+
+    def __len__(self) -> int:
+        return sum(self._num_of.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._num_of)
+
+    def __iter__(self) -> Iterator[T]:
+        """All that wait; those of one level and key in their order."""
+        for lines in self._lines.values():
+            for line in lines.values():
+                yield from line
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """The keys of which something waits."""
+        return self._num_of.keys()
+
+    def add(self, item: T) -> None:
+        """An item waits."""
+        level, key = item.place
+        if key not in self._num_of:
+            self._clocks[key] = max(self._clocks.get(key, 0), self._now)
+        self._num_of[key] = self._num_of.get(key, 0) + 1
+        line = self._lines.setdefault(level, {}).setdefault(key, [])
+        if line:
+            insort(line, item, key=_order)
+        else:
+            line.append(item)
+
+    def remove(self, item: T) -> None:
+        """An item waits no more. Raises KeyError or ValueError when it does not wait."""
+        level, key = item.place
+        line = self._lines[level][key]
+        at = 0 if line[0] is item else bisect_left(line, item.order, key=_order)
+        if at == len(line) or line[at] is not item:
+            raise ValueError("it does not wait")
+        del line[at]
+        if not line:
+            del self._lines[level][key]
+            if not self._lines[level]:
+                del self._lines[level]
+        self._num_of[key] -= 1
+        if not self._num_of[key]:
+            del self._num_of[key]
+
+    def first(self) -> T:
+        """Who is served next. Raises IndexError when nobody waits."""
+        levels = list(self._lines.values())
+        lines = levels[0]
+        if len(levels) > 1:
+            lines = min(levels, key=lambda of: min(line[0].order for line in of.values()))
+        heads = [line[0] for line in lines.values()]
+        return heads[0] if len(heads) == 1 else min(heads, key=self._rank)
+
+    def serve(self, item: T, num_rows: int) -> None:
+        """An item waits no more, and its key takes so many rows for it. Raises as `remove`."""
+        _, key = item.place
+        self.remove(item)
+        clock = self._clocks[key]
+        self._now = max(self._now, clock)
+        self._clocks[key] = clock + num_rows
+
+    def charge(self, key: str, num_rows: int) -> None:
+        """A key took so many rows more for what it was served."""
+        self._clocks[key] = self._clocks.get(key, 0) + num_rows
+
+    def rest(self) -> None:
+        """Nothing waits, and nothing that was served runs: whoever comes next is level with all."""
+        self._now = max(self._now, *self._clocks.values(), 0)
+        self._clocks.clear()
+
+    def clock(self, key: str) -> int:
+        """Rows that a key took, and those that others took while it wanted none."""
+        return self._clocks.get(key, 0)
+
+    def _rank(self, item: T) -> tuple[Any, ...]:
+        return (self.clock(item.place[1]), *item.order)
+
+
+# -- which rows ------------------------------------------------------------------------------------
 
 
 @cache
@@ -186,7 +304,7 @@ class Scheduler:
         Tokens that are emitted but not verified are dropped: they will be drawn again, the same.
         """
         self._stop(sequence)
-        sequence.rollback(SequenceMark(sequence.num_verified))
+        sequence.rollback(sequence.num_verified)
         self.release_blocks(sequence, 0)
         sequence.num_computed = 0
         sequence.num_published = 0
@@ -345,15 +463,11 @@ class Scheduler:
         return max(0, min(num_nodes, int(table.room[seat]) - first))
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish full blocks whose tokens are verified and whose KV is computed.
-
-        The block of the last verified token stays open until the next one is verified, so that a
-        rollback to the verified mark never has to write into a published block.
-        """
+        """Publish full blocks whose tokens are verified and whose KV is computed."""
         if not self.pool.prefix_cache:
             return
         table, seat = self.table, sequence.seat
-        verified = table.prompt_len[seat] + table.num_verified[seat] - 1
+        verified = table.prompt_len[seat] + table.num_verified[seat]
         num = int(min(table.num_computed[seat], verified)) // table.block_size
         first = int(table.num_published[seat])
         if num <= first:

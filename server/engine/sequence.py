@@ -65,13 +65,6 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceMark:
-    """A state that rollback() returns to: how many tokens were emitted."""
-
-    num_output: int
-
-
 # -- what part of the LM head it sees --------------------------------------------------------------
 
 
@@ -113,7 +106,7 @@ class SequenceHead:
 
     @property
     def key(self) -> ScopedProfile:
-        """The key of its misses and its plan (exact_control.py)."""
+        """The key of its misses and its plan (slices.py)."""
         return self.profile, self.scope
 
     def drop_after(self, num_kept: int) -> None:
@@ -158,7 +151,7 @@ class Sequence:
     adapter: Adapter | None = None
     order: tuple[float, int, int, int] = field(init=False)
     place: tuple[int, str] = field(init=False)
-    """Its priority and its key, which share the engine (fair_queue.py)."""
+    """Its priority and its key, which share the engine (plan.py)."""
     seat: int = field(init=False)
     prompt_len = Column(PROMPT_LEN)
     max_output = Column(MAX_OUTPUT)
@@ -355,23 +348,19 @@ class Sequence:
             for token in token_ids:
                 self._count(token)
 
-    def checkpoint(self) -> SequenceMark:
-        """A mark of the emitted tokens; rollback() accepts it until tokens past it are verified."""
-        return SequenceMark(self.num_output)
-
     def verify(self, num_output: int) -> None:
         """The first num_output emitted tokens can no longer change."""
         if not self.num_verified <= num_output <= self.num_output:
             raise ValueError(f"cannot verify {num_output} of {self.num_output} tokens")
         self.num_verified = num_output
 
-    def rollback(self, mark: SequenceMark) -> None:
-        """Forget every token emitted after the mark, with its counts, logprobs and stop state.
+    def rollback(self, num_output: int) -> None:
+        """Forget every token emitted after the first num_output, with its counts, logprobs and stop
+        state.
 
         The KV past the new root is forgotten too; the caller releases blocks that became
-        superfluous. Raises ValueError when the mark lies ahead or verified tokens would go.
+        superfluous. Raises ValueError when so many were never emitted or verified tokens would go.
         """
-        num_output = mark.num_output
         if not self.num_verified <= num_output <= self.num_output:
             raise ValueError(
                 f"cannot roll back to {num_output}: {self.num_verified} tokens are verified, "

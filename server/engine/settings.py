@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.engine.exact_control import ExactControl
 from server.types import EngineSizes
 
 
@@ -33,15 +32,6 @@ class EngineSettings(EngineSizes):
     max_verify_every: int = 64
     may_use_full_head: bool = True
     slices_only: bool = False
-
-    def exact_control(self, vocab_size: int) -> ExactControl:
-        """After how many tokens `exact` verifies, and when it draws from the full head."""
-        return ExactControl(
-            vocab_size,
-            max_verify_every=self.max_verify_every,
-            first_verify_every=min(8, self.max_verify_every),
-            may_use_full_head=self.may_use_full_head,
-        )
 
     @property
     def most_prefill_rows(self) -> int:

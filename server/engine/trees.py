@@ -500,8 +500,7 @@ def follow(
         numbers[NUM_VERIFIED, seat] = numbers[NUM_RELEASED, seat] = verified
         numbers[NUM_STEPS, seat] += 1
         found[c, TODO], found[c, TOTAL] = EMITTED, num_tokens
-        full = min(numbers[NUM_COMPUTED, seat], num_tokens - 1) // size
-        if full > numbers[NUM_PUBLISHED, seat]:
+        if numbers[NUM_COMPUTED, seat] // size > numbers[NUM_PUBLISHED, seat]:
             found[c, TODO] |= PUBLISH
         if numbers[NUM_BLOCKS, seat] > (num_tokens + size - 1) // size:
             found[c, TODO] |= TRIM

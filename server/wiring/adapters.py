@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from server.config import AdapterConfig
     from server.engine.adapters import Vocabulary
     from server.engine.batch import AdaptingRunner
-    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar import GrammarCompiler
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 

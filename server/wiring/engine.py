@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from server.engine.batch import Runner
     from server.engine.engine import Engine
     from server.engine.exchange import Exchange
-    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import GrammarTokenizer
     from server.engine.settings import EngineSettings
     from server.engine.task_store import TaskStore
@@ -304,7 +304,7 @@ def _adapter_grammars(
     base: GrammarCompiler, eos_token_ids: Sequence[int], enrichment: Enrichment, vocab_size: int
 ) -> GrammarCompiler:
     """What compiles grammars over an adapter's ids, of the base's tokenizer."""
-    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
 
     def load() -> GrammarTokenizer:
@@ -315,7 +315,7 @@ def _adapter_grammars(
 
 def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> GrammarCompiler | None:
     """What compiles grammars, once one comes; None where they are switched off."""
-    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import prepare_grammar_tokenizer
 
     if not order.grammars:

@@ -27,7 +27,7 @@ from server.config import (
     VocabularyConfig,
 )
 from server.engine.engine import Engine
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
@@ -132,7 +132,7 @@ def test_an_error_before_the_first_token_has_its_status() -> None:
 def test_an_error_after_the_first_token_is_an_event() -> None:
     def script(request: Request) -> Any:
         steps = steps_of(request, IDS[:2])
-        steps[-1] = [replace(steps[-1][0], finish_reason="error", error="broke")]
+        steps[-1] = [structs.replace(steps[-1][0], finish_reason="error", error="broke")]
         return steps
 
     engine = ScriptedEngine(script, step_s=0.05)
@@ -154,7 +154,7 @@ def test_one_failed_choice_fails_its_request_and_no_other() -> None:
         if request.num_choices == 1:
             return good
         bad = steps_of(request, IDS[:2], choice_id=1)
-        bad[-1] = [replace(bad[-1][0], finish_reason="error", error="broke")]
+        bad[-1] = [structs.replace(bad[-1][0], finish_reason="error", error="broke")]
         return together([good, bad])
 
     engine = ScriptedEngine(script, step_s=0.02)

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from server.engine.grammar import GrammarState
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler, GrammarState
 from server.machine_code import make_ready
 from server.model.catalog import cached_folder
 from server.types import GrammarSpec

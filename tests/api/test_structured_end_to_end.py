@@ -15,7 +15,7 @@ import pytest
 from drafters import make_drafter
 from server.api.engines.slot import EngineSpec
 from server.engine.engine import Engine
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable

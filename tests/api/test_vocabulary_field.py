@@ -4,10 +4,10 @@ reported in the response and in /metrics."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from server.config import TaskConfig, VocabularyConfig
 from server.types import Delta, Request, VocabularyCounts, VocabularyParams
@@ -38,7 +38,7 @@ def _script(request: Request) -> Iterable[list[Delta]]:
         num_verifications=1, num_checked=2, num_missed=1, num_dropped=4, verify_every=8,
         verify_s=0.5,
     )  # fmt: skip
-    return [[replace(d, vocabulary=counts) for d in step] for step in steps]
+    return [[structs.replace(d, vocabulary=counts) for d in step] for step in steps]
 
 
 @pytest.fixture(scope="module")

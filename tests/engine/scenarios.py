@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from server.engine.engine import Engine
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler
 from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.engine.sequence import Sequence
 from server.engine.settings import EngineSettings

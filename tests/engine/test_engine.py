@@ -20,7 +20,7 @@ from server.engine.draft import DrafterRegistry
 from server.engine.engine import Engine
 from server.engine.probe import make_prober
 from server.engine.run import RunnerBrokenError
-from server.engine.sequence import Sequence, SequenceMark
+from server.engine.sequence import Sequence
 from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
@@ -137,6 +137,33 @@ def test_choices_share_the_full_blocks_and_copy_the_tail(
     assert len(copied) == 1 and len(set(copied[0][0])) == 1 and len(set(copied[0][1])) == 2
     _finish(engine)
     assert engine.pool.num_free == 64
+
+
+def test_choices_of_one_prompt_draft_from_the_step_after_it_and_tell_what_the_cache_had() -> None:
+    """The prompt's last row is drawn from once a choice, so no node hangs off it."""
+    prompt = tuple(range(2, 12))
+    request = _request("a", prompt, num_choices=2, speculation=SpeculationParams("d", 8))
+    text = [*prompt, *_alone(replace(request, num_choices=1))]
+    engine, _ = _engine(drafters={"d": oracle_drafter([text])})
+    engine.submit(_request("before", prompt, sampling={"max_tokens": 1}))
+    _finish(engine)
+    engine.submit(request)
+    first = engine.step()
+    assert [delta.num_cached_tokens for delta in first] == [8, 8]
+    assert [delta.counts.no_draft_reason for delta in first] == ["prefill"] * 2
+    for delta in _finish(engine)["a"]:
+        assert delta.num_cached_tokens == 0 and delta.counts.num_accepted == 6
+
+
+def test_what_is_evicted_first_is_the_end_of_a_prompt() -> None:
+    engine, _ = _engine(num_blocks=8)
+    prompt = tuple(range(2, 14))
+    engine.submit(_request("a", prompt, sampling={"max_tokens": 1}))
+    _finish(engine)
+    engine.submit(_request("other", [3] * 25, sampling={"max_tokens": 1}))  # 7 of 8 blocks
+    _finish(engine)
+    engine.submit(_request("b", prompt, sampling={"max_tokens": 1}))
+    assert _finish(engine)["b"][0].num_cached_tokens == 4
 
 
 def test_evicted_content_is_recomputed() -> None:
@@ -461,9 +488,26 @@ def test_a_broken_drafter_costs_the_request_nothing_else() -> None:
     request = _request("a", speculation=SpeculationParams("d", 8))
     drafter = FakeDrafter(explode)
     engine, _ = _engine(drafters={"d": drafter})
+    asked: list[int] = []
+    engine.gain.observe_asks = lambda seats, *_: asked.extend(seats)  # type: ignore[method-assign]
     engine.submit(request)
     assert _ids(_finish(engine)["a"]) == _alone(request)
     assert engine.num_drafter_errors == 1 and drafter.num_open == 0
+    assert asked == [-1], "its seat at Gain is another's by now"
+
+
+def test_no_draft_is_told_as_rejected_that_lies_past_the_end() -> None:
+    """A stop id ends the answer inside the accepted path; what hangs off its last token is left
+    out."""
+    request = _request("a", sampling={"max_tokens": 9}, report_rejected=True)
+    text = _alone(request)
+    stop = next(i for i in range(3, 8) if text[i] not in text[:i])
+    engine, _ = _engine(drafters={"d": oracle_drafter([[*request.prompt_ids, *text]])})
+    sampling = replace(request.sampling, stop_token_ids=(text[stop],))
+    engine.submit(replace(request, sampling=sampling, speculation=SpeculationParams("d", 8)))
+    (delta,) = _finish(engine)["a"]
+    assert list(delta.token_ids) == text[: stop + 1] and delta.counts.num_drafted > stop + 1
+    assert delta.rejected_drafts == ()
 
 
 def test_factories_are_called_with_options_and_kept_by_them() -> None:
@@ -512,20 +556,18 @@ def test_marks_counts_and_matcher_follow_a_rollback() -> None:
         stop_table=table,
         root_key=b"",
     )
-    start = sequence.checkpoint()
     sequence.append([3, 23])
     assert sequence.matcher is not None
     sequence.matcher.push(3)
     sequence.matcher.push(23)
     sequence.verify(1)
-    mark = sequence.checkpoint()
     before = sequence.draw_params()
     tail = sequence.matcher.checkpoint()
     sequence.append([24, 3])
     assert sequence.matcher.push(24) is None
     sequence.num_computed = 7
     assert sequence.release()[0] == (3,)
-    sequence.rollback(mark)
+    sequence.rollback(2)
     after = sequence.draw_params()
     assert sequence.output_ids() == (3, 23) and sequence.num_computed == 4
     assert sequence.matcher.checkpoint() == tail
@@ -534,9 +576,9 @@ def test_marks_counts_and_matcher_follow_a_rollback() -> None:
     np.testing.assert_array_equal(before.count_prompt, after.count_prompt)
     assert after.num_generated == 2
     with pytest.raises(ValueError, match="1 tokens are verified"):
-        sequence.rollback(start)
+        sequence.rollback(0)
     with pytest.raises(ValueError):
-        sequence.rollback(SequenceMark(3))
+        sequence.rollback(3)
     with pytest.raises(ValueError):
         sequence.verify(0)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.fair_queue import FairQueue
+from server.engine.plan import FairQueue
 
 
 @dataclass(frozen=True, eq=False)

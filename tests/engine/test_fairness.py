@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from server.engine.engine import Engine
+from server.engine.sequence import Status
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from tests.api.real_engine import make_engine
 
@@ -137,7 +138,11 @@ def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
     steps_to_first(engine, "long")
     for i in range(15):
         engine.submit(request(f"b{i}", f"b{i}", 100, max_tokens=100))
-    ended = list(_finished(engine))
+    (long,) = (s for s in engine.scheduler.running if s.request.request_id == "long")
+    ended: list[str] = []
+    while engine.has_work:
+        assert ended or long.status is Status.RUNNING
+        ended += [delta.request_id for delta in engine.step() if delta.finish_reason]
     assert ended[0] == "long" and len(ended) == 16
 
 

@@ -20,12 +20,11 @@ from drafters.tree import DraftTree
 from server import token_bytes
 from server.engine.engine import Engine
 from server.engine.figures import by_name
-from server.engine.grammar import GrammarState, constrain, fill_masks
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill_masks
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.trees import Trees, checked
-from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
+from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import (
     EOS,
@@ -45,6 +44,8 @@ from tests.engine.tiny_vocabularies import read_grammar_tokenizer, tokenizer_ove
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import VocabSlice
 
 SEEDS = st.integers(0, 2**48)
 
@@ -435,7 +436,9 @@ def _tree_of(paths: list[tuple[list[int], float]]) -> DraftTree:
 # -- in the engine --------------------------------------------------------------------------------
 
 
-def _engine(compiler: GrammarCompiler | None, **options: Any) -> Engine:
+def _engine(
+    compiler: GrammarCompiler | None, profile: VocabProfile | None = None, **options: Any
+) -> Engine:
     info = fake_info(
         vocab_size=VOCAB, num_blocks=128, block_size=8, max_model_len=256, eos_token_ids=(0,)
     )
@@ -445,6 +448,7 @@ def _engine(compiler: GrammarCompiler | None, **options: Any) -> Engine:
         EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, **options),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         grammars=compiler,
+        profiles=None if profile is None else lambda _: profile,
     )
 
 
@@ -551,6 +555,32 @@ def test_what_is_forced_beside_a_rest_counts_as_no_ask(compiler: GrammarCompiler
     (result,) = _finish(engine).values()
     assert sum(c.num_accepted for c in result.counts) > 8 and len(told) > 4
     assert {(*seats, num) for seats, num in told} == {(-1, -1), (0,)}
+
+
+@pytest.mark.parametrize("num", [3, 6])
+def test_a_grammar_that_fails_has_unverified_tokens_checked_at_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    """Not after `verify_every` of them: what follows would be drawn without its token."""
+    consume = GrammarState.consume
+
+    def limited(state: GrammarState, token_id: int) -> bool:
+        if state.num_consumed < num:
+            return consume(state, token_id)
+        state.problem = "a limit"
+        return False
+
+    monkeypatch.setattr(GrammarState, "consume", limited)
+    none = np.empty(0, np.int32)
+    profile = VocabProfile(VocabSlice.full(VOCAB), none, none.astype(np.float32))
+    engine = _engine(compiler, profile=profile)
+    for name, mode in (("full", "full"), ("exact", "exact")):
+        vocabulary = VocabularyParams(mode, "p", 40)  # type: ignore[arg-type]
+        engine.submit(replace(_request(name, COMPACT), vocabulary=vocabulary))
+    results = _finish(engine)
+    full, exact = results["full", 0], results["exact", 0]
+    assert exact.error_code == full.error_code == "grammar_limit"
+    assert len(full.ids) == len(exact.ids) == num
 
 
 def test_choices_have_states_of_their_own(compiler: GrammarCompiler) -> None:

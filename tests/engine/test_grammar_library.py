@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler
 from server.engine.grammar_library import LibraryTokenizer
-from server.engine.grammar_tokenizer import GrammarTokenizer, prepare_grammar_tokenizer
-from server.engine.text_cutter import check_tables
+from server.engine.grammar_tokenizer import (
+    GrammarTokenizer,
+    check_tables,
+    prepare_grammar_tokenizer,
+)
 from server.grammar_text import grammar_text
 from server.machine import release_code
 from server.types import GrammarSpec

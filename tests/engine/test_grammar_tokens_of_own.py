@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from server.engine.grammar import GrammarState
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.types import GrammarSpec
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer

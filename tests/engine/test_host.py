@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -410,3 +411,35 @@ def test_a_runner_that_tells_of_a_device_is_read(start_here: Start) -> None:
     told = _figures(handle)
     assert [["reserved"], 5] in told["device_memory_bytes"]
     assert told["device_utilization_ratio"] == 0.5
+
+
+def test_a_flood_of_choices_is_opened_between_several_steps(start_here: Start) -> None:
+    """What runs is not held up by all of it."""
+    arrived, opened = threading.Event(), [0]
+
+    def built() -> Engine:
+        engine = factory()()
+        submit, step = engine.submit, engine.step
+
+        def counted_submit(request: Request) -> None:
+            opened[-1] += request.num_choices
+            submit(request)
+
+        def counted_step(*arguments: Any) -> list[Delta]:
+            opened.append(0)
+            return step(*arguments)
+
+        engine.submit, engine.step = counted_submit, counted_step  # type: ignore[method-assign]
+        arrived.wait(20.0)
+        return engine
+
+    handle = start_here(built)
+    for i in range(24):
+        request = replace(_request(f"r{i}", max_tokens=1), num_choices=128)
+        channel.send(handle.connection, ("submit", request))
+    arrived.set()
+    assert _receive(handle)[0] == "ready"
+    ended = 0
+    while ended < 24 * 128:
+        ended += sum(delta.finish_reason is not None for delta in _receive(handle)[1])
+    assert sum(opened) == 24 * 128 and max(opened) <= 1024

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from drafters.tree import DraftTree
 from server.engine.commit import (
@@ -178,7 +179,7 @@ def test_a_simple_choice_is_emitted_into_its_columns_and_others_are_left_alone()
     choices = np.zeros((NUM_CHOICE_LINES, 2), np.int32)
     choices[SEAT], choices[DRAW] = (plain.seat, other.seat), (0, 3)
     choices[END_NODE, 0] = 2
-    found = np.empty((NUM_FOUND_LINES, 2), np.int32)
+    found = np.empty((2, NUM_FOUND_LINES), np.int32)
     came = np.empty(2, np.int32)
     follow(
         table.numbers, table.blocks, table.ends, 4, choices,
@@ -188,7 +189,7 @@ def test_a_simple_choice_is_emitted_into_its_columns_and_others_are_left_alone()
     assert came.tolist() == [1, 1]
     assert (plain.num_tokens, plain.last_id, plain.num_computed) == (8, 2, 7)
     assert plain.num_verified == plain.num_released == plain.num_output == 6
-    assert found[TODO, 0] and not found[TODO, 1]
+    assert found[0, TODO] and not found[1, TODO]
     assert (other.num_tokens, other.last_id, other.num_computed) == (5, 5, 5)
 
 
@@ -254,7 +255,7 @@ def test_claimed_chances_are_counted_by_tenths() -> None:
 
 def test_counts_of_a_step_and_their_sum() -> None:
     names = ("own", "prediction")
-    a = replace(
+    a = structs.replace(
         count_step(trees(tree([-1, 0, -1], [0, 1, 1])), 0, [0, 1], names),
         expected_accepted=0.0, by_survival=(),
     )  # fmt: skip

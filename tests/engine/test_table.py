@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.sequence import Sequence, SequenceMark
+from server.engine.sequence import Sequence
 from server.engine.table import CHUNK, LACKS_ROOM, NUM_COLUMNS, Table, describe, scan
 from server.types import Request, SamplingParams
 from tests.engine.scenarios import drive, make_drafter, make_engine, random_workload
@@ -61,7 +61,7 @@ def test_a_sequence_s_numbers_are_its_seat_s() -> None:
     assert (table.num_tokens[one.seat], table.last_id[one.seat]) == (5, 9)
     assert (table.num_tokens[two.seat], table.last_id[two.seat]) == (1, 7)
     assert (one.num_output, one.num_left, one.num_verified) == (2, 18, 1)
-    one.rollback(SequenceMark(1))
+    one.rollback(1)
     assert (table.num_tokens[one.seat], table.last_id[one.seat]) == (4, 8)
     table.check([one.seat, two.seat])
 

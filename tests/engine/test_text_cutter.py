@@ -15,10 +15,14 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from server import token_bytes
-from server.engine.grammar import GrammarState
-from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
-from server.engine.text_cutter import TextCutter, control_tokens, make_tables
+from server.engine.grammar import GrammarCompiler, GrammarState
+from server.engine.grammar_tokenizer import (
+    GrammarTokenizer,
+    TextCutter,
+    control_tokens,
+    load_grammar_tokenizer,
+    make_tables,
+)
 from server.types import GrammarSpec
 from tests.api.tiny_tokenizers import byte_level_tokenizer, chat_tokenizer, sentencepiece_tokenizer
 from tests.engine.tiny_vocabularies import NO_PIECES, ReferenceTokenizer

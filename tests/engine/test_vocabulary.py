@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
-from server.engine.exact_control import ExactControl
 from server.engine.settings import EngineSettings
+from server.engine.slices import ExactControl
 from server.engine.stops import StopTable
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.one_token_loop import one_token_loop

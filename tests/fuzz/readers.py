@@ -526,7 +526,7 @@ def _kept_files() -> Sequence[bytes]:
     from drafters.auto.trust import Trust
     from drafters.calibration import Calibration
     from server import token_bytes
-    from server.engine.text_cutter import make_tables, save_tables
+    from server.engine.grammar_tokenizer import make_tables, save_tables
     from server.fleet.learning.places import Manifest
     from tests.api.tiny_tokenizers import byte_level_tokenizer
     from vocab_store.profile import VocabProfile
@@ -559,7 +559,7 @@ def _use_kept(data: bytes, folder: Path) -> None:
     from drafters.auto.trust import Trust
     from drafters.calibration import Calibration
     from server import token_bytes
-    from server.engine.text_cutter import TextCutter, open_tables
+    from server.engine.grammar_tokenizer import TextCutter, open_tables
     from server.fleet.learning.places import Manifest
     from vocab_store.profile import VocabProfile
 
@@ -863,8 +863,7 @@ def _grammar_tokenizer() -> Any:
 
 
 def _use_grammar(data: bytes, folder: Path) -> None:
-    from server.engine.grammar import GrammarState
-    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar import GrammarCompiler, GrammarState
     from server.types import GrammarSpec
 
     kind, _, source = data.partition(b"\0")

@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from drafters.tree import DraftTree
 from server.engine.engine import Engine
-from server.engine.grammar import GrammarState
-from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, GrammarSpec, Request, SamplingParams, SpeculationParams
