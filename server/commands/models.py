@@ -125,7 +125,7 @@ def _kept(folder: Path, num_layers: int) -> dict[str, str]:
     facts: dict[str, str] = {}
     if not any((cache_dir() / "models").glob("packed-*")):
         return facts  # what follows takes a second to import
-    from server.model.cpu.integers.kept import layers_in_blocks, told
+    from server.model.cpu.integers.weights import layers_in_blocks, told
     from server.model.packed_folder import kept_folders
 
     for form, kept in kept_folders(folder):

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 NUM_PROBED = 29
-"""Tokens of the text that is tried; a prime (cpu/generic/operations.py)."""
+"""Tokens of the text that is tried; a prime (cpu/generic/soundness.py)."""
 
 TOLERANCE = 1e-2
 """Of log-probabilities, against transformers' eager forward: sums in another order move them by

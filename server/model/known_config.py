@@ -25,7 +25,7 @@ import numpy.typing as npt
 from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
-from server.model import families, refusals, shape, supported
+from server.model import families, shape, supported
 from server.model.cache_folder import cache_dir
 from server.model.families import WeightNames
 from server.model.shape import ModelShape
@@ -129,7 +129,7 @@ def last_token_id(tokenizer_file: Path, fingerprint: str) -> int:
 def _key(raw: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode())
     digest.update(importlib.metadata.version("transformers").encode())
-    for module in (families, refusals, shape, supported):
+    for module in (families, shape, supported):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:32]
 

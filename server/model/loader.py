@@ -17,6 +17,8 @@ the reason, because a wrong answer is worse than none.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,6 @@ from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors,
 from server.model.cache_folder import remembered_sha256
 from server.model.catalog import model_folder
 from server.model.families import family_of
-from server.model.folder_files import eos_token_ids, fingerprint_of, weight_files
 from server.model.generic import WRAPPERS, is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
@@ -58,9 +59,13 @@ __all__ = [
     "WeightReader",
     "build_module",
     "check_supported",
+    "eos_token_ids",
+    "fingerprint_of",
     "finish_module",
     "open_model",
+    "weight_files",
 ]
+
 
 # --- weights --------------------------------------------------------------------------------------
 
@@ -548,3 +553,49 @@ def finish_module(module: nn.Module, num_positions: int = 0) -> nn.Module:
         rotary(rotary.inv_freq, rotary.inv_freq.new_full((1, 1), last).long())
         rotary.rope_type = "default"
     return module
+
+
+# -- What a folder holds beside its config --------------------------------------------------------
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder. Raises ModelError."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index}: holds no weight_map")
+        files = tuple(path / str(name) for name in sorted(set(weight_map.values())))
+        for file in files:
+            if file.parent != path or not file.is_file():
+                raise ModelError(f"{index} names {file.name}, which is not there")
+        return files
+    if (path / "model.safetensors").is_file():
+        return (path / "model.safetensors",)
+    raise ModelError(f"{path} holds no model.safetensors (.bin files are not read: they are code)")
+
+
+def eos_token_ids(path: Path, sources: list[Any], vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends a text, ascending: of the sources and of generation_config.json."""
+    ids: set[int] = set()
+    if (path / "generation_config.json").is_file():
+        sources = [*sources, read_json(path / "generation_config.json").get("eos_token_id")]
+    for value in sources:
+        for token_id in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(token_id, int) and 0 <= token_id < vocab_size:
+                ids.add(token_id)
+    return tuple(sorted(ids))
+
+
+def fingerprint_of(
+    raw_config: Mapping[str, Any], weights: Sequence[Path], adapter: Sequence[Path]
+) -> str:
+    """sha256 over the config (less what only names its origin) and the hashes of all files."""
+    kept = {
+        k: v for k, v in raw_config.items() if k not in ("transformers_version", "_name_or_path")
+    }
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    for kind, files in (("weights", weights), ("adapter", adapter)):
+        for file in files:
+            digest.update(f"\n{kind} {remembered_sha256(file)}".encode())
+    return digest.hexdigest()

@@ -27,9 +27,9 @@ from server.errors import CacheFolderError
 from server.machine import cores
 from server.model.cache_folder import MARKER, cache_dir, check_kept, hashes_of, writing_to_cache
 from server.model.catalog import lock
-from server.model.cpu.integers import forms, kept, outliers, packed, spread, weights
-from server.model.cpu.integers.kept import KeptWeights, Measured, write_panels
+from server.model.cpu.integers import forms, outliers, packed, weights
 from server.model.cpu.integers.packed import IntegerWeights
+from server.model.cpu.integers.weights import KeptWeights, Measured, write_panels
 from server.model.scoring import Text, prompt_batch
 from server.model.shape import ModelShape
 from server.types import ModelInfo
@@ -113,7 +113,8 @@ def _telling(what: str) -> Callable[[int, int], None]:
 def _told(measured: Measured, form: str, shape: ModelShape) -> str:
     if form != "int8":
         return ""
-    return f"inputs spread; in blocks: {kept.told(measured.in_blocks, shape.num_layers) or 'none'}"
+    in_blocks = weights.told(measured.in_blocks, shape.num_layers)
+    return f"inputs spread; in blocks: {in_blocks or 'none'}"
 
 
 def kept_folders(model: Path) -> list[tuple[str, Path]]:
@@ -132,7 +133,7 @@ def kept_folders(model: Path) -> list[tuple[str, Path]]:
 def _place(folder: ModelFolder, form: str, vocab_size: int) -> Path:
     # The tokenizer, which is no part of the fingerprint, says how many rows the head has.
     digest = hashlib.sha256(f"{folder.fingerprint}|{form}|{vocab_size}".encode())
-    for module in (forms, kept, outliers, packed, spread, weights):
+    for module in (forms, outliers, packed, weights):
         digest.update(Path(str(module.__file__)).read_bytes())
     return cache_dir() / "models" / f"packed-{digest.hexdigest()[:24]}"
 

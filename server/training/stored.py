@@ -22,16 +22,14 @@ from torch import nn
 from server.errors import ConfigError
 from server.model import nf4
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, padded_inputs
-from server.model.cpu.integers.kept import Measured
 from server.model.cpu.integers.packed import FORM_OF, HEAD_FORM_OF
-from server.model.cpu.integers.spread import spread_weights
-from server.model.cpu.integers.weights import Stored, from_ggml, quantised
+from server.model.cpu.integers.weights import Measured, Stored, from_ggml, quantised, spread_weights
 from server.model.cpu.tensors import ModelTensors
 from server.model.gguf_file import GgufWeights
 from server.model.loader import EMBEDDING, HEAD, ModelFolder, WeightReader
 from server.model.nf4 import Nf4
 
-_HADAMARD = BLOCK  # inputs that cpu/integers/spread.py mixes
+_HADAMARD = BLOCK  # inputs that cpu/integers/weights.py mixes
 
 
 class Matrix(Protocol):
@@ -68,7 +66,7 @@ class Integers:
     """A matrix of integers with a scale, and perhaps a minimum, for every few inputs.
 
     stored: taken apart (integers/weights.py). num_inputs: without padding. factors: float32 [padded
-    inputs] of a matrix whose inputs are spread (cpu/integers/spread.py), which is undone here:
+    inputs] of a matrix whose inputs are spread (cpu/integers/weights.py), which is undone here:
     W @ x is stored @ spread(x). dtype: computed in.
     """
 
@@ -146,7 +144,7 @@ class Normals:
 
 
 def _hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[BLOCK, BLOCK] of 1 and -1: the sums and differences of cpu/integers/spread.py."""
+    """[BLOCK, BLOCK] of 1 and -1: the sums and differences of cpu/integers/weights.py."""
     matrix = torch.ones((1, 1), dtype=dtype, device=device)
     while matrix.shape[0] < _HADAMARD:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

@@ -11,8 +11,13 @@ import torch
 from server.errors import ConfigError, ModelError
 from server.model.cpu.integers.forms import FORMS, padded_inputs
 from server.model.cpu.integers.packed import FORM_OF
-from server.model.cpu.integers.spread import spread, spread_weights
-from server.model.cpu.integers.weights import dequantised, from_ggml, quantised
+from server.model.cpu.integers.weights import (
+    dequantised,
+    from_ggml,
+    quantised,
+    spread,
+    spread_weights,
+)
 from server.model.loader import build_module, open_model
 from server.training.examples import TrainExample, collate
 from server.training.lora import LoraLinear, LoraOptions, Tuned, prepare

@@ -1,8 +1,7 @@
 """Draws: one id per draw of a Batch, with logprobs where they are asked for.
 
 It reads a Batch's constraints, penalties and paths, and gives the sampler (kernels/sampling.py)
-what one draw needs. The caller gives the logits: of the full head (head.py) or of a slice
-(slices.py).
+what one draw needs. The caller gives the logits: of the full head or of a slice (head.py).
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import numpy as np
 
 from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, places_of
 from server.model.cpu import kernels
-from server.model.cpu.head import FullLogits
+from server.model.cpu.head import FullLogits, gather, padded
 from server.model.cpu.records import FAILED, Constraints, Counts, Float32
 from server.model.cpu.sizes import LANES
-from server.model.cpu.slices import gather, padded
 from server.model.draws import Answers, allowed_words, noise_key, penalty_counts
 from server.types import SamplingParams
 

@@ -24,7 +24,7 @@ from server.model.adapter import check_adapter
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
 from server.model.cpu.draws import Draws, full_rows, takes_argmax
-from server.model.cpu.head import FullHead, FullLogits
+from server.model.cpu.head import FullHead, FullLogits, SlicedHead
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import (
@@ -42,7 +42,6 @@ from server.model.cpu.records import (
     one_layer,
 )
 from server.model.cpu.sizes import KV_BYTES, KV_TYPES, LANES, PANEL, tile_rows
-from server.model.cpu.slices import SlicedHead
 from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads, Pending, Worker
 from server.model.cpu.weights import RunnerWeights

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from server.model.cpu.head import FloatHead, HeadInFile, PackedHead
 from server.model.cpu.integers.forms import Form
 from server.model.cpu.kernels import embed_rows
 from server.model.cpu.linear import float_linears, pack_panels
@@ -29,7 +30,6 @@ from server.model.cpu.records import (
     UInt8,
 )
 from server.model.cpu.sizes import PANEL
-from server.model.cpu.slices import FloatHead, HeadInFile, PackedHead
 from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
 from server.model.shape import ModelShape
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from server.model.delta_net import replace_delta_nets
 from server.model.gpu import attention as paged
 from server.model.gpu.body import place_attention
 from server.model.gpu.device import warm_up_batch
@@ -26,6 +25,7 @@ from server.model.inspection import (
     probe_ids,
     refusal,
 )
+from server.model.states import replace_delta_nets
 
 __all__ = ["take_over"]
 

@@ -33,8 +33,7 @@ from torch.nn import functional
 
 from server.engine.batch import Batch, Int32
 from server.model.cpu.records import Rows
-from server.model.delta_net import DeltaNet
-from server.model.states import StatePlaces, StatePlan
+from server.model.states import DeltaNet, StatePlaces, StatePlan
 
 NOTHING = -1
 """The slot of a position before the text."""

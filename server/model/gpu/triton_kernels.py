@@ -28,7 +28,6 @@ import torch
 import triton
 import triton.language as tl
 
-from server.model.delta_net import DeltaNet
 from server.model.gpu.adapters import SPAN_FIELDS, SPAN_ROWS
 from server.model.gpu.attention import (
     SMALL_M,
@@ -39,6 +38,7 @@ from server.model.gpu.attention import (
     TileShape,
 )
 from server.model.gpu.recurrent import DeltaItems, DeltaMemory, state_size
+from server.model.states import DeltaNet
 
 # Said aloud because Triton is changing its default.
 FUSE = {"enable_fp_fusion": True}

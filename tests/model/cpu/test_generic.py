@@ -18,8 +18,8 @@ import transformers
 from server.config import ModelConfig
 from server.errors import UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
+from server.model.cpu.generic.attention import StateStore
 from server.model.cpu.generic.runner import GenericRunner, generic_model
-from server.model.cpu.generic.states import StateStore
 from server.model.cpu.runner import batch_rows
 from server.model.generic import is_generic
 from server.types import EngineSizes

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from server.model.cpu.generic.states import StateStore
 from server.model.cpu.kernels import attend_layer, delta_rule
 from server.model.cpu.records import (
     AttentionLayer,
@@ -26,8 +25,10 @@ from server.model.cpu.records import (
     Shape,
     Work,
 )
+from server.model.cpu.sizes import LANES
+from server.model.states import StatePlaces, StatePlan
 
-__all__ = ["NAME", "Call", "PagedStep", "Step", "StepHolder", "register"]
+__all__ = ["NAME", "Call", "PagedStep", "StatePlan", "StateStore", "Step", "StepHolder", "register"]
 
 NAME = "tailor_cpu"
 
@@ -201,3 +202,11 @@ class PagedStep:
             self._work,
         )  # fmt: skip
         return out
+
+
+class StateStore(StatePlaces):
+    """num_states states of every recurrent layer, float32 [num_states, layers, heads, dk, dv]."""
+
+    def __init__(self, num_states: int, sizes: tuple[int, int, int, int]) -> None:
+        super().__init__(num_states, LANES)
+        self.states: Float32 = np.zeros((num_states, *sizes), np.float32)

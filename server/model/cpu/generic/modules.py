@@ -20,7 +20,7 @@ from server.model.cpu.linear import float_linear, pack_panels
 from server.model.cpu.records import Work
 from server.model.cpu.sizes import LANES, PANEL
 from server.model.cpu.tensors import as_stored
-from server.model.delta_net import DeltaNet
+from server.model.states import DeltaNet
 
 __all__ = ["HeldDeltaNet", "RowLinear", "packed", "replace_modules"]
 

@@ -21,15 +21,13 @@ from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
 from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
-from server.model.cpu.generic.attention import DeltaSizes, Memory, PagedStep, StepHolder
+from server.model.cpu.generic.attention import DeltaSizes, Memory, PagedStep, StateStore, StepHolder
 from server.model.cpu.generic.modules import HeldDeltaNet, RowLinear, packed, replace_modules
 from server.model.cpu.generic.soundness import called, check_rows, forward
-from server.model.cpu.generic.states import StateStore
+from server.model.cpu.head import FloatHead
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import NO_TABLE, Float32, Int64, Layers, Rows, Wanted
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows
-from server.model.cpu.slices import FloatHead
-from server.model.delta_net import replace_delta_nets
 from server.model.inspection import (
     NUM_PROBED,
     Inspected,
@@ -38,6 +36,7 @@ from server.model.inspection import (
     probe_ids,
 )
 from server.model.shape import ModelShape, generic_shape
+from server.model.states import replace_delta_nets
 from server.types import ModelInfo
 
 __all__ = ["GenericModel", "GenericRunner", "generic_model"]
@@ -229,7 +228,7 @@ class GenericRunner(CpuRunner):
     @contextlib.contextmanager
     def _one_thread(self) -> Iterator[None]:
         """torch on one thread: the number of rows must not decide where an array is cut
-        (operations.py). The number is partly the process's, so it is put back after each step."""
+        (soundness.py). The number is partly the process's, so it is put back after each step."""
         torch.set_num_threads(1)
         try:
             yield

@@ -3,7 +3,7 @@ measured, not assumed.
 
 `int8` gives a row of inputs one scale, its largest magnitude / 127. A dimension that is a hundred
 times the others (Dettmers et al. 2022, arXiv 2208.07339, section 3) leaves the others two or three
-levels, so inputs are spread first (spread.py). The layers of the model run on a short text, with
+levels, so inputs are spread first (weights.py). The layers of the model run on a short text, with
 all products in blocks, which says how large each input of a product is, and with it its factor. Of
 each product two answers are compared with that of floats: with one scale a row and an output, and
 in blocks. Where the first is LIMIT off or more, and blocks are better, the layer is in blocks.
@@ -21,9 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, CHANNEL
-from server.model.cpu.integers.kept import Measured
-from server.model.cpu.integers.spread import spread, spread_weights
-from server.model.cpu.integers.weights import dequantised, quantised
+from server.model.cpu.integers.weights import (
+    Measured,
+    dequantised,
+    quantised,
+    spread,
+    spread_weights,
+)
 from server.model.cpu.records import Float32, Float64, Scratch
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
 from server.model.shape import ModelShape

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import count_of
 from server.model.cpu.integers.weights import pack
+from server.model.cpu.linear import Arena
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, stored
 

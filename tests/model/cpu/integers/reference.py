@@ -47,7 +47,7 @@ class Inputs:
 
 
 def spread(x: Float32, factors: Float32) -> Float32:
-    """spread.py's rule: x float32 [rows, whole blocks]."""
+    """weights.spread's rule: x float32 [rows, whole blocks]."""
     y = (x * factors).reshape(-1, BLOCK)
     for stride in (1, 2, 4, 8, 16):
         pairs = y.reshape(-1, BLOCK // (2 * stride), 2, stride)

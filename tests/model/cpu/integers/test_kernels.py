@@ -13,7 +13,7 @@ import pytest
 
 from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers.forms import FORMS, PANEL
-from server.model.cpu.integers.spread import spread, spread_weights
+from server.model.cpu.integers.weights import spread, spread_weights
 from server.model.cpu.linear import new_work
 from server.model.cpu.sizes import INTEGER_KERNEL, ROW_SPAN, integer_kernel
 from tests.model.cpu.integers import reference

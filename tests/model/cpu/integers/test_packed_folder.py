@@ -19,11 +19,10 @@ from server.errors import IntegrityError
 from server.model import packed_folder
 from server.model.build import RunnerSpec, build_runner
 from server.model.cache_folder import cache_dir
-from server.model.cpu.integers import kept, outliers, packed
+from server.model.cpu.integers import outliers, packed, weights
 from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.outliers import errors, factors_of
-from server.model.cpu.integers.spread import spread, spread_weights
-from server.model.cpu.integers.weights import dequantised, quantised
+from server.model.cpu.integers.weights import dequantised, quantised, spread, spread_weights
 from server.model.cpu.tensors import Rows
 from server.model.scoring import Text, prompt_batch, score
 from server.types import EngineSizes
@@ -273,6 +272,6 @@ def test_layers_one_by_one_give_what_a_step_gives(folder: Path) -> None:
 
 
 def test_layers_are_told_as_runs() -> None:
-    told = kept.told({"down": (0, 1, 2), "qkv": (0, 2)}, 3)
+    told = weights.told({"down": (0, 1, 2), "qkv": (0, 2)}, 3)
     assert told == "down, qkv of layers 0, 2"
-    assert kept.told({"out": (1, 2, 3, 7), "head": (0,)}, 9) == "out of layers 1-3, 7, head"
+    assert weights.told({"out": (1, 2, 3, 7), "head": (0,)}, 9) == "out of layers 1-3, 7, head"

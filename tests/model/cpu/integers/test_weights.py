@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BY_NAME, CHANNEL, FORMS
 from server.model.cpu.integers.packed import matrix_of
 from server.model.cpu.integers.weights import dequantised, from_ggml, pack, quantised
+from server.model.cpu.linear import Arena
 from tests.model.cpu.integers.cases import GGML, ggml_rows, stored
 
 
