@@ -323,7 +323,7 @@ def measure_faults(fleet: FleetProcess, console: Console, options: FleetOptions)
     }
 
 
-MOST, NUM_TASKS = 3, 12
+MOST, SCALED_TASKS = 3, 12
 STEP_S, ROW_S = 0.03, 0.0005
 LOADS = ((20.0, 2.0), (35.0, 16.0), (35.0, 2.0))  # seconds, requests a second
 
@@ -342,12 +342,12 @@ def arrivals() -> Iterator[Arrival]:
     """Each of LOADS after the other, the same ones each time; the k-th task gets 1/k of the first
     one's, lengths are between half and one and a half of 40 and 32 tokens."""
     chance = random.Random(7)
-    shares = [1.0 / (k + 1) for k in range(NUM_TASKS)]
+    shares = [1.0 / (k + 1) for k in range(SCALED_TASKS)]
     begins_s = 0.0
     for seconds, rate in LOADS:
         at_s = chance.expovariate(rate)
         while at_s < seconds:
-            [task] = chance.choices(range(NUM_TASKS), shares)
+            [task] = chance.choices(range(SCALED_TASKS), shares)
             prompt, output = (round(mean * (0.5 + chance.random())) for mean in (40, 32))
             yield Arrival(begins_s + at_s, task, prompt, output)
             at_s += chance.expovariate(rate)

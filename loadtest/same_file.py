@@ -416,7 +416,7 @@ class StartOptions:
     serve: Annotated[str, Parameter(help="more options of `tailor serve`, in one string")] = ""
 
 
-_STARTS, _RESULTS = StartOptions(), ResultOptions()
+_STARTS = StartOptions()
 
 
 def sizes(model: str) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -53,3 +54,21 @@ def test_private_attributes_are_read_in_few_places_of_tests() -> None:
     for (file, _), times in _breaches({"SLF001"}).items():
         num[file.partition("/")[0]] += times
     assert num["tests"] <= 46
+
+
+def test_no_module_gives_a_name_twice() -> None:
+    """The later value would be everybody's: files that were merged had two of one name."""
+    told = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, cwd=ROOT)
+    if told.returncode:
+        pytest.skip("this is no checkout")
+    twice = []
+    for file in told.stdout.split():
+        nodes = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        targets = [t for n in nodes if isinstance(n, ast.Assign) for t in n.targets]
+        targets += [n.target for n in nodes if isinstance(n, ast.AnnAssign)]
+        found = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+        names = [name.id for name in found if isinstance(name.ctx, ast.Store)]
+        twice += [
+            f"{file}: {name}" for name, num in Counter(names).items() if num > 1 and name != "_"
+        ]
+    assert not twice

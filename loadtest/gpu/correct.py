@@ -276,7 +276,7 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "gpu-slice"
 LAYERS, VOCABULARY = 6, 8192
-PROMPTS, PROMPT_IDS, NEW, CHAIN = 4, 40, 32, 8
+PROMPTS, PROMPT_IDS, NEW, STEP_ROWS = 4, 40, 32, 8
 FIRST_ID = 300  # special ids and single bytes are below
 RECORDED = "recorded.json"
 
@@ -331,12 +331,12 @@ def _decoded(runner: TorchRunner, prompt: Sequence[int]) -> tuple[list[int], lis
 
 
 def _drafted(runner: TorchRunner, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
-    """What is drawn behind the recorded text, CHAIN of its ids as one chain of nodes a step."""
+    """What is drawn behind the recorded text, STEP_ROWS of its ids as one chain a step."""
     run(runner, rows_of(prompt, 0, root=None, targets=[0] * len(prompt)))
     drawn: list[int] = []
     whole = [*prompt, *text]
-    for start in range(len(prompt) - 1, len(whole) - 1, CHAIN):
-        rows = whole[start : min(start + CHAIN, len(whole) - 1)]
+    for start in range(len(prompt) - 1, len(whole) - 1, STEP_ROWS):
+        rows = whole[start : min(start + STEP_ROWS, len(whole) - 1)]
         step = rows_of(rows, start, root=start, targets=[0] * len(rows))
         drawn += run(runner, step).token_ids.tolist()
     return drawn
