@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.model.cpu import team
+from server.model.cpu import threads
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,5 +15,5 @@ def _barriers_sleep_in_a_parallel_run(request: pytest.FixtureRequest) -> Iterato
     either way, which a run in one process tests too."""
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(request.config, "workerinput"):
-            patch.setattr(team, "_BARRIER_SPINS", 0)
+            patch.setattr(threads, "_BARRIER_SPINS", 0)
         yield

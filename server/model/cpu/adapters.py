@@ -34,15 +34,17 @@ from server.model.cpu.linear import float_linear, pack_panels
 from server.model.cpu.records import (
     ADAPTER_FORMS,
     ADAPTER_ROWS,
+    ADAPTER_WIDE,
     INTEGERS,
     KINDS,
+    LANES,
+    PANEL,
     Float32,
     Layers,
     Linear,
     StepAdapters,
     Work,
 )
-from server.model.cpu.sizes import ADAPTER_WIDE, LANES, PANEL
 from server.model.cpu.tensors import ModelTensors
 from server.model.shape import ModelShape
 

@@ -13,8 +13,7 @@ import numpy as np
 from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, places_of
 from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits, gather, padded
-from server.model.cpu.records import FAILED, Constraints, Counts, Float32
-from server.model.cpu.sizes import LANES
+from server.model.cpu.records import FAILED, LANES, Constraints, Counts, Float32
 from server.model.draws import Answers, allowed_words, noise_key, penalty_counts
 from server.types import SamplingParams
 

@@ -23,8 +23,18 @@ import numpy.typing as npt
 from server.engine.batch import Batch, HeadSlice, Int32
 from server.model.cpu.kernels import copy_bytes, gather_logits, greedy, likeliest, product
 from server.model.cpu.linear import float_linear
-from server.model.cpu.records import FAILED, NO_LIKELY, Float32, Head, Int64, Linear, Wanted, Work
-from server.model.cpu.sizes import LANES, PANEL
+from server.model.cpu.records import (
+    FAILED,
+    LANES,
+    NO_LIKELY,
+    PANEL,
+    Float32,
+    Head,
+    Int64,
+    Linear,
+    Wanted,
+    Work,
+)
 
 _NO_IDS = np.zeros(0, np.int32)
 

@@ -14,13 +14,14 @@ from server.model.cpu.records import (
     FLOAT32,
     NO_ROWS,
     NO_TILES,
+    PANEL,
+    ROW_SPAN,
     Float32,
     Int64,
     Linear,
     Work,
 )
-from server.model.cpu.sizes import PANEL, ROW_SPAN
-from server.model.cpu.team import Team
+from server.model.cpu.threads import Team
 
 
 def float_linears(addresses: Int64, num_panels: int, width: int, bf16: bool) -> Linear:

@@ -29,7 +29,11 @@ from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import (
     FAILED,
+    KV_BYTES,
+    KV_TYPES,
+    LANES,
     NO_LIKELY,
+    PANEL,
     READY,
     Cache,
     Ends,
@@ -40,10 +44,9 @@ from server.model.cpu.records import (
     Shape,
     Wanted,
     one_layer,
+    tile_rows,
 )
-from server.model.cpu.sizes import KV_BYTES, KV_TYPES, LANES, PANEL, tile_rows
-from server.model.cpu.team import Team
-from server.model.cpu.threads import KernelThreads, Pending, Worker
+from server.model.cpu.threads import KernelThreads, Pending, Team, Worker
 from server.model.cpu.weights import RunnerWeights
 from server.model.draws import Answers
 from server.model.shape import ModelShape, query_scales

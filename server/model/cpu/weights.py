@@ -22,6 +22,7 @@ from server.model.cpu.records import (
     FLOATS,
     HALVES,
     NO_TABLE,
+    PANEL,
     READY,
     Float32,
     Int64,
@@ -29,7 +30,6 @@ from server.model.cpu.records import (
     Table,
     UInt8,
 )
-from server.model.cpu.sizes import PANEL
 from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
 from server.model.shape import ModelShape
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.jit import entry_of
-from server.model.cpu.sizes import KV_TYPES
+from server.model.cpu.records import KV_TYPES
 
 NUM_HEADS, WIDTH, ROOM = 15, 64, 96
 

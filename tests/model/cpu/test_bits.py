@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from server.model.cpu.runner import CpuRunner
-from server.model.cpu.team import Team
-from server.model.cpu.threads import KernelThreads
+from server.model.cpu.threads import KernelThreads, Team
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner

@@ -14,7 +14,7 @@ import pytest
 from drafters.target import TARGETS, runs_here
 from server.model.cpu import kernels, linear
 from server.model.cpu.linear import pack_panels
-from server.model.cpu.sizes import PANEL
+from server.model.cpu.records import PANEL
 
 SHAPES = [(576, 960), (576, 576), (1536, 576), (48, 128), (100, 70), (64, 33), (640, 2048)]
 

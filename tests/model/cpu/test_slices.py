@@ -15,8 +15,8 @@ from server.model.cpu.draws import takes_argmax
 from server.model.cpu.head import FloatHead, SlicedHead, gather, padded
 from server.model.cpu.kernels import argmax
 from server.model.cpu.linear import new_work, pack_panels
+from server.model.cpu.records import PANEL
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
-from server.model.cpu.sizes import PANEL
 from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families

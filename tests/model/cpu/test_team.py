@@ -12,8 +12,7 @@ import pytest
 
 from drafters.jit import entry_of
 from server.model.cpu.linear import new_work
-from server.model.cpu.records import Work
-from server.model.cpu.team import EACH, SPINS, THREADS
+from server.model.cpu.records import EACH, SPINS, THREADS, Work
 
 _go = entry_of("tests.model.cpu.team_shares", "all_items")
 _go_near = entry_of("tests.model.cpu.team_shares", "near_items")

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from server.model.cpu.kernels import attend_layer, delta_rule
 from server.model.cpu.records import (
+    LANES,
     AttentionLayer,
     Cache,
     DeltaLayer,
@@ -25,7 +26,6 @@ from server.model.cpu.records import (
     Shape,
     Work,
 )
-from server.model.cpu.sizes import LANES
 from server.model.states import StatePlaces, StatePlan
 
 __all__ = ["NAME", "Call", "PagedStep", "StatePlan", "StateStore", "Step", "StepHolder", "register"]

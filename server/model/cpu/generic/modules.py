@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from server.model.cpu.generic.attention import DeltaSizes, StepHolder
 from server.model.cpu.kernels import product
 from server.model.cpu.linear import float_linear, pack_panels
-from server.model.cpu.records import Work
-from server.model.cpu.sizes import LANES, PANEL
+from server.model.cpu.records import LANES, PANEL, Work
 from server.model.cpu.tensors import as_stored
 from server.model.states import DeltaNet
 

@@ -27,9 +27,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, kernel_address
-from server.model.cpu.records import JOB_ITEMS, NO_TILES
-from server.model.cpu.sizes import INTEGER_KERNEL as KERNEL
-from server.model.cpu.sizes import TILES
+from server.model.cpu.records import INTEGER_KERNEL as KERNEL
+from server.model.cpu.records import JOB_ITEMS, NO_TILES, TILES
 
 __all__ = ["NO_TILES", "kernel_name", "least_rows", "tile_rows", "tried_out"]
 

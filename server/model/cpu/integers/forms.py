@@ -140,7 +140,7 @@ def kernel_name(form: Form) -> str:
 
 def kernel_address(form: Form) -> int:
     """Address of the form's kernel for this CPU (records.JOB_ITEMS)."""
-    return raw_address("server.model.cpu.kernels.integers.panels", kernel_name(form))
+    return raw_address("server.model.cpu.kernels.integers.tiles", kernel_name(form))
 
 
 def count_of(form: Form, num_inputs: int) -> int:

@@ -5,9 +5,9 @@ lanes by position mod 16, values are added in position order. So a row's result 
 whatever rows stand beside it and whether a key was written by a prompt row or by an accepted tree
 node. Tree attention: a node's keys are its sequence's prefix and its own path (Rows.path_slots).
 
-The cache holds numbers of one of sizes.KV_TYPES: float32 as it is; float16 (bits, in uint16); int8
-with a float32 scale a head and position. The small ones are widened in registers. What is stored of
-a position is a function of its key and value alone:
+The cache holds numbers of one of records.KV_TYPES: float32 as it is; float16 (bits, in uint16);
+int8 with a float32 scale a head and position. The small ones are widened in registers. What is
+stored of a position is a function of its key and value alone:
     score  = (0; for d in order: fma(q[d], k[d], score)) * scale of the key
     result = for keys in order: fma(p[key] * scale of the value, v[key], result)
 without the scales where there are none.
@@ -60,6 +60,9 @@ from server.model.cpu.kernels.vectors import (
     soft_cap,
 )  # fmt: skip
 from server.model.cpu.records import (
+    LANES,
+    WIDE_HEADS,
+    WIDE_REGISTERS,
     AttentionAddresses,
     AttentionLayer,
     Float32x2,
@@ -68,10 +71,10 @@ from server.model.cpu.records import (
     Shape,
     Tile,
     Work,
+    tile_rows,
 )  # fmt: skip
-from server.model.cpu.sizes import LANES, WIDE_HEADS, WIDE_REGISTERS, tile_rows
 
-_FLOAT32, _FLOAT16, _INT8 = range(3)  # sizes.KV_TYPES
+_FLOAT32, _FLOAT16, _INT8 = range(3)  # records.KV_TYPES
 _KINDS = (_FLOAT32, _FLOAT16, _INT8)
 _NEVER = np.float32(-np.inf)
 
@@ -90,7 +93,7 @@ class Plane(NamedTuple):
     """The keys or the values of one KV head, in addresses.
 
     numbers: of keys [blocks, width = head_dim, 16] or values [blocks, 16, width]. scales: of
-    float32 [blocks, 1, 16], used with int8. kind: the place in sizes.KV_TYPES.
+    float32 [blocks, 1, 16], used with int8. kind: the place in records.KV_TYPES.
     """
 
     numbers: int

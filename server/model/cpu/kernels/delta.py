@@ -21,6 +21,7 @@ from drafters.jit import compiled, entry_run_by
 from server.model.cpu.kernels.team import barrier, run, take
 from server.model.cpu.kernels.vectors import silu_gate
 from server.model.cpu.records import (
+    LANES,
     DeltaLayer,
     Float32x2,
     Float32x4,
@@ -30,7 +31,6 @@ from server.model.cpu.records import (
     Rows,
     Work,
 )  # fmt: skip
-from server.model.cpu.sizes import LANES
 
 
 class Plan(NamedTuple):
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 @compiled
-def _place_of(rows, row, seq, position):
+def place_of(rows, row, seq, position):
     """(block, lane) of a position: of a row's own past, or with row -1 of its sequence's."""
     if row >= 0 and position >= rows.prefix_len[row]:
         slot = rows.path_slots[rows.path_start[row] + position - rows.prefix_len[row]]
@@ -62,7 +62,7 @@ def _filtered(rows, row, seq, position, layer, first, out, ones):
         at = position - (num_taps - 1 - j)
         if at < 0:
             continue
-        block, lane = _place_of(rows, row, seq, at)
+        block, lane = place_of(rows, row, seq, at)
         kept = layer.inputs[block, lane]
         for i in range(n):
             out[i] += layer.taps[j, first + i] * kept[first + i]
@@ -84,7 +84,7 @@ def _unit(x, scale):
 def _advance(where, head, layer, old, new, buffers):
     """The state after a position, `new`, from the one before, `old`; they may be the same.
 
-    where: (rows, row, seq, position) of _place_of."""
+    where: (rows, row, seq, position) of place_of."""
     rows, row, seq, position = where
     k, v, memory = buffers[1, : layer.dk], buffers[2, : layer.dv], buffers[3, : layer.dv]
     heads = layer.rate.shape[0]
@@ -93,7 +93,7 @@ def _advance(where, head, layer, old, new, buffers):
     _filtered(rows, row, seq, position, layer, keys + key_head * layer.dk, k, buffers[4])
     _filtered(rows, row, seq, position, layer, 2 * keys + head * layer.dv, v, buffers[4])
     _unit(k, np.float32(1.0))
-    block, lane = _place_of(rows, row, seq, position)
+    block, lane = place_of(rows, row, seq, position)
     kept = layer.inputs[block, lane]
     channels = layer.taps.shape[1]
     beta = np.float32(1.0) / (np.float32(1.0) + np.exp(-kept[channels + head]))

@@ -24,13 +24,10 @@ from server.model.cpu.kernels.team import (
     take_near,
     take_run,
 )  # fmt: skip
-from server.model.cpu.kernels.vectors import fetch, float_at, gelu_gate, silu_gate
-from server.model.cpu.records import JOB_ITEMS, NO_TILES
-from server.model.cpu.sizes import LANES
+from server.model.cpu.kernels.vectors import fetch, float_at, gate_rows
+from server.model.cpu.records import JOB_ITEMS, NO_TILES, ROW_SPAN
 
-_ROW_SPAN = 96  # most rows of one work item: their inputs stay in a core's L2
-
-# Rows of the largest kernels, or a multiple; _ROW_SPAN is one of it.
+# Rows of the largest kernels, or a multiple; ROW_SPAN is one of it.
 _WHOLE_ROWS, _WHOLE_TILES = 12, 32
 
 # So many rows are multiplied faster than a panel comes from memory: the core's own prefetcher is
@@ -72,9 +69,9 @@ def _set_rows(job, q, figures, first, num):
 
 @borrowing
 def _even_span(num_rows, weights):
-    """(rows of a span, spans): at most _ROW_SPAN rows, all but the last alike and of whole kernels:
+    """(rows of a span, spans): at most ROW_SPAN rows, all but the last alike and of whole kernels:
     the fewer rows of a kernel, the longer its sums wait for each other."""
-    spans = (num_rows + _ROW_SPAN - 1) // _ROW_SPAN
+    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     span = (num_rows + spans - 1) // spans
     if spans > 1:
         whole = _WHOLE_ROWS if weights.tile_rows == NO_TILES else _WHOLE_TILES
@@ -220,13 +217,8 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
             job[6] = parts[layer, half, 3]
             job[7] = pairs + half * PANEL * 4
             call_kernel(parts[layer, half, 1], job.ctypes.data)
-        for m in range(num):
-            target = out.ctypes.data + ((first + m) * out.shape[1] + p * PANEL) * 4
-            left = pairs + m * 8 * PANEL
-            if gelu:
-                gelu_gate(left, left + PANEL * 4, target, PANEL // LANES)
-            else:
-                silu_gate(left, left + PANEL * 4, target, PANEL // LANES)
+        target = out.ctypes.data + (first * out.shape[1] + p * PANEL) * 4
+        gate_rows(pairs, PANEL, num, target, out.shape[1], gelu)
         item, end = following, following_end
 
 

@@ -1,7 +1,7 @@
 """Rows of inputs as integers: int8 with one scale a block of 32, or one a row.
 
 What: quantise_rows, one function of a row (whatever rows stand beside it), in vectors. A row with
-one scale is spread first (integers/spread.py says why). The operations, all float32 and each
+one scale is spread first (integers/weights.py says why). The operations, all float32 and each
 rounded once:
     top = max |x|;  scale = top / 127;  q = round_to_even(x * (127 / top))
 A top below 1e-30 gives zeros. A top that is not finite gives zeros with a scale of NaN, so that
@@ -43,8 +43,7 @@ from server.model.cpu.kernels.ir import (
     word,
 )  # fmt: skip
 from server.model.cpu.kernels.vectors import set_float
-from server.model.cpu.records import Float32, Float32x2
-from server.model.cpu.sizes import LANES, WIDE_REGISTERS
+from server.model.cpu.records import LANES, WIDE_REGISTERS, Float32, Float32x2
 
 _LEAST = np.float32(1e-30)
 _LEVELS = np.float32(127.0)
@@ -200,7 +199,7 @@ def quantise_rows(first, step, num_rows, x, num_inputs, factors, rows, pad):
     """Rows first, first + step, ... of x as integers.
 
     x: float32 [rows, >= num_inputs], C order. rows: Activations. factors: 0: a scale a block; else
-    one a row, in its first figure, and the address of the product's factors (integers/spread.py),
+    one a row, in its first figure, and the address of the product's factors (integers/weights.py),
     for whole blocks. pad: address of 32 floats, for the last inputs where they are no whole block;
     with factors, of a spread row's more.
     """

@@ -17,7 +17,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, Signature
 
 from drafters.ahead import numba_type
-from server.model.cpu.sizes import LANES
+from server.model.cpu.records import LANES
 
 F16 = ir.HalfType()
 F32 = ir.FloatType()

@@ -23,14 +23,22 @@ from server.model.cpu.kernels.team import barrier, begin_items, run, take, take_
 from server.model.cpu.kernels.vectors import (
     HALVES,
     PanelTask,
-    gelu_gate,
+    gate_rows,
     half_panel_product,
     panel_product,
-    silu_gate,
     soft_cap,
 )  # fmt: skip
-from server.model.cpu.records import BFLOAT16, INTEGERS, Float32x2, Linear, Work
-from server.model.cpu.sizes import LANES, MAX_ROWS, PANEL, ROW_SPAN
+from server.model.cpu.records import (
+    BFLOAT16,
+    INTEGERS,
+    LANES,
+    MAX_ROWS,
+    PANEL,
+    ROW_SPAN,
+    Float32x2,
+    Linear,
+    Work,
+)
 
 
 class _Task(NamedTuple):
@@ -116,13 +124,7 @@ def _gated_share(task, gelu, work):
         panel_product(gate, num, bf16)
         up = PanelTask(rows, k, at + size, k, pairs + PANEL * 4, 2 * PANEL, following, 0)
         panel_product(up, num, bf16)
-        for m in range(num):
-            target = out + ((first + m) * ldo + p * PANEL) * 4
-            left = pairs + m * 2 * PANEL * 4
-            if gelu:
-                gelu_gate(left, left + PANEL * 4, target, PANEL // LANES)
-            else:
-                silu_gate(left, left + PANEL * 4, target, PANEL // LANES)
+        gate_rows(pairs, PANEL, num, out + (first * ldo + p * PANEL) * 4, ldo, gelu)
         item = then
 
 

@@ -44,9 +44,8 @@ from server.model.cpu.kernels.team import barrier
 from server.model.cpu.kernels.vectors import gelu_gate, silu_gate
 from server.model.cpu.records import ADAPTER_FORMS as FORMS
 from server.model.cpu.records import ADAPTER_ROWS as ROWS
-from server.model.cpu.records import GATE_UP
-from server.model.cpu.sizes import ADAPTER_WIDE as _WIDE
-from server.model.cpu.sizes import LANES
+from server.model.cpu.records import ADAPTER_WIDE as _WIDE
+from server.model.cpu.records import GATE_UP, LANES
 
 _TILE = _WIDE * LANES
 

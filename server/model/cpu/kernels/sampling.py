@@ -18,6 +18,7 @@ from drafters.jit import compiled, entry
 from server.model.cpu.kernels.vectors import exp_sum, exp_sum64, max_of, sum_of_squares
 from server.model.cpu.records import (
     FAILED,
+    LANES,
     Constraints,
     Counts,
     Float32,
@@ -30,7 +31,6 @@ from server.model.cpu.records import (
     UInt8x2,
     UInt32,
 )  # fmt: skip
-from server.model.cpu.sizes import LANES
 
 _CHUNK = 256
 

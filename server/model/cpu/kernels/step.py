@@ -25,6 +25,7 @@ from llvmlite import ir
 from drafters.jit import borrowing, compiled, entry, entry_run_by
 from server.model.cpu.kernels.attention import attend, place
 from server.model.cpu.kernels.blocks import block_row
+from server.model.cpu.kernels.delta import place_of
 from server.model.cpu.kernels.ir import (
     I32,
     I64,
@@ -56,6 +57,8 @@ from server.model.cpu.records import (
     DOWN,
     FAILED,
     FLOATS,
+    KV_TYPES,
+    LANES,
     OUT,
     QKV,
     AttentionLayer,
@@ -76,7 +79,6 @@ from server.model.cpu.records import (
     Wanted,
     Work,
 )  # fmt: skip
-from server.model.cpu.sizes import KV_TYPES, LANES
 
 # Rows of the norm table, one plane a layer; WeightNames.norms has them in this order.
 NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
@@ -141,19 +143,12 @@ def _filter_rows(first, step, rows, projected, taps, inputs, out):
         result = out[r]
         for i in range(n):
             result[i] = np.float32(0.0)
-        prefix_len = rows.prefix_len[r]
-        last = prefix_len + rows.path_len[r] - 1
+        last = np.int64(rows.prefix_len[r] + rows.path_len[r] - 1)
         for j in range(num_taps):
             position = last - (num_taps - 1 - j)
             if position < 0:
                 continue
-            if position < prefix_len:
-                block = rows.tables[rows.seq_ids[r], position // LANES]
-                lane = position % LANES
-            else:
-                slot = rows.path_slots[rows.path_start[r] + position - prefix_len]
-                block = slot // LANES
-                lane = slot % LANES
+            block, lane = place_of(rows, r, np.int64(rows.seq_ids[r]), position)
             kept = inputs[block, lane]
             weight = taps[j]
             for i in range(n):

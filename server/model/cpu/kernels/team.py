@@ -1,4 +1,4 @@
-"""What the threads of a team (team.py) run: barriers, items of work, and one share after the other.
+"""What the threads of a team run: barriers, items of work, and one share after the other.
 
 Rules for a share, a function (thread, ..., work):
   - All threads call it with the same arguments but for the thread's number, and meet at the same
@@ -26,16 +26,14 @@ from llvmlite import ir
 from drafters.jit import compiled, entry
 from server.model.cpu.kernels.ir import I32, I64, call, i32, i64, word
 from server.model.cpu.kernels.vectors import fetch
-from server.model.cpu.team import EACH as _EACH
-from server.model.cpu.team import SPINS as _SPINS
-from server.model.cpu.team import THREADS as _THREADS
+from server.model.cpu.records import EACH, SPINS, THREADS
 
 # Bytes from the start of `sync` to its words.
 _JOB, _SHARE, _ARGUMENTS, _STOP, _FAILED = (8 * i for i in range(5))
 _JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in range(1, 6))
 # Behind them 256 bytes a thread: the core that it began its last job on, how many of its own items
 # were taken, and words that only it uses.
-_CORES, _TAKEN, _OWN = _THREADS, _THREADS + 8, _THREADS + 128
+_CORES, _TAKEN, _OWN = THREADS, THREADS + 8, THREADS + 128
 
 # A thread waits so long, some 80 us, without an offer of the core: on a quiet machine one that
 # waits for a barrier need not give it up. On a busy one the thread that it waits for may want a
@@ -200,7 +198,7 @@ def _meet(sync, threads, ahead, end):
         while ahead < end and _load(sync + _MEETING) == known:
             fetch(ahead, _ASKED)
             ahead += _ASKED
-        _wait(sync + _MEETING, known, sync + _MEETING_SLEEPERS, _load(sync + _SPINS))
+        _wait(sync + _MEETING, known, sync + _MEETING_SLEEPERS, _load(sync + SPINS))
 
 
 @compiled
@@ -230,7 +228,7 @@ def take(work):
 @compiled
 def begin_items(work):
     """Make this thread's own items of the next part untaken; before the barrier that it follows."""
-    _store(work.sync.ctypes.data + _TAKEN + _EACH * work.thread, 0)
+    _store(work.sync.ctypes.data + _TAKEN + EACH * work.thread, 0)
 
 
 @compiled
@@ -246,7 +244,7 @@ def take_near(work, num_items):
         owner = work.thread + k
         if owner >= work.threads:
             owner -= work.threads
-        item = num_items * owner // work.threads + _take(sync + _EACH * owner)
+        item = num_items * owner // work.threads + _take(sync + EACH * owner)
         if item < num_items * (owner + 1) // work.threads:
             return item
     return -1
@@ -266,7 +264,7 @@ def take_run(work, num_items):
             owner -= work.threads
         first = num_items * owner // work.threads
         last = num_items * (owner + 1) // work.threads
-        taken = _take(sync + _EACH * owner)
+        taken = _take(sync + EACH * owner)
         left = (last - first) >> min(taken, 62)
         if left > 0:
             return last - left, last - (left >> 1)
@@ -276,7 +274,7 @@ def take_run(work, num_items):
 @compiled
 def own_words(work):
     """The first of 16 words of `sync` that only this thread uses."""
-    return (_OWN + _EACH * work.thread) // 8
+    return (_OWN + EACH * work.thread) // 8
 
 
 @compiled
@@ -287,12 +285,12 @@ def _spread(sync, thread):
     and a step of 7 ms takes 27. Which cores this thread may use is afterwards what it was.
     """
     core = _core()
-    noted = sync + _CORES + _EACH * thread
+    noted = sync + _CORES + EACH * thread
     _store(noted, core)
     if core < 0:
         return
     for other in range(thread):
-        if _load(sync + _CORES + _EACH * other) == core:
+        if _load(sync + _CORES + EACH * other) == core:
             own = np.zeros(_CORES_MASK // 8, np.int64)
             if _read_cores(own.ctypes.data) != 0:
                 return
@@ -328,7 +326,7 @@ def serve(sync: int, thread: int, threads: int) -> None:
     """What a thread other than the first does: one job after the other, until it is stopped."""
     known = 0
     while True:
-        for _ in range(_IDLE_ROUNDS if _load(sync + _SPINS) > 0 else 0):
+        for _ in range(_IDLE_ROUNDS if _load(sync + SPINS) > 0 else 0):
             if _load(sync + _JOB) != known:
                 break
             for _ in range(64):
@@ -338,7 +336,7 @@ def serve(sync: int, thread: int, threads: int) -> None:
         known = _load(sync + _JOB)
         if _load(sync + _STOP) != 0:
             return
-        if _load(sync + _SPINS) > 0:
+        if _load(sync + SPINS) > 0:
             _spread(sync, thread)
         if _call_share(_load(sync + _SHARE), _load(sync + _ARGUMENTS), thread) != 0:
             _store(sync + _FAILED, 1)

@@ -53,7 +53,7 @@ from server.model.cpu.kernels.ir import (
 )  # fmt: skip
 from server.model.cpu.kernels.ir import exp as exp_vector
 from server.model.cpu.kernels.ir import product as emit_product
-from server.model.cpu.sizes import LANES, MAX_ROWS, PANEL, VECTORS_PER_PANEL
+from server.model.cpu.records import LANES, MAX_ROWS, PANEL, VECTORS_PER_PANEL
 
 # --- kernels as intrinsics: addresses are intp, sizes are elements --------------------------------
 
@@ -349,6 +349,18 @@ def half_panel_product(task, num_rows, bf16):
         num = _rows_of_pass(num_rows - m, 4)
         _half_pass(num, _rows_from(task, m, task.panel, 0), bf16)
         m += num
+
+
+@compiled
+def gate_rows(pairs, width, num, out, ldo, gelu):
+    """out[m] = act(gate) * up for m < num: `width` outputs of each, which lie one behind the other
+    in a row of `pairs`. pairs, out: addresses; ldo: out's row stride in elements."""
+    for m in range(num):
+        left, target = pairs + m * 2 * width * 4, out + m * ldo * 4
+        if gelu:
+            gelu_gate(left, left + width * 4, target, width // LANES)
+        else:
+            silu_gate(left, left + width * 4, target, width // LANES)
 
 
 @compiled

@@ -58,7 +58,7 @@ def compile_for_arm(kernel: str, folder: str) -> None:
     from llvmlite import ir
 
     from server.model.cpu.kernels.integers import vectors
-    from server.model.cpu.sizes import INTEGER_KERNEL
+    from server.model.cpu.records import INTEGER_KERNEL
 
     assert kernel == INTEGER_KERNEL, f"{INTEGER_KERNEL} was chosen"
     llvm.initialize_all_targets()

@@ -19,7 +19,7 @@ from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers import amx
 from server.model.cpu.integers.forms import FORMS
 from server.model.cpu.kernels.integers.tiles import define_tiled_rows
-from server.model.cpu.sizes import TILES
+from server.model.cpu.records import TILES
 from tests.model.cpu.integers import bochs, reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 from tests.model.cpu.integers.jobs import Job, job

@@ -15,7 +15,7 @@ from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers.forms import FORMS, PANEL
 from server.model.cpu.integers.weights import spread, spread_weights
 from server.model.cpu.linear import new_work
-from server.model.cpu.sizes import INTEGER_KERNEL, ROW_SPAN, integer_kernel
+from server.model.cpu.records import INTEGER_KERNEL, ROW_SPAN, integer_kernel
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 

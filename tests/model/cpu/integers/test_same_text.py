@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from drafters.target import TARGETS, runs_here
-from server.model.cpu.sizes import INTEGER_KERNEL as KERNEL
+from server.model.cpu.records import INTEGER_KERNEL as KERNEL
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner

@@ -1,8 +1,9 @@
 """The integer kernels in AMX tiles: 16 rows by 16 outputs at a time, from some rows on.
 
-What: LLVM IR, one function a form and number of row tiles, and the function that takes tiles or
-vectors (vectors.py) by the rows of a job. What not: whether this machine runs tiles at all
-(cpu/integers/amx.py).
+What: LLVM IR, one function a form and number of row tiles, and the functions that are called: one a
+form, void (address of a job, records.JOB_ITEMS), which take tiles or vectors (vectors.py) by the
+rows of the job. What not: whether this machine runs tiles at all (cpu/integers/amx.py), which
+panels and rows a thread takes (kernels/integer_linear.py).
 
 `tdpbsud` adds 16 x 16 sums of 64 products of int8 activations with stored bytes to a tile of int32.
 Both lie in memory as it wants them: rows of activations, and panels, whose groups of 4 inputs by
@@ -19,24 +20,29 @@ many.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from server.model.cpu.integers.forms import BLOCK, PANEL, Form
-from server.model.cpu.kernels.integers.instructions import FLOATS, INTS, LANES, load_stored, store
+from drafters.jit import Raw
+from server.model.cpu.integers.forms import BLOCK, FORMS, PANEL, Form, kernel_name
 from server.model.cpu.kernels.integers.vectors import (
+    FLOATS,
+    INTS,
+    LANES,
     define_rows,
     fetch_quarters,
     figures_at,
     header,
+    load_stored,
     minimum,
     scale,
     share_of,
+    store,
 )  # fmt: skip
 from server.model.cpu.kernels.ir import I8, I64, Loop, at, call, const, fma, i32, i64, put, splat
-
-__all__ = ["define_tiled_rows"]
+from server.model.cpu.records import JOB_ITEMS, TILES
 
 _ROWS = 16  # of a tile; a row has 64 bytes
 _VECTORS = PANEL // _ROWS
@@ -289,3 +295,21 @@ def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
             b.call(one, [own[0], ldx, own[1], ldf, rows, *tail])
     loop.close([])
     _tile(b, "tilerelease")
+
+
+# -- The functions that are called ----------------------------------------------------------------
+
+
+def _define(form: Form, module: Any) -> None:
+    """All rows of a job against its panel."""
+    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), kernel_name(form))
+    b = ir.IRBuilder(fn.append_basic_block("entry"))
+    numbers = [at(b, fn.args[0], 8 * i, I64, 8) for i in range(JOB_ITEMS)]
+    if TILES:
+        b.call(define_tiled_rows(module, form), numbers)
+    else:
+        b.call(define_rows(module, form), numbers[:-1])
+    b.ret_void()
+
+
+KERNELS = [Raw(kernel_name(form), __name__, partial(_define, form)) for form in FORMS]
