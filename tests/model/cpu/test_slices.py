@@ -61,7 +61,7 @@ def _runner(name: str, where: str = "") -> CpuRunner:
 
 @pytest.mark.parametrize("form", ["llama", "gemma3", "bfloat16", "int8", "int4"])
 def test_a_head_in_its_file_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.model.cpu.slices._PIECE", 2 * PANEL)
+    monkeypatch.setattr("server.model.cpu.head._PIECE", 2 * PANEL)
     held, read = _runner(form), _runner(form, "in its file")
     try:
         assert read.weight_bytes < held.weight_bytes
