@@ -16,8 +16,9 @@ from tests.profiles import register
 
 register()
 
-# torch's threads, here and in the processes that tests start, sleep when they have nothing to do:
-# those of tiny models would spin in each other's way, for ten times the work. Before torch comes.
+# Threads of torch and of our teams sleep when they have nothing to do, here and in processes that
+# tests start: those of tiny models would spin in each other's way, for ten times the work. Before
+# torch comes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Every client of httpx reads the list of authorities, 22 ms each time; tests make thousands.
@@ -37,9 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
     make_ready()
 
 
-# Where few tests take long: they start servers, commands and other people's clients, or compile.
-# Their files come first, so that no process is left alone with one of them at the end of a
-# parallel run.
+# The longest files come first, so that no process is left alone with one of them at the end of a
+# parallel run; two that start Ray are apart. Then the folders where few tests take long: they start
+# servers, commands and other people's clients, or compile.
+_FIRST = (
+    "fleet/test_ray_fleet.py", "model/gpu/test_attention.py", "setup/test_readme_runs.py",
+    "fuzz/test_fuzz.py", "fleet/test_ray_losses.py", "setup/test_first_hour.py",
+    "api/test_attacks_chat.py", "commands/test_tune.py", "fleet/test_fleet_page.py",
+    "drafters/test_machine_code.py", "setup/test_serve.py",
+)  # fmt: skip
 _LONG = (
     "setup", "conformance", "docker", "monitoring", "loadtest", "commands", "training", "fleet",
     "model", "engine", "client", "api",
@@ -47,12 +54,15 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of the long folders first; the order within a folder stays."""
+    """The longest files, then those of the long folders; the order within these stays."""
     tests = Path(__file__).parent
 
-    def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(tests).parts[0]
-        return _LONG.index(folder) if folder in _LONG else len(_LONG)
+    def rank(item: pytest.Item) -> tuple[int, int]:
+        path = item.path.relative_to(tests)
+        if path.as_posix() in _FIRST:
+            return 0, _FIRST.index(path.as_posix())
+        folder = path.parts[0]
+        return 1, _LONG.index(folder) if folder in _LONG else len(_LONG)
 
     items.sort(key=rank)
 

@@ -4,7 +4,7 @@
     pytest                                 make test
     pytest --hypothesis-profile nightly    make nightly
 
-A test that says `@settings(max_examples=examples(1500))` draws 1,500 at night, a fifth of them in
+A test that says `@settings(max_examples=examples(1500))` draws 1,500 at night, a tenth of them in
 `make test` and a thirtieth in `make check`, never fewer than 20. Those two draw the same examples
 each time, so that what passed once passes again; `make nightly` looks for new ones.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-SHARES = {"check": 1 / 30, "test": 1 / 5, "nightly": 1.0}
+SHARES = {"check": 1 / 30, "test": 1 / 10, "nightly": 1.0}
 
 
 def register() -> None:

@@ -9,7 +9,6 @@ import asyncio
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from tests.api.real_engine import TABLE as TABLE
 from tests.api.real_engine import TOKENIZER as TOKENIZER
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     import openai
@@ -55,14 +55,6 @@ def as_bytes(text: str) -> list[int]:
 def served(name: str = "tiny", max_model_len: int = 256) -> ServedModel:
     """The tests' model as the API knows it."""
     return ServedModel(name, byte_level_tokenizer(), TABLE, 400, max_model_len, 1_700_000_000, "fp")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Poll until the condition holds; fails after the timeout, which a busy machine may need."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 class LiveServer:

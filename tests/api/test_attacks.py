@@ -26,9 +26,10 @@ import pytest
 
 from server import logs
 from server.config import LimitsConfig, ServerConfig
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.unharmed import exchange, unharmed_by
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack
 

@@ -18,9 +18,10 @@ from server.api.engines.slot import EngineSpec
 from server.config import LimitsConfig, ServerConfig
 from server.engine.host import start_thread
 from tests.api.chat_models import decode, encode, served, weather
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import make_engine
 from tests.api.unharmed import unharmed_by
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack
 

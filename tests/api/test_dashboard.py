@@ -14,10 +14,11 @@ from server.api.dashboard import PAGE_PATHS, History
 from server.api.keys import ApiKey
 from server.config import KeyConfig, ServerConfig, VocabularyConfig
 from server.types import Request
-from tests.api.live import LiveServer, as_bytes, encode, wait_until
+from tests.api.live import LiveServer, as_bytes, encode
 from tests.api.test_completions import events
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.monitoring.live_engine import monitored, suffix_task
+from tests.waiting import wait_until
 
 IDS = encode(" over the lazy dog. Once upon a time")
 

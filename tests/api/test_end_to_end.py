@@ -23,11 +23,12 @@ import pytest
 
 from server.config import ServerConfig
 from server.engine.process import start_process
-from tests.api.live import LiveServer, encode, wait_until
+from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events
 from tests.api.test_keys import as_key
 from tests.api.test_lifecycle import send_request
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

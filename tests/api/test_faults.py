@@ -20,8 +20,9 @@ import pytest
 from server.config import RestartConfig, TaskConfig, TaskLimits
 from server.engine.batch import Batch
 from server.engine.process import start_process
-from tests.api.live import BYTE_IDS, LiveServer, wait_until
+from tests.api.live import BYTE_IDS, LiveServer
 from tests.api.real_engine import CONTEXT, spec
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

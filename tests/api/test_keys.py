@@ -15,8 +15,9 @@ from server.api.keys import ApiKey, Bucket, Keyring, check_admin
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, PermissionDeniedError
 from server.types import Delta, Request
-from tests.api.live import LiveServer, encode, served, wait_until
+from tests.api.live import LiveServer, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
+from tests.waiting import wait_until
 
 SAYS = saying(encode(" over the lazy dog"))
 TASKS = {name: TaskConfig(name=name) for name in ("sql", "summary")}

@@ -14,9 +14,10 @@ import pytest
 
 from server.types import Request
 from tests.api.chat_models import encode, scripted, served
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.test_decisions import CHOICE, scoring
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import wait_until
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the", "max_tokens": 50},

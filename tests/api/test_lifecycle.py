@@ -30,8 +30,9 @@ from server.config import LimitsConfig, RestartConfig, ServerConfig, TaskConfig
 from server.errors import NoEngineError
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
-from tests.api.live import LiveServer, as_bytes, encode, wait_until
+from tests.api.live import LiveServer, as_bytes, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
+from tests.waiting import wait_until
 
 IDS = encode(" over the lazy dog")
 

@@ -18,8 +18,9 @@ from server.api.engines.slot import Pulse
 from server.config import RestartConfig
 from server.engine.process import start_process
 from server.machine import core_waits
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.real_engine import hang, spec
+from tests.waiting import wait_until
 
 POLICY = RestartConfig(stuck_after_s=2.5)
 OFF: dict[str, Any] = {"speculation": {"drafter": "off"}, "ignore_eos": True, "max_tokens": 8}

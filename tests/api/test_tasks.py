@@ -36,9 +36,10 @@ from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import BuildOrder, TaskSet, build_upload
-from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served, wait_until
+from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import wait_until
 
 DRAFTERS = ("off", "auto", "mix", "suffix", "trie")
 FINGERPRINT = TABLE.fingerprint.hex()

@@ -22,10 +22,11 @@ from server.config import (
     TaskLimits,
 )
 from server.types import Delta, Request
-from tests.api.live import LiveServer, encode, wait_until
+from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_lifecycle import send_request
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

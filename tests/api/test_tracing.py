@@ -13,8 +13,9 @@ import pytest
 
 from server.errors import ConfigError
 from server.tracing import Span, open_tracer
-from tests.api.live import LiveServer, encode, wait_until
+from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
+from tests.waiting import wait_until
 
 MOST_GROWTH_MIB = 48
 

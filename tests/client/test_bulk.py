@@ -24,6 +24,7 @@ from server.commands.cli import main
 from server.errors import TailorError
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 REPLY = " over the lazy dog."
@@ -115,10 +116,8 @@ def test_a_killed_run_goes_on_where_it_stopped(
         run = subprocess.Popen(
             words, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=listens
         )
-        deadline_s = time.monotonic() + 20
-        while not target.exists() or target.read_bytes().count(b"\n") < 7:
-            assert time.monotonic() < deadline_s and run.poll() is None
-            time.sleep(0.005)
+        wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 7)
+        assert run.poll() is None
         run.send_signal(end)
         _, told = run.communicate(timeout=20)
     finally:

@@ -294,6 +294,19 @@ class StopAt:
             raise Stopped
 
 
+_SERVED: dict[str, Any] = {
+    "outputs": "model", "num_prompts": 40, "max_tokens": 24, "first_s": 0.02, "per_row": 0.0002,
+    "replaces": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return _tune(_write(folder / "train.jsonl", _lines(80)), **_SERVED)
+
+
 @pytest.mark.parametrize(
     ("stage", "times", "has_file"),
     [
@@ -304,27 +317,25 @@ class StopAt:
     ],
 )
 def test_a_run_that_was_stopped_goes_on(
-    stage: str, times: int, has_file: bool, tmp_path: Path
+    stage: str, times: int, has_file: bool, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
-    fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
-    fields |= {"first_s": 0.02, "per_row": 0.0002, "replaces": False}
     first = StopAt(stage, times)
     with pytest.raises(Stopped):
-        _tune(data, progress=first, **fields)
+        _tune(data, progress=first, **_SERVED)
     assert file.exists() == has_file
     if has_file:
         assert load_task(file).speculation.drafter == "auto"
         assert "# Not whole: what drafts gain is forecast." in file.read_text()
     again = StopAt("nothing", 0)
-    report = _tune(data, progress=again, **fields)
+    report = _tune(data, progress=again, **_SERVED)
     assert "# Not whole" not in file.read_text() and report["recorded"] == 40
     assert sorted(p.name for p in file.parent.iterdir()) == ["town.corpus", "town.yaml"]
     # What was found is not looked for again.
     assert any(line.startswith("going on with ") for line in again.told)
     assert first.told.count("recording") + again.told.count("recording") <= 40 + 3
-    whole = _tune(data, **fields | {"replaces": True})
-    told = ("drafter", "corpus", "recorded", "held_back_tokens", "quality", "vocabulary")
+    assert Path(report["corpus"]).name == Path(whole["corpus"]).name
+    told = ("drafter", "recorded", "held_back_tokens", "quality", "vocabulary")
     assert [report[name] for name in told] == [whole[name] for name in told]
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,7 @@ import yaml
 
 from loadtest.peer import free_port
 from tests.model.tiny_models import save_tiny
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT = REPOSITORY / "docker" / "tailor.service"
@@ -46,7 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("supervised")
     (made / "tiny").mkdir()
     save_tiny(made / "tiny", "llama")
-    # No restart of an engine: its death is the server's, as after restart.max_restarts of them.
     (made / "server.yaml").write_text(json.dumps({"restart": {"max_restarts": 0}}))
     return made
 
@@ -72,11 +72,7 @@ def serves(port: int) -> bool:
         return False
 
 
-def wait(what: Callable[[], bool], told: Callable[[], str]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < end_s, told()
-        time.sleep(0.1)
+wait = partial(wait_until, timeout_s=LIMIT_S, pause_s=0.1)
 
 
 def engine_of(server: int) -> psutil.Process:
@@ -84,33 +80,11 @@ def engine_of(server: int) -> psutil.Process:
     return max(psutil.Process(server).children(), key=lambda child: child.memory_info().rss)
 
 
-@pytest.fixture
-def server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    port = free_port()
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            command(folder, port), cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment(folder)},
-        )  # fmt: skip
-    try:
-        wait(lambda: serves(port), lambda: (folder / "server.log").read_text())
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_last_engines_death_ends_the_server_with_status_1(
-    server: tuple[subprocess.Popen[bytes], int], folder: Path
+def test_the_unit_serves_the_server_yaml_that_its_head_installs_until_the_last_engine_dies(
+    folder: Path,
 ) -> None:
-    process, _ = server
-    engine_of(process.pid).kill()
-    assert process.wait(LIMIT_S) == 1
-    assert "no engine is left" in (folder / "server.log").read_text()
-
-
-def test_the_unit_serves_the_server_yaml_that_its_head_installs(folder: Path) -> None:
-    """Its head's `cp` and its ExecStart, with another folder for /etc/tailor."""
+    """Its head's `cp` and its ExecStart, with another folder for /etc/tailor. An end that is not
+    clean has status 1, as `Restart=on-failure` needs it."""
     (copied,) = re.findall(r"cp -r (.+) /etc/tailor/", UNIT.read_text())
     etc = folder / "etc"
     etc.mkdir()
@@ -124,6 +98,7 @@ def test_the_unit_serves_the_server_yaml_that_its_head_installs(folder: Path) ->
     settings["keys"] = [{"id": "one", "key": "sk-one"}]
     settings["limits"]["max_body_bytes"] = 2048
     settings["engine"] |= {"kv_cache_memory": "64MiB", "max_num_seqs": 4}
+    settings["restart"] = {"max_restarts": 0}
     (etc / "server.yaml").write_text(json.dumps(settings))
     start = unit()["Service"]["ExecStart"].replace("/etc/tailor", str(etc)).split()
     assert start[0] == "/opt/tailor/bin/tailor"
@@ -149,14 +124,16 @@ def test_the_unit_serves_the_server_yaml_that_its_head_installs(folder: Path) ->
             env={**os.environ, **environment(folder)},
         )  # fmt: skip
     try:
-        wait(lambda: serves(port), told.read_text)
+        wait(lambda: serves(port), told=told.read_text)
         key = {"authorization": "Bearer sk-one"}
         assert status("the") == 401
         assert status("the", **key) == 200  # extraction: a task of the copied folder
         assert status("the " * 1000, **key) == 413
+        engine_of(process.pid).kill()
+        assert process.wait(LIMIT_S) == 1 and "no engine is left" in told.read_text()
     finally:
-        process.terminate()
-        assert process.wait(LIMIT_S) == 0, told.read_text()
+        process.kill()
+        process.wait()
 
 
 def test_systemd_reads_the_unit_without_a_complaint(tmp_path: Path) -> None:
@@ -212,7 +189,7 @@ def test_a_supervisor_brings_the_server_back_and_leaves_a_clean_end_alone(folder
         return children[0].pid if children else 0
 
     try:
-        wait(lambda: serves(port), told)
+        wait(lambda: serves(port), told=told)
         seen = [pid()]
         for end in (
             lambda server: os.kill(server, signal.SIGKILL),  # as the kernel does without memory
@@ -220,13 +197,13 @@ def test_a_supervisor_brings_the_server_back_and_leaves_a_clean_end_alone(folder
         ):
             engine = engine_of(seen[-1])
             end(seen[-1])
-            wait(lambda: pid() not in (0, seen[-1]), told)
-            wait(lambda: serves(port), told)  # on the same port
-            wait(lambda engine=engine: not engine.is_running(), told)  # type: ignore[misc]
+            wait(lambda: pid() not in (0, seen[-1]), told=told)
+            wait(lambda: serves(port), told=told)  # on the same port
+            wait(lambda engine=engine: not engine.is_running(), told=told)  # type: ignore[misc]
             seen.append(pid())
         assert len(set(seen)) == 3
         os.kill(seen[-1], signal.SIGTERM)
-        wait(lambda: "exit status 0; expected" in told(), told)
+        wait(lambda: "exit status 0; expected" in told(), told=told)
         time.sleep(2.0)
         assert pid() == 0
     finally:

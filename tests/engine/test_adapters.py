@@ -40,6 +40,7 @@ from tests.engine.scenarios import (
 from tests.fakes.fake_drafters import oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
+from tests.waiting import wait_until
 
 
 @dataclass
@@ -149,8 +150,7 @@ def drive(
 def settle(engine: Engine) -> None:
     """Until the threads have nothing left to read."""
     states = engine.adapters.controls["adapter_states"]
-    while any(state["pending"] for state in states(None)):
-        time.sleep(0.001)
+    wait_until(lambda: not any(state["pending"] for state in states(None)), pause_s=0.001)
 
 
 @settings(max_examples=examples(300), deadline=None, print_blob=True)

@@ -30,6 +30,7 @@ from server.types import (
 from tests.engine.engine_factories import factory, refuse
 from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_runner import FakeModel
+from tests.waiting import wait_until
 
 Start = Callable[[EngineFactory], Any]
 
@@ -137,9 +138,7 @@ def _until_finished(handle: Any, names: set[str]) -> dict[str, list[Delta]]:
 
 
 def _ends(handle: Any, timeout_s: float = 10.0) -> int | None:
-    deadline = time.monotonic() + timeout_s
-    while handle.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not handle.is_alive(), timeout_s)
     code: int | None = handle.exit_code()
     return code
 
@@ -350,10 +349,7 @@ def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
         pid = int(api.stdout.readline())
         time.sleep(0.1)
         api.kill()
-    deadline = time.monotonic() + 5.0
-    while _exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _exists(pid), "an orphan engine"
+    wait_until(lambda: not _exists(pid), 5.0, told=lambda: "an orphan engine")
 
 
 def _exists(pid: int) -> bool:

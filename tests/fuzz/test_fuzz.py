@@ -1,6 +1,6 @@
 """No hostile input ends a process, raises anything raw, takes long or much memory (harness.py).
 
-`make nightly` draws CASES over all readers, `make test` a fifth of them, `make check` a thirtieth.
+`make nightly` draws CASES over all readers, `make test` a tenth of them, `make check` a thirtieth.
 """
 
 from __future__ import annotations

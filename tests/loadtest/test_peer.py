@@ -6,7 +6,6 @@ import re
 import stat
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import httpx
@@ -23,6 +22,7 @@ from loadtest.peer import (
     request_body,
     shuffled,
 )
+from tests.waiting import wait_until
 
 
 def test_names_give_the_dialect_and_options_their_server() -> None:
@@ -127,10 +127,7 @@ def test_a_start_script_is_run_found_ready_metered_and_ended(tmp_path: Path) -> 
         assert process is not None
     finally:
         bring_down(peers)
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(process.pid)
+    wait_until(lambda: not psutil.pid_exists(process.pid), 10)
     assert peers[0].process is None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "prometheus"
@@ -73,16 +74,15 @@ class Prometheus:
         self._client = httpx.Client(base_url=self.url, timeout=10)
 
     def __enter__(self) -> Prometheus:
-        end_s = time.monotonic() + 20
-        while True:
-            assert self._process.poll() is None, Path(self._log.name).read_text()
-            try:
-                if self._client.get("/-/ready").status_code == 200:
-                    return self
-            except httpx.TransportError:
-                pass
-            assert time.monotonic() < end_s, "Prometheus did not start"
-            time.sleep(0.05)
+        wait_until(self._is_ready, pause_s=0.05, told=lambda: "Prometheus did not start")
+        return self
+
+    def _is_ready(self) -> bool:
+        assert self._process.poll() is None, Path(self._log.name).read_text()
+        try:
+            return self._client.get("/-/ready").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def __exit__(
         self,
@@ -115,10 +115,5 @@ class Prometheus:
 
     def wait_scraped_after(self, unix_s: float) -> None:
         """Return once all that happened before `unix_s` has been scraped."""
-        end_s = time.monotonic() + 20
-        while True:
-            scraped = self.values("min(timestamp(tailor_engine_up)) or vector(0)")
-            if scraped[()] > unix_s:
-                return
-            assert time.monotonic() < end_s, "nothing was scraped"
-            time.sleep(0.1)
+        scraped = "min(timestamp(tailor_engine_up)) or vector(0)"
+        wait_until(lambda: self.values(scraped)[()] > unix_s, pause_s=0.1)

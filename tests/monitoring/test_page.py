@@ -21,9 +21,10 @@ import httpx
 import pytest
 
 from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.test_end_to_end import PROMPTS
 from tests.monitoring.live_engine import monitored, suffix_task
+from tests.waiting import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 

@@ -19,13 +19,14 @@ import pytest
 import yaml
 
 from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.test_completions import events
 from tests.api.test_end_to_end import PROMPTS
 from tests.api.test_lifecycle import send_request
 from tests.monitoring.live_engine import POISON, monitored, suffix_task
 from tests.monitoring.prometheus_server import CONFIG, ROOT, Prometheus, binary
 from tests.monitoring.test_grafana import PANELS, dashboards
+from tests.waiting import wait_until
 
 FAULTS = ROOT / "tests" / "monitoring" / "alert_faults.yml"
 RULES = [
@@ -116,7 +117,7 @@ def _faults(server: LiveServer) -> None:
         failed = server.post(model="faulty", prompt=[POISON, 7])
         assert failed.status_code == 500
         connection = send_request(server.port, model="faulty", max_tokens=200, ignore_eos=True)
-        time.sleep(0.05)
+        wait_until(lambda: server.client.num_open > 0)
         connection.close()
         assert server.post(model="faulty", nonsense=1).status_code == 400
 

@@ -65,15 +65,15 @@ def run(engine: Engine, request: Request) -> None:
     assert not failed, (request.request_id, failed)
 
 
-def main(folder: str, weights: Any) -> None:
-    """Write, as JSON, what of a compiler was imported for all of them."""
-    config = ServerConfig(models=(ModelConfig(name="m", path=folder, weights=weights),))
-    plan = plan_server(config, {}, {"m": Path(folder)})
-    engine = build_engine(plan.orders[0])
-    for request in requests(engine):
-        run(engine, request)
-        assert not compilers(), request.request_id
-    engine.close()
+def main(folder: str, *forms: Any) -> None:
+    """Write, as JSON, what of a compiler was imported for all of them, in each form of weights."""
+    for weights in forms:
+        config = ServerConfig(models=(ModelConfig(name="m", path=folder, weights=weights),))
+        engine = build_engine(plan_server(config, {}, {"m": Path(folder)}).orders[0])
+        for request in requests(engine):
+            run(engine, request)
+            assert not compilers(), (weights, request.request_id)
+        engine.close()
     sys.stdout.write(json.dumps(compilers()) + "\n")
 
 

@@ -38,10 +38,11 @@ from server.wiring.engine import build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from server.wiring.task_set import BuildOrder, build_upload
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.orders import decisions, orders
 from tests.model.peft_adapters import enriched, lora
 from tests.model.tiny_models import save_tiny, tiny_model
+from tests.waiting import wait_until
 
 pytest.importorskip("peft")
 

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from server.wiring.drafter import make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,14 +142,14 @@ def test_serve_completes_says_hello_and_stops_cleanly(start: Callable[..., Runni
 
 def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
     server = start("--device", "cpu,cpu")
+
     # /ready, and the announcement, need one engine of each model; the other follows.
-    end_s = time.monotonic() + 60
-    while True:
+    def is_ready() -> bool:
         states = [engine["state"] for engine in server.ask("/health")["engines"]]
-        if states == ["ready", "ready"]:
-            break
-        assert set(states) <= {"loading", "ready"} and time.monotonic() < end_s, states
-        time.sleep(0.2)
+        assert set(states) <= {"loading", "ready"}
+        return states == ["ready", "ready"]
+
+    wait_until(is_ready, 60, pause_s=0.1)
     body = {"model": "tiny", "prompt": "xyz", "max_tokens": 5, "temperature": 0}
     texts = {server.ask("/v1/completions", body)["choices"][0]["text"] for _ in range(4)}
     assert len(texts) == 1
@@ -368,12 +370,8 @@ def test_hangup_reloads_and_a_restart_keeps_what_a_task_knows(
     assert kept["measured_steps"] == told["measured_steps"]
     assert kept["calibration"] == told["calibration"]
     assert again.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
-    learned = again.ask("/v1/tasks/known", key="admin")["learned"]
-    for _ in range(100):  # a thread of low priority takes the output after it was answered
-        if learned["outputs"] == 2:
-            break
-        time.sleep(0.1)
-        learned = again.ask("/v1/tasks/known", key="admin")["learned"]
-    assert learned["outputs"] == 2
+    # A thread of low priority takes the output after it was answered.
+    known = partial(again.ask, "/v1/tasks/known", key="admin")
+    wait_until(lambda: known()["learned"]["outputs"] == 2, pause_s=0.1)
     assert again.stop(signal.SIGTERM) == 0
     assert "Traceback" not in "".join(server.lines + again.lines)

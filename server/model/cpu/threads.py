@@ -30,7 +30,8 @@ _BARRIER_SPINS = 50_000
 class Team:
     """The other threads of a team of `threads`; whoever calls `run` is its first.
 
-    One job at a time. Threads spin at barriers only where each can have a core. `sync`: for Work.
+    One job at a time. Threads spin at barriers only where each can have a core, and OMP_WAIT_POLICY
+    is not PASSIVE, which OpenMP's threads sleep for as well. `sync`: for Work.
     thread_ids: the kernel's ids of the other threads.
     """
 
@@ -39,7 +40,8 @@ class Team:
         memory = np.zeros(num_words + 16, np.int64)
         skip = -memory.ctypes.data % 128 // 8
         words = memory[skip : skip + num_words]
-        words[SPINS // 8] = _BARRIER_SPINS if threads <= cores() else 0
+        sleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or threads > cores()
+        words[SPINS // 8] = 0 if sleep else _BARRIER_SPINS
         self.sync: Int64 = words.view()
         members = [
             threading.Thread(

@@ -19,6 +19,7 @@ from server.model.cpu.threads import KernelThreads, Team
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner
+from tests.waiting import wait_until
 
 V = families.VOCAB_SIZE
 Logprobs = npt.NDArray[np.float32]
@@ -209,9 +210,6 @@ def test_threads_that_slept_start_on_a_core_each_and_are_let_go() -> None:
         worker.submit(threads.wake).result()
         assert sorted(core for place in places() for core in place) == sorted(cores)
         worker.submit(threads.rest).result()
-        deadline = time.monotonic() + 10.0
-        while places() != [cores] * len(cores):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: places() == [cores] * len(cores), 10.0)
         fewer = worker.submit(KernelThreads, team.thread_ids[1:]).result()
         assert fewer.thread_ids == ()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from server.model.cpu.kv_pages import KvPages
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
@@ -31,10 +32,7 @@ def untouched_planes() -> np.ndarray:
 
 
 def wait_ready(pages: KvPages, num_blocks: int) -> None:
-    deadline = time.monotonic() + 30.0
-    while pages.num_ready < num_blocks:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: pages.num_ready >= num_blocks, 30.0)
 
 
 def test_blocks_are_ready_a_stretch_ahead_and_keep_what_they_hold() -> None:

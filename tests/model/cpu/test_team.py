@@ -13,14 +13,20 @@ import pytest
 from drafters.jit import entry_of
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import EACH, SPINS, THREADS, Work
+from server.model.cpu.threads import Team
+from tests.waiting import wait_until
 
 _go = entry_of("tests.model.cpu.team_shares", "all_items")
 _go_near = entry_of("tests.model.cpu.team_shares", "near_items")
 
 
+@pytest.mark.parametrize("spins", [0, 1000])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_every_item_is_taken_once_and_no_thread_passes_a_barrier_early(threads: int) -> None:
+def test_every_item_is_taken_once_and_no_thread_passes_a_barrier_early(
+    threads: int, spins: int
+) -> None:
     work = new_work(threads)
+    work.sync[SPINS // 8] = spins
     for _ in range(5):
         items = np.zeros((200, 7), np.int64)
         sums = np.zeros(threads, np.int64)
@@ -51,6 +57,18 @@ def test_a_share_that_raises_is_told_and_the_team_goes_on() -> None:
     assert (sums == 6).all()
 
 
+@pytest.mark.parametrize(("policy", "spin"), [("active", True), ("Passive", False), (None, True)])
+def test_threads_spin_unless_the_environment_says_that_threads_sleep(
+    policy: str | None, spin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.model.cpu.threads.cores", lambda: 2)
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    assert (Team(2).sync[SPINS // 8] > 0) == spin
+    assert Team(3).sync[SPINS // 8] == 0
+
+
 def test_the_threads_end_with_the_work_and_sleep_between_jobs() -> None:
     before = set(threading.enumerate())
 
@@ -66,11 +84,7 @@ def test_the_threads_end_with_the_work_and_sleep_between_jobs() -> None:
     time.sleep(0.2)
     assert time.process_time() - began < 0.15, "who waits for a job does not spin for long"
     del work
-    deadline = time.monotonic() + 10.0
-    while members() > 0:
-        gc.collect()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: gc.collect() >= 0 and members() == 0, 10.0)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
