@@ -27,6 +27,8 @@ prefix of another token's string: with a tokenizer that matches strings, the new
 such a token in two ("in|the" against "in|therapy"). Ids cannot be cut, but text that people write
 by hand can be read both ways, and the test makes outputs no longer, so it is kept.
 
+Where prompts are read in the tokens, too, a second pass finds what prompts repeat (`enrich`).
+
 E are outputs *as they stand behind their prompts* (leading space, merges): mined bare, the same
 tokens shorten an output half as much. After a merge only its surroundings are counted again.
 """
@@ -36,12 +38,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
@@ -226,6 +229,7 @@ class Enrichment:
 Gram = tuple[int, ...]
 Progress = Callable[[int, int], None]
 """(tokens found, budget), called after each token."""
+_SHARE_OF_PROMPTS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,18 +381,60 @@ def enrich(
     settings: EnrichSettings | None = None,
     barriers: Collection[int] = (),
     reserved_ids: Sequence[int] = (),
+    prompts: Iterable[Sequence[int]] | None = None,
     progress: Progress | None = None,
 ) -> Enrichment:
-    """The tokens that Algorithm 1 finds in `outputs`.
+    """The tokens that Algorithm 1 finds in `outputs`, and then in `prompts`.
 
     outputs: base ids of each output, behind its prompt, EOS included. piece: the bytes of a base
     id. barriers: ids that are never part of a token (EOS and special ids). reserved_ids: ids of
-    rows that the model has and never uses; they are given out first, in this order. progress: see
-    Progress. Equal f_merge: the longer n-gram, then the smaller ids. Raises ValueError for outputs
-    without a single n-gram that occurs min_count times.
+    rows that the model has and never uses; they are given out first, in this order. prompts: base
+    ids of each prompt, for a model that reads them in its tokens, too; their n-grams follow those
+    of the outputs, beyond the budget, where they stand as often as 1 % of the prompts are many: a
+    row that is read seldom learns little. progress: see Progress. Equal f_merge: the longer n-gram,
+    then the smaller ids. Raises ValueError for outputs without a single n-gram that occurs
+    min_count times.
     """
     settings = settings or EnrichSettings()
-    state = _Outputs(outputs, settings.n_max, barriers, settings.min_count)
+
+    def found(texts: Iterable[Sequence[int]], at_least: int, told: Progress | None) -> _Found:
+        state = _Outputs(texts, settings.n_max, barriers, at_least)
+        return _mine(state, piece, base_vocab_size, settings, told)
+
+    own = found(outputs, settings.min_count, progress)
+    if not own.parts:
+        raise ValueError(f"no n-gram occurs {settings.min_count} times and may become a token")
+    made = asdict(settings) | own.made
+    parts = own.parts
+    if prompts is not None:
+        texts = list(prompts)
+        often = max(settings.min_count, math.ceil(_SHARE_OF_PROMPTS * len(texts)))
+        read = found(texts, often, None)
+        parts = list(dict.fromkeys([*parts, *read.parts]))
+        made["of_prompts"] = len(parts) - len(own.parts)
+    num_reserved = min(len(reserved_ids), len(parts))
+    ids = [*reserved_ids[:num_reserved]]
+    ids += range(base_vocab_size, base_vocab_size + len(parts) - num_reserved)
+    return Enrichment(
+        tokenizer, base_vocab_size, tuple(ids), tuple(parts), made, prompts is not None
+    )
+
+
+class _Found(NamedTuple):
+    """parts: the base ids of the tokens that were found, in this order. made: figures of it."""
+
+    parts: list[Gram]
+    made: dict[str, Any]
+
+
+def _mine(
+    state: _Outputs,
+    piece: Callable[[int], bytes],
+    base_vocab_size: int,
+    settings: EnrichSettings,
+    progress: Progress | None,
+) -> _Found:
+    """Algorithm 1 over texts. The other parameters: see `enrich`."""
     num_before = state.num_tokens
     parts: list[Gram] = []
     symbol_of: dict[Gram, int] = {}
@@ -420,15 +466,13 @@ def enrich(
         state.merge(gram, symbol)
         if progress is not None:
             progress(len(parts), settings.budget)
-    if not parts:
-        raise ValueError(f"no n-gram occurs {settings.min_count} times and may become a token")
-    num_reserved = min(len(reserved_ids), len(parts))
-    ids = [*reserved_ids[:num_reserved]]
-    ids += range(base_vocab_size, base_vocab_size + len(parts) - num_reserved)
-    made = asdict(settings) | {
-        "outputs": sum(state.weights),
-        "base_ids_per_output": num_before / sum(state.weights),
-        "ids_per_output": state.num_tokens / sum(state.weights),
-        "rejected": num_rejected,
-    }
-    return Enrichment(tokenizer, base_vocab_size, tuple(ids), tuple(parts), made)
+    num = max(1, sum(state.weights))
+    return _Found(
+        parts,
+        {
+            "outputs": sum(state.weights),
+            "base_ids_per_output": num_before / num,
+            "ids_per_output": state.num_tokens / num,
+            "rejected": num_rejected,
+        },
+    )

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,9 +31,12 @@ _WORTH_TRAINING = 1.2
 _BIT = math.log(2)
 
 
-def mine_tokens(data: TaskData, settings: EnrichSettings, bar: Bar) -> Enrichment:
-    """The tokens that Algorithm 1 finds in the examples that are not held back. Raises ConfigError
-    where there are none."""
+def mine_tokens(
+    data: TaskData, settings: EnrichSettings, bar: Bar, *, reads_prompts: bool = False
+) -> Enrichment:
+    """The tokens that Algorithm 1 finds in the examples that are not held back; reads_prompts: in
+    their prompts, too, which the model then reads in them. Raises ConfigError where there are
+    none."""
     from vocab_store.enrichment import enrich as mine
 
     try:
@@ -45,6 +48,7 @@ def mine_tokens(data: TaskData, settings: EnrichSettings, bar: Bar) -> Enrichmen
             settings=settings,
             barriers=data.barriers,
             reserved_ids=data.reserved_ids,
+            prompts=(prompt for prompt, _ in data.train) if reads_prompts else None,
             progress=lambda done, total: bar("Tokens", done, total),
         )
     except ValueError as error:
@@ -86,7 +90,9 @@ def enrich(
     reads_prompts: Annotated[
         bool,
         Parameter(
-            negative=(), help="the model reads its prompts in these tokens, too, as in the paper"
+            negative=(),
+            help="the model reads its prompts in such tokens, too, as in the paper, and what they "
+            "repeat is made tokens",
         ),
     ] = False,
     export: Annotated[
@@ -101,19 +107,22 @@ def enrich(
 
     found = read_task_data(model, data, fields)
     with Bar() as bar:
-        enrichment = mine_tokens(found, mining.settings(), bar)
-    enrichment = replace(enrichment, prompts=reads_prompts)
+        enrichment = mine_tokens(found, mining.settings(), bar, reads_prompts=reads_prompts)
     with writing(output):
         enrichment.save(output)
-    before = [output_ids for _, output_ids in found.held_out]
-    after = [enrichment.segment(ids) for ids in before]
-    ratio = sum(map(len, before)) / max(1, sum(map(len, after)))
     for parts in enrichment.parts[:show]:
         print(repr(found.table.join(parts, skip_special=False).decode(errors="replace")))
-    print(
-        f"{len(enrichment)} tokens; held-out answers take {_mean(after):.2f} ids instead of "
-        f"{_mean(before):.2f} ({ratio:.2f}x fewer)"
-    )
+    told = [f"{len(enrichment)} tokens"]
+    for side, of in enumerate(("prompts", "answers")):
+        if of == "prompts" and not reads_prompts:
+            continue
+        base = [example[side] for example in found.held_out]
+        before, after = _mean(base), _mean([enrichment.segment(ids) for ids in base])
+        told.append(
+            f"held-out {of} take {after:.2f} ids instead of {before:.2f} "
+            f"({before / max(after, 1e-9):.2f}x fewer)"
+        )
+    print("; ".join(told))
     if export is not None:
         num_left = export_model(model_folder(model), enrichment, found.table, None, export)
         print(f"written: {export}; {num_left} tokens are no text by themselves and are not in it")

@@ -53,7 +53,8 @@ _MOST_SCORED = 24  # rows, to choose the form
 _LONGEST = 1024  # ids of a prompt of these
 _CLEARLY = 0.95  # of the nats of plain prompts: a chat has fewer
 _SHORT, _LONG = 3, 40  # words of an answer
-_MULTIPLY_ADDS = 6  # of a token in training, a parameter: forward, and backward to the inputs
+_MULTIPLY_ADDS = 3  # of a token in training, a parameter: forward, backward to inputs, all else
+_LETTERS = 4  # of a token
 
 
 # --- what the data says ---------------------------------------------------------------------------
@@ -374,7 +375,7 @@ class _Make:
         steps = {
             "analyze": ("how the answers repeat; the first task file", 5.0 + letters / 2e5),
             "enrich": ("tokens of the task's own, if they pay", 2.0 + letters / 2e5),
-            "train": ("an adapter", 0.0 if "train" in self._skip else self._training_s(letters)),
+            "train": ("an adapter", 0.0 if "train" in self._skip else self._training_s()),
             "form": ("whether it is better asked as a chat", 20.0),
             "tune": ("drafter, corpus and nodes on this machine", 120.0 + record + served),
             "evaluate": (f"{len(self._held)} held-out rows answered", 5.0 + 0.3 * len(self._held)),
@@ -387,10 +388,11 @@ class _Make:
                 why = "done"
             yield Planned(step, what, seconds, why)
 
-    def _training_s(self, letters: int) -> float:
+    def _training_s(self) -> float:
         """By the size of the model's layers and what this machine multiplies a second."""
         import torch
 
+        from server.commands.train import has_bfloat16
         from server.model.families import text_values
         from server.model.gguf_folder import text_folder
 
@@ -400,16 +402,28 @@ class _Make:
         inner = int(values.get("intermediate_size") or 4 * hidden)
         parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(values["vocab_size"])
         share = min(1.0, (self._recipe.max_examples or 1 << 40) / len(self._learned))
-        tokens = letters / 4 * share * self._recipe.epochs
-        square = torch.ones(512, 512)
-        began, num = time.perf_counter(), 0
-        while time.perf_counter() - began < 0.2:
+        tokens = self._own_letters() / _LETTERS * share * self._recipe.epochs
+        if self._model.threads is not None:
+            torch.set_num_threads(self._model.threads)
+        dtype = torch.bfloat16 if has_bfloat16(self._model.device) else torch.float32
+        square = torch.ones(512, 512, dtype=dtype)
+        ends = time.perf_counter() + 0.2
+        took = float("inf")  # the shortest: of a busy machine, too, it is what the machine can
+        while (began := time.perf_counter()) < ends:
             square @ square
-            num += 1
-        rate = num * 512**3 / (time.perf_counter() - began)
-        seconds = _MULTIPLY_ADDS / 2 * parameters * tokens / rate
+            took = min(took, time.perf_counter() - began)
+        seconds = _MULTIPLY_ADDS * parameters * tokens * took / 512**3
         limit = self._recipe.time_limit
         return min(seconds, float("inf") if limit is None else 60.0 * limit)
+
+    def _own_letters(self) -> int:
+        """Of what is learned from, without what all prompts begin with: that is computed once a
+        step."""
+        asked = [turn.asked.get("prompt") or json.dumps(turn.asked) for turn in self._learned]
+        ends = min(asked), max(asked)  # the two that differ soonest
+        shared = next((i for i, (a, b) in enumerate(zip(*ends, strict=False)) if a != b), 0)
+        answers = sum(len(turn.gold or "") for turn in self._learned)
+        return answers + sum(map(len, asked)) - shared * len(asked)
 
     # The steps.
 

@@ -142,7 +142,7 @@ def train_adapter(
     torch.manual_seed(recipe.seed)
     bar(f"Opening {base.model}", 0, None)
     dtype = torch.float32
-    if base.weights == "bfloat16" or (base.weights != "float32" and _has_bfloat16(base.device)):
+    if base.weights == "bfloat16" or (base.weights != "float32" and has_bfloat16(base.device)):
         dtype = torch.bfloat16
     device = torch.device(base.device)
     module, matrix_of = open_base(
@@ -187,7 +187,7 @@ def _as_examples(pairs: Iterable[tuple[list[int], list[int]]]) -> list[TrainExam
     return [TrainExample(tuple(prompt), tuple(output)) for prompt, output in pairs]
 
 
-def _has_bfloat16(device: str) -> bool:
+def has_bfloat16(device: str) -> bool:
     """Whether matrix products in bfloat16 are faster there: instructions for them exist."""
     import torch
 

@@ -109,6 +109,29 @@ def test_the_tokens_are_those_of_the_plain_algorithm(
     assert found.made["ids_per_output"] <= found.made["base_ids_per_output"]
 
 
+@given(outputs=TEXTS, prompts=TEXTS, budget=st.integers(1, 30))
+def test_prompts_add_the_tokens_that_the_algorithm_finds_in_them(
+    outputs: list[tuple[int, ...]], prompts: list[tuple[int, ...]], budget: int
+) -> None:
+    settings = EnrichSettings(budget, 4, 2.0)
+    expected = naive(outputs, settings, frozenset())
+    if not expected:
+        return
+    found = enrich(
+        outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings, prompts=prompts
+    )
+    assert found.prompts and found.first(len(expected)).parts == tuple(expected)
+    of_prompts = naive(prompts, settings, frozenset())  # 1 % of these few is less than twice
+    assert list(found.parts) == list(dict.fromkeys(expected + of_prompts))
+    assert found.made["of_prompts"] == len(found.parts) - len(expected)
+
+
+def test_what_few_of_many_prompts_hold_becomes_no_token() -> None:
+    prompts = [(0, 1, 2)] * 600 + [(3, 4)] * 5 + [(4, 5)] * 7
+    found = enrich([(0, 5)] * 2, piece, tokenizer="t", base_vocab_size=V, prompts=prompts)
+    assert set(found.parts) == {(0, 5), (0, 1, 2), (4, 5)}
+
+
 def test_an_ngram_that_is_rare_is_passed_over_and_does_not_end_the_search() -> None:
     outputs = [(1, 2)] * 5 + [(20, 21)] * 3 + [(30, 31, 32)] * 2 + [tuple(range(40, 50))]
     for n_max in (2, 4, 10):
