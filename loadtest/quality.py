@@ -37,11 +37,11 @@ full head with `allowed_token_ids`: a server always adds the prompt's ids to a s
 prompts greedily, merged into the model, one after the other in this process. Reported of each: the
 share of exact answers and word F1, with the paired difference and its 95 % bootstrap interval (of
 answers "intent: I, slot fills: {slot: value, ...}" also the share of right intents and the mean F1
-of an answer's slots; exact is then the joint accuracy); ids an answer; base ids an answer; forward
-passes an answer without drafts and with 2, 4 and 16 nodes of `auto` with a corpus of --train
-(answers replayed, the first tree in the prefill pass); adoption: enriched ids that the model wrote
-over those in the fewest ids for the same text. (Speed of such adapters in servers: `python -m
-loadtest.load --mix`, by characters a second.)
+of an answer's slots; exact is then the joint accuracy); ids of a prompt and of an answer, its base
+ids; forward passes an answer without drafts and with 2, 4 and 16 nodes of `auto` with a corpus of
+--train (answers replayed, the first tree in the prefill pass); adoption: enriched ids that the
+model wrote over those in the fewest ids for the same text. (Speed of such adapters in servers:
+`python -m loadtest.load --mix`, by characters a second.)
 
 `damage` (TASC, section 8): texts of another kind, scored by a base that holds no adapter, by one
 that holds it for a request of the base (exit 1 when a bit differs), and by the adapter.
@@ -712,10 +712,12 @@ class AdapterOptions:
 
 @dataclass(slots=True)
 class Side:
-    """What one adapter wrote. outputs: ids of each answer, its EOS id included. texts: without."""
+    """What one adapter read and wrote. outputs: ids of each answer, its EOS id included. texts:
+    without. prompt_ids: ids that it read, of a prompt."""
 
     outputs: list[list[int]]
     texts: list[str]
+    prompt_ids: float
 
 
 def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
@@ -736,7 +738,8 @@ def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
         outputs = [list(one.output_ids) for one in answers]
         join = served.table.join
         texts = [join(ids, skip_special=True).decode(errors="replace") for ids in outputs]
-        return Side(outputs, texts)
+        read = sum(len(prompt.ids or ()) for prompt in prompts) / len(prompts)
+        return Side(outputs, texts, read)
 
 
 def filled(answer: str) -> tuple[str, Counter[tuple[str, str]]]:
@@ -775,6 +778,7 @@ def figures(side: Side, enrichment: Enrichment | None, golds: Sequence[str]) -> 
     base = [ids if enrichment is None else enrichment.expand(ids) for ids in side.outputs]
     found: dict[str, Any] = {
         **{m.__name__: asdict(estimate(scores(m, side, golds))) for m in metrics_of(golds)},
+        "prompt_ids": side.prompt_ids,
         "ids": sum(map(len, side.outputs)) / num,
         "base_ids": sum(map(len, base)) / num,
     }
