@@ -2,8 +2,9 @@
 
 Requests are counted in the API process, from the Deltas that also make `usage` (RequestAccount
 calls in here), so counters equal the sums of the requests' usage. What engines tell of themselves
-is in engine_figures.py. Names follow vLLM's suffixes under the prefix `tailor_`. Latency histograms
-start at 1 ms; propose and host times, which lie far below that, start at 10 us.
+is added by EngineFigures, and the names that vLLM gives to the same by VllmNames. Ours follow
+vLLM's suffixes under the prefix `tailor_`. Latency histograms start at 1 ms; propose and host
+times, which lie far below that, start at 10 us.
 
 One `Metrics` per app, with a registry of its own: two apps in one process never share a series.
 
@@ -27,18 +28,24 @@ Definitions that are easy to get wrong:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from server.metrics.engine_figures import EngineFigures
-from server.metrics.vllm_names import VllmNames
 from server.types import (
     LATENCY_BUCKETS_S,
     SHORT_BUCKETS_S,
+    Figure,
     FigureValue,
     ModelInfo,
     StepCounts,
@@ -215,7 +222,7 @@ class Metrics:
     """All series and the registry that holds them.
 
     vllm_aliases: /metrics has the same figures under all of vLLM's names too, not only under its
-    main ones (server.metrics.vllm_names).
+    main ones (server.metrics.series).
     """
 
     def __init__(self, *, vllm_aliases: bool = False) -> None:
@@ -375,7 +382,7 @@ class Metrics:
         """The text that /metrics returns (content type CONTENT_TYPE_LATEST)."""
         return generate_latest(self.registry) + generate_latest(self._aliases)
 
-    def families(self, names: Iterable[str]) -> Iterator[MetricFamily]:
+    def families(self, names: Iterable[str]) -> Iterator[Metric]:
         """Only the samples with these names (`tailor_engine_steps_total`), by family."""
         wanted = set(names)
         yield from self.registry.restricted_registry(wanted).collect()
@@ -383,3 +390,271 @@ class Metrics:
             family.samples = [one for one in family.samples if one.name in wanted]
             if family.samples:
                 yield family
+
+
+# --- what engines tell ----------------------------------------------------------------------------
+
+_Numbers = tuple[float, ...]
+"""One number; of a histogram, how many values lay in each bucket and above, and their sum."""
+
+
+class _Life:
+    """An engine slot. Of each figure, by the values of its labels: numbers, what was told last, and
+    before, what earlier processes of the slot had counted."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.figures: Sequence[Figure] = ()
+        self.numbers: dict[str, dict[tuple[str, ...], _Numbers]] = {}
+        self.before: dict[str, dict[tuple[str, ...], _Numbers]] = {}
+
+
+class EngineFigures(Collector):
+    """What engines tell of themselves, as series of /metrics.
+
+    An engine declares its figures when it is ready (ModelInfo.figures) and tells their values when
+    somebody asks (EngineClient.ask_figures), counted from its start. Here they get the labels
+    `engine` and `model`, and counters and histograms go on where they were when an engine was
+    started again.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[str, _Life] = {}
+
+    def begin(self, engine: str, model: str, figures: Sequence[Figure]) -> None:
+        """An engine is ready; it counts from 0."""
+        life = self._lives.setdefault(engine, _Life(model))
+        self.end(engine)
+        life.figures = figures
+
+    def told(self, engine: str, values: Iterable[FigureValue]) -> None:
+        """What an engine told, in the order of its figures. One that was not ready is not known."""
+        life = self._lives.get(engine)
+        for figure, value in zip(life.figures if life else (), values, strict=False):
+            assert life is not None
+            life.numbers[figure.name] = _by_labels(figure, value)
+
+    def end(self, engine: str) -> None:
+        """An engine is gone: it holds nothing, and what it counted stays."""
+        life = self._lives.get(engine)
+        for figure in () if life is None else life.figures:
+            assert life is not None
+            told = life.numbers.get(figure.name, {})
+            if figure.kind == "gauge":
+                life.numbers[figure.name] = dict.fromkeys(told, (0.0,))
+                continue
+            before = life.before.setdefault(figure.name, {})
+            for labels, numbers in told.items():
+                before[labels] = _sum(before.get(labels), numbers)
+            life.numbers[figure.name] = {}
+
+    def describe(self) -> list[Metric]:
+        """Nothing: what there is is known when an engine is ready."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each figure that some engine has told."""
+        families: dict[str, Any] = {}
+        for engine, life in self._lives.items():
+            for figure in life.figures:
+                told, before = life.numbers.get(figure.name, {}), life.before.get(figure.name, {})
+                for labels in {**before, **told}:
+                    numbers = _sum(before.get(labels), told.get(labels))
+                    if figure.name not in families:
+                        names = ("engine", "model", *figure.labels)
+                        made = _KINDS[figure.kind](
+                            f"tailor_{figure.name}", figure.text, labels=names
+                        )
+                        families[figure.name] = made
+                    _add(families[figure.name], (engine, life.model, *labels), figure, numbers)
+        yield from families.values()
+
+
+def _by_labels(figure: Figure, value: Any) -> dict[tuple[str, ...], _Numbers]:
+    if value is None:
+        return {}
+    if figure.kind == "histogram":
+        return {(): (*value[0], value[1])}
+    if isinstance(value, int | float):
+        return {(): (value,)}
+    return {tuple(labels): (number,) for labels, number in value}
+
+
+def _sum(a: _Numbers | None, b: _Numbers | None) -> _Numbers:
+    if a is None or b is None:
+        return a or b or ()
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+_KINDS: dict[str, type[Any]] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _add(family: Any, labels: tuple[str, ...], figure: Figure, numbers: _Numbers) -> None:
+    if figure.kind != "histogram":
+        family.add_metric(labels, numbers[0])
+        return
+    edges, buckets, count = (*figure.buckets, float("inf")), [], 0.0
+    for edge, number in zip(edges, numbers[:-1], strict=True):
+        count += number
+        buckets.append((str(floatToGoString(edge)), count))  # type: ignore[no-untyped-call]
+    family.add_metric(labels, buckets, numbers[-1])
+
+
+def total(figures: Sequence[Figure], told: Sequence[Sequence[Any]]) -> list[FigureValue]:
+    """The values of several engines as those of one: sums; shares as means, and of what is decided
+    anew each step the largest."""
+    values: list[FigureValue] = []
+    for i, figure in enumerate(figures):
+        found = [by for one in told if (by := _by_labels(figure, one[i]))]
+        sums: dict[tuple[str, ...], _Numbers] = {}
+        for by in found:
+            for labels, numbers in by.items():
+                is_largest = figure.name in ("draft_budget", "vocab_verify_every")
+                before = sums.get(labels)
+                sums[labels] = (
+                    max(before or numbers, numbers) if is_largest else _sum(before, numbers)
+                )
+        if figure.name.endswith("_perc"):
+            sums = {labels: (numbers[0] / len(found),) for labels, numbers in sums.items()}
+        if figure.kind == "histogram":
+            numbers = sums.get((), (0.0,) * (len(figure.buckets) + 2))
+            values.append((tuple(map(int, numbers[:-1])), numbers[-1]))
+        elif figure.labels:
+            values.append(tuple((labels, numbers[0]) for labels, numbers in sorted(sums.items())))
+        else:
+            values.append(sums[()][0] if sums else None)
+    return values
+
+
+# --- vLLM's names ---------------------------------------------------------------------------------
+
+# Our series under vLLM's names, for dashboards and autoscalers that were made for vLLM.
+#
+# Those that autoscalers and most dashboards ask for are always there, the others where
+# `metrics.vllm_aliases` says so. Nothing is counted twice: at each scrape our own samples are
+# read, summed over labels that vLLM lacks (task, drafter) and repeated. `model_name` is the
+# model's name in server.yaml. Engines' figures have `engine` ("0", "1", ...) as in vLLM; figures
+# per request have no such label, because a task's requests are spread over engines.
+#
+# Left out, because Tailor has no figure of the same meaning: iteration_tokens, inference time,
+# requests' parameters, sleep state, LoRA and multimodal caches.
+
+
+class _Alias(NamedTuple):
+    """ours: our name without `tailor_`. name: vLLM's, "" for the same. kept: labels beside
+    model_name. is_main: always there."""
+
+    kind: str
+    ours: str
+    name: str = ""
+    kept: tuple[str, ...] = ()
+    is_main: bool = False
+
+
+_ON_ENGINE = ("engine",)
+
+ALIASES = (
+    _Alias("gauge", "num_requests_running", "", _ON_ENGINE, is_main=True),
+    _Alias("gauge", "num_requests_waiting", "", _ON_ENGINE, is_main=True),
+    _Alias("gauge", "kv_cache_usage_perc", "", _ON_ENGINE, is_main=True),
+    _Alias("gauge", "kv_cache_usage_perc", "gpu_cache_usage_perc", _ON_ENGINE),
+    _Alias("counter", "num_preemptions", "", _ON_ENGINE),
+    _Alias("counter", "prefix_cache_queries", "", _ON_ENGINE),
+    _Alias("counter", "prefix_cache_hits", "", _ON_ENGINE),
+    _Alias("counter", "prompt_tokens", is_main=True),
+    _Alias("counter", "prompt_tokens_cached"),
+    _Alias("counter", "generation_tokens", is_main=True),
+    _Alias("counter", "request_success", "", ("finished_reason",), is_main=True),
+    _Alias("counter", "spec_decode_num_drafts"),
+    _Alias("counter", "spec_decode_num_draft_tokens"),
+    _Alias("counter", "spec_decode_num_accepted_tokens"),
+    _Alias("counter", "spec_decode_num_accepted_tokens_per_pos", "", ("position",)),
+    _Alias("histogram", "time_to_first_token_seconds", is_main=True),
+    _Alias("histogram", "inter_token_latency_seconds"),
+    _Alias("histogram", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+    _Alias("histogram", "request_time_per_output_token_seconds"),
+    _Alias("histogram", "e2e_request_latency_seconds"),
+    _Alias("histogram", "request_queue_time_seconds"),
+    _Alias("histogram", "request_prefill_time_seconds"),
+    _Alias("histogram", "request_decode_time_seconds"),
+    _Alias("histogram", "request_prompt_tokens"),
+    _Alias("histogram", "request_generation_tokens"),
+)
+_SAMPLES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum")}
+
+
+class VllmNames(Collector):
+    """A collector of its own registry. families: gives ours that have samples of these names."""
+
+    def __init__(
+        self, families: Callable[[Iterable[str]], Iterable[Metric]], *, all_names: bool
+    ) -> None:
+        self._families = families
+        self._aliases = [one for one in ALIASES if all_names or one.is_main]
+        self._names = {
+            f"tailor_{one.ours}{suffix}" for one in self._aliases for suffix in _SAMPLES[one.kind]
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each of ALIASES that has samples, in that order."""
+        found = {family.name: family for family in self._families(self._names)}
+        for alias in self._aliases:
+            if (family := found.get(f"tailor_{alias.ours}")) is not None:
+                yield _told_again(alias, family)
+
+
+def _told_again(alias: _Alias, family: Metric) -> Metric:
+    """`family` under the alias's name, summed over the labels that are not kept."""
+    name, text = f"vllm:{alias.name or alias.ours}", family.documentation
+    labels = ("model_name", *alias.kept)
+    if alias.kind == "histogram":
+        return _histogram(HistogramMetricFamily(name, text, labels=labels), labels, family)
+    sums: dict[tuple[str, ...], float] = {}
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            key = _key(labels, sample.labels)
+            sums[key] = sums.get(key, 0.0) + sample.value
+    made: CounterMetricFamily | GaugeMetricFamily = (
+        CounterMetricFamily(name, text, labels=labels)
+        if alias.kind == "counter"
+        else GaugeMetricFamily(name, text, labels=labels)
+    )
+    for key, value in sums.items():
+        made.add_metric(key, value)
+    return made
+
+
+def _histogram(
+    made: HistogramMetricFamily, labels: Iterable[str], family: Metric
+) -> HistogramMetricFamily:
+    labels = tuple(labels)
+    buckets: dict[tuple[str, ...], dict[str, float]] = {}
+    sums: dict[tuple[str, ...], float] = {}
+    for sample in family.samples:
+        key = _key(labels, sample.labels)
+        if sample.name.endswith("_bucket"):
+            edges = buckets.setdefault(key, {})
+            edge = sample.labels["le"]
+            edges[edge] = edges.get(edge, 0.0) + sample.value
+        elif sample.name.endswith("_sum"):
+            sums[key] = sums.get(key, 0.0) + sample.value
+    for key, edges in buckets.items():
+        made.add_metric(key, list(edges.items()), sums[key])
+    return made
+
+
+def _key(labels: Iterable[str], own: dict[str, str]) -> tuple[str, ...]:
+    """The values of vLLM's labels. Our engines are called MODEL/NUMBER."""
+    values = []
+    for label in labels:
+        if label == "model_name":
+            values.append(own["model"])
+        elif label == "engine":
+            values.append(own["engine"].rpartition("/")[2])
+        else:
+            values.append(own[label])
+    return tuple(values)
