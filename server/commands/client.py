@@ -3,17 +3,25 @@ line."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
+from rich.text import Text
 
+from server.client.http import Endpoint, Tally, events, tell
+from server.client.http import call as request
 from server.commands.options import CallOptions, OutputFile, PromptField
 from server.errors import ConfigError
 
 _CALL = CallOptions()
+_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 TaskName = Annotated[str, Parameter(metavar="NAME", help="a task, or a model")]
 MaxTokens = Annotated[int | None, Parameter(help="longest output (the task's)")]
@@ -90,16 +98,12 @@ def complete(
     ] = None,
     call: CallOptions = _CALL,
 ) -> int:
-    from rich.console import Console
-
-    from server.client import complete as client
-
     body: dict[str, Any] = {"model": task, "prompt": sys.stdin.read() if prompt == "-" else prompt}
     given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     body |= {name: value for name, value in given.items() if value is not None}
     if drafter is not None:
         body["speculation"] = {"drafter": drafter}
-    client.complete(
+    stream(
         call.endpoint(),
         body,
         out=Console(highlight=False),
@@ -109,13 +113,78 @@ def complete(
     return 0
 
 
+def stream(
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    *,
+    out: Console,
+    note: Console,
+    timeout_s: float = 600.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tally:
+    """Stream a completion to `out` and a line of figures to `note`; what it added up to.
+
+    Every source of accepted drafts has a colour; tokens that the model drew without a draft have
+    none. Where the output is no terminal the text is written as it is, without colours.
+
+    body: of POST /v1/completions, without the fields of streaming. Raises CallFailedError.
+    """
+    body = {
+        **body,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "include_speculation": True,
+        "include_token_sources": True,
+    }
+    tally, colours = Tally(), dict[str, str]()
+    num_drawn = 0
+    started_s = clock()
+    first_s: float | None = None
+    shown = ""
+
+    def style_of(source: str | None) -> str:
+        """A colour for each source, in the order of their appearance."""
+        num = len(colours)
+        return "" if source is None else colours.setdefault(source, _COLOURS[num % len(_COLOURS)])
+
+    for chunk in events(endpoint, "/completions", body, timeout_s):
+        for choice in chunk.get("choices", ()):
+            if first_s is None:
+                first_s = clock()
+            for run in choice.get("token_sources", ()):
+                num_drawn += run["tokens"] if run["source"] is None else 0
+                shown = run["text"] or shown
+                if out.is_terminal:
+                    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", run["text"])
+                    style = style_of(run["source"])
+                    out.print(Text(text, style=style), end="", soft_wrap=True)
+                else:
+                    out.file.write(run["text"])
+            out.file.flush()
+        if not chunk.get("choices"):
+            tally.add(chunk)
+    if not shown.endswith("\n"):
+        out.file.write("\n")
+        out.file.flush()
+    wall_s = clock() - started_s
+    rate = tally.num_tokens / wall_s if wall_s > 0 else 0.0
+    line = Text(
+        f"{tally.num_tokens} tokens in {wall_s:.2f} s (first after "
+        f"{(first_s or clock()) - started_s:.2f} s): {rate:.1f} tokens/s, {tally.summary()}"
+    )
+    if tally.by_source:
+        line.append(f"; {num_drawn} drawn without a draft")
+    for source, style in colours.items():
+        line.highlight_words([source], style)
+    note.print(line, soft_wrap=True)
+    return tally
+
+
 # --- adapters -------------------------------------------------------------------------------------
 
 
 def list_adapters(*, call: CallOptions = _CALL) -> int:
-    from server.client.http import call as ask
-
-    models = ask(call.endpoint(), "GET", "/models", timeout_s=call.timeout)["data"]
+    models = request(call.endpoint(), "GET", "/models", timeout_s=call.timeout)["data"]
     found = [m for m in models if m["parent"] is not None and m["root"] != m["parent"]]
     for model in found:
         print(f"{model['id']}\tof {model['parent']}\t{model['root']}")
@@ -136,8 +205,6 @@ def add(
     force: Annotated[bool, Parameter(help="replace one of the same name")] = False,
     call: CallOptions = _CALL,
 ) -> int:
-    from server.client.http import tell
-
     body = {
         "lora_name": name,
         "lora_path": str(folder.expanduser().absolute()),
@@ -155,8 +222,6 @@ def remove(
     *,
     call: CallOptions = _CALL,
 ) -> int:
-    from server.client.http import tell
-
     body = {"lora_name": name}
     print(tell(call.endpoint(), "/unload_lora_adapter", body, call.timeout))
     return 0

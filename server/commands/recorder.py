@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from drafters.atomic_file import EVERYBODY, replacing
-from server.client.answer_file import AnswerFile, AnswerFileError
+from server.client.bulk import AnswerFile, BulkError
 from server.client.http import Caller, CallFailedError, Endpoint, RefusedError
 from server.datasets import Fields, ids_of, rows
 from server.errors import ConfigError
@@ -352,7 +352,7 @@ def _take_up(partial: AnswerFile, keys: dict[int, str]) -> dict[int, dict[str, A
     """Recordings by line number of an interrupted run."""
     try:
         found = partial.take_up(keys)
-    except AnswerFileError:
+    except BulkError:
         raise ConfigError(
             f"{partial.path}: left by a run with another model, other settings or other data; "
             "delete it"

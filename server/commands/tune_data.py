@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from server.client.answer_file import AnswerFile, AnswerFileError
+from server.client.bulk import AnswerFile, BulkError
 from server.commands.quality import estimate, exact, f1, repetition
 from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
 from server.datasets import ExampleReader, Fields, rows, turn_of
@@ -136,7 +136,7 @@ class Kept:
         self._file.__enter__()
         try:
             records = self._file.take_up(dict.fromkeys(range(_MOST_KEPT), self._key))
-        except AnswerFileError:  # of another run
+        except BulkError:  # of another run
             records = {}
         if not records and output.exists() and not self._settings.replaces:
             self._file.__exit__(None, None, None)

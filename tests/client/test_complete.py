@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from server.client.complete import complete
 from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
+from server.commands.client import stream
 from tests.api.live import LiveServer, as_bytes, encode
 from tests.client.test_bulk import answering
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -44,7 +44,7 @@ def shown(console: Console) -> str:
 def test_drafts_have_their_source_s_colour(server: LiveServer) -> None:
     out, note = terminal(), Console(file=io.StringIO(), width=200)
     body: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 4}
-    tally = complete(Endpoint(server.url), body, out=out, note=note)
+    tally = stream(Endpoint(server.url), body, out=out, note=note)
     text = [server.post(max_tokens=i).json()["choices"][0]["text"] for i in range(1, 5)]
     pieces = [text[0], *(b[len(a) :] for a, b in pairwise(text))]
     want = f"\x1b[32m{pieces[0]}\x1b[0m{pieces[1]}\x1b[32m{pieces[2]}\x1b[0m{pieces[3]}\n"
@@ -63,7 +63,7 @@ def test_escapes_of_the_model_do_not_reach_the_terminal(
     try:
         out = terminal()
         body: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 9}
-        complete(Endpoint(server.url), body, out=out, note=Console(file=io.StringIO()))
+        stream(Endpoint(server.url), body, out=out, note=Console(file=io.StringIO()))
         assert shown(out) == "a�[31mb\nc\n"
     finally:
         engine.script = saying(IDS, per_step=2)
@@ -100,4 +100,4 @@ def test_a_broken_stream_is_an_error(data: bytes, told: str) -> None:
     with answering(lambda i, body: (200, {}, data)) as (url, _):
         quiet = Console(file=io.StringIO())
         with pytest.raises(CallFailedError, match=told):
-            complete(Endpoint(url), {"model": "m", "prompt": "p"}, out=quiet, note=quiet)
+            stream(Endpoint(url), {"model": "m", "prompt": "p"}, out=quiet, note=quiet)
