@@ -29,7 +29,6 @@ TUNE = {
     "server.commands.quality",
     "server.commands.tune_choice",
     "server.commands.tune_data",
-    "server.commands.tune_machine",
     "server.token_bytes",
     "server.types",
     "drafters",

@@ -68,13 +68,13 @@ COMMANDS = (
     ),
     Command(
         "tasks pack",
-        "pack:pack",
+        "tasks:pack",
         "put a task into one file: its YAML, corpus, profile and their hashes",
         "tailor tasks pack configs/tasks/slots.yaml",
     ),
     Command(
         "tasks unpack",
-        "pack:unpack",
+        "tasks:unpack",
         "take a packed task apart into a folder of task files; damage is told",
         "tailor tasks unpack slots.tailor-task --tasks configs/tasks",
     ),

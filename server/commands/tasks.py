@@ -1,21 +1,34 @@
-"""`tailor tasks`: task files, checked and made."""
+"""`tailor tasks`: task files, checked, tuned, and packed into one file.
+
+What tuning does is in tune.py; what it measures of the machine and of the model is below.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import logging
+import math
+import statistics
+import struct
 import time
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from drafters.atomic_file import EVERYBODY, replacing
+from drafters.json_text import parsed
 from server.commands.data import FieldOptions, chat_render
 from server.commands.options import (
     ModelOptions,
     SamplingOptions,
     sampling_of,
+    writing,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.progress import Bar, duration
@@ -24,8 +37,11 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.api.served_model import ServedModel
-    from server.commands.tune_data import TuneSettings
+    from server.commands.options import ModelOptions
+    from server.commands.tune_data import Example, Progress, TuneSettings
+    from server.engine.batch import Runner
     from server.engine.engine import Engine
+
 
 _MODEL, _FIELDS, _SAMPLING = ModelOptions(), FieldOptions(), SamplingOptions()
 
@@ -163,7 +179,6 @@ def tune_task(
 ) -> dict[str, Any]:
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
     from server.commands.tune_data import TuneSettings, check_data
-    from server.commands.tune_machine import LIMIT_S, OtherProcesses, compare_forms, refuse_if_busy
     from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
@@ -183,7 +198,7 @@ def tune_task(
     stages = {
         "recording": recording.record_seconds if recording.outputs == "model" else 0.0,
         "serving": recording.serve_seconds,
-        "the forms of the weights": 0.0 if skip_forms else LIMIT_S,
+        "the forms of the weights": 0.0 if skip_forms else _LIMIT_S,
     }
     times = ", ".join(f"{stage} {duration(most_s)}" for stage, most_s in stages.items() if most_s)
     with Bar() as bar, own_engine(model, bar, ("auto",)) as (served, engine):
@@ -222,7 +237,6 @@ def tune_task(
 def _head_share(model: str, form: str) -> float | None:
     """The LM head's share of the bytes of a step; None where floats were rounded to integers, the
     head to others than the rest. form: ModelInfo.dtype."""
-    from server.commands.tune_machine import head_share
     from server.model.catalog import model_folder
     from server.model.gguf_folder import file_folder
 
@@ -234,7 +248,6 @@ def _head_share(model: str, form: str) -> float | None:
 def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
     from drafters.auto.copying import Pieces
     from server.commands.tune import tune
-    from server.commands.tune_machine import head_seconds
     from server.wiring.drafter import make_task_drafter
 
     pieces = Pieces(served.table.offsets, served.table.blob)
@@ -268,3 +281,312 @@ def _tell(output: Path, report: dict[str, Any]) -> None:
         print("next: mend the answers first (see Try, above); drafts only make them faster")
     else:
         print(f"next: tailor serve --tasks {output.parent}, and ask for model {report['task']!r}")
+
+
+# --- what tuning measures of the machine and of the model -----------------------------------------
+
+_NUM_HEADS = 3  # measurements of the LM head, of which the median counts
+_NUM_TEXTS, _LONGEST = 24, 512  # examples that a form of the weights is judged by, and their ids
+_NUM_STEPS = 9  # that are timed
+_LIMIT_S = 90.0  # no further form is begun after so many seconds
+_FORMS = ("float32", "bfloat16", "int8", "int8-blocks", "int4")  # of a model that has floats
+
+
+class OtherProcesses:
+    """What other processes use of the machine's cores, since this was made."""
+
+    def __init__(self) -> None:
+        self._began = self._spent()
+
+    @staticmethod
+    def _spent() -> tuple[float, float]:
+        """(seconds of the clock times cores, seconds that the cores worked for others)."""
+        import psutil
+
+        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # A guest's time is in user and nice already.
+        twice = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
+        return sum(machine) - twice, sum(machine) - twice - idle - own.user - own.system
+
+    def share(self) -> float:
+        """Of all cores, 0..1."""
+        (all_s, busy_s), (before_all_s, before_s) = self._spent(), self._began
+        return min(1.0, max(0.0, (busy_s - before_s) / max(all_s - before_all_s, 1e-9)))
+
+
+def refuse_if_busy(share: float) -> None:
+    """Raise ConfigError when others use more than BUSY of the machine."""
+    from server.commands.tune_data import BUSY
+
+    if share > BUSY:
+        raise ConfigError(
+            f"others use {share:.0%} of this machine: what is measured now would decide wrongly, "
+            "so nothing is decided and nothing is written. Try again when it is idle, or with "
+            "--even-if-busy, which leaves mode `exact` out"
+        )
+
+
+def head_seconds(runner: Runner) -> tuple[float, float]:
+    """server.engine.probe.measure_head, several times; the median of each figure."""
+    from server.engine.probe import measure_head
+
+    measured = [measure_head(runner) for _ in range(_NUM_HEADS)]
+    first, further = (sorted(figures)[_NUM_HEADS // 2] for figures in zip(*measured, strict=True))
+    return first, further
+
+
+def head_share(folder: Path) -> float | None:
+    """The LM head's share of the weights that a step of one row reads; None where a file does not
+    say. The embedding's rows are looked up and count nothing; a tied head is the embedding's table.
+    """
+    from server.model.gguf_folder import gguf_of
+
+    gguf = gguf_of(folder)
+    if gguf is not None:
+        return _file_head_share(gguf)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        head = int(text["vocab_size"]) * int(text["hidden_size"])
+        body = sum(
+            math.prod(tensor["shape"])
+            for file in folder.glob("*.safetensors")
+            for name, tensor in _header(file)
+            if "embed_tokens" not in name and not name.startswith("lm_head")
+        )
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
+    return head / (head + body) if body > 0 else None
+
+
+def _file_head_share(gguf: Path) -> float:
+    """The same of a GGUF that is served as it is."""
+    from server.model.gguf_index import GgufIndex
+
+    sizes = {t.name: t.data.nbytes for t in GgufIndex(gguf).tensors.values() if len(t.shape) == 2}
+    table = sizes.pop("token_embd.weight")
+    head = sizes.pop("output.weight", table)
+    return head / (head + sum(sizes.values()))
+
+
+def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, dtype and shape) of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(size))
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, tensor
+
+
+def forms_of(model: ModelOptions) -> list[tuple[str, Path]]:
+    """(form, folder) of what can be served from what is here; [] on other devices than a CPU."""
+    from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder, gguf_of
+
+    if model.device != "cpu":
+        return []
+    floats = cached_folder(model.model)
+    found = [] if floats is None or gguf_of(floats) else [(form, floats) for form in _FORMS]
+    file = cached_file_folder(model.model) if model.adapter is None else None
+    if file is not None and gguf_of(file) is not None:
+        found.insert(0, ("file", file))
+    return found
+
+
+def compare_forms(
+    model: ModelOptions, examples: Sequence[Example], progress: Progress
+) -> dict[str, dict[str, float]]:
+    """form -> perplexity of the data's outputs, share of them that greedy decoding gives whole,
+    milliseconds of a step of 1 and of 16 rows. {} where there is no second form to compare.
+
+    A form that cannot be run is left out. It chooses nothing: the user does (`weights`).
+    """
+    from server.errors import TailorError
+    from server.model.scoring import Text
+
+    texts = [
+        Text((*prompt, *output), len(prompt))
+        for prompt, output in examples
+        if prompt and output and len(prompt) + len(output) <= _LONGEST
+    ][-_NUM_TEXTS:]
+    forms = forms_of(model)
+    if len(forms) < 2 or not texts:
+        return {}
+    began, found = time.monotonic(), {}
+    for number, (form, folder) in enumerate(forms):
+        if time.monotonic() - began > _LIMIT_S:
+            break
+        progress("forms of the weights", number, len(forms))
+        try:
+            found[form] = _measure(model, form, folder, texts)
+        except (TailorError, ValueError) as error:
+            logging.getLogger(__name__).warning("weights %s: %s", form, error)
+    progress("forms of the weights", len(forms), len(forms))
+    return found
+
+
+def _measure(
+    model: ModelOptions, form: str, folder: Path, texts: Sequence[Any]
+) -> dict[str, float]:
+    from server.engine.probe import make_prober
+    from server.model.build import RunnerSpec, build_runner
+    from server.model.scoring import compare, score
+    from server.types import EngineSizes
+
+    sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=_LONGEST, kv_bytes=256 << 20)
+    spec = RunnerSpec(
+        name=form,
+        folder=str(folder),
+        adapter=model.adapter,
+        weights=form,
+        sizes=sizes,
+        threads=model.threads,
+    )
+    runner = build_runner(spec)
+    try:
+        scores = score(runner, list(texts))
+        probe = make_prober(runner)
+        steps: dict[int, list[float]] = {1: [], 16: []}
+        for _ in range(_NUM_STEPS):
+            for rows, taken in steps.items():
+                taken.append(1e3 * probe(rows, 128))
+    finally:
+        runner.close()
+    figures = compare(scores, scores)
+    return {
+        "perplexity": figures["perplexity"],
+        "exact": figures["exact"],
+        "step_ms": round(statistics.median(steps[1]), 2),
+        "step_16_rows_ms": round(statistics.median(steps[16]), 2),
+    }
+
+
+# --- a task as one file ---------------------------------------------------------------------------
+
+# To be carried to another machine: a zip of the task's YAML, the files that it names (corpus,
+# vocabulary profile, tables of drafters), and manifest.json: their sizes and sha256. Equal tasks
+# make equal files.
+
+_SUFFIX = ".tailor-task"
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_MAX_BYTES = 8 << 30
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def pack(
+    task: Annotated[Path, Parameter(name="FILE", help="the task's YAML file")],
+    /,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(name=("--output", "-o"), metavar="FILE", help=f"the packed task (NAME{_SUFFIX})"),
+    ] = None,
+    force: Annotated[bool, Parameter(help="replace a file that is there")] = False,
+) -> int:
+    from server import __version__
+
+    name, files = _files_of(task)
+    output = output or Path(f"{name}{_SUFFIX}")
+    if output.exists() and not force:
+        raise ConfigError(f"{output}: is there already; --force replaces it")
+    manifest: dict[str, Any] = {
+        "format": _FORMAT,
+        "task": name,
+        "yaml": task.name,
+        "made_by": f"tailor {__version__}",
+        "files": {
+            file.name: {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+            for file in files
+        },
+    }
+    with (
+        writing(output),
+        replacing(output, EVERYBODY) as out,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        _put(archive, _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        for file in files:
+            _put(archive, file.name, file.read_bytes())
+    print(f"written: {output} ({', '.join(file.name for file in files)})")
+    print(f"next: tailor tasks unpack {output}, on the machine that serves it")
+    return 0
+
+
+def unpack(
+    file: Annotated[Path, Parameter(help="a packed task")],
+    /,
+    *,
+    tasks: Annotated[
+        Path, Parameter(metavar="DIR", help=f"folder of task files ({DEFAULT_TASKS})")
+    ] = DEFAULT_TASKS,
+    force: Annotated[bool, Parameter(help="replace files that are there")] = False,
+) -> int:
+    try:
+        with writing(file), zipfile.ZipFile(file) as archive:
+            manifest, contents = _read(file, archive)
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, NotImplementedError):
+        raise ConfigError(f"{file}: is no packed task, or a damaged one") from None
+    there = [name for name in contents if (tasks / name).exists()]
+    if there and not force:
+        raise ConfigError(f"{tasks / there[0]}: is there already; --force replaces it")
+    with writing(tasks):
+        tasks.mkdir(parents=True, exist_ok=True)
+        # The YAML last: a server that reloads meanwhile finds what it names.
+        for name in sorted(contents, key=lambda name: name == manifest["yaml"]):
+            with replacing(tasks / name, EVERYBODY) as out:
+                out.write(contents[name])
+    print(f"written: {', '.join(str(tasks / name) for name in contents)}")
+    print(f"next: tailor tasks check {tasks}")
+    return 0
+
+
+def _files_of(task: Path) -> tuple[str, list[Path]]:
+    """(the task's name, its YAML and the files it names). Raises ConfigError."""
+    from server.config import load_task
+    from server.config.declared import task_files
+
+    loaded = load_task(task)
+    named = [loaded.speculation.corpus, loaded.vocabulary.profile]
+    named += [path for _, _, path in task_files(loaded.speculation)]
+    files = [task]
+    for path in (Path(name) for name in named if name is not None):
+        if not path.is_file():
+            raise ConfigError(f"{task}: no file {path}")
+        if path.resolve().parent != task.resolve().parent:
+            raise ConfigError(f"{task}: {path}: lies elsewhere; put it beside the task's file")
+        if path.name not in [file.name for file in files]:
+            files.append(path)
+    return loaded.name, files
+
+
+def _read(file: Path, archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest, and the content of each file that it names, checked. Raises ConfigError."""
+    manifest = parsed(archive.read(_MANIFEST))
+    if manifest["format"] != _FORMAT:
+        raise ConfigError(f"{file}: is of a newer Tailor (format {manifest['format']})")
+    if manifest["yaml"] not in manifest["files"]:
+        raise ValueError("no task in it")
+    if sum(int(facts["bytes"]) for facts in manifest["files"].values()) > _MAX_BYTES:
+        raise ConfigError(f"{file}: holds more than {_MAX_BYTES} bytes")
+    contents = {}
+    for name, facts in manifest["files"].items():
+        if name != Path(name).name or name.startswith("."):
+            raise ConfigError(f"{file}: {name[:100]!r} is no name of a file in it")
+        with archive.open(name) as member:
+            data = member.read(int(facts["bytes"]) + 1)
+        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise ConfigError(f"{file}: {name} is damaged: its sha256 is another one")
+        contents[name] = data
+    return manifest, contents
+
+
+def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    entry = zipfile.ZipInfo(name, _EPOCH)
+    entry.external_attr = 0o644 << 16
+    archive.writestr(entry, data, zipfile.ZIP_DEFLATED)

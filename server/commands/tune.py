@@ -58,7 +58,6 @@ from server.commands.tune_data import (
     quality_lines,
     read_data,
 )
-from server.commands.tune_machine import form_lines
 from server.errors import ConfigError
 from server.types import CORPUS_FITS, SpeculationParams
 
@@ -437,6 +436,23 @@ def _vocabulary_lines(vocabulary: dict[str, Any]) -> list[str]:
         f"     Beside these drafts `exact` should bring {vocabulary['exact_speedup']:.2f}x, "
         f"`slice`, which may change tokens, {vocabulary['slice_speedup']:.2f}x.",
     ]
+
+
+def form_lines(found: dict[str, dict[str, float]], served: str) -> list[str]:
+    """The table as lines for people to read, with the served form marked."""
+    if not found:
+        return []
+    lines = [
+        "Weights on this data (`weights`): perplexity, outputs that are whole, ms a step of 1 and "
+        "16 rows:"
+    ]
+    for form, figures in found.items():
+        lines.append(
+            f"     {form:11} {figures['perplexity']:9.3f} {figures['exact']:6.1%} "
+            f"{figures['step_ms']:7.1f} {figures['step_16_rows_ms']:7.1f}"
+            + ("  as tuned" if form == served else "")
+        )
+    return lines
 
 
 def _table(settings: TuneSettings, choices: Sequence[Choice], best: Choice | None) -> list[str]:

@@ -17,10 +17,10 @@ import pytest
 from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
+from server.commands.tasks import OtherProcesses
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, Forecast, best_of, corpus_fit, within
 from server.commands.tune_data import Progress, TuneSettings, is_held
-from server.commands.tune_machine import OtherProcesses
 from server.config import load_task, load_tasks
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings

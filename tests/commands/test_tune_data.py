@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from server.commands.progress import _bars
-from server.commands.tasks import _tell
+from server.commands.tasks import _tell, head_share
 from server.commands.tune_choice import _head_costs
 from server.commands.tune_data import Compared, check_data, quality, quality_lines
-from server.commands.tune_machine import head_share
 from server.datasets import Fields
 from server.engine.step_times import CostTable
 from server.errors import ConfigError

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from server.commands.options import ModelOptions
-from server.commands.tune_machine import compare_forms, form_lines, forms_of
+from server.commands.tasks import compare_forms, forms_of
+from server.commands.tune import form_lines
 from server.model.gguf_folder import file_folder
 from tests.model.tiny_models import save_tiny
 from tests.setup.test_gguf_file import write_gguf

@@ -98,7 +98,7 @@ def tuned(environment: None, home: Path) -> None:
     (line,) = _starting("tailor tasks tune")
     with pytest.MonkeyPatch.context() as patch:
         # What else runs beside the tests is nobody's deployment.
-        patch.setattr("server.commands.tune_machine.OtherProcesses.share", lambda self: 0.0)
+        patch.setattr("server.commands.tasks.OtherProcesses.share", lambda self: 0.0)
         status = main(shlex.split(line)[1:])
     assert status == 0
     assert (home / "configs" / "tasks" / "slots.yaml").is_file()
