@@ -74,7 +74,7 @@ class UnloadAdapterBody(BodyPart):
 
 
 class AdapterAdmin(Protocol):
-    """Keeps the adapters (server.wiring.adapters). `read` is called in a thread; it raises
+    """Keeps the adapters (server.wiring.model.AdapterSet). `read` is called in a thread; it raises
     ConfigError and ModelError."""
 
     @property

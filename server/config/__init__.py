@@ -39,13 +39,11 @@ from server.config.task import (
     load_tasks,
     task_version,
 )
-from server.config.values import (
+from server.config.yaml_file import (
+    Document,
     MemorySize,
     parse_device_list,
     parse_memory,
-)
-from server.config.yaml_file import (
-    Document,
     parse_yaml,
     read_yaml,
 )

@@ -9,8 +9,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from server.config.server import ServerConfig, load_server_config
-from server.config.values import FilePath, FilePlace, Memory, parse_memory
-from server.config.yaml_file import Document, Section, read_yaml, validate
+from server.config.yaml_file import (
+    Document,
+    FilePath,
+    FilePlace,
+    Memory,
+    Section,
+    parse_memory,
+    read_yaml,
+    validate,
+)
 from server.errors import ConfigError
 
 Surge = Annotated[

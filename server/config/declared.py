@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from drafters.catalog import DrafterSpec, catalog
 from drafters.options import Option
-from server.config.values import FilePath
+from server.config.yaml_file import FilePath
 from server.types import PARAMETERS
 
 MAX_TEXT = 4096

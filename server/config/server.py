@@ -17,8 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from server.config.values import FilePath, Memory, ModelPath, check_device, check_name
-from server.config.yaml_file import Document, Section, read_yaml, validate
+from server.config.yaml_file import (
+    Document,
+    FilePath,
+    Memory,
+    ModelPath,
+    Section,
+    check_device,
+    check_name,
+    read_yaml,
+    validate,
+)
 from server.errors import ConfigError
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS, EngineSizes
 

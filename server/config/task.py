@@ -15,8 +15,17 @@ from server.config.declared import (
     task_parameters,
     task_sections,
 )
-from server.config.values import FilePath, StopString, TokenId, check_name
-from server.config.yaml_file import Document, Path_, Section, read_yaml, validate
+from server.config.yaml_file import (
+    Document,
+    FilePath,
+    Path_,
+    Section,
+    StopString,
+    TokenId,
+    check_name,
+    read_yaml,
+    validate,
+)
 from server.errors import ConfigError
 
 DEFAULT_TASK = "completion"

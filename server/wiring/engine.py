@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drafters.auto.prior import Prior
     from drafters.base import Drafter
     from server.engine.adapters import AdapterShelf, Vocabulary
-    from server.engine.batch import Runner
+    from server.engine.batch import AdaptingRunner, Runner
     from server.engine.engine import Engine
     from server.engine.exchange import Exchange
     from server.engine.grammar import GrammarCompiler
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         SpeculationParams,
         VocabularyMode,
     )
-    from vocab_store.enrichment import Enrichment
     from vocab_store.profile import VocabProfile
     from vocab_store.slice import RequiredIds
 
@@ -275,7 +274,6 @@ def _know_adapters(
 ) -> None:
     """Register the adapters that are served. Raises ModelError for one that cannot be used."""
     from server.engine.batch import AdaptingRunner
-    from server.wiring.adapters import VocabularyReader
 
     runner = engine.runner
     if not isinstance(runner, AdaptingRunner):
@@ -285,13 +283,8 @@ def _know_adapters(
                 "that it has; serve one merged, with `adapter`"
             )
         return
-    engine.adapters.read = VocabularyReader(
-        runner,
-        table,
-        pieces,
-        None
-        if grammars is None
-        else functools.partial(_adapter_grammars, grammars, engine.info.eos_token_ids),
+    engine.adapters.read = functools.partial(
+        _adapter_vocabulary, runner, table, pieces, grammars, engine.info.eos_token_ids
     )
     for adapter in order.adapters:
         engine.adapters.register(adapter, load=False)
@@ -300,17 +293,48 @@ def _know_adapters(
         raise ModelError("\n".join(problems))
 
 
-def _adapter_grammars(
-    base: GrammarCompiler, eos_token_ids: Sequence[int], enrichment: Enrichment, vocab_size: int
-) -> GrammarCompiler:
-    """What compiles grammars over an adapter's ids, of the base's tokenizer."""
+def _adapter_vocabulary(
+    runner: AdaptingRunner,
+    table: TokenBytes,
+    pieces: Pieces,
+    grammars: GrammarCompiler | None,
+    eos_token_ids: Sequence[int],
+    order: AdapterOrder,
+) -> Vocabulary:
+    """What an engine reads of an adapter besides its weights: see engine.adapters.Reader.
+
+    table, pieces, grammars: of the base's tokenizer. Raises ModelError and its kin.
+    """
+    from drafters.auto.copying import Pieces
+    from server import token_bytes
+    from server.engine.adapters import Vocabulary
     from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
+    from server.engine.stops import StopTable
 
-    def load() -> GrammarTokenizer:
-        return enriched_grammar_tokenizer(base.tokenizer(), vocab_size, eos_token_ids, enrichment)
+    own_head = runner.check_adapter(order.folder)
+    enrichment = enrichment_of(order.folder, table)
+    if (enrichment is not None) != bool(order.table):
+        raise ModelError(f"adapter {order.adapter_id}: its files have changed")
+    if enrichment is None:
+        return Vocabulary(table.fingerprint.hex(), own_head=own_head, pieces=pieces)
+    wide, own_grammars = token_bytes.open_table(order.table), None
+    if grammars is not None:
 
-    return GrammarCompiler(load, vocab_size)
+        def load() -> GrammarTokenizer:
+            return enriched_grammar_tokenizer(
+                grammars.tokenizer(), order.vocab_size, eos_token_ids, enrichment
+            )
+
+        own_grammars = GrammarCompiler(load, order.vocab_size)
+    return Vocabulary(
+        wide.fingerprint.hex(),
+        enrichment,
+        StopTable(wide.offsets, wide.blob, (int(i) for i in wide.special_ids)),
+        own_grammars,
+        own_head,
+        Pieces(wide.offsets, wide.blob),
+    )
 
 
 def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> GrammarCompiler | None:

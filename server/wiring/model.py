@@ -1,9 +1,10 @@
-"""A model of the server: its folder, and what the API needs of it: its tokenizer, its sizes, its
-name; never its weights."""
+"""The models of a server and the adapters beside them: their folders, and what the API needs of
+them: tokenizer, sizes, names; never weights. Torch is not imported."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import shutil
 import subprocess
@@ -11,23 +12,25 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.json_text import parsed
-from server.errors import CacheFolderError, ModelError
-from server.types import PARAMETERS
+from server.errors import CacheFolderError, ConfigError, ModelError
+from server.types import PARAMETERS, AdapterOrder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from server.api.served_model import ServedModel
-    from server.config import EngineConfig, ModelConfig, SamplingDefaults
+    from server.config import AdapterConfig, EngineConfig, ModelConfig, SamplingDefaults
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
 log = logging.getLogger("tailor.server")
 
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "enrichment.json")
 _SPARE_PLACES = (None, "/dev/shm")  # the system's folder of temporary files first
 
 
@@ -251,3 +254,82 @@ def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
             raise SystemExit(done.returncode)  # it has said why
         folder = Path(done.stdout.strip().splitlines()[-1])
     return folder
+
+
+class AdapterSet:
+    """The adapters that are served now, of all models, and the orders that engines get.
+
+    An adapter is a folder that PEFT saved. Its files are hashed here, and what its ids mean is
+    read; the engines read and check its weights.
+
+    bases: the ServedModels. folders: of the models. Used from one event loop; `read` in threads.
+    """
+
+    def __init__(self, bases: Mapping[str, ServedModel], folders: Mapping[str, Path]) -> None:
+        self._bases = dict(bases)
+        self._folders = dict(folders)
+        self._served: dict[str, ServedModel] = {}
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]:
+        """The adapters by their names."""
+        return self._served
+
+    def orders(self, model: str) -> tuple[AdapterOrder, ...]:
+        """The adapters that an engine of a model gets when it starts."""
+        return tuple(
+            s.adapter for s in self._served.values() if s.name == model and s.adapter is not None
+        )
+
+    def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
+        """An adapter as the API knows it. model: its base, None for the first model.
+
+        Raises ConfigError for what cannot be served and ModelError for files that cannot be read.
+        """
+        from server.model.cache_folder import remembered_sha256
+
+        base = self._bases.get(model) if model else next(iter(self._bases.values()))
+        if base is None:
+            raise ConfigError(f"adapter {config.name}: there is no model {model}")
+        folder = Path(config.path).expanduser()
+        for name in _ADAPTER_FILES[:2]:
+            if not (folder / name).is_file():
+                raise ConfigError(
+                    f"adapter {config.name}: {folder}: holds no {name}; an adapter is a folder "
+                    "that PEFT saved"
+                )
+        digest = hashlib.sha256()
+        for name in _ADAPTER_FILES:
+            if (folder / name).is_file():
+                digest.update(f"{name} {remembered_sha256(folder / name)}\n".encode())
+        enrichment = enrichment_of(str(folder), base.table)
+        table, table_path, vocab_size = base.table, "", base.vocab_size
+        if enrichment is not None:
+            base_folder = self._folders[base.name]
+            table = enriched_table(base_folder, base.table, enrichment)
+            table_path = str(table.path)
+            vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
+        version = digest.hexdigest()[:16]
+        return replace(
+            base,
+            table=table,
+            vocab_size=vocab_size,
+            created=int((folder / _ADAPTER_FILES[1]).stat().st_mtime),
+            fingerprint=f"{base.fingerprint}-{version[:12]}",
+            own_ids=own_ids(enrichment),
+            reads=None if enrichment is None else enrichment.read,
+            root=config.path,
+            adapter=AdapterOrder(
+                f"{config.name}@{version}", str(folder), vocab_size, table_path, config.pinned
+            ),
+        )
+
+    def add(self, served: ServedModel) -> ServedModel | None:
+        """Serve an adapter; the one that had its name before."""
+        old = self._served.get(served.key)
+        self._served[served.key] = served
+        return old
+
+    def remove(self, name: str) -> None:
+        """Stop serving it."""
+        self._served.pop(name, None)

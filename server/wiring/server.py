@@ -21,9 +21,8 @@ from drafters import DRAFTER_NAMES
 from server.config import DEFAULT_TASK, EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
 from server.machine import cores
-from server.wiring.adapters import AdapterSet
 from server.wiring.engine import EngineOrder, ProfileFiles, build_engine
-from server.wiring.model import served_model
+from server.wiring.model import AdapterSet, served_model
 from server.wiring.task_set import TaskSet
 
 if TYPE_CHECKING:
