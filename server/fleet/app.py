@@ -32,7 +32,7 @@ from server.fleet.changes import ChangeDesk, ChangeLog
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, RetryPolicy
 from server.fleet.ingress import IngressApp, OtherIngresses
-from server.fleet.learning.sharing import BuilderLoop, Sharing
+from server.fleet.learning.builder import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, Front, ServedParts, version_of
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
@@ -71,7 +71,7 @@ class DeskDeployment:
 
 
 class BuilderDeployment:
-    """sharing.BuilderLoop of the tasks that are this replica's by its rank."""
+    """learning.builder.BuilderLoop of the tasks that are this replica's by its rank."""
 
     def __init__(self, sharing: Sharing, num_builders: int) -> None:
         rank = serve.get_replica_context().rank.rank

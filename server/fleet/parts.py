@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from server.api.served_model import ServedModel
     from server.config.cluster import LearningConfig
     from server.fleet.changes import FollowedAdmin
-    from server.fleet.learning.sharing import Sharing
+    from server.fleet.learning.builder import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ServedParts:
         """How what one replica learns reaches the others."""
         if self.learning is None:
             return None
-        from server.fleet.learning.sharing import Sharing
+        from server.fleet.learning.builder import Sharing
         from server.model.cache_folder import cache_dir
 
         return Sharing.of(self.learning, cache_dir() / "fleet")

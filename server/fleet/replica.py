@@ -26,8 +26,7 @@ from server.errors import (
     TailorError,
     UnavailableError,
 )
-from server.fleet.costs import CostMeter, habits_of
-from server.fleet.scaling import ReplicaWork
+from server.fleet.scaling import CostMeter, ReplicaWork, habits_of
 from server.metrics.series import Metrics
 from server.types import AdapterOrder, Delta, FigureValue, ModelInfo, Request
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from server.fleet.costs import StepCosts, TaskHabit
+from server.fleet.scaling import StepCosts, TaskHabit
 
 CHUNK = 64
 """Prompt tokens in a link of a prefix chain."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from server.fleet.costs import StepCosts, TaskHabit, habits_of
 from server.fleet.routing import Job, Pace, ReplicaView, TaskRouting
+from server.fleet.scaling import StepCosts, TaskHabit, habits_of
 
 _STALE_S = 0.5  # how old the views may be before they are read again
 

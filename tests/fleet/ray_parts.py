@@ -19,9 +19,8 @@ from server.engine.host import start_thread
 from server.engine.process import start_process
 from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
-from server.fleet.learning.builder import BuilderNumbers
+from server.fleet.learning.builder import BuilderNumbers, Sharing
 from server.fleet.learning.exchange import ExchangeNumbers
-from server.fleet.learning.sharing import Sharing
 from server.fleet.parts import Front, version_of
 from server.machine_code import make_ready
 from server.wiring.drafter import make_task_drafter

@@ -18,11 +18,9 @@ from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
 from server.errors import UnavailableError
 from server.fleet.changes import SharedTasks
-from server.fleet.learning.builder import Builder, BuilderNumbers
+from server.fleet.learning.builder import Builder, BuilderLoop, BuilderNumbers, Sharing
 from server.fleet.learning.exchange import ExchangeNumbers, SegmentExchange
-from server.fleet.learning.places import MANIFEST, Manifest, forget
-from server.fleet.learning.sharing import BuilderLoop, Sharing
-from server.fleet.learning.storage import Storage, StorageError
+from server.fleet.learning.storage import MANIFEST, Manifest, Storage, StorageError, forget
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.live import wait_until

@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.fleet.costs import CostMeter, StepCosts, TaskHabit, habits_of
 from server.fleet.routing import CHUNK, Job, Pace, ReplicaView, TaskRouting, prefix_chain
+from server.fleet.scaling import CostMeter, StepCosts, TaskHabit, habits_of
 from server.types import Delta, StepCounts
 
 COSTS = StepCosts(0.02, 0.001, 16)

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.fleet.costs import StepCosts
 from server.fleet.scaling import (
     ReplicaWork,
     ScalingNumbers,
+    StepCosts,
     Work,
     WorkPolicy,
     first_token_s,

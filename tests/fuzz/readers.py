@@ -527,7 +527,7 @@ def _kept_files() -> Sequence[bytes]:
     from drafters.calibration import Calibration
     from server import token_bytes
     from server.engine.grammar_tokenizer import make_tables, save_tables
-    from server.fleet.learning.places import Manifest
+    from server.fleet.learning.storage import Manifest
     from tests.api.tiny_tokenizers import byte_level_tokenizer
     from vocab_store.profile import VocabProfile
     from vocab_store.slice import VocabSlice
@@ -560,7 +560,7 @@ def _use_kept(data: bytes, folder: Path) -> None:
     from drafters.calibration import Calibration
     from server import token_bytes
     from server.engine.grammar_tokenizer import TextCutter, open_tables
-    from server.fleet.learning.places import Manifest
+    from server.fleet.learning.storage import Manifest
     from vocab_store.profile import VocabProfile
 
     kind, _, content = data.partition(b"\0")

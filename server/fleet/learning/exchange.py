@@ -26,9 +26,11 @@ from drafters.shared_counts import Counts, PackedCounts, TableId, added
 from drafters.shared_outputs import SharedFile, load_shared, save_shared, segment_of
 from server.engine.calibrations import digest
 from server.engine.exchange import Arrival, Example, Key, Wanted
-from server.fleet.learning.places import (
+from server.fleet.learning.storage import (
     Manifest,
     SegmentName,
+    Storage,
+    StorageError,
     TornError,
     epoch_of,
     hash_of,
@@ -37,7 +39,6 @@ from server.fleet.learning.places import (
     scope_folder,
     task_folder,
 )
-from server.fleet.learning.storage import Storage, StorageError
 from server.types import SharedFigures
 from server.wiring.drafter import content_id
 
