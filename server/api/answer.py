@@ -44,7 +44,7 @@ from server.api.shapes import (
     Usage,
     VocabularyUse,
 )
-from server.api.tools.calls import ToolEvent
+from server.api.tools import ToolEvent
 from server.errors import TailorError
 from server.token_bytes import TokenBytes
 from server.types import Delta, TokenLogprob

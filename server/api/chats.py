@@ -19,11 +19,11 @@ from server.api.grammars import OutputFormat, Wanted, grammar_of_prepared
 from server.api.order import Generation, Names, Orders, Target, rules_of
 from server.api.route_context import RouteContext, TextFace
 from server.api.served_model import ChatModel
-from server.api.tools.calls import ToolReader
-from server.api.tools.chosen import (
+from server.api.tools import (
     ChosenTools,
     ForcedCall,
     Tool,
+    ToolReader,
     chosen_tools,
     force_call,
     tell_tools,

@@ -42,7 +42,7 @@ from server.api.grammars import (
 )
 from server.api.schemas import SchemaRules
 from server.api.served_model import Catalog, ServedModel, TokenIdNames, TokenNames
-from server.api.tools.calls import ToolReader
+from server.api.tools import ToolReader
 from server.config import LimitsConfig, TaskConfig
 from server.errors import (
     ConstraintUnsatisfiableError,

@@ -12,7 +12,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from server.api.chat_template import ChatTemplate, SegmentEncoder
-from server.api.tools.calls import MARKERS, ToolFormat, format_of
+from server.api.tools import MARKERS, ToolFormat, format_of
 from server.config import DEFAULT_TASK, SamplingDefaults, TaskConfig
 from server.errors import ModelNotFoundError, echoed, nearest
 from server.token_bytes import TokenBytes

@@ -15,7 +15,7 @@ from server.api.faces.completions import CompletionBody
 from server.api.grammars import format_of, grammar_of, grammar_of_schema
 from server.api.order import rules_of
 from server.api.schemas import SchemaRules, close_described, prepared
-from server.api.tools.chosen import Tool, chosen_tools
+from server.api.tools import Tool, chosen_tools
 from server.config import TaskConfig
 from server.errors import RequestError, UnsupportedFieldError
 from server.grammar_text import grammar_problem

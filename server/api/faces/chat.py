@@ -48,8 +48,7 @@ from server.api.shapes import (
     PromptLogprobs,
     Shape,
 )
-from server.api.tools.calls import CallStart, ToolEvent
-from server.api.tools.chosen import FUNCTION_NAME, MAX_TOOLS, Tool
+from server.api.tools import FUNCTION_NAME, MAX_TOOLS, CallStart, Tool, ToolEvent
 from server.errors import InvalidRequestError, UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 

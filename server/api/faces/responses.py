@@ -38,8 +38,14 @@ from server.api.http_answers import encode_ascii
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext
 from server.api.shapes import Count, InputDetails, OutputDetails, Shape, Speculation, TokenUsage
-from server.api.tools.calls import ArgumentsPiece, CallStart, ToolEvent
-from server.api.tools.chosen import FUNCTION_NAME, MAX_TOOLS, Tool
+from server.api.tools import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    ArgumentsPiece,
+    CallStart,
+    Tool,
+    ToolEvent,
+)
 from server.errors import (
     InvalidRequestError,
     LimitExceededError,

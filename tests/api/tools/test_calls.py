@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.tools.calls import (
+from server.api.tools import (
     ArgumentsPiece,
     CallStart,
     ToolEvent,
     ToolFormat,
     ToolReader,
+    force_call,
     format_of,
 )
-from server.api.tools.chosen import force_call
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec
 from tests.api.chat_models import CHATML, HERMES, LLAMA, MISTRAL
