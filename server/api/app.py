@@ -64,7 +64,7 @@ from server.errors import (
     TailorError,
     echoed,
 )
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.tracing import TraceSink
 
 _ANY_QUERY = OPEN_PATHS | frozenset({"/metrics", ROOT_PATH, *PAGE_PATHS})

@@ -36,7 +36,7 @@ from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import caller_of
 from server.errors import InvalidRequestError, echoed
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import LATENCY_BUCKETS_S
 
 ROOT_PATH = "/"

@@ -37,7 +37,7 @@ from server.api.http_answers import encode_ascii
 from server.api.keys import Caller, Keyring, check_admin
 from server.api.shapes import error_answer
 from server.errors import ClientGoneError, ServerError, TailorError
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.tracing import Span, TraceSink
 
 log = logging.getLogger("tailor.http")

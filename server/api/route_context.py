@@ -25,7 +25,7 @@ from server.api.keys import Caller
 from server.api.order import Generation, Order, Orders, Target, tighter
 from server.api.served_model import ServedModel
 from server.errors import InvalidRequestError, TailorError, UnknownFieldError, echoed
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import Request
 
 

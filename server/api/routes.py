@@ -26,7 +26,7 @@ from server.api.openapi import described
 from server.api.route_context import RouteContext, caller_of
 from server.api.shapes import Count, Shape
 from server.errors import InvalidRequestError, ModelNotFoundError
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 
 _LIST = WithJsonSchema({"type": "array"})
 _CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")

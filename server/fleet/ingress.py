@@ -24,7 +24,7 @@ from server.fleet.budgets import Ask, FleetUses
 from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
 from server.fleet.parts import Front
-from server.metrics.series import Metrics, total
+from server.metrics import Metrics, total
 from server.tracing import TraceSink, open_tracer
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is

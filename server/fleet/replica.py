@@ -27,7 +27,7 @@ from server.errors import (
     UnavailableError,
 )
 from server.fleet.scaling import CostMeter, ReplicaWork, habits_of
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import AdapterOrder, Delta, FigureValue, ModelInfo, Request
 
 LOST = "lost"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from server.api.served_model import ServedModel
     from server.channel import EngineHandle
     from server.engine.process import EngineProcess
-    from server.metrics.series import Metrics
+    from server.metrics import Metrics
     from server.token_bytes import TokenBytes
 
 log = logging.getLogger("tailor.server")
@@ -260,7 +260,7 @@ def run_server(
     """
     from server.api.app import create_app
     from server.api.serving import run_loop, serve
-    from server.metrics.series import Metrics
+    from server.metrics import Metrics
     from server.tracing import open_tracer
 
     config = plan.config

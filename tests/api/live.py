@@ -22,7 +22,7 @@ from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve
 from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.tracing import TraceSink
 from tests.api.real_engine import TABLE as TABLE
 from tests.api.real_engine import TOKENIZER as TOKENIZER

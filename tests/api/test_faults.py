@@ -154,7 +154,7 @@ from server.api.serving import run_loop, serve
 from server.api.engines.client import EngineClient
 from server.config import LimitsConfig, ServerConfig
 from server.engine.process import start_process
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from tests.api.live import served
 from tests.api.real_engine import spec
 

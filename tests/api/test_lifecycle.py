@@ -28,7 +28,7 @@ from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
 from server.config import LimitsConfig, RestartConfig, ServerConfig, TaskConfig
 from server.errors import NoEngineError
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.live import LiveServer, as_bytes, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
@@ -484,7 +484,7 @@ from server.api.app import create_app
 from server.api.serving import run_loop, serve
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, ServerConfig
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from tests.api.live import served
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 

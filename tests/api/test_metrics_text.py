@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.figures import declared
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import FigureValue, StepCounts
 from tests.fakes.fake_runner import fake_info
 

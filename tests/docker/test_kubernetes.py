@@ -15,7 +15,7 @@ from server.api.gate import OPEN_PATHS
 from server.config import load_server_config
 from server.config.cluster import load_cluster_config
 from server.engine.figures import declared
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from tests.fakes.fake_runner import fake_info
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "kubernetes"

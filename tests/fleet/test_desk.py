@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.fleet.desk import GONE_AFTER_S, LIVES_S, Desk, Standing
-from server.metrics.series import total
+from server.metrics import total
 from server.types import Figure
 from tests.fakes.fake_runner import fake_info
 

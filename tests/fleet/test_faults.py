@@ -20,7 +20,7 @@ from server.api.engines.slot import EngineSpec
 from server.config import RestartConfig
 from server.engine.process import start_process
 from server.fleet.far_engine import RetryPolicy
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.live import LiveServer, as_bytes, wait_until
 from tests.api.real_engine import CONTEXT, spec

@@ -786,7 +786,7 @@ class _App:
         from server.api.engines.client import EngineClient
         from server.api.engines.slot import EngineSpec
         from server.config import ServerConfig
-        from server.metrics.series import Metrics
+        from server.metrics import Metrics
         from tests.api.live import DRAFTERS, PLAIN_TASK, served
         from tests.fakes.scripted_engine import ScriptedEngine, saying
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from server.engine.figures import declared
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 
 FIGURES: list[Any] = [
     SimpleNamespace(name=f"tailor_{figure.name}", type=figure.kind) for figure in declared()

@@ -30,7 +30,7 @@ from server.errors import (
     TailorError,
 )
 from server.machine import core_waits
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import Delta, ModelInfo, Request
 
 log = logging.getLogger("tailor.client")

@@ -18,7 +18,7 @@ from server.errors import (
     UnavailableError,
     error_for_engine_code,
 )
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from server.types import Delta, Request, VocabularyCounts
 
 

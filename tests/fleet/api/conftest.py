@@ -14,7 +14,7 @@ import pytest
 
 from server.api.engines.slot import EngineSpec
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
-from server.metrics.series import Metrics
+from server.metrics import Metrics
 from tests.api import live
 from tests.fleet.local_replicas import LocalReplicas
 

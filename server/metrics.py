@@ -222,7 +222,7 @@ class Metrics:
     """All series and the registry that holds them.
 
     vllm_aliases: /metrics has the same figures under all of vLLM's names too, not only under its
-    main ones (server.metrics.series).
+    main ones (server.metrics).
     """
 
     def __init__(self, *, vllm_aliases: bool = False) -> None:
