@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     PrivateAttr,
     SecretStr,
@@ -18,13 +19,13 @@ from pydantic import (
 )
 
 from server.config.yaml_file import (
+    Device,
     Document,
     FilePath,
     Memory,
     ModelPath,
+    Name,
     Section,
-    check_device,
-    check_name,
     read_yaml,
     validate,
 )
@@ -43,27 +44,24 @@ def _check_model_name(value: str) -> str:
     return value
 
 
+ModelName = Annotated[str, AfterValidator(_check_model_name)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "fp8"]
 
 
 class AdapterConfig(Section):
     """A PEFT LoRA that is served beside its base, in the same batches."""
 
-    name: str = Field(description="what the `model` field of a request or a task calls it")
+    name: ModelName = Field(description="what the `model` field of a request or a task calls it")
     path: FilePath = Field(min_length=1, max_length=4096, description="folder that PEFT saved")
     pinned: bool = Field(False, description="whether it is read at start and stays in memory")
-
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        return _check_model_name(value)
 
 
 class ModelConfig(Section):
     """One model, with the devices it runs on: one engine process a device."""
 
-    name: str = Field(description="what the `model` field of a request calls it")
-    aliases: tuple[str, ...] = Field(
+    name: ModelName = Field(description="what the `model` field of a request calls it")
+    aliases: tuple[ModelName, ...] = Field(
         (), max_length=100, description="further names that the `model` field may call it by"
     )
     path: ModelPath = Field(
@@ -77,15 +75,13 @@ class ModelConfig(Section):
     adapters: tuple[AdapterConfig, ...] = Field(
         (), max_length=10_000, description="PEFT LoRAs that are served beside it"
     )
-    devices: tuple[str, ...] = Field(
+    devices: tuple[Device, ...] = Field(
         ("cpu",),
         min_length=1,
         max_length=64,
         description="cpu, cuda or cuda:N, repeats allowed",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
-        None, description="overrides engine.dtype"
-    )
+    dtype: Dtype | None = Field(None, description="overrides engine.dtype")
     weights: WeightsForm | None = Field(None, description="overrides engine.weights")
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="overrides engine.max_model_len"
@@ -95,16 +91,6 @@ class ModelConfig(Section):
         description="auto: the model's generation_config.json says how to sample where a task is "
         "silent",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        return _check_model_name(value)
-
-    @field_validator("aliases")
-    @classmethod
-    def _aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(_check_model_name, value))
 
     @model_validator(mode="after")
     def _one_kind(self) -> ModelConfig:
@@ -116,11 +102,6 @@ class ModelConfig(Section):
     def names(self) -> tuple[str, ...]:
         """What requests may call it and its adapters."""
         return (self.name, *self.aliases, *(one.name for one in self.adapters))
-
-    @field_validator("devices")
-    @classmethod
-    def _devices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(check_device(device) for device in value)
 
 
 class ListenConfig(Section):
@@ -150,7 +131,7 @@ class ListenConfig(Section):
 class KeyConfig(Section):
     """One API key. `id` names it in metrics and scopes; exactly one of key, env and file is set."""
 
-    id: str = Field(description="a name for the key; never the key")
+    id: Name = Field(description="a name for the key; never the key")
     key: SecretStr | None = Field(None, description="the key itself")
     env: str | None = Field(None, min_length=1, description="environment variable that holds it")
     file: FilePath | None = Field(None, min_length=1, description="file whose first line holds it")
@@ -175,11 +156,6 @@ class KeyConfig(Section):
     )
 
     _at: str = PrivateAttr("")
-
-    @field_validator("id")
-    @classmethod
-    def _id(cls, value: str) -> str:
-        return check_name(value)
 
     @model_validator(mode="after")
     def _one_source(self) -> KeyConfig:
@@ -301,9 +277,7 @@ class LimitsConfig(Section):
 class EngineConfig(Section):
     """How an engine runs a model."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: float32 on cpu, the model's own on cuda"
-    )
+    dtype: Dtype = Field("auto", description="auto: float32 on cpu, the model's own on cuda")
     weights: WeightsForm = Field(
         "auto",
         description="how a cpu keeps weights: floats, int8 (one scale an output, but blocks where "

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from drafters.catalog import Need, that_use
 from server.config.declared import (
@@ -18,11 +18,11 @@ from server.config.declared import (
 from server.config.yaml_file import (
     Document,
     FilePath,
+    Name,
     Path_,
     Section,
     StopString,
     TokenId,
-    check_name,
     read_yaml,
     validate,
 )
@@ -204,7 +204,7 @@ class VocabularyConfig(Section):
 class TaskConfig(Section):
     """One file of configs/tasks: a named way to call a model. The `model` field names it."""
 
-    name: str = Field("", description="default the file's name without .yaml")
+    name: Name = Field("", description="default the file's name without .yaml")
     description: str = Field("", max_length=2000)
     model: str | None = Field(
         None, max_length=128, description="name of a model of server.yaml; default the first"
@@ -229,11 +229,6 @@ class TaskConfig(Section):
         description="whether keywords of JSON schemas that cannot be held are left out; else they "
         "are refused by name",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        return check_name(value)
 
     @model_validator(mode="after")
     def _within_limits(self) -> TaskConfig:

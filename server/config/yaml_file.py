@@ -381,5 +381,7 @@ FilePlace = Annotated[str, AfterValidator(_place)]
 ModelPath = Annotated[str, AfterValidator(_model_path)]
 """The same, or a built-in name or a hub's id, which stay as they are."""
 Memory = Annotated[MemorySize, BeforeValidator(parse_memory)]
+Device = Annotated[str, AfterValidator(check_device)]
+Name = Annotated[str, AfterValidator(check_name)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
