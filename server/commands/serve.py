@@ -22,6 +22,7 @@ from server.config import (
     EngineConfig,
     KeyConfig,
     ListenConfig,
+    LogConfig,
     MemorySize,
     ModelConfig,
     ServerConfig,
@@ -33,7 +34,6 @@ from server.config import (
 from server.config import with_overrides as over
 from server.config.yaml_file import Section
 from server.errors import ConfigError, TailorError
-from server.types import DEFAULT_ROWS, DEFAULT_SEQS
 from server.wiring.task_set import server_tasks
 
 HELLO_PROMPT = "The capital of France is"
@@ -57,6 +57,13 @@ def _memory(_: Any, tokens: Sequence[Token]) -> MemorySize:
     return parse_memory(tokens[0].value)
 
 
+def _key(section: type[Section], key: str, **more: Any) -> Parameter:
+    """An option that is a key of server.yaml: it is told as there."""
+    field = section.model_fields[key]
+    default = "" if field.default in (None, False) else f" ({field.default})"
+    return Parameter(help=f"{field.description}{default}", **more)
+
+
 @Parameter(name="*", group=_WHERE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -65,16 +72,10 @@ class Place:
     config: Annotated[Path | None, Parameter(metavar="FILE", help="a server.yaml; options win")] = (
         None
     )
-    host: Annotated[str | None, Parameter(help="address to listen on (127.0.0.1)")] = None
-    port: Annotated[int | None, Parameter(help="port to listen on (8000); 0 takes a free one")] = (
-        None
-    )
-    ssl_certfile: Annotated[
-        str | None, Parameter(metavar="FILE", help="certificate chain (PEM): HTTPS, not HTTP")
-    ] = None
-    ssl_keyfile: Annotated[
-        str | None, Parameter(metavar="FILE", help="its key, where the chain's file has none")
-    ] = None
+    host: Annotated[str | None, _key(ListenConfig, "host")] = None
+    port: Annotated[int | None, _key(ListenConfig, "port")] = None
+    ssl_certfile: Annotated[str | None, _key(ListenConfig, "ssl_certfile", metavar="FILE")] = None
+    ssl_keyfile: Annotated[str | None, _key(ListenConfig, "ssl_keyfile", metavar="FILE")] = None
     api_key: Annotated[
         tuple[str, ...],
         Parameter(
@@ -108,11 +109,7 @@ class ModelChoice:
         str | None, Parameter(metavar="DIR", help="a PEFT LoRA to merge into the model")
     ] = None
     generation_config: Annotated[
-        Literal["auto", "none"] | None,
-        Parameter(
-            help="auto: the model's generation_config.json says how to sample where a task is "
-            "silent (auto)"
-        ),
+        Literal["auto", "none"] | None, _key(ModelConfig, "generation_config")
     ] = None
     tasks: Annotated[
         Path | None,
@@ -137,25 +134,13 @@ class EngineOptions:
             help="cpu, cuda or cuda:N; several with commas run one engine each (cpu)",
         ),
     ] = None
-    dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
+    dtype: Annotated[Dtype | None, _key(EngineConfig, "dtype")] = None
     weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
-    max_model_len: Annotated[int | None, Parameter(help="longest prompt + output")] = None
-    max_num_seqs: Annotated[
-        int | None,
-        Parameter(
-            help="sequences in one step ("
-            + ", ".join(f"{seqs} on {kind}" for kind, seqs in DEFAULT_SEQS.items())
-            + ")"
-        ),
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None,
-        Parameter(
-            help="rows in one step ("
-            + ", ".join(f"{rows} on {kind}" for kind, rows in DEFAULT_ROWS.items())
-            + ")"
-        ),
-    ] = None
+    max_model_len: Annotated[int | None, _key(EngineConfig, "max_model_len")] = None
+    max_num_seqs: Annotated[int | None, _key(EngineConfig, "max_num_seqs")] = None
+    max_num_batched_tokens: Annotated[int | None, _key(EngineConfig, "max_num_batched_tokens")] = (
+        None
+    )
     kv_cache_memory: Annotated[
         MemorySize | None,
         Parameter(
@@ -166,7 +151,7 @@ class EngineOptions:
             help='a fraction of free memory ("0.4", "40%") or an amount ("2GiB")',
         ),
     ] = None
-    threads: Annotated[int | None, Parameter(help="CPU threads of an engine")] = None
+    threads: Annotated[int | None, _key(EngineConfig, "threads")] = None
     no_prefix_cache: Annotated[
         bool, Parameter(help="do not share KV blocks between equal prompt starts")
     ] = False
@@ -187,11 +172,9 @@ def serve(
         ),
     ] = False,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None, Parameter(help="(info)")
+        Literal["debug", "info", "warning", "error"] | None, _key(LogConfig, "level")
     ] = None,
-    log_format: Annotated[
-        Literal["console", "json"] | None, Parameter(help="lines for people or for machines")
-    ] = None,
+    log_format: Annotated[Literal["console", "json"] | None, _key(LogConfig, "format")] = None,
 ) -> int:
     start_s = time.monotonic()
     config = server_config(place, what, how)
@@ -275,17 +258,17 @@ def _models(
     """The models of server.yaml, or the one that the options name."""
     if what.model == "":
         raise ConfigError("--model: it is empty")
+    named = tuple(dict.fromkeys(what.served_model_name))
     if what.model is not None:
-        name, *aliases = dict.fromkeys(what.served_model_name) or (model_name(what.model),)
-        try:
-            models = (ModelConfig(name=name, aliases=tuple(aliases), path=what.model),)
-        except ValueError:
+        option = "--served-model-name" if named else "--model"
+        models = (_named(what.model, named or (model_name(what.model),), option),)
+    elif named:
+        if len(models) != 1:
             raise ConfigError(
-                f"--model: {', '.join(map(repr, (name, *aliases)))} cannot be a model's name; "
-                "give one with --served-model-name"
-            ) from None
-    elif what.served_model_name:
-        raise ConfigError("--served-model-name needs --model")
+                "--served-model-name needs --model when server.yaml has several models"
+            )
+        called = _named(models[0].path, named, "--served-model-name")
+        models = (models[0].model_copy(update={"name": called.name, "aliases": called.aliases}),)
     if what.adapter is not None:
         if len(models) != 1:
             raise ConfigError("--adapter needs --model when server.yaml has several models")
@@ -296,6 +279,16 @@ def _models(
     if devices is not None:
         models = tuple(model.model_copy(update={"devices": devices}) for model in models)
     return models
+
+
+def _named(path: str, names: Sequence[str], option: str) -> ModelConfig:
+    """The model at a path, called so. option: that gave the names. Raises ConfigError."""
+    try:
+        return ModelConfig(name=names[0], aliases=tuple(names[1:]), path=path)
+    except ValueError:
+        hint = "; give one with --served-model-name" if option == "--model" else ""
+        shown = ", ".join(map(repr, names))
+        raise ConfigError(f"{option}: {shown} cannot be a model's name{hint}") from None
 
 
 def _keys(given: Sequence[str]) -> tuple[KeyConfig, ...]:

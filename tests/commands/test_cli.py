@@ -294,6 +294,16 @@ def test_model_names(tmp_path: Path) -> None:
     assert _config("--model", "org/x", "--served-model-name", "y").models[0].name == "y"
     several = _config("--served-model-name", "y", "z", "y", "--model", "org/x").models[0]
     assert several.names == ("y", "z")
+    # Without --model it names the one that is served: the default, or server.yaml's.
+    default = _config("--served-model-name", "y", "z").models[0]
+    assert default.names == ("y", "z") and default.path == "smollm2-135m-instruct"
+    file = tmp_path / "server.yaml"
+    file.write_text("models: [{name: a, path: org/a, devices: [cpu, cpu]}]\n")
+    own = _config("--config", str(file), "--served-model-name", "y").models[0]
+    assert (own.name, own.path, len(own.devices)) == ("y", "org/a", 2)
+    file.write_text("models: [{name: a, path: org/a}, {name: b, path: org/b}]\n")
+    with pytest.raises(ConfigError, match="--served-model-name needs --model when"):
+        _config("--config", str(file), "--served-model-name", "y")
     (tmp_path / "a b").mkdir()
     with pytest.raises(ConfigError, match="--served-model-name"):
         _config("--model", str(tmp_path / "a b"))
@@ -335,7 +345,7 @@ def test_wrong_options_exit_with_2(words: list[str], capsys: pytest.CaptureFixtu
         (["--max-num-seqs", "0"], "--max-num-seqs: "),
         (["--port", "70000"], "--port: "),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "at least max_num_seqs"),
-        (["--served-model-name", "x"], "--served-model-name needs --model"),
+        (["--served-model-name", "a b"], "--served-model-name: 'a b' cannot be a model's name"),
         (["--config", "no-such.yaml"], "no-such.yaml: No such file"),
         (["--tasks", "no-such-folder"], "no-such-folder: no such folder"),
         (["--api-key", "has space"], "printable ASCII"),
