@@ -26,7 +26,6 @@
     │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
     │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
     │   ├── UnsupportedMediaTypeError          415    invalid_request_error unsupported_media_type
-    │   ├── ExpectationFailedError             417    invalid_request_error expectation_failed
     │   ├── HeadersTooLargeError               431    invalid_request_error headers_too_large
     │   ├── ClientGoneError                    499    invalid_request_error client_gone
     │   ├── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
@@ -276,13 +275,6 @@ class UnsupportedMediaTypeError(RequestError):
 
     status = 415
     code = "unsupported_media_type"
-
-
-class ExpectationFailedError(RequestError):
-    """The header `Expect` asks for something else than 100-continue."""
-
-    status = 417
-    code = "expectation_failed"
 
 
 class HeadersTooLargeError(RequestError):

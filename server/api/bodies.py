@@ -9,9 +9,9 @@ sent.
 `validate` is the only place where a body is checked against its class, once. Bounds that depend on
 the model, the task or the server's configuration are checked in server.api.order.
 
-`read_object` reads a request's body as one strict JSON object: bounded in size and time, never
-decompressed, UTF-8 only, no duplicate keys, no NaN or infinity, no lone surrogates, no nesting
-deeper than `MAX_DEPTH`.
+`read_body` and `parse_object` read a request's body as one strict JSON object: bounded in size and
+time, never decompressed, UTF-8 only, no duplicate keys, no NaN or infinity, no lone surrogates, no
+nesting deeper than `MAX_DEPTH`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from server.config.declared import request_parameters, request_sections
+from server.config.declared import parameters, request_sections
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -298,7 +298,7 @@ def _in_schema(schema: dict[str, Any], model: type[BodyPart]) -> None:
             schema["properties"][name] = {"description": f"another name of {'.'.join(path)}"}
 
 
-@request_parameters(without={"max_tokens"})
+@parameters(lambda one: one.name != "max_tokens")
 class GenerationBody(BodyPart):
     """What the generating routes share. None is "not given": the task's or the server's default.
 
@@ -580,11 +580,6 @@ _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLOSE = (("connection", "close"),)
 """The rest of an unread body must not be taken for the next request."""
-
-
-async def read_object(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """The body of `request` as a JSON object. Raises what read_body and parse_object raise."""
-    return parse_object(await read_body(request, max_bytes, timeout_s))
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:

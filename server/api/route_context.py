@@ -17,7 +17,7 @@ from msgspec import Struct
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.bodies import BodyPart, GenerationBody, read_object, required, validate
+from server.api.bodies import BodyPart, GenerationBody, parse_object, read_body, required, validate
 from server.api.engines.client import EngineClient
 from server.api.engines.submission import Submission
 from server.api.http_answers import AnswerResponse, DisconnectWatch, EventStream, error_event
@@ -46,8 +46,9 @@ class RouteContext:
         self.metrics = metrics
 
     async def body(self, request: HttpRequest) -> dict[str, Any]:
-        """The request's body as a JSON object."""
-        return await read_object(request, self.limits.max_body_bytes, self.limits.body_timeout_s)
+        """The request's body as a JSON object. Raises what read_body and parse_object raise."""
+        limits = self.limits
+        return parse_object(await read_body(request, limits.max_body_bytes, limits.body_timeout_s))
 
     def room(self, model: ServedModel) -> int:
         """Tokens that the model's engines can hold; the model's own figure until one is ready."""

@@ -1,8 +1,8 @@
 """Fields of task files and requests that are declared elsewhere: the sampling parameters of
 server.types and the options of drafters.catalog.
 
-The decorators give a pydantic model its fields: `task_parameters` and `request_parameters` one a
-sampling parameter, `task_sections` and `request_sections` one a drafter that has options.
+The decorators give a pydantic model its fields: `parameters` one a sampling parameter,
+`task_sections` and `request_sections` one a drafter that has options.
 
 Importing this module imports neither torch nor numpy, nor any drafter.
 """
@@ -10,7 +10,7 @@ Importing this module imports neither torch nor numpy, nor any drafter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, create_model, model_validator
@@ -18,31 +18,23 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from drafters.catalog import DrafterSpec, catalog
 from drafters.options import Option
 from server.config.yaml_file import FilePath
-from server.types import PARAMETERS
+from server.types import PARAMETERS, Parameter
 
 MAX_TEXT = 4096
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def task_parameters(model: type[_Model]) -> type[_Model]:
-    """Give a model the parameters that a task's file may set; None: where the task is silent."""
-    return _with_parameters(model, {one.name for one in PARAMETERS if one.in_tasks})
-
-
-def request_parameters(*, without: Collection[str] = ()) -> Callable[[type[_Model]], type[_Model]]:
-    """Give a model all parameters but those `without`, which it calls by another name."""
-    names = {one.name for one in PARAMETERS}.difference(without)
-    return lambda model: _with_parameters(model, names)
-
-
-def _with_parameters(model: type[_Model], names: Collection[str]) -> type[_Model]:
+def parameters(
+    is_wanted: Callable[[Parameter], bool],
+) -> Callable[[type[_Model]], type[_Model]]:
+    """Give a model the sampling parameters that are wanted; None: nothing is said of them."""
     fields: dict[str, Any] = {
         one.name: (one.kind | None, Field(None, ge=one.ge, le=one.le, description=one.help))
         for one in PARAMETERS
-        if one.name in names
+        if is_wanted(one)
     }
-    return _extended(model, fields)
+    return lambda model: _extended(model, fields)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from drafters.catalog import Need, that_use
 from server.config.declared import (
+    parameters,
     set_options,
     task_files,
-    task_parameters,
     task_sections,
 )
 from server.config.yaml_file import (
@@ -35,7 +35,7 @@ DEFAULT_TASKS = Path("configs/tasks")
 MAX_TASK_FILES = 10_000
 
 
-@task_parameters
+@parameters(lambda one: one.in_tasks)
 class SamplingDefaults(Section):
     """Values for fields that a request leaves out. None: the model's (generation_config.json), else
     OpenAI's (and vLLM's) default."""
