@@ -94,8 +94,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.budgets": {"server.api.keys"},
     "server.fleet.changes": {
         "server.api.shapes",
-        "server.api.adapters",
-        "server.api.tasks",
+        "server.api.admin",
         "server.config",
         "server.errors",
         "server.types",

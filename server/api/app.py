@@ -31,7 +31,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server import __version__
-from server.api.adapters import ADAPTER_PATHS, AdapterRoutes
+from server.api.admin import ADAPTER_PATHS, AdapterRoutes, TaskAdmin, TaskRoutes
 from server.api.chats import Chats
 from server.api.dashboard import (
     DATA_PATH,
@@ -55,7 +55,6 @@ from server.api.order import Orders
 from server.api.route_context import Face, QueryCheck, RouteContext
 from server.api.routes import add_model_routes, add_state_routes
 from server.api.served_model import Catalog, ServedModel
-from server.api.tasks import TaskAdmin, TaskRoutes
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
     MethodNotAllowedError,

@@ -21,9 +21,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from server.api.adapters import AdapterAdmin, AdapterChange, AdapterTurn, Publish
+from server.api.admin import AdapterAdmin, AdapterChange, AdapterTurn, Publish, TaskAdmin
 from server.api.shapes import CorpusSize
-from server.api.tasks import TaskAdmin
 from server.config import TaskConfig
 from server.errors import ConfigError, ModelError, TailorError, UnavailableError
 from server.types import AdapterOrder

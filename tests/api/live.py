@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from server.api.admin import TaskAdmin
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
 from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve
-from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics import Metrics
 from server.tracing import TraceSink

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.api.adapters import AdapterRoutes, LoadAdapterBody
+from server.api.admin import AdapterRoutes, LoadAdapterBody
 from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig
 from server.errors import InvalidRequestError, LoadingError, NoEngineError

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from server.api.adapters import ADAPTER_PATHS
+from server.api.admin import ADAPTER_PATHS
 from server.api.keys import ApiKey, Bucket, Keyring, check_admin
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, PermissionDeniedError

@@ -22,9 +22,9 @@ from pydantic import SecretStr
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
 from server.api import tasks as tasks_module
+from server.api.admin import CorpusBody, _Report
 from server.api.engines.slot import EngineSpec
 from server.api.faces.completions import CompletionBody
-from server.api.tasks import CorpusBody, _Report
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine
 from server.engine.host import start_thread

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.api.adapters import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
+from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from server.api.engines.slot import EngineSpec
 from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig, TaskConfig
