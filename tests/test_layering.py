@@ -89,7 +89,6 @@ ALLOWED: dict[str, set[str] | None] = {
     # The policies of a fleet, and what a request needs of it, know nothing of how it is run.
     "server.fleet.scaling": {"server.types"},
     "server.fleet.routing": {"server.fleet.scaling"},
-    "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
     "server.fleet.budgets": {"server.api.keys"},
     "server.fleet.changes": {
@@ -109,7 +108,6 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.far_engine": {
         *EVERYONE,
         "server.channel",
-        "server.fleet.continuation",
         "server.fleet.replica",
         "server.fleet.routing",
     },

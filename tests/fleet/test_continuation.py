@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from server.fleet.continuation import Continuation, TextChangedError
+from server.fleet.far_engine import Continuation, TextChangedError
 from server.types import Delta, Request, SamplingParams, StepCounts, TokenLogprob
 
 
