@@ -242,7 +242,7 @@ def test_paths_count_from_the_file_and_names_do_not(tmp_path: Path) -> None:
     [
         ("models:\n  - {name: a, path: x}\n  - {name: a, path: y}\n", ":1: models: 'a' is there"),
         ("models:\n  - path: x\n", ":2: models[0].name: is missing"),
-        ("models:\n  - {name: a, path: x, devices: [tpu]}\n", ":2: models[0].devices: 'tpu' is no"),
+        ("models:\n  - {name: a, path: x, devices: [tpu]}\n", ":2: models[0].devices[0]: 'tpu' is"),
         ("models: []\n", ":1: models: "),
         ("engine:\n  block_size: 24\n", ":2: engine.block_size: must be a power of two"),
         ("engine:\n  steps_ahead: 1\n", ":2: engine.steps_ahead: steps launched ahead left"),
