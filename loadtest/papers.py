@@ -43,7 +43,7 @@ from server.commands.enrich import MiningOptions, Report, analyze_task, mine_tok
 from server.commands.options import ModelOptions, WeightsForm
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
-from server.commands.recorder import Answer, Prompt, ask_engine
+from server.commands.record import Answer, Prompt, ask_engine
 from server.types import SamplingParams, SpeculationParams
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)

@@ -72,14 +72,14 @@ from loadtest.prompts import Example as Document
 from loadtest.prompts import data_sets, read_examples
 from loadtest.steps import FORMS, forms_of, runner_of
 from server import token_bytes
-from server.commands import recorder
+from server.commands import record
 from server.commands.data import FieldOptions, TaskData, read_task_data
 from server.commands.enrich import count_passes, spelled
 from server.commands.options import DEFAULT_MODEL, ModelOptions, WeightsForm
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.progress import Bar
 from server.commands.quality import METRICS, estimate, exact, f1
-from server.commands.recorder import Prompt, ask_engine
+from server.commands.record import Prompt, ask_engine
 from server.datasets import ExampleReader, open_table, tokenize_in_place
 from server.engine.batch import AdaptingRunner
 from server.engine.engine import Engine
@@ -111,9 +111,9 @@ class Answer:
     by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def answered(found: recorder.Answer | recorder.Failure) -> recorder.Answer:
+def answered(found: record.Answer | record.Failure) -> record.Answer:
     """An answer of `ask_engine`. Raises RuntimeError for a failure."""
-    if isinstance(found, recorder.Failure):
+    if isinstance(found, record.Failure):
         raise RuntimeError(found.message)
     return found
 

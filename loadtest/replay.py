@@ -99,7 +99,7 @@ from loadtest.recordings import Ids, SetOptions, open_ids
 from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
-from server.commands.recorder import Answer, Prompt, ask_engine
+from server.commands.record import Answer, Prompt, ask_engine
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner

@@ -527,7 +527,7 @@ class _Make:
         """How good answers to the held-out rows are, the task's metric first."""
         from server.commands.data import chat_render
         from server.commands.own_engine import OwnTokenizer, own_engine
-        from server.commands.recorder import Answer, Prompt, ask_engine
+        from server.commands.record import Answer, Prompt, ask_engine
         from server.config import load_task
         from server.types import SpeculationParams
 

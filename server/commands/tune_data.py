@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from server.client.bulk import AnswerFile, BulkError
 from server.commands.quality import estimate, exact, f1, repetition
-from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
+from server.commands.record import Answer, Failure, Prompt, ask_engine, prompt_of
 from server.datasets import ExampleReader, Fields, rows, turn_of
 from server.errors import ConfigError, TailorError
 from server.types import SamplingParams, SpeculationParams, TokenLogprob

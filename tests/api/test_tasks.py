@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
-from server.api import tasks as tasks_module
+from server.api import admin as tasks_module
 from server.api.admin import CorpusBody, _Report
 from server.api.engines.slot import EngineSpec
 from server.api.faces.completions import CompletionBody

@@ -14,15 +14,15 @@ import pytest
 from drafters.replay import read_recordings
 from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
-from server.commands.recorder import (
+from server.commands.record import (
     Answer,
     Failure,
     Prompt,
+    PromptOptions,
     ServerAddress,
     ask_engine,
     ask_server,
-    read_prompts,
-    record,
+    write_recordings,
 )
 from server.datasets import ExampleReader
 from server.engine.engine import Engine
@@ -130,7 +130,7 @@ class _Interrupted(Exception):
 def _recorded(
     prompts: list[Prompt], output: Path, *, stop_after: int | None = None, identity: str = "m"
 ) -> tuple[int, int, list[Failure], list[int]]:
-    """record() with an engine that is interrupted after some answers; and the lines it asked."""
+    """write_recordings() with an engine that is interrupted after answers; and what it asked."""
     asked: list[int] = []
 
     def ask(some: Iterable[Prompt]) -> Iterator[Answer | Failure]:
@@ -144,7 +144,7 @@ def _recorded(
                 raise _Interrupted
             yield answer
 
-    return (*record(prompts, ask, output, identity=identity), asked)
+    return (*write_recordings(prompts, ask, output, identity=identity), asked)
 
 
 def test_a_recording_is_read_by_replay_and_by_corpora(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_bad_prompts_name_file_and_line(line: str, what: str, tmp_path: Path) ->
     file = tmp_path / "prompts.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(ConfigError, match=what) as caught:
-        read_prompts(file)
+        PromptOptions(data=file).read()
     assert str(file) in str(caught.value)
 
 
