@@ -150,6 +150,15 @@ class ServerOptions:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoice:
+    """The model of a measurement that runs in this process."""
+
+    model: str = "smollm2-135m-instruct"
+    adapter: Path | None = None
+    threads: int | None = None
+
+
 def program(name: str, doc: str | None) -> App:
     """The App of `python -m loadtest.NAME`; doc: its module's, which has an example."""
     return App(

@@ -261,13 +261,15 @@ def train_prompts(data_dir: Path, task_set: TaskSet, num: int) -> list[str]:
     return [example.prompt for example in itertools.islice(examples, num)]
 
 
-def tailor(*arguments: str) -> None:
-    """Run a `tailor` command; its progress goes to stderr. Raises PeerFailed when it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", *arguments], stdout=sys.stderr, check=False
-    )
+def tailor(*arguments: str) -> str:
+    """Run a `tailor` command; all that it says goes to stderr. Its last line of output. Raises
+    PeerFailed when it fails."""
+    command = [sys.executable, "-m", "server.commands.cli", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="", file=sys.stderr)
     if done.returncode != 0:
         raise PeerFailed(f"tailor {' '.join(arguments[:2])} ended with {done.returncode}")
+    return (done.stdout.strip().splitlines() or [""])[-1]
 
 
 def write_task(

@@ -67,7 +67,7 @@ import numpy.typing as npt
 from cyclopts import Parameter
 from tokenizers import Tokenizer
 
-from loadtest.options import ResultOptions, emit, listed, program, run
+from loadtest.options import ModelChoice, ResultOptions, emit, listed, program, run
 from loadtest.prompts import Example as Document
 from loadtest.prompts import data_sets, read_examples
 from loadtest.steps import FORMS, forms_of, runner_of
@@ -226,16 +226,13 @@ app = program("quality", __doc__)
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormOptions:
+class FormOptions(ModelChoice):
     """The forms and the texts."""
 
     data: Annotated[Path, Parameter(help="JSON lines: prompt, completion")]
-    model: str = "smollm2-135m-instruct"
-    adapter: Path | None = None
     forms: Annotated[str, Parameter(help="with commas; float32 is added")] = ",".join(FORMS)
     num: Annotated[int, Parameter(help="texts")] = 160
     longest: Annotated[int, Parameter(help="longest text, in tokens")] = 512
-    threads: int | None = None
 
 
 _RESULTS = ResultOptions()
@@ -342,12 +339,10 @@ ABLATIONS = (
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SliceOptions:
-    """The model and the tasks."""
+class SliceOptions(ModelChoice):
+    """The tasks, and what is answered."""
 
     data: Annotated[Path, Parameter(help="folder of task data sets")]
-    model: str = "smollm2-135m-instruct"
-    adapter: Path | None = None
     task: Annotated[str, Parameter(help="folders of --data, with commas (all)")] = ""
     ablations: bool = False
     train: Annotated[int, Parameter(help="most training examples")] = 4000
@@ -355,7 +350,6 @@ class SliceOptions:
     shots: Annotated[int, Parameter(help="examples before each prompt")] = 2
     tokens: Annotated[int, Parameter(help="most tokens of an answer")] = 40
     at_once: int = 16
-    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,8 +332,6 @@ _RESULTS = ResultOptions()
 def make_file(source: Path, kind: str, out: Path) -> None:
     """Write `out` from a GGUF: FORM rounds its matrices, SHAPE:FORM takes its tokenizer alone.
     Raises ValueError."""
-    from loadtest.same_file import SHAPES, requantise, write_random
-
     shape, colon, form = kind.rpartition(":")
     if not colon:
         requantise(source, out, form)

@@ -39,7 +39,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -76,6 +75,7 @@ from loadtest.prompts import (
     examples_of,
     prepare,
     set_of,
+    tailor,
     train_prompts,
 )
 
@@ -129,7 +129,7 @@ class SpeedupOptions:
 _SERVERS, _RESULTS = ServerOptions(), ResultOptions()
 
 
-def variants_of(tailor: Peer, task_set: TaskSet, ways: Sequence[str]) -> list[Peer]:
+def variants_of(server: Peer, task_set: TaskSet, ways: Sequence[str]) -> list[Peer]:
     """Tailor's ways of answering as peers: names of one server with different bodies."""
     found = []
     for way in ways:
@@ -138,8 +138,8 @@ def variants_of(tailor: Peer, task_set: TaskSet, ways: Sequence[str]) -> list[Pe
         if way == "learned":
             extra["cache_salt"] = f"{task_set.name} learns"
         found.append(
-            Peer(way, f"@{tailor.name}", "tailor", f"{task_set.name}-{task}", extra,
-                 url=tailor.url, version=tailor.version)
+            Peer(way, f"@{server.name}", "tailor", f"{task_set.name}-{task}", extra,
+                 url=server.url, version=server.version)
         )  # fmt: skip
     return found
 
@@ -182,13 +182,7 @@ def _model_folder(model: str, weights: str) -> str:
     if Path(model).exists():
         return str(Path(model).resolve())
     form = ["--form", "float32"] if weights != "auto" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", "models", "fetch", model, *form],
-        stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise PeerFailed(f"the model {model} could not be fetched")
-    return done.stdout.strip().splitlines()[-1]
+    return tailor("models", "fetch", model, *form)
 
 
 async def run_group(
@@ -203,20 +197,20 @@ async def run_group(
     arguments += f" --weights {options.weights}"
     if adapter is not None:
         arguments += f" --adapter {(places.models / adapter).resolve()}"
-    tailor = tailor_peer(
+    server = tailor_peer(
         SERVER, _model_folder(options.tailor_model, options.weights), arguments,
         url_name="tailor", env={"TAILOR_CACHE_DIR": str(cache.resolve())},
     )  # fmt: skip
     beside = peers if adapter is None else ()  # they have not merged the adapter
     console.print(f"starting Tailor{f' with {adapter}' if adapter else ''}")
     about = describe_machine()
-    with stopped_afterwards([tailor]):
-        await bring_up([tailor], log_dir)
+    with stopped_afterwards([server]):
+        await bring_up([server], log_dir)
         for task_set in sets:
             began = time.perf_counter()
             ways = [way for way in listed(options.ways)
                     if WAYS[way][0] != "warm" or task_set.name in corpora]  # fmt: skip
-            variants = variants_of(tailor, task_set, ways)
+            variants = variants_of(server, task_set, ways)
             for learner in (variant for variant in variants if variant.name == "learned"):
                 prompts = train_prompts(options.data, task_set, options.learned)
                 await teach(learner, prompts, options.tokens)
@@ -232,7 +226,7 @@ async def run_group(
                 "max_tokens": options.tokens,
                 "max_nodes": options.nodes,
                 "prompts": options.prompts,
-                "servers": describe_servers([tailor, *beside]),
+                "servers": describe_servers([server, *beside]),
                 "machine": about,
                 **found,
             }
