@@ -135,21 +135,6 @@ def _kv_dtype(spec: RunnerSpec, form: str) -> str:
     return "float32" if form == "float32" else "float16"
 
 
-def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
-    """KV blocks that fit the memory for them, at most those of every sequence at full length."""
-    from server.model.kv_memory import num_blocks_for
-
-    sizes = spec.sizes
-    num_blocks = num_blocks_for(
-        block_bytes,
-        "cpu",
-        num_bytes=sizes.kv_bytes,
-        fraction=sizes.kv_fraction,
-    )
-    longest = -(-(spec.max_model_len or max_positions) // sizes.block_size)
-    return min(num_blocks, sizes.max_num_seqs * (longest + 1))
-
-
 def _build_cpu_runner(spec: RunnerSpec) -> Runner:
     from server.model.cpu.integers.amx import kernel_name
     from server.model.cpu.integers.packed import FORM_OF
@@ -209,10 +194,16 @@ def _cpu_info(
     """The sizes that a CPU's memory has room for, and what else the engine tells. forms: of
     weights, the kernel, K and V."""
     from server.model.cpu.runner import BLOCK_SIZE, kv_bytes_per_block
+    from server.model.kv_memory import num_blocks_for
 
-    form, kernel, kv_dtype = forms
+    (form, kernel, kv_dtype), sizes = forms, spec.sizes
+    longest = -(-(spec.max_model_len or shape.max_position_embeddings) // sizes.block_size)
     block_bytes = kv_bytes_per_block(shape, kv_dtype)
-    num_blocks = _cpu_blocks(spec, block_bytes, shape.max_position_embeddings)
+    num_blocks = num_blocks_for(
+        block_bytes, "cpu", num_bytes=sizes.kv_bytes, fraction=sizes.kv_fraction
+    )
+    # At most those of every sequence at full length.
+    num_blocks = min(num_blocks, sizes.max_num_seqs * (longest + 1))
     return ModelInfo(
         name=spec.name,
         vocab_size=shape.vocab_size,
@@ -281,20 +272,6 @@ def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def _kv_block_bytes(
-    spec: RunnerSpec, shape: ModelShape, module: PreTrainedModel, dtype: torch.dtype
-) -> int:
-    """Bytes of a block of KV on a GPU, in all layers."""
-    from server.model.gpu.attention import bytes_per_block
-    from server.model.gpu.body import kept_by
-
-    kept = kept_by(module)
-    return bytes_per_block(
-        kept.layers, shape.num_kv_heads, shape.head_dim, spec.sizes.block_size, dtype,
-        kept=kept.convolutions * kept.width,
-    )  # fmt: skip
 
 
 def _fit_kv(
@@ -378,6 +355,8 @@ def _torch_runner(
 ) -> TorchRunner:
     """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
     and what is computed in."""
+    from server.model.gpu.attention import bytes_per_block
+    from server.model.gpu.body import kept_by
     from server.model.gpu.device import DeviceMemory
     from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
     from server.model.kv_memory import num_blocks_for
@@ -386,7 +365,11 @@ def _torch_runner(
     device, dtype = place
     sizes, narrow = spec.sizes, _narrow_form(spec)
     shape = (generic_shape if is_generic(folder.config) else shape_of)(module.config)
-    block_bytes = _kv_block_bytes(spec, shape, module, dtype)
+    kept = kept_by(module)
+    block_bytes = bytes_per_block(
+        kept.layers, shape.num_kv_heads, shape.head_dim, sizes.block_size, dtype,
+        kept=kept.convolutions * kept.width,
+    )  # fmt: skip
     measures = device.type == "cuda" and sizes.kv_bytes is None
     num_blocks = num_blocks_for(
         block_bytes, device, num_bytes=sizes.kv_bytes,

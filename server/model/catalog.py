@@ -165,8 +165,9 @@ def model_folder(
     if path.is_dir():
         return check_kept(path)
     if path.is_file():
-        if not _is_gguf(path):
-            raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
         digest = remembered_sha256(path)
         return _convert_once(path, _gguf_folder(digest), digest, report)
     if name_or_path.startswith((".", "/", "~")) or name_or_path.endswith(".gguf"):
@@ -192,11 +193,6 @@ def built_in_file_folder(model: BuiltIn) -> Path:
 
 def _gguf_folder(digest: str) -> Path:
     return made_folder(f"gguf-{digest[:16]}-v{GGUF_VERSION}")
-
-
-def _is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def print_line(line: str) -> None:

@@ -194,9 +194,16 @@ class WeightReader:
             import torch
 
             tensor = narrow.widened(0, narrow.shape[0], torch.float32)
-        if self._adapter is not None and name in self._adapter.names():
-            tensor = self._adapter.merged(name, tensor)
-        return tensor if self._adapter is None else self._with_rows(self._adapter, name, tensor)
+        adapter = self._adapter
+        if adapter is None:
+            return tensor
+        if name in adapter.names():
+            tensor = adapter.merged(name, tensor)
+        if adapter.changes_table(name):
+            return adapter.table(name, tensor)
+        if name == HEAD and self._tied and adapter.changes_table(EMBEDDING):
+            return adapter.table(name, tensor, of=EMBEDDING)
+        return tensor
 
     def nf4(self, name: str) -> Nf4 | None:
         """A weight as it is stored, where that is NF4. Raises KeyError, and ModelError for one that
@@ -212,14 +219,6 @@ class WeightReader:
             return tensor
 
         return read(stored, tensor_of)
-
-    def _with_rows(self, adapter: LoraAdapter, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The embedding or the head with the adapter's rows; other tensors as they are."""
-        if adapter.changes_table(name):
-            return adapter.table(name, tensor)
-        if name == HEAD and self._tied and adapter.changes_table(EMBEDDING):
-            return adapter.table(name, tensor, of=EMBEDDING)
-        return tensor
 
     def _locate(self, name: str) -> tuple[Any, str]:
         index, stored = self._index(name)
@@ -339,7 +338,11 @@ def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolde
     config: Any = _config(path) if known is None else known.config
     eos = [getattr(config, "eos_token_id", None)]
     is_own = known is not None or not is_generic(raw)
-    is_wrapped = known is None and _is_wrapped(raw, config)
+    is_wrapped = False  # multimodal: its text part is what is opened
+    if known is None and is_own:
+        is_wrapped = bool(config.model_type != family_of(raw).model_type)
+    elif known is None:
+        is_wrapped = raw["architectures"][0] in WRAPPERS
     if is_wrapped:
         config = _text_config(raw, config)
         eos.append(getattr(config, "eos_token_id", None))
@@ -416,13 +419,6 @@ def _expected(config: Any) -> Mapping[str, tuple[int, ...]]:
     with torch.device("meta"):  # nothing is allocated before sizes are compared
         state = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
     return {name: tuple(value.shape) for name, value in state.items()}
-
-
-def _is_wrapped(raw: Mapping[str, Any], config: Any) -> bool:
-    """Whether a checkpoint is multimodal, and its text part is what is opened."""
-    if is_generic(raw):
-        return raw["architectures"][0] in WRAPPERS
-    return bool(config.model_type != family_of(raw).model_type)
 
 
 def _text_config(raw: Mapping[str, Any], config: Any) -> Any:

@@ -91,12 +91,6 @@ def _layer_types(config: Any) -> list[str]:
     return list(types or ["full_attention"] * int(config.num_hidden_layers))
 
 
-def _rotated_share(config: Any) -> float:
-    rope = getattr(config, "rope_parameters", None) or {}
-    own = getattr(config, "partial_rotary_factor", None)
-    return float(rope.get("partial_rotary_factor") or own or 1.0)
-
-
 def shape_of(config: Any) -> ModelShape:
     """The ModelShape of a (supported, text-only) transformers config."""
     family = family_of(config)
@@ -105,6 +99,7 @@ def shape_of(config: Any) -> ModelShape:
     eps = getattr(config, "rms_norm_eps", None)
     tables, rope_ids = _ropes(config)
     rope = getattr(config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale(config)
     embedding = 1.0 if family.embedding_scale is None else family.embedding_scale(config)
     inner = config.intermediate_size
@@ -117,7 +112,7 @@ def shape_of(config: Any) -> ModelShape:
         num_heads=int(config.num_attention_heads),
         num_kv_heads=int(config.num_key_value_heads),
         head_dim=int(head_dim),
-        rotary_dim=int(head_dim * _rotated_share(config)),
+        rotary_dim=int(head_dim * float(share or 1.0)),
         intermediate_size=int(inner),
         vocab_size=int(config.vocab_size),
         norm_eps=float(config.norm_eps if eps is None else eps),

@@ -240,8 +240,11 @@ class Draws:
             np.array([bias for _, bias in added], np.float64),
             _ALL_WORDS if words is None else words,
         )
-        if ids.shape[0]:
-            constraints, counts = _to_columns(ids, constraints, counts)
+        if ids.shape[0]:  # columns of a slice: what is not in it cannot be drawn anyway
+            bias_ids, found = places_of(ids, constraints.bias_ids)
+            constraints = constraints._replace(bias_ids=bias_ids, biases=constraints.biases[found])
+            counted, had = places_of(ids, counts.ids)
+            counts = Counts(counted, counts.out[had], counts.prompt[had])
         if num > self._wide.shape[0]:
             self._wide = np.zeros(num, np.float64)
         key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
@@ -290,13 +293,3 @@ def full_rows(batch: Batch) -> Int32:
     uncached = np.array([s.table < 0 for s in batch.slices] + [True])  # -1 is the full head
     rows: Int32 = batch.draw_rows[uncached[batch.draw_slice]]
     return rows
-
-
-def _to_columns(ids: Int32, constraints: Constraints, counts: Counts) -> tuple[Constraints, Counts]:
-    """From ids to the columns of a slice; what is not in the slice cannot be drawn anyway."""
-    bias_ids, found = places_of(ids, constraints.bias_ids)
-    counted, had = places_of(ids, counts.ids)
-    return (
-        constraints._replace(bias_ids=bias_ids, biases=constraints.biases[found]),
-        Counts(counted, counts.out[had], counts.prompt[had]),
-    )

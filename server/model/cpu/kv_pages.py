@@ -60,7 +60,9 @@ class KvPages:
         self._closed = False
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if _on_linux() else None
+        self._madvise: Any = None
+        if os.path.isdir("/proc/self"):
+            self._madvise = getattr(ctypes.CDLL(None), "madvise", None)
         if self._madvise is None:
             return
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -129,7 +131,3 @@ class KvPages:
                 low = (start + first * array.strides[-3]) // _PAGE * _PAGE
                 high = -(-(start + end * array.strides[-3]) // _PAGE) * _PAGE
                 yield low, high - low
-
-
-def _on_linux() -> bool:
-    return os.path.isdir("/proc/self")

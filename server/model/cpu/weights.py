@@ -172,7 +172,9 @@ class PackedWeights:
             self.packed_head = HeadInFile(s.vocab_size, partial(self._some_rows, table))
         else:
             self.head = self._arena.take(head_panels, s.hidden_size)
-            self._pack_head(table)
+            for first in range(0, head_panels, 256):
+                rows = table[first * PANEL : min((first + 256) * PANEL, s.vocab_size)]
+                pack_panels(as_stored(rows, self.bf16), self.head, first_panel=first)
             self.packed_head = FloatHead(self.head)
         self.embedding = self._tensors.embedding().tensor
         self.num_embeddings = int(self.embedding.shape[0])
@@ -220,8 +222,3 @@ class PackedWeights:
                 pack_panels(padded, views[kind])
             else:
                 pack_panels(np.concatenate(stored), views[kind])
-
-    def _pack_head(self, table: Any) -> None:
-        for first in range(0, self.head.shape[0], 256):
-            rows = table[first * PANEL : min((first + 256) * PANEL, self._shape.vocab_size)]
-            pack_panels(as_stored(rows, self.bf16), self.head, first_panel=first)

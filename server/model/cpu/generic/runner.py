@@ -98,8 +98,10 @@ def generic_model(
     Raises UnsupportedModelError for what cannot be served so.
     """
     model: Any = module
-    if bf16:
-        _round_matrices(module)
+    with torch.no_grad():
+        for name, weight in module.named_parameters() if bf16 else ():
+            if weight.ndim == 2 and "embed" not in name:
+                weight.copy_(weight.to(torch.bfloat16).float())
     ids = probe_ids(num_token_ids)
     found = inspected(module, ids)
     work = new_work(threads or cores())
@@ -151,21 +153,6 @@ def _head_matrix(module: nn.Module) -> torch.Tensor:
     return weight if bias is None else torch.cat([weight, bias.detach()[:, None]], dim=1)
 
 
-def _state_store(nets: list[DeltaSizes], max_num_seqs: int) -> StateStore | None:
-    """States for every sequence of a step: its own, a block boundary's, and some of prompts."""
-    if not nets:
-        return None
-    heads, dk, dv = nets[0].rate.shape[0], nets[0].dk, nets[0].dv
-    return StateStore(2 * max_num_seqs + 4, (len(nets), heads, dk, dv))
-
-
-def _round_matrices(module: nn.Module) -> None:
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight.copy_(weight.to(torch.bfloat16).float())
-
-
 def _check(made: GenericModel, ids: Any) -> None:
     """check_rows on a small runner of the model."""
     info = ModelInfo(
@@ -198,7 +185,10 @@ class GenericRunner(CpuRunner):
         self._kv_ids = tuple(
             -1 if absent else i - sum(recurrent[:i]) for i, absent in enumerate(recurrent)
         )
-        self._store = _state_store(model.nets, info.max_num_seqs)
+        self._store: StateStore | None = None
+        if model.nets:  # every sequence's own, a block boundary's, and some of prompts
+            sizes = model.nets[0].rate.shape[0], model.nets[0].dk, model.nets[0].dv
+            self._store = StateStore(2 * info.max_num_seqs + 4, (len(model.nets), *sizes))
         self._torch_threads = torch.get_num_threads()
 
     def pack_adapter(self, folder: str) -> CpuAdapter:

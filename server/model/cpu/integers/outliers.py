@@ -101,14 +101,11 @@ def measured(
 
 def _measure(x: Float32, parts: Sequence[Rows]) -> tuple[Float32, float, float]:
     """Factors of one product, and its errors with them."""
-    some = [_sample(part) for part in parts]
+    # Of some outputs, evenly: as good for a mean, and a head has very many.
+    steps = [-(-part.tensor.shape[0] // _SAMPLE) for part in parts]
+    some = [part._replace(tensor=part.tensor[::n]) for part, n in zip(parts, steps, strict=True)]
     own = factors_of(x, some)
     return own, *errors(x, some, own)
-
-
-def _sample(part: Rows) -> Rows:
-    """Some outputs of a matrix, evenly: as good for a mean, and a head has very many."""
-    return part._replace(tensor=part.tensor[:: -(-part.tensor.shape[0] // _SAMPLE)])
 
 
 def _chunks(part: Rows) -> Iterator[Float32]:

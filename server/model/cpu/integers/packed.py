@@ -178,7 +178,11 @@ class IntegerWeights:
         self._embedding = tensors.embedding()
         self._table = numbers_of(self._embedding.tensor)
         self.num_embeddings = int(self._embedding.tensor.shape[0])
-        self.table = self._embedding_table()
+        if self._form is not None:
+            self.table: Table = float_table(self._embedding.tensor)
+        else:
+            file: Any = weights
+            self.table = block_table(BY_NAME[file.form(self._embedding.name)], self._table)
         self.packed_head: PackedHead
         if head_in_file and kept is None:
             rows = tensors.head()
@@ -194,13 +198,6 @@ class IntegerWeights:
             source.release_pages()
         if progress is not None:
             progress(shape.num_layers + 1, shape.num_layers + 1)
-
-    def _embedding_table(self) -> Table:
-        """The embedding as a step reads it."""
-        if self._form is not None:
-            return float_table(self._embedding.tensor)
-        source: Any = self._source
-        return block_table(BY_NAME[source.form(self._embedding.name)], self._table)
 
     def embed(self, token_ids: Int64) -> Float32:
         """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
