@@ -103,7 +103,7 @@ def make(
 
 
 # What takes longest comes first, so that no process is left alone with it at the end.
-_LONG = ("step", "attention", "advance", "tree_builder", "describe", "panels")
+_LONG = ("step", "attention", "advance", "tree_builder", "describe", "tiles")
 
 
 def _compile(todo: Sequence[tuple[str, str]], tell: Callable[[str], None]) -> None:

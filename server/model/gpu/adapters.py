@@ -213,7 +213,7 @@ class OwnRows:
         return torch.where(at[:, None] >= 0, part.rows[place, at.clamp(min=0).long()], base)
 
     def gathered(self, table: torch.Tensor, batch: Batch, token_ids: Int32) -> npt.NDArray[Any]:
-        """The same where the base's table is in CPU memory: as slices.gathered has them."""
+        """The same where the base's table is in CPU memory: as lm_head.gathered has them."""
         found = gathered(table, np.where(token_ids < table.shape[0], token_ids, 0))
         places = self.embedding_places(batch)
         if places is not None:

@@ -315,7 +315,7 @@ def _runs(form: Form, num_inputs: int) -> Int64:
 
 
 class IntegerHead:
-    """The full head [panels, bytes of a panel], and what slices need of it (slices.PackedHead).
+    """The full head [panels, bytes of a panel], and what slices need of it (head.PackedHead).
 
     rows: the buffer of quantised inputs that products use. factors: of a head with one scale an
     output, what its inputs are spread with (float32 [1, num_inputs]), else [1, 0].
