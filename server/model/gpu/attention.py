@@ -13,8 +13,7 @@ i-th of n path keys is at positions[r] - (n - 1 - i)). Softmax and sums are in f
 
 Two implementations, one contract, one parametrized test:
 - "torch": the reference. Any device; syncs nothing, but loops over sequences on the host.
-- "triton": server.model.gpu.triton_kernels; tiles and splits planned by `plan_tiles` below. Checked
-  under Triton's interpreter on a CPU; tests/gpu and loadtest/gpu_check.py run it on a GPU.
+- "triton": server.model.gpu.triton_kernels; tiles and splits planned by `plan_tiles` below.
 
 KvCache is the paged key and value memory of one model on one device: a tensor of shape [num_layers,
 2, num_slots + block_size, num_kv_heads, head_dim]. Index 0 of the second axis is keys, 1 is values.
@@ -127,15 +126,10 @@ class KvCache:
         if self.inputs.shape[0]:
             self.inputs.index_copy_(1, both[1], self.inputs.index_select(1, both[0]))
 
-    def copy_blocks(self, src: Int32, dst: Int32) -> None:
-        """Copy whole blocks src[i] to dst[i]. Raises as move_slots does."""
-        if src.shape != dst.shape:
-            raise ValueError(f"{src.shape[0]} source blocks but {dst.shape[0]} destinations")
-        offsets = torch.arange(self.block_size, dtype=torch.int32).numpy()
-        self.move_slots(
-            (src[:, None] * self.block_size + offsets).reshape(-1),
-            (dst[:, None] * self.block_size + offsets).reshape(-1),
-        )
+    def slots_of(self, blocks: Int32) -> Int32:
+        """int32: the slots of whole blocks, in order."""
+        each = np.arange(self.block_size, dtype=np.int32)
+        return (blocks[:, None] * self.block_size + each).reshape(-1)
 
 
 NAME = "tailor_paged"
@@ -463,15 +457,9 @@ class TorchAttention:
         for start, end in zip(starts, [*starts[1:], batch.num_rows], strict=True):
             for first in range(start, end, _REFERENCE_ROWS):
                 rows = slice(first, min(end, first + _REFERENCE_ROWS))
-                self._runs.append(
-                    (
-                        rows,
-                        int(batch.seq_ids[first]),
-                        int(batch.prefix_len[rows].max()),
-                        int(batch.positions[rows].min()),
-                        int(batch.path_len[rows].max()),
-                    )
-                )
+                longest, deepest = batch.prefix_len[rows].max(), batch.path_len[rows].max()
+                lowest, seq_id = batch.positions[rows].min(), batch.seq_ids[first]
+                self._runs.append((rows, int(seq_id), int(longest), int(lowest), int(deepest)))
 
     def attend(
         self,
@@ -483,25 +471,21 @@ class TorchAttention:
         """See Attention."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for run in self._runs:
-            self._attend_run(run, query, keys, values, masked, out)
+            own = out[run[0]]
+            own.copy_(self._of_run(run, query[run[0]], keys, values, masked).reshape(own.shape))
         return out
 
-    def _attend_run(
-        self,
-        run: tuple[slice, int, int, int, int],
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        masked: Masked,
-        out: torch.Tensor,
-    ) -> None:
-        window = masked.window
+    def _of_run(
+        self, run: tuple[slice, int, int, int, int], query: torch.Tensor, keys: torch.Tensor,
+        values: torch.Tensor, masked: Masked,
+    ) -> torch.Tensor:  # fmt: skip
+        """float32 [rows, kv_heads, group, head_dim]."""
         rows, seq_id, max_prefix, min_position, max_path = run
-        step, device = self._step, query.device
+        window, step, device = masked.window, self._step, query.device
         assert step.path_start is not None
         assert step.path_len is not None and step.path_slots is not None
         num_kv_heads, head_dim = keys.shape[1:]
-        q = query[rows].float().reshape(query[rows].shape[0], num_kv_heads, -1, head_dim)
+        q = query.float().reshape(query.shape[0], num_kv_heads, -1, head_dim)
         position = step.positions[rows, None]
         path_len = step.path_len[rows, None]
 
@@ -532,7 +516,5 @@ class TorchAttention:
         share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
         num_prefix = at.shape[0]
         result = torch.einsum("nkgl,lkd->nkgd", share[..., :num_prefix], values[slot].float())
-        result += torch.einsum(
-            "nkgp,npkd->nkgd", share[..., num_prefix:], values[path_slot].float()
-        )
-        out[rows] = result.reshape(out[rows].shape).to(out.dtype)
+        of_path = share[..., num_prefix:]
+        return result + torch.einsum("nkgp,npkd->nkgd", of_path, values[path_slot].float())

@@ -20,16 +20,12 @@ buffer moves, for a step that is larger than any before, the graphs are captured
 Adapters' rows are in graphs of their own, and so are those of adapters with rows of the embedding:
 their tables keep their addresses until larger ones are needed, and the graphs are captured again
 then. Embeddings that are gathered in CPU memory are inputs like the others.
-
-The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
-the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
-plain path.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,7 +84,7 @@ def _shape(module: Any) -> ModelShape | None:
 
 
 def kept_by(module: Any) -> Kept:
-    """What Body keeps of a position."""
+    """What BodyRun keeps of a position."""
     nets, layers = delta_nets(module), int(module.config.num_hidden_layers)
     if nets:
         state = math.prod(state_size(nets[0]))
@@ -98,63 +94,6 @@ def kept_by(module: Any) -> Kept:
     if shape is None or not convolutions:
         return Kept(layers)
     return Kept(layers - convolutions, convolutions, shape.kept_width, shape.conv_taps)
-
-
-class Body:
-    """Everything between token ids and the LM head.
-
-    module: taken over; its attention must be `paged` already. product: of adapters. kept: of a
-    position. nets: its gated delta nets. adapters: beside the model; None for models of the generic
-    path.
-    """
-
-    def __init__(self, module: PreTrainedModel, product: Grouped, dtype: torch.dtype) -> None:
-        device = next(p.device for p in module.parameters() if p.device.type != "meta")
-        embed: Any = module.get_input_embeddings()
-        self._body = module.base_model
-        self._table: torch.Tensor = embed.weight
-        self.kept = kept_by(module)
-        self.nets: Sequence[PagedDeltaNet] = delta_nets(module)
-        if replace_convolutions(self._body):
-            place_attention(self._body)
-        self.adapters: LoraBank | None = None
-        shape = _shape(module)
-        if shape is not None:
-            self.adapters = LoraBank(module, shape, dtype, device, product)
-        # Gemma's scale, rounded as transformers' own embedding does.
-        scale = getattr(embed, "embed_scale", None)
-        self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        embeds: torch.Tensor | None,
-        adapters: torch.Tensor | None,
-        own_places: torch.Tensor | None,
-        step: paged.PagedStep,
-    ) -> torch.Tensor:
-        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing.
-
-        token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
-        memory, in their place, own ones among them; None where the table is on the device.
-        adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places:
-        int32 [R], OwnRows.embedding_places, None where no row has one. step: with its rows.
-        """
-        if self.adapters is not None:
-            self.adapters.spans = adapters
-            if embeds is None and own_places is not None:
-                embeds = self.adapters.own.embed(self._table, token_ids, own_places)
-        given: dict[str, torch.Tensor]
-        if embeds is None:
-            given = {"input_ids": token_ids[None]}
-        else:
-            embeds = embeds if self._scale is None else embeds * self._scale
-            given = {"inputs_embeds": embeds[None]}
-        result = self._body(
-            **given, position_ids=step.rows.positions[None], use_cache=False, paged=step
-        )
-        hidden: torch.Tensor = result.last_hidden_state[0]
-        return hidden
 
 
 def place_attention(body: Any) -> int:
@@ -336,37 +275,52 @@ class BodyPlan:
 
 
 class BodyRun:
-    """The body of one runner.
+    """The body of one runner: everything between token ids and the LM head. All runs on the current
+    stream.
 
-    shape: how attention is divided. attention: "triton" or "torch". rule: of gated delta
-    nets. embedding: see TorchRunner.
+    module: taken over; its attention must be `paged` already. product: of adapters. rule: of gated
+    delta nets. dtype: of the head. embedding: the table in CPU memory that rows are gathered from,
+    None where it is on the device. shape: how attention is divided. attention: "triton" or "torch".
     tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows of the
-    largest graph, 0 for none. The partial results of split attention and the states of gated delta
-    nets belong to it. All runs on the current stream.
+    largest graph, 0 for none. adapters: beside the model; None for models of the generic path. The
+    partial results of split attention and the states of gated delta nets belong to it.
     """
 
     def __init__(
         self,
-        body: Body,
+        module: PreTrainedModel,
         cache: KvCache,
         shape: paged.TileShape,
         *,
         attention: paged.AttentionName,
+        product: Grouped,
         rule: DeltaRule,
+        dtype: torch.dtype,
         embedding: torch.Tensor | None,
         tables_shape: tuple[int, int],
         graph_rows: int,
     ) -> None:
         device = cache.memory.device
-        self.body = body
-        self.own = None if body.adapters is None else body.adapters.own
-        self._taps = body.kept.taps
-        self.states: DeltaStates | None = None
-        if body.nets:
-            self.states = DeltaStates(body.nets, tables_shape[0], cache.block_size, rule, device)
+        embed: Any = module.get_input_embeddings()
+        self._body = module.base_model
+        self._table: torch.Tensor = embed.weight
+        # Gemma's scale, rounded as transformers' own embedding does.
+        scale = getattr(embed, "embed_scale", None)
+        self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
         self.embedding = embedding
+        self._taps = kept_by(module).taps
+        nets = delta_nets(module)
+        self.states: DeltaStates | None = None
+        if nets:
+            self.states = DeltaStates(nets, tables_shape[0], cache.block_size, rule, device)
+        if replace_convolutions(self._body):
+            place_attention(self._body)
+        self.adapters: LoraBank | None = None
+        of_family = _shape(module)
+        if of_family is not None:
+            self.adapters = LoraBank(module, of_family, dtype, device, product)
+        self.own = None if self.adapters is None else self.adapters.own
         self.shape = shape
-        self.graphs: StepGraphs | None = None
         self._attention = attention
         self._cache = cache
         self._max_seqs, self._max_blocks = tables_shape
@@ -377,8 +331,7 @@ class BodyRun:
             num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
             self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         self._num_graph = self._num_plain = 0
-        if graph_rows:
-            self.graphs = StepGraphs(device, graph_rows)
+        self.graphs = StepGraphs(device, graph_rows) if graph_rows else None
 
     def plan(self, batch: Batch) -> BodyPlan:
         """What a step's body reads."""
@@ -458,7 +411,20 @@ class BodyRun:
         step."""
         names = paged.StepTensors.__dataclass_fields__
         step = paged.StepTensors(**{name: tensors[name] for name in names if name in tensors})
-        attention = self._attends(batch, step, tensors, plan)
+        attention: paged.Attention
+        if plan.tiles is None:
+            attention = paged.TorchAttention(batch, step, self._cache.block_size)
+        else:
+            from server.model.gpu.triton_kernels import TritonAttention
+
+            groups = [
+                (tensors[f"tiles{i}"], group.block_m, group.num_splits)
+                for i, group in enumerate(plan.tiles.groups)
+            ]
+            attention = TritonAttention(
+                step, groups, tensors["split_rows"], plan.tiles.num_splits, self.shape,
+                self._partials, self._cache.block_size,
+            )  # fmt: skip
         recur = None
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])
@@ -467,7 +433,7 @@ class BodyRun:
         if self.embedding is not None:
             embeds = tensors["embeds"].view(self.embedding.dtype)
         forward = partial(
-            self.body, tensors["token_ids"], embeds, tensors.get("adapters"),
+            self._forward, tensors["token_ids"], embeds, tensors.get("adapters"),
             tensors.get("own_places"), paged.PagedStep(self._cache, attention, step, recur),
         )  # fmt: skip
         if plan.graph_key is None or self.graphs is None:
@@ -480,30 +446,36 @@ class BodyRun:
             self.states.commit()
         return hidden
 
-    def _attends(
+    def _forward(
         self,
-        batch: Batch,
-        step: paged.StepTensors,
-        tensors: Mapping[str, torch.Tensor],
-        plan: BodyPlan,
-    ) -> paged.Attention:
-        """The step's attention."""
-        if plan.tiles is None:
-            return paged.TorchAttention(batch, step, self._cache.block_size)
-        from server.model.gpu.triton_kernels import TritonAttention
+        token_ids: torch.Tensor,
+        embeds: torch.Tensor | None,
+        adapters: torch.Tensor | None,
+        own_places: torch.Tensor | None,
+        step: paged.PagedStep,
+    ) -> torch.Tensor:
+        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing.
 
-        return TritonAttention(
-            step,
-            [
-                (tensors[f"tiles{i}"], group.block_m, group.num_splits)
-                for i, group in enumerate(plan.tiles.groups)
-            ],
-            tensors["split_rows"],
-            plan.tiles.num_splits,
-            self.shape,
-            self._partials,
-            self._cache.block_size,
+        token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
+        memory, in their place, own ones among them; None where the table is on the device.
+        adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places:
+        int32 [R], OwnRows.embedding_places, None where no row has one. step: with its rows.
+        """
+        if self.adapters is not None:
+            self.adapters.spans = adapters
+            if embeds is None and own_places is not None:
+                embeds = self.adapters.own.embed(self._table, token_ids, own_places)
+        given: dict[str, torch.Tensor]
+        if embeds is None:
+            given = {"input_ids": token_ids[None]}
+        else:
+            embeds = embeds if self._scale is None else embeds * self._scale
+            given = {"inputs_embeds": embeds[None]}
+        result = self._body(
+            **given, position_ids=step.rows.positions[None], use_cache=False, paged=step
         )
+        hidden: torch.Tensor = result.last_hidden_state[0]
+        return hidden
 
     def steps(self) -> tuple[int, int, int]:
         """Steps since the start: replayed, captured first, and without a graph."""

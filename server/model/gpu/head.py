@@ -79,34 +79,6 @@ class Slab:
         return self.start + int(self.rows.shape[0])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """Rows (ascending, unique) that go through the full head together; start: of a Slab; draws, and
-    of each draw, and of each of the batch's scores, its row's place among the rows, if there."""
-
-    batch: Batch
-    rows: Int32
-    start: int
-    draws: Array
-    draw_at: Array
-    score_at: Array
-
-    def slab(self, width: int, is_read: Array, own_places: Int32 | None = None) -> Slab:
-        """What reads `width` columns of logits of the rows where is_read (bool) says so."""
-
-        def those(at: Array) -> Array:
-            inside = (at >= 0) & (at < is_read.shape[0])
-            return np.flatnonzero(inside & is_read[np.where(inside, at, 0)])
-
-        own, scores = those(self.draw_at), those(self.score_at)
-        draws = self.draws[own]
-        plan = plan_draws(self.batch, draws, self.draw_at[own], width)
-        num_top = int(self.batch.score_top[scores].max()) if scores.shape[0] else 0
-        return Slab(
-            self.rows, self.start, draws, plan, scores, num_top, own_places=own_places
-        )  # fmt: skip
-
-
 class HeadRun:
     """Divides a step's head rows into slabs, and runs them.
 
@@ -163,18 +135,34 @@ class HeadRun:
         if self._own is not None and places is not None:
             width += 2 * self._own.width  # logits, and wide ones beside them
         at_once = max(1, self._head_bytes // (width * bytes_per_logit(batch)))
-        slabs = []
+        slabs: list[Slab] = []
         for start in range(0, all_rows.shape[0], at_once):
             rows = all_rows[start : start + at_once].astype(np.int32)
-            part = _Part(batch, rows, first + start, draws, draw_at - start, score_at - start)
-            end = start + rows.shape[0]
-            if self._own is None or places is None or not (places[start:end] >= 0).any():
-                slabs.append(part.slab(self._vocab_size, np.ones(rows.shape[0], bool)))
+
+            def add(
+                width: int, is_read: Array, own: Int32 | None = None, start: int = start,
+                rows: Int32 = rows,
+            ) -> None:  # fmt: skip
+                """What reads `width` columns of the logits of those rows that is_read says."""
+
+                def those(at: Array) -> Array:
+                    inside = (at >= 0) & (at < is_read.shape[0])
+                    return np.flatnonzero(inside & is_read[np.where(inside, at, 0)])
+
+                chosen, scores = those(draw_at - start), those(score_at - start)
+                plan = plan_draws(batch, draws[chosen], draw_at[chosen] - start, width)
+                most = int(batch.score_top[scores].max(initial=0))
+                slabs.append(
+                    Slab(rows, first + start, draws[chosen], plan, scores, most, own_places=own)
+                )
+
+            own = None if places is None else places[start : start + rows.shape[0]]
+            if self._own is None or own is None or not (own >= 0).any():
+                add(self._vocab_size, np.ones(rows.shape[0], bool))
                 continue
-            own = places[start:end]
             if not (own >= 0).all():
-                slabs.append(part.slab(self._vocab_size, own < 0))
-            slabs.append(part.slab(self._own.width, own >= 0, own))
+                add(self._vocab_size, own < 0)
+            add(self._own.width, own >= 0, own)
         return slabs
 
     def _sliced(
@@ -281,55 +269,40 @@ class HeadRun:
         """Draw and score on a slab's logits; queue the results for the way back.
 
         ids: int32 like the logits, the columns' vocabulary ids; None where a column is one."""
+
+        def named(columns: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            """Vocabulary ids of columns [n, k] of these rows."""
+            if ids is None:
+                return columns
+            return ids.index_select(0, rows).gather(1, columns.clamp(min=0).long())
+
+        told = step.segments
         if slab.draw_ids.shape[0]:
-            token_ids = drawn = sampler.draw(logits, slab.plan, tensors, ids)
+            drawn = sampler.draw(logits, slab.plan, tensors, ids)
+            token_ids = drawn
             if ids is not None:
-                named = ids.gather(1, drawn.clamp(min=0).long()[:, None]).squeeze(1)
-                token_ids = torch.where(drawn >= 0, named, drawn)
-            step.segments.append(Segment("draw", slab.draw_ids, (token_ids,)))
+                every = torch.arange(drawn.shape[0], device=drawn.device)
+                token_ids = torch.where(drawn >= 0, named(drawn[:, None], every)[:, 0], drawn)
+            told.append(Segment("draw", slab.draw_ids, (token_ids,)))
             if step.batch.num_likely:
                 rows = tensors["likely_rows"]
-                likely = likeliest(logits.index_select(0, rows), step.batch.num_likely)
-                if ids is not None:
-                    own = ids.index_select(0, rows).gather(1, likely[0].long())
-                    likely = own.int(), likely[1]
-                step.segments.append(Segment("likely", slab.draw_ids, likely))
-            wanted = slab.plan.arrays["logprob_at"]
+                columns, chances = likeliest(logits.index_select(0, rows), step.batch.num_likely)
+                told.append(Segment("likely", slab.draw_ids, (named(columns, rows), chances)))
+            wanted = slab.draw_ids[slab.plan.arrays["logprob_at"]]
             if wanted.shape[0]:
-                found = token_logprobs(
-                    logits.index_select(0, tensors["logprob_rows"]),
-                    drawn.index_select(0, tensors["logprob_at"]),
-                    slab.plan.num_top,
-                )
-                top_ids = found.top_ids
-                if ids is not None:
-                    own = ids.index_select(0, tensors["logprob_rows"])
-                    top_ids = own.gather(1, top_ids.long())
-                step.segments.append(
-                    Segment(
-                        "logprob",
-                        slab.draw_ids[wanted],
-                        (found.logprob, found.rank, top_ids, found.top_logprobs),
-                    )
-                )
-            if "named_columns" in tensors:
-                values = _logprobs_at(
-                    logits.index_select(0, tensors["logprob_rows"]), tensors["named_columns"]
-                )
-                step.segments.append(Segment("named", slab.draw_ids[wanted], (values,)))
+                rows = tensors["logprob_rows"]
+                seen = logits.index_select(0, rows)
+                own = drawn.index_select(0, tensors["logprob_at"])
+                found = token_logprobs(seen, own, slab.plan.num_top)
+                found = found._replace(top_ids=named(found.top_ids, rows))
+                told.append(Segment("logprob", wanted, found))
+                if "named_columns" in tensors:
+                    values = _logprobs_at(seen, tensors["named_columns"])
+                    told.append(Segment("named", wanted, (values,)))
         if slab.score_ids.shape[0]:
-            found = token_logprobs(
-                logits.index_select(0, tensors["score_rows"]),
-                tensors["score_targets"],
-                slab.num_score_top,
-            )
-            step.segments.append(
-                Segment(
-                    "score",
-                    slab.score_ids,
-                    (found.logprob, found.rank, found.top_ids, found.top_logprobs),
-                )
-            )
+            seen = logits.index_select(0, tensors["score_rows"])
+            found = token_logprobs(seen, tensors["score_targets"], slab.num_score_top)
+            told.append(Segment("score", slab.score_ids, found))
 
 
 def slab_arrays(batch: Batch, slabs: Sequence[Slab]) -> dict[str, Array]:

@@ -13,9 +13,10 @@ Vocabulary slices: draws are sorted by what they see, the full head or a table's
 goes through the head and the sampler in slabs of rows (lm_head.py). `verify` draws again from
 kept hidden states with the full head, on the device, streamed to it, or on the CPU.
 
-What ran where: the whole path with the torch attention runs in CI on the CPU; the Triton kernels
-run there under the interpreter. Nothing here was run on a GPU by its author: run
-`python loadtest/gpu_check.py` on one before trusting it.
+What ran where, of this whole folder: with the torch attention it runs in CI on a CPU; the Triton
+kernels run there under the interpreter and are compiled for sm_80 to sm_100; a replay calls what
+was captured first, on the addresses that it read. No line of CUDA was run on a GPU by its author:
+run `python loadtest/gpu_check.py` on one before trusting it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from server.model.adapter import check_adapter
 from server.model.gpu import adapters
 from server.model.gpu import attention as paged
 from server.model.gpu.attention import KvCache
-from server.model.gpu.body import MAX_GRAPH_ROWS, Body, BodyRun, narrow_layers
+from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, kept_by, narrow_layers
 from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve, Trials
 from server.model.gpu.head import HeadRun, Step, kept_draws, slab_arrays
 from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices
@@ -86,15 +87,6 @@ class GpuOptions(NamedTuple):
     cuda_graphs: bool = False
     head_bytes: int = HEAD_BYTES
     weights: NarrowForm | None = None
-
-
-def kernels(attention: paged.AttentionName) -> tuple[adapters.Grouped, DeltaRule]:
-    """The products of adapters and the gated delta rule that go with an attention."""
-    if attention == "torch":
-        return adapters.grouped_torch, delta_torch
-    from server.model.gpu.triton_kernels import delta_triton, grouped_triton
-
-    return grouped_triton, delta_triton
 
 
 class TorchRunner:
@@ -163,23 +155,29 @@ class TorchRunner:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         if ways.weights is not None:
             narrow_layers(module)
-        product, rule = kernels(self._attention)
-        body = Body(module, product, dtype)
-        kept = body.kept
+        product: adapters.Grouped = adapters.grouped_torch
+        rule: DeltaRule = delta_torch
+        if self._attention == "triton":
+            from server.model.gpu.triton_kernels import delta_triton, grouped_triton
+
+            product, rule = grouped_triton, delta_triton
+        kept = kept_by(module)
         self._cache = KvCache(
             num_layers=kept.layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_blocks=info.num_blocks, block_size=info.block_size, dtype=dtype,
             device=self._device, inputs=(kept.convolutions, kept.width),
         )  # fmt: skip
         return BodyRun(
-            body,
+            module,
             self._cache,
             paged.TileShape.of(
                 num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                 max_model_len=info.max_model_len, num_bytes=PARTIAL_BYTES, dtype=dtype,
             ),
             attention=self._attention,
+            product=product,
             rule=rule,
+            dtype=dtype,
             embedding=embedding,
             tables_shape=(info.max_num_seqs, self._max_blocks),
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
@@ -251,11 +249,8 @@ class TorchRunner:
         self._forget_states(dst)
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
-        """See Runner; raises as KvCache.copy_blocks does."""
-        with self._queued(in_flight=True):
-            self._cache.copy_blocks(src, dst)
-        size = self.info.block_size
-        self._forget_states((dst[:, None] * size + np.arange(size)).reshape(-1))
+        """See Runner; raises as KvCache.move_slots does."""
+        self.move_slots(self._cache.slots_of(src), self._cache.slots_of(dst))
 
     def _forget_states(self, slots: Int32) -> None:
         if self._body.states is not None:
@@ -323,9 +318,8 @@ class TorchRunner:
             self._adapting().drop(place)
 
     def _adapting(self, folder: str = "") -> adapters.LoraBank:
-        body = self._body.body
-        if body.adapters is not None:
-            return body.adapters
+        if self._body.adapters is not None:
+            return self._body.adapters
         raise UnsupportedModelError(
             f"adapter {folder}: this model is no family of `tailor models list`, so an adapter is "
             "served only when it is merged (`adapter:` of a model of its own)"
@@ -407,7 +401,7 @@ class TorchRunner:
         held = memory.most_held()
         self.forget_graphs()
         memory.release()
-        bank = self._body.body.adapters
+        bank = self._body.adapters
         return Reserve(
             steps=max(0, held - memory.held()),
             graphs=each * num * trials.graphs_a_size,

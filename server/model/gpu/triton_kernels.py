@@ -11,8 +11,6 @@ splits. There are no atomics.
 Split keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023); online
 softmax: Milakov and Gimelshein (arXiv 1805.02867).
 
-None of it was run on a GPU. Triton's interpreter runs it in tests/model/gpu (attention, adapters
-and delta nets), which also compile it for sm_80 to sm_100; tests/gpu runs the same cases on CUDA.
 Sizes of tiles follow from those of registers and shared memory, not from measuring.
 """
 

@@ -320,7 +320,7 @@ def test_moves_read_before_they_write() -> None:
         keys, values = cache.memory[layer_id]
         assert keys[:5, 0, 0].tolist() == [0, 3, 1, 2, 4] == values[:5, 0, 3].tolist()
     assert cache.inputs[2, :5, 4].tolist() == [0, 3, 1, 2, 4], "and what convolutions keep"
-    cache.copy_blocks(i32(0, 3), i32(3, 2))
+    cache.move_slots(cache.slots_of(i32(0, 3)), cache.slots_of(i32(3, 2)))
     assert cache.memory[1, 0][8:16, 0, 0].tolist() == [12, 13, 14, 15, 0, 3, 1, 2]
     for src, dst, message in [
         (i32(1), i32(1, 2), "1 source"),

@@ -489,8 +489,7 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
     spec = RunnerSpec("tiny", str(tmp_path), sizes, device="cpu", dtype="float32", full_head=place)
     runner = _build_torch_runner(spec)
     assert isinstance(runner, TorchRunner) and runner.info.vocab_size == 128
-    body: Any = body_of(runner).body
-    embed: Any = body._body.get_input_embeddings()
+    embed: Any = body_of(runner)._body.get_input_embeddings()
     on_device = {t.data_ptr() for t in (embed.weight, head_of(runner).weight) if not t.is_meta}
     # Beside the body: the head where it is or its CPU memory, and an embedding of its own there.
     assert len(on_device) == (2 if place == "device" and not tied else 1)
