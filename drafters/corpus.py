@@ -30,6 +30,9 @@ from drafters.published.ngram_tables import NGramTables, count_ngrams
 Progress = Callable[[str, float], None]
 
 _PARTS = ("tables", "automaton", "nearest")
+MAX_MERGED_TOKENS = 250_000
+"""A corpus of at most so many tokens is indexed together with what is laid over it. A larger one
+keeps its own index: the layer's outputs are then used only as retrieved examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +161,18 @@ def build_corpus(
     n_max: int = 5,
     p_min: int = 5,
     max_indexed_tokens: int = 8_000_000,
+    base: Corpus | None = None,
+    max_merged_tokens: int = MAX_MERGED_TOKENS,
     progress: Progress | None = None,
 ) -> Corpus:
     """A corpus from (prompt ids, output ids) pairs; an empty prompt means an unknown one.
 
     fingerprint: names the tokenizer that made the ids. n_max, p_min: of the M_n tables.
     max_indexed_tokens: the automaton and the prompt index cover the last so many output tokens
-    (whole documents); the tables count all. progress: called with (what, share done).
+    (whole documents); the tables count all. base: the corpus is a layer, to draft from beside this
+    one: its outputs and prompts are the examples' alone, but automaton and tables cover `base` too
+    (with its n_max and p_min), or are its own if it has more than `max_merged_tokens` tokens.
+    progress: called with (what, share done). Takes about 5 us a token.
     drafters.auto.held_out builds one that `auto` starts from with this task's own trust.
     Raises ValueError for parameters out of range or negative ids.
     """
@@ -177,20 +185,26 @@ def build_corpus(
         outputs.append(np.asarray(output, np.int32))
         if progress is not None and len(outputs) % 10_000 == 0:
             progress("reading", 0.0)
-    starts = np.zeros(len(outputs) + 1, np.int64)
-    np.cumsum([output.shape[0] for output in outputs], out=starts[1:])
-    ids = np.concatenate(outputs) if outputs else np.empty(0, np.int32)
-    first = int(np.searchsorted(starts, starts[-1] - max_indexed_tokens, side="left"))
-    first = min(first, len(outputs))
+    ids, starts = joined(outputs), starts_of(outputs)
     del outputs
-    tables = count_ngrams(ids, starts[:-1], n_max=n_max, p_min=p_min, progress=progress)
-    if progress is not None:
-        progress("indexing", 0.0)
-    # Both indexes number documents from 0 for the first indexed one.
-    automaton = build_automaton(ids[starts[first] :], starts[first:-1] - starts[first])
+    first = _first_indexed(starts, max_indexed_tokens)
+    if base is not None and base.num_tokens > max_merged_tokens:
+        tables, automaton = base.tables, base.automaton
+    else:
+        all_ids, all_starts = ids, starts
+        if base is not None:
+            all_ids = np.concatenate([base.token_ids, ids])
+            all_starts = np.concatenate([base.document_starts[:-1], starts + base.num_tokens])
+            n_max, p_min = base.tables.n_max, base.tables.p_min
+        tables = count_ngrams(all_ids, all_starts[:-1], n_max=n_max, p_min=p_min, progress=progress)
+        if progress is not None:
+            progress("indexing", 0.0)
+        # Both indexes number documents from 0 for the first indexed one.
+        indexed = all_starts[_first_indexed(all_starts, max_indexed_tokens) :]
+        automaton = build_automaton(all_ids[indexed[0] :], indexed[:-1] - indexed[0])
     if progress is not None:
         progress("indexing", 0.7)
-    nearest = build_nearest(prompts[first:]) if any(p.shape[0] for p in prompts) else None
+    nearest = build_nearest(prompts[first:] if any(p.shape[0] for p in prompts) else [])
     if progress is not None:
         progress("indexing", 1.0)
     return Corpus(
@@ -199,7 +213,25 @@ def build_corpus(
         starts,
         tables,
         automaton,
-        nearest if nearest is not None else build_nearest([]),
+        nearest,
         np.empty((2, 0), np.float64),
         np.empty((3, 0), np.float64),
     )
+
+
+def _first_indexed(starts: Int64, max_tokens: int) -> int:
+    """The first of the last documents that have at most so many tokens."""
+    first = int(np.searchsorted(starts, starts[-1] - max_tokens, side="left"))
+    return min(first, len(starts) - 1)
+
+
+def joined(parts: list[Int32]) -> Int32:
+    """int32: all parts in a row."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def starts_of(parts: Sequence[Int32]) -> Int64:
+    """int64 [parts + 1]: where each begins in `joined`, and its length."""
+    starts = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([part.shape[0] for part in parts], out=starts[1:])
+    return starts

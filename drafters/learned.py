@@ -3,11 +3,11 @@
 `LearnedOutputs` is a biased reservoir (Aggarwal, "On biased reservoir sampling in the presence of
 stream evolution", VLDB 2006): once it is full, each new output replaces older ones drawn at random,
 so that the chance that an output is still held decays exponentially with the outputs after it.
-`build_layer` makes a Corpus of it, which is drafted from beside the task's own corpus.
+`build_corpus` makes a Corpus of it, as of any examples, that is drafted from beside the task's.
 
     outputs = LearnedOutputs(200_000)
     outputs.add(prompt_ids, output_ids)
-    layer = build_layer(outputs.examples(), base=corpus, fingerprint=corpus.fingerprint)
+    layer = build_corpus(outputs.examples(), base=corpus, fingerprint=corpus.fingerprint)
     drafter = AutoDrafter(corpus=corpus, learned=layer)
 """
 
@@ -23,11 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
-from drafters.arrays import Int32, Int64
-from drafters.auto.automaton import build_automaton
-from drafters.auto.nearest import build_nearest
-from drafters.corpus import Corpus
-from drafters.published.ngram_tables import count_ngrams
+from drafters.arrays import Int32
+from drafters.corpus import joined, starts_of
 
 KIND = "learned outputs"
 VERSION = 1
@@ -38,9 +35,6 @@ COLUMNS = {
     "output_starts": Column("int64", ("examples+1",), cuts="tokens"),
 }
 """Of a file of learned outputs; what several writers share has more (drafters.shared_outputs)."""
-MAX_MERGED_TOKENS = 250_000
-"""A corpus of at most so many tokens is indexed together with the learned outputs. A larger one
-keeps its own index; learned outputs are then used only as retrieved examples."""
 
 
 class LearnedOutputs:
@@ -65,20 +59,26 @@ class LearnedOutputs:
         self.num_prompt_tokens = 0
         self.num_seen = 0
         self._examples: list[tuple[Int32, Int32]] = []
+        self._texts: set[int] = set()
         self._random = random.Random(seed)
 
     def __len__(self) -> int:
         return len(self._examples)
 
-    def add(self, prompt_ids: Sequence[int] | Int32, output_ids: Sequence[int] | Int32) -> None:
-        """Add an output; others are dropped until it fits. An empty output is ignored."""
+    def add(self, prompt_ids: Sequence[int] | Int32, output_ids: Sequence[int] | Int32) -> bool:
+        """Add an output; others are dropped until it fits. Returns whether it was added: an empty
+        one is ignored, and one that is held with the same prompt is seen, and held once."""
+        most_prompt = self.PROMPT_SHARE * self.max_tokens
         prompt = np.array(prompt_ids, np.int32)
-        prompt = prompt[max(0, prompt.shape[0] - self.max_prompt) :].copy()
+        prompt = prompt[max(0, prompt.shape[0] - self.max_prompt) :][:most_prompt].copy()
         output = np.array(output_ids[: self.max_output], np.int32)
         if output.shape[0] == 0:
-            return
+            return False
+        self.num_seen += 1
+        text = text_of(prompt, output)
+        if text in self._texts:
+            return False
         examples = self._examples
-        most_prompt = self.PROMPT_SHARE * self.max_tokens
         while examples and (
             self.num_tokens + output.shape[0] > self.max_tokens
             or self.num_prompt_tokens + prompt.shape[0] > most_prompt
@@ -86,12 +86,14 @@ class LearnedOutputs:
             at = self._random.randrange(len(examples))
             examples[at], examples[-1] = examples[-1], examples[at]
             old_prompt, old_output = examples.pop()
+            self._texts.remove(text_of(old_prompt, old_output))
             self.num_tokens -= int(old_output.shape[0])
             self.num_prompt_tokens -= int(old_prompt.shape[0])
-        examples.append((prompt[:most_prompt], output))
+        examples.append((prompt, output))
+        self._texts.add(text)
         self.num_tokens += int(output.shape[0])
-        self.num_prompt_tokens += int(examples[-1][0].shape[0])
-        self.num_seen += 1
+        self.num_prompt_tokens += int(prompt.shape[0])
+        return True
 
     def examples(self) -> list[tuple[Int32, Int32]]:
         """(prompt ids, output ids) of all that is held; a list of the caller's own."""
@@ -129,23 +131,18 @@ class LearnedOutputs:
         num_seen = meta.get("num_seen")
         if type(num_seen) is not int or not 0 <= num_seen < 1 << 60:
             raise ArrayFileError(f"{path} is damaged: it does not say how many were seen")
-        self._examples = []
+        self._examples, self._texts = [], set()
         self.num_tokens = self.num_prompt_tokens = 0
         for prompt, output in examples_of(arrays):
             self.add(prompt, output)
         self.num_seen = num_seen
 
 
-def joined(parts: list[Int32]) -> Int32:
-    """int32: all parts in a row."""
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-
-def starts_of(parts: Sequence[Int32]) -> Int64:
-    """int64 [parts + 1]: where each begins in `joined`, and its length."""
-    starts = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([part.shape[0] for part in parts], out=starts[1:])
-    return starts
+def text_of(prompt: Int32, output: Int32) -> int:
+    """The same for equal prompts with equal outputs, and else another, for as long as the process
+    lives. A text that comes again and again must not be most of what is held: what most prompts
+    share is taken for their template (drafters.auto.nearest), and so it would not be found."""
+    return hash((prompt.tobytes(), output.tobytes()))
 
 
 def examples_of(arrays: Mapping[str, npt.NDArray[Any]]) -> list[tuple[Int32, Int32]]:
@@ -156,42 +153,3 @@ def examples_of(arrays: Mapping[str, npt.NDArray[Any]]) -> list[tuple[Int32, Int
         return [np.array(ids[a:b], np.int32) for a, b in itertools.pairwise(bounds)]
 
     return list(zip(parts("prompt"), parts("output"), strict=True))
-
-
-def build_layer(
-    examples: Sequence[tuple[Int32, Int32]],
-    *,
-    base: Corpus | None,
-    fingerprint: str,
-    max_merged_tokens: int = MAX_MERGED_TOKENS,
-) -> Corpus:
-    """The learned outputs as a Corpus to draft from beside `base`, the task's own (None: none).
-
-    Its outputs and prompts are the learned ones alone. Its automaton and n-gram tables
-    cover `base` as well, if that has at most `max_merged_tokens` tokens; otherwise they are the
-    base's own. Takes about 5 us a token.
-    """
-    prompts = [prompt for prompt, _ in examples]
-    outputs = [output for _, output in examples]
-    ids, starts = joined(outputs), starts_of(outputs)
-    if base is not None and base.num_tokens > max_merged_tokens:
-        automaton, tables = base.automaton, base.tables
-    else:
-        all_ids, all_starts = ids, starts[:-1]
-        n_max, p_min = 5, 5
-        if base is not None:
-            all_ids = np.concatenate([base.token_ids, ids])
-            all_starts = np.concatenate([base.document_starts[:-1], starts[:-1] + base.num_tokens])
-            n_max, p_min = base.tables.n_max, base.tables.p_min
-        automaton = build_automaton(all_ids, all_starts)
-        tables = count_ngrams(all_ids, all_starts, n_max=n_max, p_min=p_min)
-    return Corpus(
-        fingerprint,
-        ids,
-        starts,
-        tables,
-        automaton,
-        build_nearest(prompts if any(p.shape[0] for p in prompts) else []),
-        np.empty((2, 0), np.float64),
-        np.empty((3, 0), np.float64),
-    )

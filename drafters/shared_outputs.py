@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.corpus import joined, starts_of
 from drafters.learned import (
     COLUMNS,
     KIND,
     VERSION,
     LearnedOutputs,
     examples_of,
-    joined,
-    starts_of,
+    text_of,
 )
 from drafters.shared_counts import Counts, TableId
 
@@ -85,7 +85,8 @@ def segment_of(
 
 def merge(parts: Iterable[SharedOutputs], *, max_tokens: int, oldest_ns: int = 0) -> SharedOutputs:
     """The newest examples of all parts whose outputs have max_tokens in all, and their prompts
-    LearnedOutputs.PROMPT_SHARE times as many; none written before oldest_ns."""
+    LearnedOutputs.PROMPT_SHARE times as many; none written before oldest_ns, and of equal ones the
+    newest."""
     parts = list(parts)
     floor = max([(oldest_ns, 0, 0), *(part.floor for part in parts)])
     found = {
@@ -96,8 +97,12 @@ def merge(parts: Iterable[SharedOutputs], *, max_tokens: int, oldest_ns: int = 0
     }
     left, prompts_left = max_tokens, LearnedOutputs.PROMPT_SHARE * max_tokens
     kept: dict[Place, tuple[Int32, Int32]] = {}
+    texts: set[int] = set()
     for place in sorted(found, reverse=True):
         prompt, output = found[place]
+        if (text := text_of(prompt, output)) in texts:
+            continue
+        texts.add(text)
         left -= int(output.shape[0])
         prompts_left -= int(prompt.shape[0])
         if left < 0 or prompts_left < 0:

@@ -88,7 +88,7 @@ from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
 from drafters.base import Drafter, LikelySession
 from drafters.catalog import OURS, that_use
 from drafters.corpus import Corpus, build_corpus
-from drafters.learned import LearnedOutputs, build_layer
+from drafters.learned import LearnedOutputs
 from drafters.published.grammys import BigramTable
 from drafters.replay import Recording, note_rows, read_recordings, replay
 from loadtest.options import ResultOptions, emit, listed, numbers, program, run
@@ -165,7 +165,7 @@ def learning(corpus: Corpus | None, ids: Ids, num_likely: int = NUM_LIKELY) -> C
             outputs.add(np.asarray(test.prompt_ids), np.asarray(test.output_ids))
             seen.recent.add(test.output_ids)
             if number % BUILD_EVERY == 0:
-                layer = build_layer(outputs.examples(), base=corpus, fingerprint="replay")
+                layer = build_corpus(outputs.examples(), base=corpus, fingerprint="replay")
         return counts
 
     return column

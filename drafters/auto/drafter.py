@@ -65,7 +65,7 @@ MOST_AT_ONCE = 16  # tokens that are learned from before what they say is looked
 class AutoDrafter:
     """Makes AutoSessions.
 
-    corpus: the task's, or None. learned: a layer over it (drafters.learned.build_layer), or None.
+    corpus: the task's, or None. learned: a layer over it (drafters.corpus.build_corpus), or None.
     trust: weights and their evidence, shared by the sessions; by default what the corpus' held-out
         examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.

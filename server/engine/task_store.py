@@ -542,10 +542,10 @@ class TaskStore:
         if self._exchange is not None and reservoir.persist:
             key = example.to.key
             self._exchange.append(key, (example.prompt_ids, example.output_ids))
-        reservoir.outputs.add(example.prompt_ids, example.output_ids)
-        reservoir.num_unbuilt += 1
+        is_new = reservoir.outputs.add(example.prompt_ids, example.output_ids)
+        reservoir.num_unbuilt += is_new
         reservoir.is_wanted = not example.rests
-        reservoir.num_unsaved += reservoir.persist
+        reservoir.num_unsaved += is_new and reservoir.persist
         self._note_size(example.to.key, reservoir)
 
     def _note_size(self, key: Key, reservoir: Reservoir) -> None:
@@ -587,8 +587,7 @@ class TaskStore:
         return sum(layers) + sum(r.outputs.num_tokens for r in self._reservoirs.values())
 
     def _build(self, key: Key, reservoir: Reservoir) -> None:
-        from drafters.corpus import Corpus
-        from drafters.learned import build_layer
+        from drafters.corpus import Corpus, build_corpus
 
         began_s = time.monotonic()
         reservoir.num_unbuilt = 0
@@ -600,7 +599,7 @@ class TaskStore:
                 _log.warning("task %s learns beside no corpus: %s", key[0], error)
         if len(reservoir.outputs) == 0:
             return
-        layer = build_layer(
+        layer = build_corpus(
             reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint_of(key[1])
         )
         self._layers[key] = Layer(layer, reservoir.corpus, reservoir.generation)

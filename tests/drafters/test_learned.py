@@ -11,7 +11,7 @@ import pytest
 from drafters.array_file import ArrayFileError, FingerprintError
 from drafters.auto.drafter import AutoDrafter
 from drafters.corpus import build_corpus
-from drafters.learned import LearnedOutputs, build_layer
+from drafters.learned import LearnedOutputs
 from drafters.published.mix import MixDrafter
 
 
@@ -49,6 +49,23 @@ def test_older_outputs_fade_out_exponentially() -> None:
     for age in (100, 300, 600):
         share = ages[age - 50 : age + 50].mean() / 60
         assert abs(share - (1 - 1 / 200) ** age) < 0.04
+
+
+def test_a_text_that_comes_again_is_held_once_and_another_request_is_found() -> None:
+    held = LearnedOutputs(400)
+    others = [([1, 2, 100 + i, 200 + i], [5, 300 + i, 9]) for i in range(8)]
+    for prompt, output in others:
+        assert held.add(prompt, output)
+        for _ in range(5):  # one request in six is another
+            held.add([1, 2, 7, 8], [5, 6, 9])
+    assert len(held) == 9 and held.num_seen == 48 and held.num_tokens == 27
+    assert not held.add([1, 2, 7, 8], [5, 6, 9]) and held.add([1, 2, 7, 8], [5, 6, 6, 9])
+    layer = build_corpus(held.examples(), fingerprint="f")
+    for at, (prompt, _) in {1: ([1, 2, 7, 8], []), 3: others[2]}.items():
+        assert layer.nearest.find(prompt, 1)[0].tolist() == [at]
+    for i in range(300):  # what was driven out may come again
+        held.add([i], [i] * 4)
+    assert held.add([1, 2, 7, 8], [5, 6, 9])
 
 
 def test_the_same_additions_hold_the_same_outputs(tmp_path: Path) -> None:
@@ -101,7 +118,7 @@ def _first_path(
 def test_a_layer_adds_to_the_corpus_and_takes_nothing_away(max_merged: int) -> None:
     corpus = build_corpus([([1, 2, i], OTHER) for i in range(20)], fingerprint="f", p_min=1)
     learned = [(np.array([5, 6, i], np.int32), np.array(ANSWER, np.int32)) for i in range(60, 80)]
-    layer = build_layer(learned, base=corpus, fingerprint="f", max_merged_tokens=max_merged)
+    layer = build_corpus(learned, base=corpus, fingerprint="f", max_merged_tokens=max_merged)
     drafter = AutoDrafter(corpus=corpus, learned=layer, eos_token_ids=[9])
     assert _first_path(drafter, [1, 2, 3])[:4] == OTHER[:4]
     assert _first_path(drafter, [5, 6, 62], ANSWER[:2])[:2] == ANSWER[2:4]
@@ -115,6 +132,6 @@ def test_a_layer_adds_to_the_corpus_and_takes_nothing_away(max_merged: int) -> N
 
 def test_a_layer_needs_no_corpus_and_no_prompts() -> None:
     learned = [(np.empty(0, np.int32), np.array(ANSWER, np.int32))] * 5
-    layer = build_layer(learned, base=None, fingerprint="f")
+    layer = build_corpus(learned, base=None, fingerprint="f")
     drafter = AutoDrafter(learned=layer, eos_token_ids=[9])
     assert _first_path(drafter, [3, 4])[:4] == ANSWER[:4]

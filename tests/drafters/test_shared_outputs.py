@@ -33,7 +33,7 @@ _SEGMENTS = st.lists(st.tuples(st.integers(1, 20), _LENGTHS), min_size=1, max_si
 def _segments(drawn: list[tuple[int, list[tuple[int, int]]]]) -> list[SharedOutputs]:
     return [
         segment_of(
-            [(np.zeros(p, np.int32), np.full(o, i, np.int32)) for p, o in lengths], written, i
+            [(np.zeros(p, np.int32), np.full(o, i % 3, np.int32)) for p, o in lengths], written, i
         )
         for i, (written, lengths) in enumerate(drawn)
     ]
@@ -64,6 +64,8 @@ def test_the_order_of_merging_does_not_matter(
     assert _told(merge(left, max_tokens=max_tokens, oldest_ns=oldest)) == _told(whole)
     assert whole.num_tokens <= max_tokens
     assert all(place > whole.floor and place[0] >= oldest for place in whole.examples)
+    held = [(p.tobytes(), o.tobytes()) for p, o in whole.examples.values()]
+    assert len(held) == len(set(held)), "what came again is held once"
 
 
 def test_the_newest_stay() -> None:

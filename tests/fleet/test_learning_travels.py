@@ -190,7 +190,8 @@ def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:
         replica.tend()
     assert fleet.build().num_merged == 0
     third = fleet.add()
-    third.ask(prompts[0])
+    for prompt in (prompts[0], [50, 51, 5, 7]):  # the first is known from the others
+        third.ask(prompt)
     third.tend()
     third.tend()
     assert third.memory.report("task", None)["num_learned_tokens"] == 12 * (len(prompts) + 1)
@@ -264,7 +265,7 @@ def test_a_torn_segment_is_left_out(fleet: Fleet) -> None:
     assert (report.num_merged, report.num_torn) == (1, 1)
     assert not any(f in fleet.storage.files() for f in segments)
     third = fleet.add()
-    third.ask()
+    third.ask([6, 7, 8])
     third.tend()
     assert third.memory.report("task", None)["num_learned_tokens"] == 24
 
@@ -317,7 +318,7 @@ def test_a_storage_that_is_away_is_told_once_and_costs_nothing(
     second = fleet.add()
     second.memory.learned("task", "\0", None, 1000, persist=True)
     second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] == 72
+    assert second.memory.report("task", None)["num_learned_tokens"] == 60, "one came twice"
 
 
 class LostBuilder(Exception):

@@ -52,8 +52,7 @@ def _corpus_files() -> Sequence[bytes]:
 
 def _use_corpus(data: bytes, folder: Path) -> None:
     from drafters.auto.drafter import AutoDrafter
-    from drafters.corpus import Corpus
-    from drafters.learned import build_layer
+    from drafters.corpus import Corpus, build_corpus
     from drafters.published.mix import MixDrafter
 
     file = folder / "corpus"
@@ -66,7 +65,7 @@ def _use_corpus(data: bytes, folder: Path) -> None:
                 session.propose(16, 8)
                 session.extend([token])
     examples = [(np.asarray(PROMPT, np.int32), np.asarray([1, 2], np.int32))]
-    build_layer(examples, base=corpus, fingerprint=corpus.fingerprint)
+    build_corpus(examples, base=corpus, fingerprint=corpus.fingerprint)
     corpus.bigram_measures()
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.array_file import ArrayFileError
-from drafters.corpus import Corpus
-from drafters.learned import build_layer
+from drafters.corpus import Corpus, build_corpus
 from drafters.shared_counts import added, bounded
 from drafters.shared_outputs import SharedFile, SharedOutputs, merge
 from server.config.cluster import LearningConfig
@@ -266,7 +265,7 @@ class Builder:
             except (OSError, ValueError) as error:
                 log.warning("no layer is built: %s", error)
                 return "", ""
-        built = build_layer(outputs.oldest_first(), base=base, fingerprint=fingerprint)
+        built = build_corpus(outputs.oldest_first(), base=base, fingerprint=fingerprint)
         with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
             built.save(Path(folder) / "layer")
             data = (Path(folder) / "layer").read_bytes()

@@ -16,8 +16,7 @@ from typing import Any
 
 from drafters import Drafter, make_drafter
 from drafters.auto.held_out import build_calibrated
-from drafters.corpus import Corpus
-from drafters.learned import build_layer
+from drafters.corpus import Corpus, build_corpus
 
 SCENES = ("bare", "corpus", "layered", "predicted", "suffix")
 
@@ -60,7 +59,7 @@ def make(scene: str) -> tuple[Drafter, _Texts]:
         return make_drafter("auto", corpus=_corpus(texts, 120, 0)), texts
     if scene == "layered":
         base = _corpus(texts, 60, 12)
-        layer = build_layer(_arrays(texts.examples(20)), base=base, fingerprint="")
+        layer = build_corpus(_arrays(texts.examples(20)), base=base, fingerprint="")
         return make_drafter("auto", corpus=base, learned=layer), texts
     return make_drafter("auto", eos_token_ids=(0,)), texts
 

@@ -13,7 +13,7 @@ from drafters.auto.retrieval import (
     Seen,
     retrieve,
 )
-from drafters.learned import build_layer
+from drafters.corpus import build_corpus
 from drafters.replay import Recording, replay
 
 
@@ -51,7 +51,7 @@ def test_what_a_layer_holds_stands_once() -> None:
     outputs = _outputs(6)
     outputs[5] = np.arange(2000, 2000 + 2 * MAX_RECENT, dtype=np.int32)
     prompts = [np.array([1, 2, 50 + i, 60 + i], np.int32) for i in range(6)]
-    layer = build_layer(list(zip(prompts, outputs, strict=True)), base=None, fingerprint="x")
+    layer = build_corpus(list(zip(prompts, outputs, strict=True)), base=None, fingerprint="x")
     recent = RecentOutputs()
     for output in (outputs[1], outputs[5], _outputs(7)[6]):
         recent.add(output)
