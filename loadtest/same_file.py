@@ -464,7 +464,7 @@ def ask_schema(peer: Peer) -> float:
     return time.perf_counter() - began
 
 
-def measure_starts(model: str, num: int, serve: str, *, grammars: bool = True) -> dict[str, Any]:
+def measure_starts(model: str, num: int, serve: str) -> dict[str, Any]:
     """The figures of one model."""
     took: list[float] = []
     found: dict[str, Any] = {"model": Path(model).name}
@@ -476,10 +476,9 @@ def measure_starts(model: str, num: int, serve: str, *, grammars: bool = True) -
                     continue
                 time.sleep(2.0)  # pages that are made ready beside
                 found |= resident(peer)
-                if grammars:
-                    found |= {"schema_first_s": ask_schema(peer), "schema_next_s": ask_schema(peer)}
-                    time.sleep(1.0)
-                    found["with_schema"] = resident(peer)["resident"]
+                found |= {"schema_first_s": ask_schema(peer), "schema_next_s": ask_schema(peer)}
+                time.sleep(1.0)
+                found["with_schema"] = resident(peer)["resident"]
     return found | {
         "first_s": took[0], "ready_s": min(took), "median_s": statistics.median(took),
     }  # fmt: skip
@@ -494,13 +493,13 @@ def table(rows: list[dict[str, Any]], nothing: dict[str, Any]) -> Table:
         size, base = row.get("file_and_kv", 0.0), nothing["resident"]
         ready = f"{row['ready_s']:.2f} ({row['first_s']:.2f}, {row['median_s']:.2f})"
         line = [row["model"], ready, f"{size:.0f}", f"{row['resident']:.0f}"]
-        line += [f"{row['anonymous']:.0f}"]
+        line += [f"{row['anonymous']:.0f}", f"{row['resident'] - base:.0f}"]
         if size:
             row["above"] = (row["resident"] - base) / size
             row["above_with_schema"] = (row["with_schema"] - base) / size
-            line += [f"{row['resident'] - base:.0f}", f"{row['above']:.2f}"]
-            line += [f"{row['with_schema']:.0f}", f"{row['above_with_schema']:.2f}"]
-            line += [f"{row['schema_first_s']:.2f}, then {row['schema_next_s']:.2f}"]
+        told = [f"{row[key]:.2f}" if size else "" for key in ("above", "above_with_schema")]
+        line += [told[0], f"{row['with_schema']:.0f}", told[1]]
+        line += [f"{row['schema_first_s']:.2f}, then {row['schema_next_s']:.2f}"]
         shown.add_row(*line)
     return shown
 
@@ -518,7 +517,7 @@ def starts(*, options: StartOptions = _STARTS, results: ResultOptions = _RESULTS
     with tempfile.TemporaryDirectory() as scratch:
         empty = Path(scratch) / "nothing.gguf"
         write_nothing(empty)
-        nothing = measure_starts(str(empty), 2, "", grammars=False) | {"model": "nothing"}
+        nothing = measure_starts(str(empty), 2, "") | {"model": "nothing"}
         for model in options.model:
             file, kv = sizes(model)
             row = measure_starts(model, options.starts, options.serve)

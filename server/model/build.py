@@ -138,6 +138,7 @@ def _kv_dtype(spec: RunnerSpec, form: str) -> str:
 def _build_cpu_runner(spec: RunnerSpec) -> Runner:
     from server.model.cpu.integers.amx import kernel_name
     from server.model.cpu.integers.packed import FORM_OF
+    from server.model.cpu.linear import keep_heap_small
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
@@ -176,6 +177,7 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
         head_bytes = weights.packed_head.row_bytes * shape.vocab_size
         info = replace(info, head_bytes_in_file=head_bytes)
         _log.info("the LM head stays in its file: %d MB less", head_bytes >> 20)
+    keep_heap_small()  # a step's buffers have room for rows that no step may ever have
     return CpuRunner(
         shape,
         weights,

@@ -141,6 +141,8 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     _know_adapters(engine, order, table, pieces, grammars)
     _warm_up(engine, order.drafters, order.vocabularies)
     gc.collect()
+    if hasattr(runner, "release"):
+        runner.release()  # the logits of the rows that were measured
     release_memory()  # of a tokenizer's file loading has freed several times its size
     return engine
 

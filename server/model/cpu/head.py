@@ -80,6 +80,11 @@ class FullHead:
             self._logits = np.zeros((self._logits.shape[0], wide), np.float32)
             self._record = self._recorded()
 
+    def release(self) -> None:
+        """Give back the logits' memory, until a step needs it."""
+        self._states, self._logits = self._states[:0].copy(), self._logits[:0].copy()
+        self._record = self._recorded()
+
     def record(self, num: int) -> Head:
         """The head for a step that wants logits of `num` rows; another one when it has grown."""
         if num > self._states.shape[0]:

@@ -3,6 +3,7 @@ a team share."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,16 @@ def new_work(threads: int, team: Team | None = None, inputs: int = 0) -> Work:
 
 _PIECE = 64 << 20  # address space: pages that nobody writes take no memory
 _LINE = 64
+_M_MMAP_THRESHOLD = -3  # of mallopt
+
+
+def keep_heap_small() -> None:
+    """Have malloc map whatever is large by itself from now on. Left alone, glibc raises that bound
+    to what was freed last, at most 32 MiB, and zeroes freed memory for arrays of which few rows are
+    ever written: their pages are then taken, too. Elsewhere nothing happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
 def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -93,7 +104,9 @@ class Arena:
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """The next bytes: uint8 [num_bytes]."""
         size = -(-num_bytes // _LINE) * _LINE
+        if size > _PIECE // 4:  # behind it, a page of 2 MB would be taken and not used
+            return aligned(num_bytes)
         if size > self._room.shape[0]:
-            self._room = aligned(max(size, _PIECE))
+            self._room = aligned(_PIECE)
         taken, self._room = self._room[:num_bytes], self._room[size:]
         return taken

@@ -235,6 +235,12 @@ class CpuRunner:
         self.head_s = 0.0
         self.draw_s = 0.0
 
+    def release(self) -> None:
+        """Give back what steps of many rows have grown; the next one takes it again. Not while a
+        step is in flight."""
+        self._head.release()
+        self._held = None
+
     def launch(self, batch: Batch) -> None:
         """Queue a step for the worker thread. Raises RuntimeError when one is in flight."""
         if self._in_flight is not None:
