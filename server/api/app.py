@@ -4,7 +4,7 @@ server/wiring/server.py uses it so:
 
     metrics = Metrics()
     client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics,
-                          restart=RestartConfig(...), max_queued_requests=..., ...)
+                          restart=RestartConfig(...), limits=LimitsConfig(...))
     app = create_app(config, tasks=tasks, models=models, client=client,
                      drafters=DRAFTER_NAMES)
 

@@ -36,9 +36,10 @@ from server.api.engines.submission import RequestAccount
 from server.api.http_answers import encode_ascii
 from server.api.keys import Caller, Keyring, check_admin
 from server.api.shapes import error_answer
+from server.config import TracingConfig
 from server.errors import ClientGoneError, ServerError, TailorError
 from server.metrics import Metrics
-from server.tracing import Span, TraceSink
+from server.tracing import Span, TraceSink, open_tracer
 
 log = logging.getLogger("tailor.http")
 
@@ -195,6 +196,16 @@ def _request_id(scope: Scope) -> str:
 
 
 # --- what is told of a request --------------------------------------------------------------------
+
+
+def open_traces(config: TracingConfig) -> TraceSink | None:
+    """Where the spans of requests go; None: nowhere."""
+    if config.endpoint is None:
+        return None
+    return open_tracer(
+        config.endpoint, service_name=config.service_name, sample_ratio=config.sample_ratio
+    )
+
 
 MAX_PROMPT_SPANS = 64
 """Prompts of one request that get spans of their own."""

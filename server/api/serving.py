@@ -180,9 +180,8 @@ async def serve(
 ) -> int:
     """Run the app and its engines; returns the exit status.
 
-    limits: drain_s, and of each connection (see server.api.serving) max_header_bytes,
-    header_timeout_s and send_timeout_s. sockets: listening sockets to use instead of host and port.
-    certificate: files of a chain and its key, for HTTPS (check_certificate).
+    limits: drain_s, and those of each Connection. sockets: listening sockets to use instead of host
+    and port. certificate: files of a chain and its key, for HTTPS (check_certificate).
     leave_s: asked when the server is told to end: for how many seconds it goes on to serve the
     connections that are open, because others listen on its port; it takes no new ones then.
     on_ready: called once with the port, when everything is loaded. stop: ends the server like
@@ -235,9 +234,7 @@ def _uvicorn_config(
     chain, key = certificate or (None, None)
     connection: Any = functools.partial(
         Connection,
-        max_header_bytes=limits.max_header_bytes,
-        header_timeout_s=limits.header_timeout_s,
-        send_timeout_s=limits.send_timeout_s,
+        limits=limits,
         on_refused=functools.partial(client.metrics.count_response, "other"),
         is_leaving=stop.is_set,
     )
@@ -335,9 +332,8 @@ class Connection(HttpToolsProtocol):
 
     An error is never written into an answer that is under way: the connection is closed instead.
 
-    max_header_bytes: of the request line and headers. header_timeout_s: for them to be complete,
-    from the connection's start or a request's first byte. send_timeout_s: how long a client may
-    leave its answer unread. on_refused: called with (status, code) of each refusal made here.
+    limits: max_header_bytes, header_timeout_s (from the connection's start or a request's first
+    byte) and send_timeout_s. on_refused: called with (status, code) of each refusal made here.
     is_leaving: whether answers end their connection, so that clients come back elsewhere.
     """
 
@@ -348,17 +344,13 @@ class Connection(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        max_header_bytes: int = 65536,
-        header_timeout_s: float = 15.0,
-        send_timeout_s: float = 60.0,
-        on_refused: Callable[[int, str], None] = lambda status, code: None,
-        is_leaving: Callable[[], bool] = lambda: False,
+        limits: LimitsConfig,
+        on_refused: Callable[[int, str], None],
+        is_leaving: Callable[[], bool],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = _parser_log
-        self._max_header_bytes = max_header_bytes
-        self._header_timeout_s = header_timeout_s
-        self._send_timeout_s = send_timeout_s
+        self._limits = limits
         self._on_refused = on_refused
         self._is_leaving = is_leaving
         self._in_head = True  # a request's head is awaited or being read
@@ -391,7 +383,7 @@ class Connection(HttpToolsProtocol):
             self._num_extra_bytes += len(data)
         super().data_received(data)
         num_bytes = self._num_head_bytes if self._in_head else self._num_extra_bytes
-        if num_bytes > self._max_header_bytes:
+        if num_bytes > self._limits.max_header_bytes:
             self._refuse(self._too_large())
 
     def on_body(self, body: bytes) -> None:
@@ -400,7 +392,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > self._max_header_bytes:
+        if size > self._limits.max_header_bytes:
             self._refusal = self._too_large()
             raise ValueError("too large")  # ends the parser's work; send_400_response follows
         problem = self._problem_of_head()
@@ -428,7 +420,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._send_timer is None:
-            self._send_timer = self.loop.call_later(self._send_timeout_s, self._not_read)
+            self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._not_read)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -455,7 +447,7 @@ class Connection(HttpToolsProtocol):
 
     def _too_large(self) -> TailorError:
         return HeadersTooLargeError(
-            f"The request's headers are larger than {self._max_header_bytes} bytes."
+            f"The request's headers are larger than {self._limits.max_header_bytes} bytes."
         )
 
     def _refuse(self, error: TailorError) -> None:
@@ -486,7 +478,9 @@ class Connection(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._header_timeout_s, self._head_is_late)
+            self._head_timer = self.loop.call_later(
+                self._limits.header_timeout_s, self._head_is_late
+            )
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -500,7 +494,7 @@ class Connection(HttpToolsProtocol):
         elif self._num_head_bytes:
             self._refuse(
                 BodyTimeoutError(
-                    f"The headers did not arrive within {self._header_timeout_s:g} seconds."
+                    f"The headers did not arrive within {self._limits.header_timeout_s:g} seconds."
                 )
             )
         else:

@@ -110,8 +110,7 @@ class EngineDeployment:
             spec,
             replica_id=self._replica_id,
             restart=config.restart,
-            max_queued_requests=config.limits.max_queued_requests,
-            max_queued_tokens=config.limits.max_queued_tokens,
+            limits=config.limits,
             max_messages_per_s=max_messages_per_s,
         )
         await self._replica.start()

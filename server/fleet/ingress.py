@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
+from server.api.gate import open_traces
 from server.api.keys import OwnUse
 from server.api.serving import serve
 from server.config import ServerConfig
@@ -25,7 +26,6 @@ from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
 from server.fleet.parts import Front
 from server.metrics import Metrics, total
-from server.tracing import TraceSink, open_tracer
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
 
@@ -85,16 +85,9 @@ class IngressApp:
                 for name in front.models
             ],
             metrics=self._metrics,
-            max_queued_requests=config.limits.max_queued_requests,
-            max_queued_tokens=config.limits.max_queued_tokens,
+            limits=config.limits,
         )
-        self._traces: TraceSink | None = None
-        if config.tracing.endpoint is not None:
-            self._traces = open_tracer(
-                config.tracing.endpoint,
-                service_name=config.tracing.service_name,
-                sample_ratio=config.tracing.sample_ratio,
-            )
+        self._traces = open_traces(config.tracing)
         self._app = create_app(
             config,
             tasks=front.tasks,

@@ -17,7 +17,7 @@ from server import channel
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
 from server.api.engines.submission import GRAMMAR_FIELD
-from server.config import RestartConfig
+from server.config import LimitsConfig, RestartConfig
 from server.errors import (
     DrainingError,
     EngineDiedError,
@@ -56,20 +56,13 @@ class EngineReplica:
         *,
         replica_id: str | None = None,
         restart: RestartConfig | None = None,
-        max_queued_requests: int = 1024,
-        max_queued_tokens: int = 1 << 21,
+        limits: LimitsConfig | None = None,
         max_messages_per_s: float = 2000.0,
     ) -> None:
         self.spec = spec
         self.replica_id = replica_id or spec.name
         self.metrics = Metrics()
-        self.client = EngineClient(
-            [spec],
-            metrics=self.metrics,
-            restart=restart,
-            max_queued_requests=max_queued_requests,
-            max_queued_tokens=max_queued_tokens,
-        )
+        self.client = EngineClient([spec], metrics=self.metrics, restart=restart, limits=limits)
         self.costs = CostMeter()
         self._pause_s = 1.0 / max_messages_per_s
         self.figures: list[FigureValue] = []

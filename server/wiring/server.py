@@ -259,18 +259,12 @@ def run_server(
     on_ready: called once with the port, on the event loop, when every model has an engine.
     """
     from server.api.app import create_app
+    from server.api.gate import open_traces
     from server.api.serving import run_loop, serve
     from server.metrics import Metrics
-    from server.tracing import open_tracer
 
     config = plan.config
-    traces = None
-    if config.tracing.endpoint is not None:
-        traces = open_tracer(
-            config.tracing.endpoint,
-            service_name=config.tracing.service_name,
-            sample_ratio=config.tracing.sample_ratio,
-        )
+    traces = open_traces(config.tracing)
     for order in plan.orders:
         log.info("loading %s on %s", order.runner.name, order.runner.device)
     for line in _learning_lines(plan.tasks.values()):
@@ -336,6 +330,5 @@ def _engine_client(
         ],
         metrics=metrics,
         restart=config.restart,
-        max_queued_requests=config.limits.max_queued_requests,
-        max_queued_tokens=config.limits.max_queued_tokens,
+        limits=config.limits,
     )

@@ -124,8 +124,7 @@ class LiveServer:
             self.specs,
             metrics=self.metrics,
             restart=self.restart,
-            max_queued_requests=limits.max_queued_requests,
-            max_queued_tokens=limits.max_queued_tokens,
+            limits=limits,
             stop_timeout_s=5.0,
         )
         app = create_app(

@@ -17,7 +17,7 @@ import pytest
 
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
-from server.config import RestartConfig
+from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
 from server.fleet.far_engine import RetryPolicy
 from server.metrics import Metrics
@@ -78,7 +78,9 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
         replicas = LocalReplicas(specs)
         loop = asyncio.get_running_loop()
         client = EngineClient(
-            [fleet_spec(replicas, lambda: loop)], metrics=Metrics(), max_queued_requests=5000
+            [fleet_spec(replicas, lambda: loop)],
+            metrics=Metrics(),
+            limits=LimitsConfig(max_queued_requests=5000),
         )
         await client.start()
         await client.wait_ready()

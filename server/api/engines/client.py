@@ -20,7 +20,7 @@ from server import channel
 from server.api.engines.slot import EngineSlot, EngineSpec, Pulse, WaitingRoom
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle
-from server.config import RestartConfig
+from server.config import LimitsConfig, RestartConfig
 from server.errors import (
     DrainingError,
     EngineDiedError,
@@ -55,8 +55,8 @@ class EngineClient:
     fails the Requests that it held and no others.
 
     restart: how often engines are started again, and when one counts as stuck.
-    max_queued_requests, max_queued_tokens: Requests (and their prompt tokens) that wait; above that
-    `submit` raises QueueFullError for keys that have their share of them.
+    limits: max_queued_requests and max_queued_tokens (of prompts) may wait; above that `submit`
+    raises QueueFullError for keys that have their share of them.
     """
 
     def __init__(
@@ -65,8 +65,7 @@ class EngineClient:
         *,
         metrics: Metrics,
         restart: RestartConfig | None = None,
-        max_queued_requests: int = 1024,
-        max_queued_tokens: int = 1 << 21,
+        limits: LimitsConfig | None = None,
         stop_timeout_s: float = 10.0,
     ) -> None:
         if not specs:
@@ -86,7 +85,8 @@ class EngineClient:
             )
             for spec in specs
         ]  # fmt: skip
-        self._max_queued = (max_queued_requests, max_queued_tokens)
+        limits = limits or LimitsConfig()
+        self._max_queued = (limits.max_queued_requests, limits.max_queued_tokens)
         self._stop_timeout_s = stop_timeout_s
         self._draining = False
         self._stopping = False
