@@ -121,7 +121,7 @@ class LoraAdapter:
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         names = {"embed_tokens": EMBEDDING, "lm_head": HEAD}
         if not isinstance(indices, dict):
-            raise ModelError(f"adapter {self.folder}: trainable_token_indices is no list of ids")
+            raise self._wrong("trainable_token_indices is no list of ids")
         for layer, ids in indices.items():
             table = names.get(str(layer).rpartition(".")[2])
             if table is None:
@@ -132,13 +132,9 @@ class LoraAdapter:
             if not isinstance(ids, list) or not all(
                 type(i) is int and 0 <= i < _MOST_ID for i in ids
             ):
-                raise ModelError(
-                    f"adapter {self.folder}: trainable_token_indices holds what is no id"
-                )
+                raise self._wrong("trainable_token_indices holds what is no id")
             if len(set(ids)) != len(ids):
-                raise ModelError(
-                    f"adapter {self.folder}: trainable_token_indices names an id twice"
-                )
+                raise self._wrong("trainable_token_indices names an id twice")
             module = table.removesuffix(".weight")
             key = f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
             if key not in keys:
@@ -153,13 +149,10 @@ class LoraAdapter:
         try:
             enrichment = Enrichment.load(file)
         except (EnrichmentFileError, OSError) as error:
-            raise ModelError(f"adapter {self.folder}: {error}") from None
+            raise self._wrong(f"{error}") from None
         for table, (ids, _) in self._rows.items():
             if set(enrichment.ids) - set(ids):
-                raise ModelError(
-                    f"adapter {self.folder}: {ENRICHMENT_FILE} names ids that have no row in "
-                    f"{table}"
-                )
+                raise self._wrong(f"{ENRICHMENT_FILE} names ids that have no row in {table}")
         return enrichment
 
     def _check(self, config: Mapping[str, Any]) -> None:
@@ -182,15 +175,18 @@ class LoraAdapter:
         ):
             patterns = config.get(name) or {}
             if not isinstance(patterns, dict):
-                raise ModelError(f"adapter {self.folder}: {name} is no object")
+                raise self._wrong(f"{name} is no object")
             if key not in config:
-                raise ModelError(f"adapter {self.folder}: adapter_config.json lacks {key}")
+                raise self._wrong(f"adapter_config.json lacks {key}")
             for value in (config[key], *patterns.values()):
                 if not fits(value):
-                    raise ModelError(f"adapter {self.folder}: {key} is {str(value)[:40]!r}")
+                    raise self._wrong(f"{key} is {str(value)[:40]!r}")
             for pattern in patterns:
                 if not re.fullmatch(_MODULE, pattern):
                     refuse(f"{name} has {pattern[:80]!r}, and only names of modules are read")
+
+    def _wrong(self, problem: str) -> ModelError:
+        return ModelError(f"adapter {self.folder}: {problem}")
 
     def names(self) -> set[str]:
         """Names of the weights it changes, as the base model's state dict has them."""
@@ -207,23 +203,22 @@ class LoraAdapter:
         if not new:
             return num_base
         if new != list(range(num_base, num_base + len(new))):
-            raise ModelError(
-                f"adapter {self.folder}: its new ids {new[0]}..{new[-1]} do not follow the base's "
-                f"{num_base} ids"
+            raise self._wrong(
+                f"its new ids {new[0]}..{new[-1]} do not follow the base's {num_base} ids"
             )
         for table, (own, _) in self._rows.items():
             if not set(new) <= set(own):
-                raise ModelError(f"adapter {self.folder}: {table} lacks rows of new ids")
+                raise self._wrong(f"{table} lacks rows of new ids")
         if not self._tied and len(self._rows) < 2:
-            raise ModelError(f"adapter {self.folder}: one of embedding and head lacks rows")
+            raise self._wrong("one of embedding and head lacks rows")
         if self.enrichment is None:
             raise UnsupportedModelError(
                 f"adapter {self.folder} brings {len(new)} ids of its own and no {ENRICHMENT_FILE} "
                 "that says what they stand for"
             )
         if self.enrichment.base_vocab_size != num_base:
-            raise ModelError(
-                f"adapter {self.folder}: {ENRICHMENT_FILE} is of {self.enrichment.base_vocab_size} "
+            raise self._wrong(
+                f"{ENRICHMENT_FILE} is of {self.enrichment.base_vocab_size} "
                 f"base ids, the model has {num_base}"
             )
         return num_base + len(new)
@@ -252,9 +247,8 @@ class LoraAdapter:
         ids, key = self._rows[name]
         rows: torch.Tensor = self._reader.get_tensor(key)
         if rows.shape != (len(ids), width):
-            raise ModelError(
-                f"adapter {self.folder}: the rows of {name} are {list(rows.shape)}, expected "
-                f"{[len(ids), width]}"
+            raise self._wrong(
+                f"the rows of {name} are {list(rows.shape)}, expected {[len(ids), width]}"
             )
         return ids, rows
 
@@ -283,7 +277,7 @@ class LoraAdapter:
         alpha = self._of_pattern("alpha_pattern", module, self._config["lora_alpha"])
         stored = self.rank(name)
         if stored != rank:
-            raise ModelError(f"adapter {self.folder}: {name} has rank {stored}, config says {rank}")
+            raise self._wrong(f"{name} has rank {stored}, config says {rank}")
         return float(alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank)
 
     def _of_pattern(self, key: str, module: str, default: float) -> float:
@@ -304,22 +298,17 @@ class LoraAdapter:
                 f"{', '.join(_STORED)}"
             )
         if not self._largest[key] <= _MOST_VALUE:
-            raise ModelError(
-                f"adapter {self.folder}: {key} holds {self._largest[key]:g}, which is no weight"
-            )
+            raise self._wrong(f"{key} holds {self._largest[key]:g}, which is no weight")
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless the adapter fits a weight of this shape, rank and all."""
         a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in self._pairs[name])
         most = math.prod(self._largest[key] for key in self._pairs[name]) * a[0] if a else 0.0
         if abs(self.scale(name)) * most > _MOST_VALUE:
-            raise ModelError(
-                f"adapter {self.folder}: {name} changes by numbers that are no weights"
-            )
+            raise self._wrong(f"{name} changes by numbers that are no weights")
         if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shape:
-            raise ModelError(
-                f"adapter {self.folder}: {name} is {list(shape)} in the model, and {list(b)} x "
-                f"{list(a)} in the adapter"
+            raise self._wrong(
+                f"{name} is {list(shape)} in the model, and {list(b)} x {list(a)} in the adapter"
             )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
