@@ -297,7 +297,10 @@ class HeadRun:
                 found = found._replace(top_ids=named(found.top_ids, rows))
                 told.append(Segment("logprob", wanted, found))
                 if "named_columns" in tensors:
-                    values = _logprobs_at(seen, tensors["named_columns"])
+                    columns = tensors["named_columns"]  # -1: a slice lacks it
+                    values = seen.gather(1, columns.clamp(min=0).long())
+                    values = values - torch.logsumexp(seen, dim=1)[:, None]
+                    values = torch.where(columns >= 0, values, float("-inf"))
                     told.append(Segment("named", wanted, (values,)))
         if slab.score_ids.shape[0]:
             seen = logits.index_select(0, tensors["score_rows"])
@@ -483,7 +486,10 @@ def read_back(step: Step) -> Drawn:
             told.likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
             told.likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
         elif segment.kind == "named":
-            _tell_named(batch, index.tolist(), parts[0].tolist(), told.top)
+            for d, values in zip(index.tolist(), parts[0].tolist(), strict=True):
+                ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
+                if ids:
+                    told.top[d] = likeliest_first(ids, values[: len(ids)])
         elif segment.kind == "logprob":
             told.logprobs[index], told.ranks[index] = parts[:2]
             asked = [batch.params[p].sampling for p in batch.draw_params[index].tolist()]
@@ -504,29 +510,9 @@ def _tell_top(index: Array, parts: Sequence[Array], nums: Sequence[int], top: li
         top[at] = tuple(zip(*(part[i, :num].tolist() for part in parts[2:]), strict=True))
 
 
-def _tell_named(
-    batch: Batch,
-    draws: Sequence[int],
-    values: Sequence[Sequence[float]],
-    top: list[Top],
-) -> None:
-    """Logprobs of the ids that these draws' requests name, into `top`."""
-    for d, own in zip(draws, values, strict=True):
-        ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
-        if ids:
-            top[d] = likeliest_first(ids, own[: len(ids)])
-
-
 def likeliest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The num likeliest columns of raw logits float32 [n, V]: int32 and float32 [n, min(num, V)],
     columns and their chances; chance 0 where a row is not finite."""
     top = torch.topk(logits, min(num, logits.shape[1]), dim=1)
     chances = (top.values - torch.logsumexp(logits, dim=1)[:, None]).exp()
     return top.indices.int(), chances.nan_to_num(0.0)
-
-
-def _logprobs_at(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """log-softmax of raw logits float32 [n, V] at columns int32 [n, k]; -inf for column -1."""
-    values = logits.gather(1, columns.clamp(min=0).long())
-    values = values - torch.logsumexp(logits, dim=1)[:, None]
-    return torch.where(columns >= 0, values, float("-inf"))

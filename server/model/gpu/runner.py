@@ -107,7 +107,13 @@ class TorchRunner:
         side: SideStream | None = None,
     ) -> None:
         module, embedding = model.module, model.embedding
-        check_sizes(module.config, info)
+        if info.max_model_len > module.config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len {info.max_model_len} is above the model's "
+                f"{module.config.max_position_embeddings} positions"
+            )
+        if info.block_size & (info.block_size - 1) or info.block_size < 1:
+            raise ValueError(f"block_size must be a power of two, not {info.block_size}")
         self.info = info
         self._device = device = torch.device(info.device)
         self._on_gpu = device.type == "cuda"
@@ -459,7 +465,10 @@ class TorchRunner:
             assert batch.draw_keep is not None
             arrays["keep_rows"] = batch.draw_rows[keep]
             arrays["keep_places"] = batch.draw_keep[keep]
-            self._make_room_to_keep(int(arrays["keep_places"].max()) + 1)
+            num, before = int(arrays["keep_places"].max()) + 1, self._kept
+            if num > before.shape[0]:
+                self._kept = before.new_zeros((max(num, 2 * before.shape[0]), before.shape[1]))
+                self._kept[: before.shape[0]] = before
         arrays |= self._slices.arrays(step.placed)
         arrays |= slab_arrays(batch, slabs)
         tensors = self._upload(plan.arrays | arrays)  # what graphs read comes first
@@ -470,23 +479,6 @@ class TorchRunner:
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
         self._head_run.run(step, slabs, hidden, tensors, self._head)
         step.mark_end(on_gpu=self._on_gpu)
-
-    def _make_room_to_keep(self, num: int) -> None:
-        if num > self._kept.shape[0]:
-            grown = self._kept.new_zeros((max(num, 2 * self._kept.shape[0]), self._kept.shape[1]))
-            grown[: self._kept.shape[0]] = self._kept
-            self._kept = grown
-
-
-def check_sizes(config: Any, info: ModelInfo) -> None:
-    """Raise ValueError for sizes that the model of this config does not have."""
-    if info.max_model_len > config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {info.max_model_len} is above the model's "
-            f"{config.max_position_embeddings} positions"
-        )
-    if info.block_size & (info.block_size - 1) or info.block_size < 1:
-        raise ValueError(f"block_size must be a power of two, not {info.block_size}")
 
 
 def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_ids: Int32 | int) -> None:

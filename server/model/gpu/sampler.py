@@ -197,15 +197,6 @@ def keep_nucleus(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> t
     return x.masked_fill(leaves, float("-inf"))
 
 
-def _order_key(x: torch.Tensor) -> torch.Tensor:
-    """int64 keys that sort float32 x [n, V] by (value descending, id ascending) when sorted
-    descending; all distinct within a row."""
-    bits = (x + 0.0).view(torch.int32)  # + 0.0: minus zero equals zero
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    ids = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
-    return (ordered << 32) | (_MASK32 - ids)
-
-
 class Logprobs(NamedTuple):
     """For n (row, id) pairs: logprob float32 [n], rank int32 [n], top_ids int32 [n, k] and
     top_logprobs float32 [n, k] by (logprob descending, id ascending)."""
@@ -227,7 +218,11 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Log
     rank = before.sum(dim=1, dtype=torch.int32) + 1
     num_top = min(num_top, logits.shape[1])
     if num_top > 0:
-        top = torch.topk(_order_key(logits), num_top, dim=1).values
+        # Keys, distinct within a row, that sorted descending are in the order of (value descending,
+        # id ascending). + 0.0: minus zero equals zero.
+        bits = (logits + 0.0).view(torch.int32)
+        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+        top = torch.topk(keys | (_MASK32 - every), num_top, dim=1).values
         top_ids = _MASK32 - (top & _MASK32)
         top_logprobs = logits.gather(1, top_ids) - normaliser[:, None]
     else:
