@@ -255,7 +255,11 @@ def make(
         print(line)
     if plan:
         return 0
-    made.run()
+    try:
+        made.run()
+    except KeyboardInterrupt:
+        print("what is done is kept: start it again to go on", file=sys.stderr)
+        raise
     print(made.output.read_text(encoding="utf-8"))
     print(f"written: {made.output}\nnext: {made.serve}, and ask for model {file.name!r}")
     return 0
