@@ -52,7 +52,7 @@ BOUNDS = {
     "drafting step, 1 choice: calls": 62,
     "drafting step, 1 choice: files": 15,
     "drafting step, 8 choices: calls": 210,
-    "request, API: calls": 201,
+    "request, API: calls": 200,
     "request, API: files": 18,
     "request, engine: calls": 430,
     "request, engine: files": 26,
