@@ -268,6 +268,9 @@ def _models(
                 "--served-model-name needs --model when server.yaml has several models"
             )
         called = _named(models[0].path, named, "--served-model-name")
+        for adapter in models[0].adapters:
+            if adapter.name in named:
+                raise ConfigError(f"--served-model-name: {adapter.name!r} is an adapter's name")
         models = (models[0].model_copy(update={"name": called.name, "aliases": called.aliases}),)
     if what.adapter is not None:
         if len(models) != 1:

@@ -298,9 +298,13 @@ def test_model_names(tmp_path: Path) -> None:
     default = _config("--served-model-name", "y", "z").models[0]
     assert default.names == ("y", "z") and default.path == "smollm2-135m-instruct"
     file = tmp_path / "server.yaml"
-    file.write_text("models: [{name: a, path: org/a, devices: [cpu, cpu]}]\n")
+    file.write_text(
+        "models: [{name: a, path: org/a, devices: [cpu, cpu], adapters: [{name: b, path: b}]}]\n"
+    )
     own = _config("--config", str(file), "--served-model-name", "y").models[0]
     assert (own.name, own.path, len(own.devices)) == ("y", "org/a", 2)
+    with pytest.raises(ConfigError, match="'b' is an adapter's name"):
+        _config("--config", str(file), "--served-model-name", "y", "b")
     file.write_text("models: [{name: a, path: org/a}, {name: b, path: org/b}]\n")
     with pytest.raises(ConfigError, match="--served-model-name needs --model when"):
         _config("--config", str(file), "--served-model-name", "y")
