@@ -211,6 +211,7 @@ def advance(
                 context.copy,
                 cursor,
                 context.prior,
+                context.forms,
             )
             chances[0, i] = learn_token(token, here, followed, weights, (asks, outcomes), found)
         if learns[1, i]:
@@ -227,6 +228,7 @@ def advance(
                 context.copy,
                 cursor,
                 context.prior,
+                TextView(*NO_TEXT),
             )
             chances[1, i] = learn_token(token, bare, followed, weights, (asks, outcomes), found)
         append_id(own.text, own.table, size, token)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from drafters.jit import compiled
 
-SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction", "logits", "copied", "prior")
-CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS, COPIED, PRIOR = 0, 1, 2, 3, 4, 5, 6, 7
-NUM_SOURCES = 8
+SOURCES = (
+    "corpus", "prompt", "output", "retrieved", "prediction",
+    "logits", "copied", "prior", "template",
+)  # fmt: skip
+CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS, COPIED, PRIOR, TEMPLATE = range(9)
+NUM_SOURCES = 9
 NUM_BUCKETS = 10  # match lengths 0, 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, 32 and more
 NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1

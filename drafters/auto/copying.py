@@ -212,6 +212,23 @@ def last_byte(view: CopyView, token: int) -> int:
 
 
 @inlined
+def boundary(view: CopyView, cursor: Cursor) -> int:
+    """What a copy would go on with: 0 where none goes on, 1 a letter or digit, 2 a blank before
+    one, 3 another blank or the end, 4 something else."""
+    place, size = cursor.place, view.chars.shape[0]
+    if place < 0 or cursor.off > 0:
+        return 0
+    if place >= size or view.chars[place] == 10:
+        return 3
+    byte = int(view.chars[place])
+    if bone(byte) != 0:
+        return 1
+    if byte == 32:
+        return 2 if place + 1 < size and bone(int(view.chars[place + 1])) != 0 else 3
+    return 4
+
+
+@inlined
 def _behind(view: CopyView, token: int, place: int) -> int:
     """The place behind a token that has a skeleton, if that stands at `place`; else -1."""
     size = view.chars.shape[0]

@@ -28,6 +28,7 @@ from drafters.auto.corpus_fit import Rivals, follow_all
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
 from drafters.auto.prior import MOST_FOLLOWED, NO_HIDDEN, NO_PRIOR, Prior, PriorScratch
 from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
+from drafters.auto.template import forms_of
 from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
@@ -40,6 +41,7 @@ from drafters.auto.views import (
     NO_TEXT,
     ContextFields,
     LimitsFields,
+    TextFields,
 )
 from drafters.corpus_file import START
 from drafters.session import IndexedSession
@@ -195,6 +197,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         "_anchors",
         "_copy",
         "_echo",
+        "_forms",
         "_grown",
         "_likely",
         "_marks",
@@ -220,6 +223,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self._prediction = tuple(prediction_ids)
         self._retrieved: TextIndex | None = None
         self._marks: Float32 = NO_MARKS
+        self._forms: TextFields = NO_TEXT
         self._prompt_marks: Float32 = NO_MARKS
         self._settled = False
         self._num_learned = 0
@@ -287,6 +291,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             documents.append(output)
             weights.append(weight)
             sources.append(RETRIEVED)
+        if len(documents) > 1:
+            self._forms = forms_of(documents, weights, drafter.pieces)
         if self._prediction:
             documents.append(np.asarray(self._prediction, np.int32))
             weights.append(1.0)
@@ -405,6 +411,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             self._copy,
             place[2:],
             NO_PRIOR if drafter.prior is None else drafter.prior.fields(*self._state),
+            self._forms,
         )
 
     def _context_without(self, drafter: AutoDrafter) -> ContextFields:
@@ -414,7 +421,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         """
         own = self._context(drafter)
         marks, docs, corpus = self._plain_fields()
-        return self._index.view(marks), own[1], docs, own[3], corpus, *own[5:]
+        return self._index.view(marks), own[1], docs, own[3], corpus, *own[5:-1], NO_TEXT
 
     def _plain_fields(self) -> PlainFields:
         """What the context without the corpus has in place of what comes from it."""
@@ -541,5 +548,6 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self._forget_step()
         self._retrieved = None
         self._marks = NO_MARKS
+        self._forms = NO_TEXT
         self._places = []
         self._anchors = []

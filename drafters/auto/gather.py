@@ -10,6 +10,7 @@ that followed that context, at *every* match length it has:
     prediction  the text the client expects (OpenAI's Predicted Outputs)
     logits      what the model itself held likely after the same few tokens (drafters.auto.likely)
     prior       what a head on the model's last state says (drafters.auto.prior)
+    template    what followed the same form in the retrieved outputs (drafters.auto.template)
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from drafters.auto.cells import (
     PREDICTION,
     PRIOR,
     PROMPT,
+    RETRIEVED,
+    TEMPLATE,
     cell_of,
     length_bucket,
     prior_cell,
@@ -47,6 +50,7 @@ from drafters.auto.copying import (
     CopyView,
     Cursor,
     bone,
+    boundary,
     entered_class,
     first_place,
     last_byte,
@@ -57,12 +61,13 @@ from drafters.auto.copying import (
 )
 from drafters.auto.likely import find_context, longer_key
 from drafters.auto.prior import LEAST_CHANCE, PriorView, score
+from drafters.auto.template import MAX_FORM, SPAN, write_form
 from drafters.auto.text_index import find_slot, triple_key
 from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
 from drafters.corpus_file import MAX_TOP, START
 from drafters.jit import inlined
 
-NUM, STAMP, OFF, ENTERED = 0, 1, 2, 3  # in Gathered.state
+NUM, STAMP, OFF, ENTERED, FORM, BEHIND = range(6)  # in Gathered.state
 OFF_TOTALS = (1.0, 2.0, 3.0, 6.0, 12.0, 40.0)  # an occurrences' bucket each
 ENTERED_SHARES = (0.0, 0.7, 1.0)  # an agreement's bucket each
 PRIOR_BUCKET = 2  # the prior is asked behind contexts of more tokens ...
@@ -72,8 +77,10 @@ PRIOR_LEFT = 0.1  # ... where they leave so much
 class Gathered(NamedTuple):
     """The candidates at a node and their counts by level; written anew by every `gather`.
 
-    state: int32 [4]: number of candidates; the node's stamp; where a copy was left, how long ago
-    and whether one goes on behind the last token, as buckets. tokens: int32 [MAX_CANDIDATES].
+    state: int32 [6]: number of candidates; the node's stamp; where a copy was left, how long ago
+    and whether one goes on behind the last token, as buckets; 0 where the form of the context ends
+    with the template, else 1 and what a copy would go on with; symbols of it behind its last span.
+    tokens: int32 [MAX_CANDIDATES].
     slot_stamps, slot_rows: int32 [HASH_SIZE], a hash from token to candidate; a slot with an older
     stamp is empty. counts: float32 [NUM_LEVELS, MAX_CANDIDATES], valid where totals is above 0.
     count_bits: int32, the same memory: floats of at least 0 are ordered as their bits are, and only
@@ -81,7 +88,7 @@ class Gathered(NamedTuple):
     totals: float32 [NUM_LEVELS]. levels, cells: int32 [NUM_LEVELS]: the levels that have
     something, longest context first, and their trust cells. chances: float32 [MAX_CANDIDATES],
     written by drafters.auto.blend. path: int32, the context, newest token first. below: float64
-    [NUM_LEVELS], scratch of learn_token.
+    [NUM_LEVELS], scratch of learn_token. form: int32 [MAX_FORM], the context's form.
     """
 
     state: Int32
@@ -96,10 +103,23 @@ class Gathered(NamedTuple):
     chances: Float32
     path: Int32
     below: Float64
+    form: Int32
 
 
 GatheredFields = tuple[
-    Int32, Int32, Int32, Int32, Float32x2, Int32x2, Float32, Int32, Int32, Float32, Int32, Float64
+    Int32,
+    Int32,
+    Int32,
+    Int32,
+    Float32x2,
+    Int32x2,
+    Float32,
+    Int32,
+    Int32,
+    Float32,
+    Int32,
+    Float64,
+    Int32,
 ]
 
 
@@ -107,7 +127,7 @@ def new_gathered(max_depth: int) -> GatheredFields:
     """Room for the contexts of trees up to `max_depth` deep."""
     counts = np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32)
     return (
-        np.zeros(4, np.int32),
+        np.zeros(6, np.int32),
         np.zeros(MAX_CANDIDATES, np.int32),
         np.zeros(HASH_SIZE, np.int32),
         np.zeros(HASH_SIZE, np.int32),
@@ -119,6 +139,7 @@ def new_gathered(max_depth: int) -> GatheredFields:
         np.zeros(MAX_CANDIDATES, np.float32),
         np.zeros(MAX_MATCH + 1 + max_depth, np.int32),
         np.zeros(NUM_LEVELS, np.float64),
+        np.zeros(MAX_FORM, np.int32),
     )
 
 
@@ -151,18 +172,18 @@ def _clear(counts: Float32, level: int) -> None:
 
 @inlined
 def _visit(
-    of: TextView, position: int, context_size: int, num_prompt: int, found: Gathered
+    of: TextView, position: int, path: Int32, context_size: int, num_prompt: int, found: Gathered
 ) -> None:
     """Count the token after `position` at the level of its match length with the context."""
     text = of.text
     if position + 1 >= of.size:
         return
     token = text[0, position + 1]
-    if token < 0:
+    if token < 0 and token != SPAN:
         return
     length = 1
     limit = min(context_size, position + 1)
-    while length < limit and text[0, position - length] == found.path[length]:
+    while length < limit and text[0, position - length] == path[length]:
         length += 1
     weight = np.float32(1.0)
     if num_prompt < 0:
@@ -178,13 +199,17 @@ def _visit(
     if found.totals[level] == 0.0:
         _clear(found.counts, level)
     found.totals[level] += weight
+    if token < 0:
+        return
     row = _candidate(token, found)
     if row >= 0:
         found.counts[level, row] += weight
 
 
 @inlined
-def _gather_text(of: TextView, context_size: int, num_prompt: int, found: Gathered) -> None:
+def _gather_text(
+    of: TextView, path: Int32, context_size: int, num_prompt: int, found: Gathered
+) -> None:
     """Next tokens after all occurrences of the context in a TextIndex, by exact match length.
 
     num_prompt: tokens of prompt in the sequence's own text, whose marks, if any, hold a weight
@@ -192,12 +217,11 @@ def _gather_text(of: TextView, context_size: int, num_prompt: int, found: Gather
     """
     if of.size < 2 or context_size < 1:
         return
-    path = found.path
     position = int(of.table[1, find_slot(of.table, int(path[0]))])
     most = MAX_VISITS if num_prompt >= 0 else MAX_RETRIEVED_VISITS
     visits = 0
     while position >= 0 and visits < most:
-        _visit(of, position, context_size, num_prompt, found)
+        _visit(of, position, path, context_size, num_prompt, found)
         position = int(of.text[1, position])
         visits += 1
     if position >= 0 and context_size >= 3:
@@ -208,7 +232,7 @@ def _gather_text(of: TextView, context_size: int, num_prompt: int, found: Gather
         visits = 0
         while position >= 0 and visits < MAX_VISITS // 2:
             if position <= newest:
-                _visit(of, position, context_size, num_prompt, found)
+                _visit(of, position, path, context_size, num_prompt, found)
             position = int(of.text[2, position])
             visits += 1
 
@@ -342,7 +366,7 @@ def _add_longer(found: Gathered) -> None:
     """
     num_candidates = found.state[NUM]
     counts, totals = found.counts, found.totals
-    for source in range(1, LOGITS):
+    for source in (PROMPT, OUTPUT, RETRIEVED, PREDICTION, TEMPLATE):
         longer = -1
         for bucket in range(NUM_BUCKETS - 1, 0, -1):
             level = source * NUM_BUCKETS + bucket
@@ -404,6 +428,21 @@ def _order_levels(
     prompt_longest, corpus_longest = _longest(PROMPT, totals), _longest(CORPUS, totals)
     num_levels = 0
     cover_bucket = length_bucket(context_cover)
+    # Forms come first: a copy is sure of the next token of its text, and not of where it ends.
+    for bucket in range(NUM_BUCKETS - 1, max(1, length_bucket(found.state[BEHIND])), -1):
+        level = TEMPLATE * NUM_BUCKETS + bucket
+        if totals[level] > 0.0:
+            top_bits = np.int32(0)
+            for row in range(num_candidates):
+                top_bits = max(top_bits, found.count_bits[level, row])
+            top = np.int32(top_bits).view(np.float32)
+            if top > 0.0:
+                found.levels[num_levels] = level
+                found.cells[num_levels] = cell_of(
+                    level, totals[level], top / totals[level], found.state[FORM]
+                )
+                left *= 1.0 - weights[found.cells[num_levels]]
+                num_levels += 1
     for bucket in range(NUM_BUCKETS - 1, -1, -1):
         if bucket == PRIOR_BUCKET and followed >= 0 and left > PRIOR_LEFT:
             level = PRIOR * NUM_BUCKETS + 1 + followed
@@ -482,14 +521,21 @@ def gather(
     size = min(MAX_MATCH, depth + own.size)
     for i in range(depth, size):
         path[i] = own.text[0, own.size - 1 - (i - depth)]
-    _gather_text(own, size, own.size - context.num_output, found)
+    _gather_text(own, path, size, own.size - context.num_output, found)
     cover = depth + context.num_output
     if docs.size > 0:
         size = min(MAX_RETRIEVED_MATCH, cover + 1)
         kept = path[size - 1]
         if size == cover + 1:
             path[cover] = START
-        _gather_text(docs, size, -1, found)
+        _gather_text(docs, path, size, -1, found)
+        if context.forms.size > 0:
+            form = found.form
+            num, found.state[BEHIND] = write_form(path, size, context.forms.table, form)
+            found.state[FORM] = 0 if form[0] != SPAN else 1 + boundary(context.copy, cursor)
+            # Without a span it says what the outputs do; no span ends inside a word that is copied.
+            if found.state[BEHIND] < num and found.state[FORM] != 2:
+                _gather_text(context.forms, form, num, -1, found)
         path[size - 1] = kept
         if depth == 0:
             _gather_hints(docs, context.hints, found)

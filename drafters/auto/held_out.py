@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from drafters.arrays import Int32
+from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.trust import Trust
 from drafters.corpus import Corpus, Progress, build_corpus
@@ -33,11 +34,13 @@ def build_calibrated(
     max_indexed_tokens: int = 8_000_000,
     max_held_out: int = 300,
     progress: Progress | None = None,
+    pieces: Pieces | None = None,
 ) -> Corpus:
     """build_corpus of the examples, with the evidence of some of them.
 
     max_held_out: so many of the indexed examples, a fifth of all at most, are held out of a first
-    build and replayed on it; 0 skips that. Raises ValueError as build_corpus does.
+    build and replayed on it; 0 skips that. pieces: of the vocabulary, so that what is copied by
+    text is replayed too. Raises ValueError as build_corpus does.
     """
     if max_held_out < 0:
         raise ValueError("max_held_out must not be negative")
@@ -55,12 +58,15 @@ def build_calibrated(
         return corpus
     starts = corpus.document_starts
     first = int(np.searchsorted(starts, starts[-1] - max_indexed_tokens, side="left"))
-    trust = replay_held_out(pairs[min(first, len(pairs)) :], num_held_out, progress)
+    trust = replay_held_out(pairs[min(first, len(pairs)) :], num_held_out, progress, pieces)
     return dataclasses.replace(corpus, evidence=trust.evidence, outcomes=trust.outcomes)
 
 
 def replay_held_out(
-    examples: Sequence[tuple[Int32, Int32]], num_held_out: int, progress: Progress | None = None
+    examples: Sequence[tuple[Int32, Int32]],
+    num_held_out: int,
+    progress: Progress | None = None,
+    pieces: Pieces | None = None,
 ) -> Trust:
     """The trust that examples spread over the corpus and left out of it give."""
     step = max(1, len(examples) // num_held_out)
@@ -71,7 +77,7 @@ def replay_held_out(
     trust = Trust()
     for turn in range(TURNS):
         # Each turn asks anew with the weights of the last: expectation maximisation.
-        drafter = AutoDrafter(corpus=part, trust=trust)
+        drafter = AutoDrafter(corpus=part, trust=trust, pieces=pieces)
         before = (trust.evidence.copy(), trust.outcomes.copy())
         num_tokens = 0
         for prompt, output in held:

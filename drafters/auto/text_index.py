@@ -78,7 +78,8 @@ def truncate_ids(text: Int32x2, table: Int64x2, size: int, new_size: int) -> Non
         table[1, find_slot(table, int(text[0, i]))] = text[1, i]
 
 
-def _empty_table(num_tokens: int) -> Int64:
+def empty_table(num_tokens: int) -> Int64:
+    """A table for find_slot: int64 [2, 4 num_tokens], where num_tokens is a power of two."""
     # Two keys a token at most; half full at most.
     table = np.full((2, 4 * num_tokens), -1, np.int64)
     table[0] = EMPTY_KEY
@@ -101,7 +102,7 @@ class TextIndex:
         while capacity < num_expected:
             capacity *= 2
         self.text: Int32 = np.empty((3, capacity), np.int32)
-        self.table: Int64 = _empty_table(capacity)
+        self.table: Int64 = empty_table(capacity)
         self.size = 0
         # Keys outlive a truncation: tokens indexed since the table was made fill it, not `size`.
         self.room = capacity
@@ -131,7 +132,7 @@ class TextIndex:
                 capacity *= 2
             old = self.text[0, : self.size].copy()
             self.text = np.empty((3, capacity), np.int32)
-            self.table = _empty_table(capacity)
+            self.table = empty_table(capacity)
             append_ids(self.text, self.table, 0, old)
             self.room = capacity - self.size
 

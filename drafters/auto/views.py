@@ -80,7 +80,7 @@ class Context(NamedTuple):
     prediction. hints: int32, positions in docs that may come next. ends: int32, EOS ids, which are
     never drafted. likely: the table of the model's own logits. copy, cursor: the prompt's
     characters, and where the text stands in them.
-    prior: a head on the model's state.
+    prior: a head on the model's state. forms: those of the outputs in docs.
     """
 
     own: TextView
@@ -93,6 +93,7 @@ class Context(NamedTuple):
     copy: CopyView
     cursor: Cursor
     prior: PriorView
+    forms: TextView
 
 
 class Trusts(NamedTuple):
@@ -117,6 +118,7 @@ ContextFields = tuple[
     CopyFields,
     CursorFields,
     PriorFields,
+    TextFields,
 ]
 TrustsFields = tuple[Float64, Float64]
 
@@ -143,7 +145,7 @@ NO_LIKELY: LikelyFields = (
 @inlined
 def context_of(fields: ContextFields) -> Context:
     """The Context of plain tuples (`*Fields`)."""
-    own, num_output, docs, hints, corpus, ends, likely, copy, cursor, prior = fields
+    own, num_output, docs, hints, corpus, ends, likely, copy, cursor, prior, forms = fields
     return Context(
         TextView(*own),
         num_output,
@@ -155,4 +157,5 @@ def context_of(fields: ContextFields) -> Context:
         CopyView(*copy),
         Cursor(*cursor),
         PriorView(*prior),
+        TextView(*forms),
     )

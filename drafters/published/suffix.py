@@ -85,6 +85,7 @@ class SuffixSession(IndexedSession[SuffixDrafter]):
             NO_COPY,
             NOWHERE,
             NO_PRIOR,
+            NO_TEXT,
         )
         limits = (budget, max_depth, drafter.min_survival)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)
