@@ -5,6 +5,7 @@
     python -m loadtest.replay record --model FOLDER --data DIR --sets gsm8k -o OWN
     python -m loadtest.replay table --recorded OWN
     python -m loadtest.replay live --model FOLDER --recorded OWN --budgets 8,16
+    python -m loadtest.replay repeats --data DIR --sets medquad
     python -m loadtest.replay costs --data DIR
     python -m loadtest.replay fit --data DIR
 
@@ -25,6 +26,10 @@ over answers in pairs.
 position, the ids that it held likeliest. `live` answers the same prompts with each drafter and a
 fixed number of nodes a step, unpruned: there the rows of rejected nodes are seen too, which no
 replay knows, and the answers must equal the recorded ones; else it exits 1.
+
+`repeats`: long answers that repeat what came before, made of a set's train answers: a text whose
+mistakes are corrected, a text in which one word is replaced, and calls of a tool in a conversation,
+each with one argument changed. No corpus; `auto, learning` learns from the answers before.
 
 `costs`: what drafting costs the host, in time and memory. A corpus of --corpus-tokens output tokens
 is made of the data sets' train outputs: themselves first, then crossings of two of one set at a
@@ -100,6 +105,7 @@ from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
 from server.commands.record import Answer, Prompt, ask_engine
+from server.datasets import tokenize_in_place
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner
@@ -109,6 +115,7 @@ from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 NUM_RESAMPLES = 2000
 BUILD_EVERY = 3
 MAX_LEARNED = 200_000  # tokens, as a task's by default
+LONG_WORDS = 120  # of a text that is repeated, at least
 ARCTIC_DEPTH = 64  # of its suffix tree by default: no draft is longer
 Counts = list[tuple[int, int]]
 """(tokens after the first, decode steps) of each request."""
@@ -398,6 +405,74 @@ def curves(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
     """
     cells = measure(sets, options, "auto, learning", curve_columns)
     return _finish("curves", cells, "auto, learning", slice(None), options.json)
+
+
+def long_texts(sets: SetOptions, name: str) -> Iterator[list[str]]:
+    """Words of a set's train answers, LONG_WORDS at least, as many answers as that takes."""
+    assert sets.data is not None
+    words: list[str] = []
+    for example in read_examples(sets.data, name, "train"):
+        words += example.completion.split()
+        if len(words) >= LONG_WORDS:
+            yield words
+            words = []
+
+
+def corrected(words: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    """(prompt, answer): a text with mistakes in one word of ten, and without."""
+    wrong = list(words)
+    for i in rng.sample(range(len(words)), len(words) // 10):
+        half = len(words[i]) // 2
+        wrong[i] = rng.choice((words[i][half:] + words[i][:half], "", f"{words[i]} {words[i]}"))
+    text, own = " ".join(word for word in wrong if word), " ".join(words)
+    return f"Correct the mistakes in this text.\n\n{text}\n\nCorrected:", f" {own}"
+
+
+def replaced(words: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    """(prompt, answer): a text, and itself with another word for its commonest long one."""
+    old = max((word for word in words if len(word) > 3), key=words.count, default=words[0])
+    new = rng.choice(words)[:4] + rng.choice(words)[:4]
+    text, own = " ".join(words), " ".join(new if word == old else word for word in words)
+    return f"Write {new} for {old} in this text.\n\n{text}\n\nText:", f" {own}"
+
+
+def called(words: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    """(prompt, answer): four turns of a conversation, of which each calls a tool with one argument
+    changed; the last call is the answer."""
+    names = sorted({word.strip(".,:;()").lower() for word in words if word.isascii()})
+    arguments = {name: " ".join(rng.choices(words, k=6)) for name in rng.sample(names, 6)}
+    told = ""
+    for turn in range(4):
+        changed = rng.choice(sorted(arguments))
+        arguments[changed] = value = " ".join(rng.choices(words, k=4))
+        call = json.dumps({"name": "update_record", "arguments": arguments})
+        told += f"User: let {changed} be {value}.\nAssistant:"
+        if turn < 3:
+            told += f' {call}\nTool: {{"status": "done", "id": {rng.randrange(10_000)}}}\n'
+    return told, f" {call}"
+
+
+@app.command
+def repeats(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
+    """Tokens a step of long answers that repeat what came before; see loadtest.replay.
+
+    Example: python -m loadtest.replay repeats --data data --sets medquad --budgets 4,16
+    """
+    ids, cells = open_ids(sets.model), []
+    made = table_columns(None, ids, None, likely=False) | {"auto, learning": learning(None, ids)}
+    wanted = listed(options.columns) or list(made)
+    texts = itertools.chain.from_iterable(long_texts(sets, name) for name in sets.names())
+    used = list(itertools.islice(texts, sets.examples))
+    for kind in (corrected, replaced, called):
+        rng = random.Random(0)
+        tests = [
+            Recording(*tokenize_in_place(ids.tokenizer, *kind(words, rng), ids.eos))
+            for words in used
+        ]
+        for budget in numbers(options.budgets, "--budgets"):
+            cell: dict[str, Any] = {"data": kind.__name__, "nodes": budget, "requests": len(tests)}
+            cells.append(cell | cell_of({c: made[c](tests, budget) for c in wanted}, "auto"))
+    return _finish("repeats", cells, "auto", slice(2, 3), options.json)
 
 
 _OWN_SETS = SetOptions(examples=30)

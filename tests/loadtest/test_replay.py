@@ -120,6 +120,18 @@ def test_curves_of_requests_in_turn(
     assert again["tokens_per_step"] == {"auto, cold": cold}
 
 
+def test_long_answers_that_repeat_what_came_before(
+    model: tuple[Path, Any], data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["repeats", "--data", data, "--model", model[0], "--budgets", 16, "--columns"]
+    assert run(*words, "prompt,auto") == 0
+    cells = {cell["data"]: cell for cell in last_json(capsys)["cells"]}
+    assert list(cells) == ["corrected", "replaced", "called"]
+    for cell in cells.values():
+        assert cell["requests"] == 4 and cell["best_other"] == "prompt"
+        assert cell["tokens_per_step"]["auto"][-1] > 3.0
+
+
 def test_ratios_are_of_all_requests_and_paired() -> None:
     ours = [(10, 2), (10, 4), (10, 4)]
     other = [(10, 4), (10, 8), (10, 8)]
