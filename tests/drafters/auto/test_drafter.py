@@ -284,7 +284,8 @@ def test_a_corpus_that_outputs_do_not_follow_costs_no_steps(corpus: Corpus) -> N
     _tokens_per_step(without, first)
     assert _tokens_per_step(with_it, later) >= 0.99 * _tokens_per_step(without, later)
     fit = with_it.trust.fit
-    assert fit.is_known and fit.gain < 0.05 * fit.num_tokens
+    # Its chances of a token may be the better ones: the trees are not, and they decide.
+    assert fit.num_steps > fit.MIN_STEPS and not fit.helps
 
 
 def test_a_corpus_that_fits_is_followed_again(corpus: Corpus) -> None:
