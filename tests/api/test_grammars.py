@@ -323,20 +323,35 @@ def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_turn(
     asyncio.run(run())
 
 
-def test_what_was_found_is_remembered_within_bounds() -> None:
-    async def run() -> int:
+def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last eight; of a refusal, the words but not the field that it stood in."""
+    compiled: list[str] = []
+
+    def counted(spec: GrammarSpec) -> str:
+        compiled.append(spec.source)
+        return grammar_problem(spec)
+
+    monkeypatch.setattr(grammars, "grammar_problem", counted)
+    sources = [f"a{{{i}}}" for i in range(40)]
+
+    async def run() -> None:
         checker = GrammarChecker(max_known=8)
-        for i in range(40):
-            await checker.check(GrammarSpec("regex", f"a{{{i}}}"), "regex")
+        for source in sources:
+            await checker.check(GrammarSpec("regex", source), "regex")
         with pytest.raises(InvalidRequestError):
             await checker.check(GrammarSpec("regex", "("), "first")
+        compiled.clear()
         with pytest.raises(InvalidRequestError, match="second"):
             await checker.check(GrammarSpec("regex", "("), "second")
-        num = len(checker._known)
+        for source in sources[-7:]:
+            await checker.check(GrammarSpec("regex", source), "regex")
+        assert not compiled
+        for source in sources[:33]:
+            await checker.check(GrammarSpec("regex", source), "regex")
         checker.close()
-        return num
 
-    assert asyncio.run(run()) == 8
+    asyncio.run(run())
+    assert compiled == sources[:33]
 
 
 def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

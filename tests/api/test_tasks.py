@@ -144,6 +144,19 @@ def live(place: Place) -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def calm_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """For the server that nothing changes."""
+    return Place(tmp_path_factory.mktemp("calm"))
+
+
+@pytest.fixture(scope="module")
+def calm(calm_place: Place) -> Iterator[LiveServer]:
+    """One server for all that is only looked at or refused."""
+    with calm_place.serve() as server:
+        yield server
+
+
 def call(live: LiveServer, method: str, path: str, status: int = 200, **kwargs: Any) -> Any:
     response = httpx.request(method, live.url + path, **{"headers": ADMIN, "timeout": 30, **kwargs})
     assert response.status_code == status, response.text
@@ -180,7 +193,7 @@ def refused(live: LiveServer, model: str, **speculation: Any) -> tuple[str, str]
 # --- looking ---
 
 
-def test_only_admin_keys_may_look_at_tasks_or_change_them(live: LiveServer) -> None:
+def test_only_admin_keys_may_look_at_tasks_or_change_them(calm: LiveServer) -> None:
     for method, path in (
         ("GET", "/v1/tasks"),
         ("GET", "/v1/tasks/sql"),
@@ -189,9 +202,9 @@ def test_only_admin_keys_may_look_at_tasks_or_change_them(live: LiveServer) -> N
         ("DELETE", "/v1/tasks/sql/corpus"),
         ("POST", "/v1/tasks/reload"),
     ):
-        error = call(live, method, path, 403, headers=TEAM)["error"]
+        error = call(calm, method, path, 403, headers=TEAM)["error"]
         assert error["code"] == "permission_denied"
-        call(live, method, path, 401, headers={})
+        call(calm, method, path, 401, headers={})
 
 
 def test_tasks_are_listed_and_told(live: LiveServer) -> None:
@@ -229,14 +242,16 @@ def test_tasks_are_listed_and_told(live: LiveServer) -> None:
     "name",
     ["none", "..", "%2e%2e", "..%2f..%2fetc", "a/b", "a%00b", "sql%2F..", "\u00e9", "a" * 3000],
 )
-def test_names_that_are_no_task_reach_nothing(live: LiveServer, place: Place, name: str) -> None:
+def test_names_that_are_no_task_reach_nothing(
+    calm: LiveServer, calm_place: Place, name: str
+) -> None:
     body = {"examples": [{"prompt": "a", "completion": "b"}]}
     for method, json_body in (("GET", None), ("POST", body), ("DELETE", None)):
         path = f"/v1/tasks/{name}/corpus"
-        response = httpx.request(method, live.url + path, headers=ADMIN, json=json_body)
+        response = httpx.request(method, calm.url + path, headers=ADMIN, json=json_body)
         assert response.status_code in (404, 405, 403), response.text
         assert len(response.text) < 1000
-    assert not (place.kept / "uploads").exists()
+    assert not (calm_place.kept / "uploads").exists()
 
 
 def test_whether_a_corpus_fits_is_told_by_the_tokens_a_step_with_it_and_without(
@@ -334,11 +349,11 @@ def test_an_upload_is_drafted_from_at_once_grows_and_goes(live: LiveServer, plac
     ],
 )
 def test_an_upload_that_is_wrong_changes_nothing(
-    live: LiveServer, body: Any, param: str, told: str
+    calm: LiveServer, body: Any, param: str, told: str
 ) -> None:
-    error = call(live, "POST", "/v1/tasks/sql/corpus", 400, json=body)["error"]
+    error = call(calm, "POST", "/v1/tasks/sql/corpus", 400, json=body)["error"]
     assert error["param"] == param and told in error["message"]
-    assert corpus_of(live) is None
+    assert corpus_of(calm) is None
 
 
 def test_a_cache_folder_that_is_a_file_holds_no_upload(
@@ -669,9 +684,9 @@ def test_options_of_a_request_go_over_the_task_s(live: LiveServer) -> None:
     ],
 )
 def test_options_outside_the_task_s_limits_are_refused(
-    live: LiveServer, speculation: dict[str, Any], param: str, told: str
+    calm: LiveServer, speculation: dict[str, Any], param: str, told: str
 ) -> None:
-    at, message = refused(live, "limited", **speculation)
+    at, message = refused(calm, "limited", **speculation)
     assert at == param and told in message
 
 

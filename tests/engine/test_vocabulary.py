@@ -4,6 +4,7 @@ drafts, neighbours, verify_every, preemption and aborts do. Hypothesis draws a s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -101,15 +102,19 @@ def _profile(ids: set[int], vocab: int) -> VocabProfile:
 
 
 def _engine(
-    model: FakeModel, profile: VocabProfile, *, oracle: list[list[int]] | None = None
+    model: FakeModel,
+    profile: VocabProfile | Mapping[str, VocabProfile],
+    *,
+    oracle: list[list[int]] | None = None,
 ) -> tuple[Engine, FakeRunner]:
+    """profile: of every name, or by name, as the mapping has it at the time."""
     runner = FakeRunner(model, fake_info(vocab_size=model.vocab_size, max_model_len=256))
     engine = Engine(
         runner,
         {} if oracle is None else {"oracle": oracle_drafter(oracle)},
         EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
         stop_table=StopTable.from_list([b"t%d," % i for i in range(model.vocab_size)], ()),
-        profiles=lambda name: profile,
+        profiles=lambda name: profile if isinstance(profile, VocabProfile) else profile[name],
     )
     return engine, runner
 
@@ -316,8 +321,7 @@ def test_a_request_names_ids_into_its_slice() -> None:
 def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     model = FakeModel(40, seed=3)
     profiles = {"p": _profile({2, 3, 4}, 40)}
-    engine, runner = _engine(model, profiles["p"])
-    engine.slices._profiles = lambda name: profiles[name]
+    engine, runner = _engine(model, profiles)
     loads: list[int] = []
     load = runner.load_table
 

@@ -22,10 +22,11 @@ from server.engine.process import start_process
 from server.fleet.far_engine import RetryPolicy
 from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
-from tests.api.live import LiveServer, as_bytes, wait_until
+from tests.api.live import LiveServer, as_bytes
 from tests.api.real_engine import CONTEXT, spec
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
+from tests.waiting import wait_until
 
 
 def _scripted(i: int, step_s: float = 0.005) -> tuple[ScriptedEngine, EngineSpec]:

@@ -23,9 +23,9 @@ from server.fleet.learning.exchange import ExchangeNumbers, SegmentExchange
 from server.fleet.learning.storage import MANIFEST, Manifest, Storage, StorageError, forget
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
-from tests.api.live import wait_until
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fleet.test_changes import Admin, Desk, Files
+from tests.waiting import wait_until
 
 VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)

@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from loadtest.fleet import FleetProcess
-from tests.api.live import LiveServer, wait_until
+from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts, free_port
+from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
 

@@ -102,8 +102,11 @@ def over_base(model: str, form: str) -> Tuned:
     return given
 
 
-@pytest.mark.parametrize("form", ["auto", "nf4", *FORM_OF])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", form) for form in ("auto", "nf4", *FORM_OF)]
+    + [(family, form) for family in ("gemma3", "qwen2") for form in ("auto", "nf4", "int8")],
+)
 def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
     family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
