@@ -131,6 +131,7 @@ def test_choices_share_the_full_blocks_and_copy_the_tail(
     prompt = tuple(range(2, 12))  # two full blocks and half a one
     engine.submit(_request("a", prompt, num_choices=3, sampling={"temperature": 1.0, "seed": 1}))
     engine.step()
+    engine.check()
     assert engine.pool.num_free == 64 - 3
     engine.step()
     assert engine.pool.num_free == 64 - 5  # the last owner keeps the tail, the others copy it
@@ -149,6 +150,7 @@ def test_choices_of_one_prompt_draft_from_the_step_after_it_and_tell_what_the_ca
     _finish(engine)
     engine.submit(request)
     first = engine.step()
+    engine.check()
     assert [delta.num_cached_tokens for delta in first] == [8, 8]
     assert [delta.counts.no_draft_reason for delta in first] == ["prefill"] * 2
     for delta in _finish(engine)["a"]:

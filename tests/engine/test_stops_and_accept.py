@@ -72,7 +72,7 @@ def followed(
     table, num = sequence.table, len(nodes)
     choices = np.zeros((NUM_CHOICE_LINES, 1), np.int32)
     choices[[SEAT, END_NODE], 0] = sequence.seat, num
-    runs, found = np.empty((3, num + 1), np.int32), np.empty((NUM_FOUND_LINES, 1), np.int32)
+    runs, found = np.empty((3, num + 1), np.int32), np.empty((1, NUM_FOUND_LINES), np.int32)
     tree = np.zeros((3, num), np.int32)
     tree[:2] = np.array(nodes, np.int32).reshape(num, 2).T
     follow(
@@ -80,8 +80,8 @@ def followed(
         np.array(drawn, np.int32), runs, found, np.empty((2, num), np.int32),
         np.empty(num, np.int32),
     )  # fmt: skip
-    ids = runs[0, : found[NUM_IDS, 0]].tolist()
-    return ids, runs[2, : found[NUM_ACCEPTED, 0]].tolist(), int(found[END, 0])
+    ids = runs[0, : found[0, NUM_IDS]].tolist()
+    return ids, runs[2, : found[0, NUM_ACCEPTED]].tolist(), int(found[0, END])
 
 
 def test_a_stop_string_is_found_across_tokens_and_inside_a_character() -> None:
