@@ -9,7 +9,7 @@ import pytest
 
 from drafters.array_file import ArrayFileError, FingerprintError, write_arrays
 from drafters.arrays import Float32
-from drafters.auto.cells import PRIOR
+from drafters.auto.cells import NUM_BUCKETS, PRIOR, prior_cell
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.prior import (
     COLUMNS,
@@ -22,6 +22,7 @@ from drafters.auto.prior import (
     PriorScratch,
     chances_of,
 )
+from drafters.auto.trust import Trust
 from tests.fakes.fake_drafters import random_prior
 
 VOCAB, HIDDEN, OUTPUTS = 50, 24, 32
@@ -190,6 +191,16 @@ def test_states_of_another_model_are_refused() -> None:
     session = AutoDrafter(model_prior=make_prior()).open([1])
     with pytest.raises(ValueError, match="not of a model"):
         session.note_state(np.zeros(HIDDEN + 1, np.float32))
+
+
+@pytest.mark.parametrize("situation", [0, 2, 4])
+def test_a_new_scope_trusts_it_as_far_as_it_is_sure(situation: int) -> None:
+    weights = Trust().weights
+    for level in range(PRIOR * NUM_BUCKETS + 1, PRIOR * NUM_BUCKETS + 2 + MOST_FOLLOWED):
+        unsure, usual, sure = (
+            weights[prior_cell(level, top, situation)] for top in (0.05, 0.3, 0.9)
+        )
+        assert 0.15 < unsure < usual < sure < 0.9
 
 
 def test_trust_in_it_is_learned() -> None:
