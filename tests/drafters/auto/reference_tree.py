@@ -10,6 +10,8 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from drafters.auto.cells import (
     BASE_CHANCE,
     CORPUS,
@@ -117,17 +119,18 @@ def chances(
         counts |= _corpus_counts(documents, [START, *output, *path])
     levels = _levels(counts, len(output) + len(path))
     claimed: dict[int, float] = {t: 0.0 for _, _, _, followed in levels for t in followed}
-    left = 1.0
+    # In the blend's float32: default trusts of 0.975 and 0.84 leave 0.004, which is less or not.
+    left = np.float32(1.0)
     for _, cell, total, followed in levels:
-        weight = float(trust.weights[cell])
+        weight = np.float32(trust.weights[cell])
         for token, count in followed.items():
-            claimed[token] += left * weight * count / total
-        left *= 1.0 - weight
-        if left < 0.004:
+            claimed[token] += float(left) * float(weight) * count / total
+        left *= np.float32(1.0) - weight
+        if float(left) < 0.004:
             break
     corrected = {}
     for token, chance in claimed.items():
-        chance += left * BASE_CHANCE
+        chance += float(left) * BASE_CHANCE
         level, cell, _, _ = next(found for found in levels if token in found[3])
         at_start = not output and not path
         factor = trust.factors[factor_cell(level, cell % NUM_SITUATIONS, at_start, chance)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafters.auto.drafter import AutoDrafter
@@ -37,6 +37,9 @@ _texts = _words.map(lambda words: [token for word in words for token in word])
 
 
 @settings(max_examples=examples(300), deadline=None)
+@example(  # two levels leave 0.004
+    prompt=[1, 2, 3] * 4, output=[2, 2], documents=[[*[1, 2, 3] * 4, 0]], budget=4, max_depth=4
+)
 @given(
     prompt=_texts.filter(bool),
     output=_texts,
