@@ -311,7 +311,11 @@ def measure(
 
     def corpus_of(train: Sequence[Recording]) -> Corpus | None:
         pairs = [(e.prompt_ids, e.output_ids) for e in train]
-        return build_calibrated(pairs, fingerprint="replay", p_min=5) if pairs else None
+        return (
+            build_calibrated(pairs, fingerprint="replay", p_min=5, pieces=ids.pieces)
+            if pairs
+            else None
+        )
 
     cells = []
     for place, name in enumerate(names):

@@ -120,6 +120,7 @@ def corpus_of(
     adapter: prompts and outputs are written in its tokens, where it has some.
     Raises ConfigError for data that cannot be read and for no data at all, and ModelError.
     """
+    from drafters.auto.copying import Pieces
     from drafters.auto.held_out import build_calibrated
 
     text = open_text(model, fields)
@@ -134,7 +135,13 @@ def corpus_of(
     )
     try:
         return build_calibrated(
-            spelled_out, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
+            spelled_out,
+            fingerprint=fingerprint,
+            n_max=n_max,
+            p_min=p_min,
+            progress=progress,
+            # An adapter may write other ids.
+            pieces=None if adapter else Pieces(text.table.offsets, text.table.blob),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -385,13 +385,14 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     Raises ConfigError for examples that cannot be used.
     """
     from drafters.array_file import ArrayFileError
+    from drafters.auto.copying import Pieces
     from drafters.auto.held_out import build_calibrated
     from drafters.learned import LearnedOutputs
-    from server.datasets import ExampleReader, open_tokenizer
+    from server.datasets import ExampleReader, open_table
     from vocab_store.enrichment import Enrichment
 
-    tokenizer, fingerprint, eos_token_id = open_tokenizer(Path(order.folder))
-    fingerprint = order.fingerprint or fingerprint
+    tokenizer, table, eos_token_id = open_table(Path(order.folder))
+    fingerprint = order.fingerprint or table.fingerprint.hex()
     config = parsed((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
     vocab_size = int(config["vocab_size"])
     written: Callable[[Sequence[int]], list[int]] = list
@@ -420,7 +421,8 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
             )
     if len(held) == 0:
         raise ConfigError("there are no examples")
-    corpus = build_calibrated(held.examples(), fingerprint=fingerprint)
+    pieces = None if order.enrichment is not None else Pieces(table.offsets, table.blob)
+    corpus = build_calibrated(held.examples(), fingerprint=fingerprint, pieces=pieces)
     digest = hashlib.sha256()
     for prompt_ids, output_ids in held.examples():
         for ids in (prompt_ids, output_ids):
