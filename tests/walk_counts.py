@@ -68,7 +68,7 @@ FLOORS = (
     ("vocab_store",),
     ("drafters",),
     ("server", "server.errors", "server.types", "server.logs"),
-    ("server.tracing", "server.token_bytes", "server.grammar_text", "server.channel"),
+    ("server.token_bytes", "server.grammar_text", "server.channel"),
     ("server.datasets", "server.config"),
     ("server.metrics", "server.client", "server.engine"),
     ("server.model", "server.training", "server.api"),

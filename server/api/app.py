@@ -48,7 +48,7 @@ from server.api.faces.completions import Completions
 from server.api.faces.decisions import Decider, Decisions
 from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
-from server.api.gate import OPEN_PATHS, Gate, error_response
+from server.api.gate import OPEN_PATHS, Gate, TraceSink, error_response
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.openapi import described, document
 from server.api.order import Orders
@@ -64,7 +64,6 @@ from server.errors import (
     echoed,
 )
 from server.metrics import Metrics
-from server.tracing import TraceSink
 
 _ANY_QUERY = OPEN_PATHS | frozenset({"/metrics", ROOT_PATH, *PAGE_PATHS})
 

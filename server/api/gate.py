@@ -26,8 +26,10 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,9 +39,13 @@ from server.api.http_answers import encode_ascii
 from server.api.keys import Caller, Keyring, check_admin
 from server.api.shapes import error_answer
 from server.config import TracingConfig
-from server.errors import ClientGoneError, ServerError, TailorError
+from server.errors import ClientGoneError, ConfigError, ServerError, TailorError
 from server.metrics import Metrics
-from server.tracing import Span, TraceSink, open_tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+
 
 log = logging.getLogger("tailor.http")
 
@@ -198,15 +204,6 @@ def _request_id(scope: Scope) -> str:
 # --- what is told of a request --------------------------------------------------------------------
 
 
-def open_traces(config: TracingConfig) -> TraceSink | None:
-    """Where the spans of requests go; None: nowhere."""
-    if config.endpoint is None:
-        return None
-    return open_tracer(
-        config.endpoint, service_name=config.service_name, sample_ratio=config.sample_ratio
-    )
-
-
 MAX_PROMPT_SPANS = 64
 """Prompts of one request that get spans of their own."""
 
@@ -241,7 +238,7 @@ def request_span(
     def at(seconds: float) -> int:
         return offset_ns + int(seconds * 1e9)
 
-    attributes: dict[str, str | int | float | bool] = {
+    attributes: dict[str, Attribute] = {
         "http.request.method": method if method.isascii() and method.isalpha() else "_OTHER",
         "http.route": route,
         "http.response.status_code": status,
@@ -303,3 +300,112 @@ def _generate(account: RequestAccount, ended_s: float, at: Any) -> Span:
         },
         children,
     )
+
+
+# --- spans, sent to a collector -------------------------------------------------------------------
+
+# By OpenTelemetry, over OTLP/HTTP. Once a request has ended, a tree of `Span`s with their times
+# describes it; no token waits for this. `open_traces` alone imports the opentelemetry packages
+# (extra `tracing`).
+
+Attribute = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What happened from start_ns to end_ns (Unix nanoseconds), and its parts.
+
+    error: a code when it failed. is_server: it answers a request from outside.
+    """
+
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    children: Sequence[Span] = ()
+    error: str = ""
+    is_server: bool = False
+
+
+class TraceSink(Protocol):
+    """Where the API puts its spans."""
+
+    def send(self, span: Span, traceparent: str) -> str:
+        """Queue a tree of spans; returns its trace id (32 hex digits), "" when not sampled.
+
+        traceparent: the caller's W3C header, or "": the spans join the caller's trace, and its
+        decision whether to sample holds. A malformed header is ignored.
+        """
+
+    def close(self) -> None:
+        """Send what is queued and end the threads. May block for some seconds."""
+
+
+def open_traces(config: TracingConfig) -> TraceSink | None:
+    """A sink for a collector, None without one. An endpoint without a path gets OTLP's own,
+    /v1/traces.
+
+    Raises ConfigError when the extra is not installed.
+    """
+    endpoint = config.endpoint
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ImportError as error:
+        raise ConfigError(
+            "tracing.endpoint needs `pip install opentelemetry-sdk "
+            f"opentelemetry-exporter-otlp-proto-http`: {error.name} is missing"
+        ) from None
+    if urlsplit(endpoint).path in ("", "/"):
+        endpoint = endpoint.rstrip("/") + "/v1/traces"
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+        resource=Resource.create({"service.name": config.service_name}),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)))
+    return _Tracer(provider)
+
+
+class _Tracer:
+    """TraceSink over an OpenTelemetry provider."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from server import __version__
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("tailor", __version__)
+
+    def send(self, span: Span, traceparent: str) -> str:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        context = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+        return self._emit(span, context)
+
+    def _emit(self, span: Span, context: Context) -> str:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        made = self._tracer.start_span(
+            span.name,
+            context=context,
+            kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+            start_time=span.start_ns,
+            attributes=dict(span.attributes),
+        )
+        if span.error:
+            made.set_status(Status(StatusCode.ERROR, span.error))
+        identity = made.get_span_context()
+        if identity.trace_flags.sampled:
+            within = set_span_in_context(made, context)
+            for child in span.children:
+                self._emit(child, within)
+        made.end(end_time=max(span.start_ns, span.end_ns))
+        return format(identity.trace_id, "032x") if identity.trace_flags.sampled else ""
+
+    def close(self) -> None:
+        self._provider.shutdown()

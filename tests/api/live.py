@@ -19,11 +19,11 @@ from server.api.admin import TaskAdmin
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
+from server.api.gate import TraceSink
 from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve
 from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics import Metrics
-from server.tracing import TraceSink
 from tests.api.real_engine import TABLE as TABLE
 from tests.api.real_engine import TOKENIZER as TOKENIZER
 from tests.api.tiny_tokenizers import byte_level_tokenizer

@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from server.api.gate import Span, open_traces
+from server.config import TracingConfig
 from server.errors import ConfigError
-from server.tracing import Span, open_tracer
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import wait_until
@@ -73,7 +74,8 @@ def collector() -> Iterator[Collector]:
 @contextmanager
 def traced(collector: Collector, engine: ScriptedEngine, **options: Any) -> Iterator[LiveServer]:
     """A server that traces; the spans are sent when it ends."""
-    traces = open_tracer(collector.url, **options)
+    traces = open_traces(TracingConfig(endpoint=collector.url, **options))
+    assert traces is not None
     try:
         with LiveServer([engine], traces=traces) as live:
             yield live
@@ -153,7 +155,8 @@ def test_sampling_follows_the_caller(collector: Collector) -> None:
 def test_a_collector_that_is_not_there_costs_nothing() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_EXPORT_TIMEOUT", "200")
-        traces = open_tracer("http://127.0.0.1:9/else/where")
+        traces = open_traces(TracingConfig(endpoint="http://127.0.0.1:9/else/where"))
+        assert traces is not None
         with LiveServer([ScriptedEngine(saying([5]))], traces=traces) as live:
             for _ in range(20):
                 assert live.post(max_tokens=2).status_code == 200
@@ -166,4 +169,4 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
-        open_tracer("http://127.0.0.1:4318")
+        open_traces(TracingConfig(endpoint="http://127.0.0.1:4318"))
