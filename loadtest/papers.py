@@ -40,9 +40,8 @@ from loadtest.prompts import task_names
 from loadtest.recordings import SetOptions, open_ids
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.enrich import MiningOptions, Report, analyze_task, mine_tokens
-from server.commands.options import ModelOptions, WeightsForm
+from server.commands.options import Bar, ModelOptions, WeightsForm
 from server.commands.own_engine import own_engine
-from server.commands.progress import Bar
 from server.commands.record import Answer, Prompt, ask_engine
 from server.types import SamplingParams, SpeculationParams
 

@@ -75,9 +75,8 @@ from server import token_bytes
 from server.commands import record
 from server.commands.data import FieldOptions, TaskData, read_task_data
 from server.commands.enrich import count_passes, spelled
-from server.commands.options import DEFAULT_MODEL, ModelOptions, WeightsForm
+from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsForm
 from server.commands.own_engine import OwnTokenizer, own_engine
-from server.commands.progress import Bar
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.record import Prompt, ask_engine
 from server.datasets import ExampleReader, open_table, tokenize_in_place

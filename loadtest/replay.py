@@ -101,9 +101,8 @@ from loadtest.peer_drafters import LogitSpec, TokenRecycling
 from loadtest.prompts import data_sets, read_examples
 from loadtest.quality import answer_all, answered
 from loadtest.recordings import Ids, SetOptions, open_ids
-from server.commands.options import ModelOptions
+from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
-from server.commands.progress import Bar
 from server.commands.record import Answer, Prompt, ask_engine
 from server.datasets import tokenize_in_place
 from server.engine.engine import Engine

@@ -34,9 +34,8 @@ from numba import njit
 from loadtest.figures import ratio
 from loadtest.options import ResultOptions, emit, listed, numbers
 from loadtest.prompts import distinct_prompts
-from server.commands.options import ModelOptions
+from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
-from server.commands.progress import Bar
 from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.probe import make_prober

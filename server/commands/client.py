@@ -48,7 +48,7 @@ def run(
     import asyncio
 
     from server.client.bulk import BulkOutcome, BulkRun
-    from server.commands.progress import Bar
+    from server.commands.options import Bar
 
     try:
         job = BulkRun(

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import DEFAULT_MODEL, ModelOptions, OutputFile, writing
+from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, OutputFile, Stages, writing
 from server.commands.own_engine import own_engine
-from server.commands.progress import Bar, Stages
 from server.datasets import open_tokenizer
 from server.errors import ConfigError
 

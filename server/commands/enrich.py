@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
-from server.commands.options import DEFAULT_MODEL, OutputFile, writing
-from server.commands.progress import Bar
+from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -148,7 +148,7 @@ def _text_of(entry: dict[str, Any]) -> str | None:
 def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]) -> list[_Judged]:
     """Every row asked of a running server. Raises CallFailedError."""
     from server.client.bulk import BulkRun
-    from server.commands.progress import Bar
+    from server.commands.options import Bar
 
     if source.concurrency < 1:
         raise ConfigError("--concurrency: must be at least 1")

@@ -29,8 +29,7 @@ from cyclopts import Parameter
 
 from drafters.atomic_file import replacing
 from server.commands.data import FieldOptions, read_task_data
-from server.commands.options import ModelOptions, SamplingOptions, sampling_of
-from server.commands.progress import Bar, duration
+from server.commands.options import Bar, ModelOptions, SamplingOptions, duration, sampling_of
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.tasks import RecordOptions, TaskFile, tune_task
 from server.commands.train import BaseOptions, RecipeOptions, train_adapter

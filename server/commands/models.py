@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from drafters.json_text import parsed
-from server.commands.options import ModelOptions, writing
-from server.commands.progress import Bar, Stages
+from server.commands.options import Bar, ModelOptions, Stages, writing
 from server.errors import ConfigError
 
 ModelName = Annotated[

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.api.served_model import ServedModel
-    from server.commands.options import ModelOptions
-    from server.commands.progress import Bar
+    from server.commands.options import Bar, ModelOptions
     from server.config import ModelConfig
     from server.engine.engine import Engine
 

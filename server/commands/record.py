@@ -32,6 +32,7 @@ from server.client.bulk import AnswerFile, BulkError
 from server.client.http import Caller, CallFailedError, Endpoint, RefusedError
 from server.client.http import call as request
 from server.commands.options import (
+    Bar,
     CallOptions,
     ModelOptions,
     OutputFile,
@@ -40,7 +41,6 @@ from server.commands.options import (
     sampling_of,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
-from server.commands.progress import Bar
 from server.datasets import Fields, ids_of, rows
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams, TokenLogprob

@@ -25,13 +25,14 @@ from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
 from server.commands.data import FieldOptions, chat_render
 from server.commands.options import (
+    Bar,
     ModelOptions,
     SamplingOptions,
+    duration,
     sampling_of,
     writing,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
-from server.commands.progress import Bar, duration
 from server.config import DEFAULT_TASKS
 from server.errors import ConfigError
 

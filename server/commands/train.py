@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, read_task_data
-from server.commands.options import DEFAULT_MODEL, WeightsForm, writing
-from server.commands.progress import Bar
+from server.commands.options import DEFAULT_MODEL, Bar, WeightsForm, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:

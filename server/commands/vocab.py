@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import DEFAULT_MODEL, OutputFile
-from server.commands.progress import Bar, Stages
+from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, Stages
 from server.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from functools import partial
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.app import create_app
-from server.api.engines.client import EngineClient
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineClient, EngineSpec
 from server.api.gate import open_traces
 from server.api.keys import OwnUse
 from server.api.serving import serve

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from server.config import ServerConfig, TaskConfig
 
 if TYPE_CHECKING:
-    from server.api.engines.slot import EngineSpec
+    from server.api.engines.client import EngineSpec
     from server.api.served_model import ServedModel
     from server.config.cluster import LearningConfig
     from server.fleet.changes import FollowedAdmin
@@ -106,7 +106,7 @@ class ServedParts:
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         """A process of its own, as in a single server. Its name tells what it keeps on disk from
         that of other replicas, and is the same again when a replica is replaced."""
-        from server.api.engines.slot import EngineSpec
+        from server.api.engines.client import EngineSpec
         from server.engine.process import start_process
         from server.wiring.engine import build_engine
 

@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from server import channel
-from server.api.engines.client import EngineClient
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineClient, EngineSpec
 from server.api.engines.submission import GRAMMAR_FIELD
 from server.config import LimitsConfig, RestartConfig
 from server.errors import (

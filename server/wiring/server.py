@@ -303,8 +303,7 @@ def _engine_client(
     plan: ServerPlan, metrics: Metrics, waiting: list[EngineProcess]
 ) -> EngineClient:
     """The client of every engine of a plan; each engine is a process of its own."""
-    from server.api.engines.client import EngineClient
-    from server.api.engines.slot import EngineSpec
+    from server.api.engines.client import EngineClient, EngineSpec
     from server.engine.process import start_process
 
     config = plan.config

@@ -17,8 +17,7 @@ import httpx
 
 from server.api.admin import TaskAdmin
 from server.api.app import create_app
-from server.api.engines.client import EngineClient
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineClient, EngineSpec
 from server.api.gate import TraceSink
 from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve

@@ -23,7 +23,7 @@ from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 if TYPE_CHECKING:
-    from server.api.engines.slot import EngineSpec
+    from server.api.engines.client import EngineSpec
 
 TOKENIZER = byte_level_tokenizer()
 TABLE = token_bytes.build(TOKENIZER, 400)
@@ -92,7 +92,7 @@ def hang(batch: Batch) -> None:
 
 def spec(start: Any = start_thread, i: int = 0, **options: Any) -> EngineSpec:
     """An engine for LiveServer; options: make_engine's."""
-    from server.api.engines.slot import EngineSpec
+    from server.api.engines.client import EngineSpec
 
     name = f"engine-{i}"
     factory = partial(make_engine, **options)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.config import LimitsConfig, ServerConfig
 from server.engine.host import start_thread
 from tests.api.chat_models import decode, encode, served, weather

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drafters import make_drafter
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from server.api.chat_template import ChatTemplate
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.api.faces.decisions import (
     Labeller,
     Labels,

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from server.api import grammars
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.config import (
     MetricsConfig,
     ServerConfig,

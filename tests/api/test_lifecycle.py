@@ -24,8 +24,7 @@ import openai
 import pytest
 from msgspec import structs
 
-from server.api.engines.client import EngineClient
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig, ServerConfig, TaskConfig
 from server.errors import NoEngineError
 from server.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.engine.host import start_thread
 from tests.api.live import BYTE_IDS, TOKENIZER, LiveServer
 from tests.api.test_errors import check

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from drafters import make_drafter
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread

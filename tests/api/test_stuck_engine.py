@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.engines import slot
-from server.api.engines.slot import Pulse
+from server.api.engines import client
+from server.api.engines.client import Pulse
 from server.config import RestartConfig
 from server.engine.process import start_process
 from server.machine import core_waits
@@ -81,7 +81,7 @@ def test_a_step_that_never_ends_is_ended_although_its_process_speaks() -> None:
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """[0] is the time."""
     now = [1000.0]
-    monkeypatch.setattr(slot, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -23,7 +23,7 @@ from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
 from server.api import admin as tasks_module
 from server.api.admin import CorpusBody, _Report
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.api.faces.completions import CompletionBody
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine

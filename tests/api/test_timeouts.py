@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.config import (
     LimitsConfig,
     ServerConfig,

@@ -13,9 +13,8 @@ from drafters.auto.prior import Prior
 from drafters.auto.retrieval import Seen
 from drafters.base import Drafter
 from server.commands.cli import main
-from server.commands.options import ModelOptions
+from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
-from server.commands.progress import Bar
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from server.commands.progress import _bars
+from server.commands.options import _bars
 from server.commands.tasks import _tell, head_share
 from server.commands.tune_choice import _head_costs
 from server.commands.tune_data import Compared, check_data, quality, quality_lines

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.config import RestartConfig
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.replica import EngineReplica

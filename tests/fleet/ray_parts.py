@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig
 from server.config.task import SpeculationConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig, TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError

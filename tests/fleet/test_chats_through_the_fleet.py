@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.engine.host import start_thread
 from tests.api.chat_models import TOKENIZER, served
 from tests.api.live import LiveServer

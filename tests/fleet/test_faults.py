@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.engines.client import EngineClient
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
 from server.fleet.far_engine import RetryPolicy

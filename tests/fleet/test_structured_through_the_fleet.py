@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.engine.host import start_thread
 from tests.api.live import LiveServer
 from tests.api.real_engine import TOKENIZER

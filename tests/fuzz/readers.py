@@ -782,8 +782,7 @@ class _App:
 
     def __init__(self) -> None:
         from server.api.app import create_app
-        from server.api.engines.client import EngineClient
-        from server.api.engines.slot import EngineSpec
+        from server.api.engines.client import EngineClient, EngineSpec
         from server.config import ServerConfig
         from server.metrics import Metrics
         from tests.api.live import DRAFTERS, PLAIN_TASK, served

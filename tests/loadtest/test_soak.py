@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from server.api.bodies import validate
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.api.faces.chat import ChatBody
 from server.api.faces.completions import CompletionBody
 from server.api.faces.decisions import DecisionBody

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from drafters.published.suffix import SuffixDrafter
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.config import SpeculationConfig, TaskConfig
 from server.engine.batch import Batch
 from server.engine.engine import Engine

@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from drafters import DRAFTER_NAMES
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.commands.cli import main
 from server.config import (
     AdapterConfig,

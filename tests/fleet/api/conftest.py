@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from server.api.engines.slot import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
 from server.metrics import Metrics
 from tests.api import live
