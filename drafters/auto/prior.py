@@ -277,22 +277,29 @@ def score(prior: PriorView, row: int) -> float:
     scores, sums, num = prior.scores, prior.sums, prior.output.shape[0]
     for i in range(WIDTH):
         prior.numbers[i] = np.int16(np.rint(prior.states[row, i] * np.float32(127.0)))
-    highest = np.float32(-1e30)
     for f in range(num):
         total = np.int32(0)
         for i in range(WIDTH):
             total += np.int32(prior.numbers[i]) * np.int32(prior.output[f, i])
         # A sum of int32 is one of int64 to the compiler, unless only 32 bits of it are asked for.
-        value = np.float32(np.int32(total)) * prior.output_scale[f] + prior.output_bias[f]
-        scores[f] = value
-        highest = max(highest, value)
+        scores[f] = np.float32(np.int32(total)) * prior.output_scale[f] + prior.output_bias[f]
+    # A loop for each: one that keeps its numbers and adds them up is not compiled to vectors.
+    for i in range(LANES):
+        sums[i] = scores[i]
+    for f in range(0, num, LANES):
+        for i in range(LANES):
+            value = scores[f + i]
+            sums[i] = value if value > sums[i] else sums[i]
+    highest = sums[0]
+    for i in range(LANES):
+        highest = max(highest, sums[i])
+    for f in range(num):
+        scores[f] = _exp(scores[f] - highest)
     for i in range(LANES):
         sums[i] = 0.0
     for f in range(0, num, LANES):
         for i in range(LANES):
-            value = _exp(scores[f + i] - highest)
-            scores[f + i] = value
-            sums[i] += value
+            sums[i] += scores[f + i]
     sum_ = np.float32(0.0)
     for i in range(LANES):
         sum_ += sums[i]
