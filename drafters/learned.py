@@ -42,19 +42,26 @@ class LearnedOutputs:
 
     max_tokens: of outputs held; of prompts there are up to PROMPT_SHARE times as many. max_prompt,
     max_output: longer prompts lose their start, longer outputs their end. seed: of the draw of
-    what is replaced.
+    what is replaced. repeats: equal outputs of equal prompts are held as often as they are added.
     """
 
     PROMPT_SHARE = 4
 
     def __init__(
-        self, max_tokens: int, *, max_prompt: int = 1024, max_output: int = 4096, seed: int = 0
+        self,
+        max_tokens: int,
+        *,
+        max_prompt: int = 1024,
+        max_output: int = 4096,
+        seed: int = 0,
+        repeats: bool = False,
     ) -> None:
         if max_tokens < 1 or max_prompt < 0 or max_output < 1:
             raise ValueError("max_tokens and max_output must be positive, max_prompt not negative")
         self.max_tokens = max_tokens
         self.max_prompt = max_prompt
         self.max_output = min(max_output, max_tokens)
+        self.repeats = repeats
         self.num_tokens = 0
         self.num_prompt_tokens = 0
         self.num_seen = 0
@@ -67,7 +74,8 @@ class LearnedOutputs:
 
     def add(self, prompt_ids: Sequence[int] | Int32, output_ids: Sequence[int] | Int32) -> bool:
         """Add an output; others are dropped until it fits. Returns whether it was added: an empty
-        one is ignored, and one that is held with the same prompt is seen, and held once."""
+        one is ignored, and one that is held with the same prompt is seen, and held once (but for
+        `repeats`)."""
         most_prompt = self.PROMPT_SHARE * self.max_tokens
         prompt = np.array(prompt_ids, np.int32)
         prompt = prompt[max(0, prompt.shape[0] - self.max_prompt) :][:most_prompt].copy()
@@ -76,7 +84,7 @@ class LearnedOutputs:
             return False
         self.num_seen += 1
         text = text_of(prompt, output)
-        if text in self._texts:
+        if text in self._texts and not self.repeats:
             return False
         examples = self._examples
         while examples and (
@@ -86,7 +94,7 @@ class LearnedOutputs:
             at = self._random.randrange(len(examples))
             examples[at], examples[-1] = examples[-1], examples[at]
             old_prompt, old_output = examples.pop()
-            self._texts.remove(text_of(old_prompt, old_output))
+            self._texts.discard(text_of(old_prompt, old_output))
             self.num_tokens -= int(old_output.shape[0])
             self.num_prompt_tokens -= int(old_prompt.shape[0])
         examples.append((prompt, output))

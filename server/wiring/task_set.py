@@ -401,7 +401,7 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
         vocab_size, written = enrichment.vocab_size, enrichment.segment
     reader = ExampleReader(tokenizer, eos_token_id, vocab_size=vocab_size)
     # There is room for everything: an upload that is too large is refused, never reduced.
-    held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30)
+    held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30, repeats=True)
     if order.old is not None:
         try:
             held.restore(order.old, fingerprint=fingerprint, scope="upload")

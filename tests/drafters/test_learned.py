@@ -63,6 +63,8 @@ def test_a_text_that_comes_again_is_held_once_and_another_request_is_found() -> 
     layer = build_corpus(held.examples(), fingerprint="f")
     for at, (prompt, _) in {1: ([1, 2, 7, 8], []), 3: others[2]}.items():
         assert layer.nearest.find(prompt, 1)[0].tolist() == [at]
+    whole = LearnedOutputs(400, repeats=True)
+    assert whole.add([1], [2]) and whole.add([1], [2]) and len(whole) == 2
     for i in range(300):  # what was driven out may come again
         held.add([i], [i] * 4)
     assert held.add([1, 2, 7, 8], [5, 6, 9])
