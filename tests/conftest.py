@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import logging
 import os
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +39,23 @@ def pytest_configure(config: pytest.Config) -> None:
     from server.machine_code import make_ready
 
     make_ready()
+    _write_bytecode()
+
+
+def _write_bytecode() -> None:
+    """In a new environment, whose largest packages have no bytecode (Makefile), write it once here:
+    workers start together, and each would compile the same files at the same time as the others."""
+    torch = importlib.util.find_spec("torch")
+    if sys.dont_write_bytecode or torch is None or Path(str(torch.cached)).exists():
+        return
+    running = []
+    for words in (
+        ("-c", "import torch, transformers.models.llama.modeling_llama"),
+        ("-m", "compileall", "-q", "server", "drafters", "vocab_store", "loadtest"),
+    ):
+        running.append(subprocess.Popen([sys.executable, *words], cwd=Path(__file__).parents[1]))
+    for one in running:
+        one.wait()
 
 
 # The longest files come first, so that no process is left alone with one of them at the end of a

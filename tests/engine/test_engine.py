@@ -731,6 +731,7 @@ def test_a_request_whose_constraints_exclude_everything_fails_alone() -> None:
 # -- nothing is lost ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_400_short_requests_a_third_aborted_leave_nothing_behind() -> None:
     rng = Random(1)
     drafter_made: list[FakeDrafter] = []

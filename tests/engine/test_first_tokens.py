@@ -59,6 +59,7 @@ def _pooled(load: float, chance: float) -> tuple[Served, Served]:
     return off, on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chance", [0.5, 0.8])
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_first_tokens_come_as_early_with_drafts_and_answers_earlier(

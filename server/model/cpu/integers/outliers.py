@@ -175,7 +175,7 @@ def errors(x: Float32, parts: Sequence[Rows], factors: Float32) -> tuple[float, 
     on another. So numbers are put on a grid, 20 bits of a row's and 17 of an output's largest:
     then every sum of products is a whole number below 2**53, exact in any order.
     """
-    inputs = [x, _rounded(spread(x, factors), 0), _rounded(x, BLOCK)]
+    inputs = [x, rounded(spread(x, factors), 0), rounded(x, BLOCK)]
     rows = [(v, np.frexp(np.abs(v).max(axis=1, keepdims=True))[1]) for v in inputs]
     grids = [(_on_grid(values, top, 20), top) for values, top in rows]
     found: list[tuple[Float64, ...]] = []
@@ -241,7 +241,7 @@ def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:
     return sums
 
 
-def _rounded(x: Float32, width: int) -> Float32:
+def rounded(x: Float32, width: int) -> Float32:
     """x as its integers (kernels/integer_rows.py) give it back, one scale for `width` inputs, 0:
     all."""
     num, inputs = x.shape

@@ -216,7 +216,7 @@ def test_what_is_measured_is_exact_and_the_same_in_any_order_of_sums() -> None:
     ways = (("int8", 96, spread_x, spread_w, found[0]), ("q8_0", 32, x, weight, found[1]))
     for form, width, inputs_, matrix, value in ways:
         stored = dequantised(quantised(BY_NAME[form], matrix)).astype(np.float64)
-        got = outliers._rounded(inputs_, width).astype(np.float64) @ stored.T
+        got = outliers.rounded(inputs_, width).astype(np.float64) @ stored.T
         rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-20)
         assert value == pytest.approx(rows.mean(), rel=2e-3)
 
