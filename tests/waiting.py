@@ -1,7 +1,8 @@
-"""Waiting for what no event tells: the one place where tests poll."""
+"""Waiting for what no event tells: where tests poll."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -19,3 +20,12 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end_s, told()
         time.sleep(pause_s)
+
+
+async def until(
+    condition: Callable[[], object], timeout_s: float = 20.0, *, pause_s: float = 0.005
+) -> None:
+    """The same in an event loop. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(pause_s)

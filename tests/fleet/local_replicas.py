@@ -14,6 +14,7 @@ from server.config import RestartConfig
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job, ReplicaView, TaskRouting
+from tests.waiting import until
 
 
 class LocalReplicas:
@@ -62,8 +63,7 @@ class LocalReplicas:
         return FleetState(info, {name: r.figures for name, r in self.there.items()})
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
-        while not self.there:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.there, 3600.0, pause_s=0.01)
         views = {name: ReplicaView(self.num_open[name]) for name in self.there}
         name = self.routing.choose(job, views)[0]
         self.routing.routed(job, name)

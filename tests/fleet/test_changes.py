@@ -23,6 +23,7 @@ from server.types import AdapterOrder
 from tests.api.live import as_bytes, served
 from tests.api.test_adapter_routes import Engines
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import until
 
 
 class Files:
@@ -192,10 +193,8 @@ def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all() -> None:
             desk.log = ChangeLog()
             late = Ingress("late", files, desk)
             await ingresses[1].shared.upload("a", [{}], append=True)
-            for ingress in (*ingresses, late):
-                async with asyncio.timeout(10):
-                    while ingress.admin.corpora.get("a") != 2:
-                        await asyncio.sleep(0.01)
+            followers = (*ingresses, late)
+            await until(lambda: all(i.admin.corpora.get("a") == 2 for i in followers), 10)
             late.running.cancel()
             await asyncio.gather(late.running, return_exceptions=True)
 

@@ -25,7 +25,7 @@ from tests.api.live import LiveServer, as_bytes
 from tests.api.real_engine import CONTEXT, spec
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 
 def _scripted(i: int, step_s: float = 0.005) -> tuple[ScriptedEngine, EngineSpec]:
@@ -93,14 +93,15 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
                     ids.extend(delta.token_ids)
 
         collecting = [asyncio.create_task(collect(request)) for request in requests]
-        for engine in engines[:2]:
-            async with asyncio.timeout(100):
-                while len(told) < 2000 or engine.gate.is_set():
-                    await asyncio.sleep(0.005)
+
+        async def lose(engine: ScriptedEngine) -> None:
+            await until(lambda: len(told) == 2000 and not engine.gate.is_set(), 100)
             assert replicas.num_open[engine.name] > 50  # it has work, and will not end it
             replicas.kill(engine.name)
-            while replicas.num_open[engine.name]:
-                await asyncio.sleep(0.005)
+            await until(lambda: not replicas.num_open[engine.name])
+
+        for engine in engines[:2]:
+            await lose(engine)
         await asyncio.gather(*collecting)
         assert replicas.num_streams > 2100  # so many were run again
         assert client.num_open == 0
