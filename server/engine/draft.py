@@ -269,7 +269,8 @@ class Drafts:
         for sequence, code in zip(rows.sequences, codes, strict=True):
             if sequence.session is not None and code != NOT_DRAWN and not sequence.is_resting:
                 wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
-        return replace(trees, num_likely=wanted) if wanted else trees
+        trees.num_likely = wanted
+        return trees
 
     def _why_not_first(self, sequence: Sequence, num_left: int) -> str:
         """Why a choice does not draft beside its first token, or ""."""
@@ -368,8 +369,7 @@ class Drafts:
         trees, errors = checked(each, bounds)
         for i, fault in errors:
             self.disable(rows.sequences[i], fault)
-        trees = replace(trees, certain=certain, why=why)
-        stays = None
+        trees.certain, stays = certain, None
         for i in sliced:
             head, at = rows.sequences[i].head, slice(trees.start[i], trees.start[i + 1])
             assert head is not None
@@ -385,10 +385,9 @@ class Drafts:
         num_asked = int((asked >= 0).sum())
         taken = gain.choose(seats, *columns, shape, room, num_asked)
         trees = self._fitted(rows, trees, taken, why)
-        return replace(
-            trees, why=why, seconds=time.perf_counter() - began, ceiling=ceiling,
-            num_asked=num_asked,
-        )  # fmt: skip
+        trees.why, trees.ceiling, trees.num_asked = why, ceiling, num_asked
+        trees.seconds = time.perf_counter() - began
+        return trees
 
     def _fitted(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> Trees:
         """As much of the chosen nodes as gets blocks; drafts never preempt anybody for theirs."""

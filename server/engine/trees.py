@@ -58,9 +58,10 @@ class DraftError(ValueError):
     """A drafter proposed something that is not a tree over the vocabulary."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trees:
     """The trees of a step's items in their order, in compressed rows, and what finding them took.
+    Written by draft.py alone.
 
     start: int32 [items + 1], the nodes of item i are [start[i], start[i + 1]). nodes: int32
     [3, N]: ids, parents (within the tree; -1: its root is the item's last row; parents come
@@ -152,7 +153,7 @@ class Trees:
 
 @cache
 def no_trees(num_items: int) -> Trees:
-    """Of a step in which nobody has a drafter."""
+    """Of a step in which nobody has a drafter. Nobody writes to it."""
     start, certain = np.zeros(num_items + 1, np.int32), np.zeros(num_items, np.int32)
     nodes: Int32x2 = np.empty((3, 0), np.int32)
     empty = np.empty(0), np.empty(0, np.int64), np.empty(0, np.int32)
@@ -203,7 +204,7 @@ def checked(
             errors.append((i, error))
     np.cumsum(start, out=start)
     if not parts:
-        return no_trees(num), errors
+        return replace(no_trees(num)), errors
     if len(parts) > 1:
         parts = [map(np.concatenate, zip(*parts, strict=True))]
     ids, parents, survival, source, cell = parts[0]
