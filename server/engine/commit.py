@@ -353,11 +353,14 @@ class ExactVerifier:
         for i in range(min(stands + 1, num) if wants else 0):
             if right[i] >= 0:
                 sequence.logprobs.append(results.logprob(draws[i]))
-        sequence.verify(sequence.num_output)
         grammar = sequence.grammar
+        if stands == num and grammar is not None and grammar.problem:
+            # One that the grammar did not take is not told, as without a slice.
+            sequence.verify(min(sequence.num_output, grammar.num_consumed))
+            return Outcome(sequence, end, NO_TOKEN_LEFT)
+        sequence.verify(sequence.num_output)
         if stands == num:
-            has_problem = grammar is not None and grammar.problem != ""
-            return Outcome(sequence, end, NO_TOKEN_LEFT if has_problem else "")
+            return Outcome(sequence, end)
         if right[stands] < 0:
             return Outcome(sequence, end, results.problem(draws[stands]))
         return self._replace(sequence, right[stands], num_computed)
@@ -633,5 +636,4 @@ def _note_rejected(sequence: Sequence, trees: Trees, at: slice, run: _Run) -> No
     sequence.rejected_drafts.extend(
         (start + place, names[first] if first < len(names) else names[0], ids)
         for place, first, ids in rejected_paths(ids, parents, source, run.path)
-        if place < len(run.ids)  # what lies past the end of the answer is left out
     )

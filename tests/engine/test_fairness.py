@@ -134,10 +134,10 @@ def test_what_a_key_finds_in_the_cache_does_not_tell_what_another_asks(repeats: 
 def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
     """Else a long one would begin again each time that another key asks."""
     engine = engine_of()
-    engine.submit(request("long", "a", 240, max_tokens=10))
+    engine.submit(request("long", "a", 180, max_tokens=70))
     steps_to_first(engine, "long")
     for i in range(15):
-        engine.submit(request(f"b{i}", f"b{i}", 100, max_tokens=100))
+        engine.submit(request(f"b{i}", f"b{i}", 120, max_tokens=100))  # the last lacks blocks
     (long,) = (s for s in engine.scheduler.running if s.request.request_id == "long")
     ended: list[str] = []
     while engine.has_work:

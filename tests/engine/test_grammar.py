@@ -573,11 +573,12 @@ def test_a_grammar_that_fails_has_unverified_tokens_checked_at_once(
     monkeypatch.setattr(GrammarState, "consume", limited)
     none = np.empty(0, np.int32)
     profile = VocabProfile(VocabSlice.full(VOCAB), none, none.astype(np.float32))
-    engine = _engine(compiler, profile=profile)
-    for name, mode in (("full", "full"), ("exact", "exact")):
+    results = {}
+    for mode in ("full", "exact"):
+        engine = _engine(compiler, profile=profile, may_use_full_head=False)
         vocabulary = VocabularyParams(mode, "p", 40)  # type: ignore[arg-type]
-        engine.submit(replace(_request(name, COMPACT), vocabulary=vocabulary))
-    results = _finish(engine)
+        engine.submit(replace(_request(mode, COMPACT), vocabulary=vocabulary))
+        results.update(_finish(engine))
     full, exact = results["full", 0], results["exact", 0]
     assert exact.error_code == full.error_code == "grammar_limit"
     assert len(full.ids) == len(exact.ids) == num
