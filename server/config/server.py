@@ -280,10 +280,9 @@ class EngineConfig(Section):
     dtype: Dtype = Field("auto", description="auto: float32 on cpu, the model's own on cuda")
     weights: WeightsForm = Field(
         "auto",
-        description="how a cpu keeps weights: floats, int8 (one scale an output, but blocks where "
-        "activations have outliers), int8-blocks or int4 (a scale for 32 inputs), file (a GGUF's "
-        "own numbers); auto: file for a GGUF or a built-in model without merged adapter and dtype, "
-        "else dtype. On cuda the layers' may be fp8 (one scale an output); auto: dtype",
+        description="how a cpu keeps weights, and which of them fp8 is on cuda: docs/models.md; "
+        "auto: on a cpu file for a GGUF or a built-in model without merged adapter and dtype, else "
+        "dtype",
     )
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"
@@ -306,9 +305,9 @@ class EngineConfig(Section):
     block_size: int = Field(_SIZES.block_size, ge=1, le=1024, description="KV slots in a block")
     kv_cache_memory: Memory | None = Field(
         None,
-        description="memory of the KV cache: a fraction of what is free after loading (on cuda, "
-        "beside what the largest step was measured to take and what max_adapters adapters would: "
-        'the log has them), or an amount such as "2GiB"; default 0.3 on cpu, 0.85 on cuda',
+        description="memory of the KV cache: a fraction of what is free after loading (on cuda "
+        'beside the largest step and max_adapters adapters), or an amount such as "2GiB"; default '
+        "0.3 on cpu, 0.85 on cuda",
     )
     prefix_cache: bool = Field(
         _SIZES.prefix_cache, description="whether prompts share KV blocks by content"
@@ -337,11 +336,8 @@ class EngineConfig(Section):
     )
     full_head: Literal["auto", "device", "stream", "cpu"] = Field(
         "auto",
-        description="where the full LM head lies. device: in the device's memory. stream: on cuda "
-        "in CPU memory, on a cpu in the model's file, taken through piece by piece whenever it is "
-        "needed. cpu: on cuda as stream, and `exact` verifies on the CPU. auto: device; on a cpu, "
-        "where all tasks of a model say `vocabulary: {mode: slice}`, its file, and requests that "
-        "need it are refused",
+        description="where the full LM head lies: docs/vocabulary.md; auto: device, but on a cpu "
+        "the model's file where all its tasks say `vocabulary: {mode: slice}`",
     )
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -68,14 +68,20 @@ def _shown(value: Any) -> str:
     return f"`{value}`"
 
 
+_MOST_TOLD = 1000
+
+
 def _bounds(field: Any) -> str:
-    """What is allowed: " (1 to 4096)", " (above 0)", " (auto or none)" or ""."""
+    """What is allowed: " (1 to 256)", " (at least 16)", " (auto or none)" or "". Bounds that keep
+    out only what nobody means (0, 1, above a thousand) are left to the error."""
     limits = {
         name: getattr(item, name)
         for item in field.metadata
         for name in ("ge", "gt", "le", "lt")
         if getattr(item, name, None) is not None
     }
+    if max(limits.get("le", 0), limits.get("lt", 0)) > _MOST_TOLD:
+        limits = {"ge": limits["ge"]} if limits.get("ge", 0) > 1 else {}
     begin = f"above {limits['gt']}" if "gt" in limits else str(limits.get("ge", ""))
     end = f"below {limits['lt']}" if "lt" in limits else str(limits.get("le", ""))
     told = f"{begin} to {end}" if begin and end else end
