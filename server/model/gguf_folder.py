@@ -12,7 +12,7 @@ from typing import Any
 
 from drafters.json_text import parsed
 from server.errors import ModelError, UnsupportedModelError
-from server.model import catalog
+from server.model import catalog, known_config
 from server.model.cache_folder import (
     MARKER,
     appearing,
@@ -24,6 +24,7 @@ from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VE
 from server.model.gguf_config import BY_TRANSFORMERS
 from server.model.gguf_file import unknown_forms
 from server.model.gguf_index import GgufIndex
+from server.model.shape import rope_tables, shape_of
 from server.model.wheels import Report
 
 
@@ -147,5 +148,9 @@ def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) 
             f"{source.name}: {unknown[0]} is of no form that is multiplied as it is; "
             "`weights: int8` rounds it"
         )
-    describe(source, out, report)
+    config, expected = describe(source, out, report)
+    raw = parsed((out / "config.json").read_text(encoding="utf-8"))
+    known_config.keep(raw, config, expected, out)
+    tables = rope_tables(config, shape_of(config), int(config.max_position_embeddings))
+    known_config.keep_ropes(raw, tables, out)
     return made

@@ -1,4 +1,5 @@
-"""Keeps in the cache folder what transformers makes of a config.json.
+"""Keeps what transformers makes of a config.json, in the cache folder, or beside a config.json that
+was converted here, so that not even the first start behind it asks transformers.
 
 Importing transformers and its model takes seconds and a hundred megabytes; what a CPU needs of it
 is a ModelShape, the names and shapes of the weights, and the tables of the rotation. They are kept
@@ -45,9 +46,10 @@ _CONFIG_KEYS = (
 @dataclass(frozen=True, slots=True)
 class KnownConfig:
     """config: those attributes of transformers' config that a ModelFolder is asked for. shape: as
-    shape_of gives it. expected: name -> shape of the weights."""
+    shape_of gives it. expected: name -> shape of the weights. folder: the model's."""
 
     key: str
+    folder: Path | None
     config: Any
     shape: ModelShape
     expected: Mapping[str, tuple[int, ...]]
@@ -56,32 +58,37 @@ class KnownConfig:
         """rope_tables of at least so many positions, when they are kept: mapped, because tables
         of a long context are larger than what is ever read of them."""
         size = (len(self.shape.rope_layer_types), "positions", self.shape.rotary_dim // 2)
-        try:
-            read = read_arrays(
-                _file(self.key, "ropes"), kind=_ROPES, version=1, fingerprint=self.key,
-                columns=dict.fromkeys(("cos", "sin"), Column("float32", size)),
-            )  # fmt: skip
-        except (OSError, ArrayFileError):
-            return None
-        cos, sin = read.arrays["cos"], read.arrays["sin"]
-        if cos.shape[1] < num_positions:
-            return None
-        # With `longrope`, tables of more positions than the usual are other ones.
-        usual = self.shape.max_position_embeddings
-        if (cos.shape[1] > usual) != (num_positions > usual):
-            return None
-        return cos, sin
+        for place in (self.folder, None):
+            try:
+                read = read_arrays(
+                    _file(self.key, "ropes", place), kind=_ROPES, version=1, fingerprint=self.key,
+                    columns=dict.fromkeys(("cos", "sin"), Column("float32", size)),
+                )  # fmt: skip
+            except (OSError, ArrayFileError):
+                continue
+            cos, sin = read.arrays["cos"], read.arrays["sin"]
+            # With `longrope`, tables of more positions than the usual are other ones.
+            usual = self.shape.max_position_embeddings
+            is_long = num_positions > usual
+            if cos.shape[1] >= num_positions and (cos.shape[1] > usual) == is_long:
+                return cos, sin
+        return None
 
 
-def find(raw: Mapping[str, Any]) -> KnownConfig | None:
-    """The KnownConfig of a config.json with these values, or None."""
+def find(raw: Mapping[str, Any], folder: Path | None = None) -> KnownConfig | None:
+    """The KnownConfig of a config.json with these values, of this folder, or None."""
     key = _key(raw)
+    return _found(key, folder, folder) or _found(key, None, folder)
+
+
+def _found(key: str, place: Path | None, folder: Path | None) -> KnownConfig | None:
     try:
-        plain = _read(key)
+        plain = _read(key, place)
         own = {name: _tuples(value) for name, value in plain["shape"].items()}
         names = WeightNames(**{k: _tuples(v) for k, v in plain["shape"]["names"].items()})
         return KnownConfig(
             key=key,
+            folder=folder,
             config=SimpleNamespace(**plain["config"]),
             shape=ModelShape(**{**own, "names": names}),
             expected={name: tuple(size) for name, size in plain["expected"].items()},
@@ -90,22 +97,29 @@ def find(raw: Mapping[str, Any]) -> KnownConfig | None:
         return None
 
 
-def keep(raw: Mapping[str, Any], config: Any, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Keep what transformers said of a config that is supported."""
+def keep(
+    raw: Mapping[str, Any],
+    config: Any,
+    expected: Mapping[str, tuple[int, ...]],
+    place: Path | None = None,
+) -> None:
+    """Keep what transformers said of a config that is supported, in the cache or another folder."""
     plain = {
         "config": {name: getattr(config, name, None) for name in _CONFIG_KEYS},
         "shape": dataclasses.asdict(shape.shape_of(config)),
         "expected": {name: list(size) for name, size in expected.items()},
     }
-    _write(_key(raw), plain)
+    _write(_key(raw), plain, place)
 
 
-def keep_ropes(raw: Mapping[str, Any], ropes: tuple[Float32, Float32]) -> None:
+def keep_ropes(
+    raw: Mapping[str, Any], ropes: tuple[Float32, Float32], place: Path | None = None
+) -> None:
     """Keep tables that rope_tables made."""
     key, (cos, sin) = _key(raw), ropes
     with suppress(OSError):
         write_arrays(
-            _file(key, "ropes"), kind=_ROPES, version=1, fingerprint=key, meta={},
+            _file(key, "ropes", place), kind=_ROPES, version=1, fingerprint=key, meta={},
             arrays={"cos": cos, "sin": sin}, mode=EVERYBODY,
         )  # fmt: skip
 
@@ -134,23 +148,23 @@ def _key(raw: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _file(key: str, suffix: str) -> Path:
-    return cache_dir() / "configs" / f"{key}.{suffix}"
+def _file(key: str, suffix: str, place: Path | None = None) -> Path:
+    return (place or cache_dir() / "configs") / f"{key}.{suffix}"
 
 
-def _read(key: str) -> Any:
+def _read(key: str, place: Path | None = None) -> Any:
     """What `_write` kept. A ModelShape says what compiled code indexes: it is checked, not trusted.
 
     Raises OSError, ValueError.
     """
-    digest, _, told = _file(key, "json").read_bytes().partition(b"\n")
+    digest, _, told = _file(key, "json", place).read_bytes().partition(b"\n")
     if hashlib.sha256(told).hexdigest().encode() != digest:
         raise ValueError(f"{key}.json is damaged")
     return parsed(told)
 
 
-def _write(key: str, plain: Any) -> None:
-    file, told = _file(key, "json"), json.dumps(plain).encode()
+def _write(key: str, plain: Any, place: Path | None = None) -> None:
+    file, told = _file(key, "json", place), json.dumps(plain).encode()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, EVERYBODY) as out:

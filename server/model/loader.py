@@ -334,7 +334,7 @@ def open_model(
 
 def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolder:
     raw = _raw_config(path)
-    known = known_config.find(raw) if remembers and adapter is None else None
+    known = known_config.find(raw, path) if remembers and adapter is None else None
     config: Any = _config(path) if known is None else known.config
     eos = [getattr(config, "eos_token_id", None)]
     is_own = known is not None or not is_generic(raw)

@@ -53,6 +53,27 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
     assert done.stdout.strip() == first
 
 
+def test_a_converted_file_s_first_start_imports_no_transformers(tmp_path: Path) -> None:
+    """As in an image that holds the model, and a cache that is new."""
+    write_gguf(tmp_path / "tiny.gguf", "Q8_0")
+    folder = file_folder(str(tmp_path / "tiny.gguf"))
+    code = (
+        "import sys; from tests.setup.second_start import digest; "
+        f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules"
+    )
+    env = {
+        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TAILOR_CACHE_DIR": str(tmp_path / "new"),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for kept in folder.glob("*.ropes"):
+        known = kept.with_suffix(".json")
+        kept.unlink()
+        known.unlink()
+    assert done.stdout.strip() == digest(str(folder))  # transformers' own
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_what_is_kept_is_what_transformers_says(family: str) -> None:
     config = families.build(family).config
