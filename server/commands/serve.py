@@ -40,7 +40,8 @@ HELLO_PROMPT = "The capital of France is"
 
 _IMPORTS = (
     "server.wiring.engine", "server.engine.probe", "server.model.packed_folder",
-    "server.model.cpu.runner",
+    "server.model.cpu.runner", "server.model.loader", "server.logs", "server.engine.task_store",
+    "server.engine.grammar_tokenizer", "drafters.auto.drafter",
 )  # fmt: skip
 """What engines import, while this process reads tokenizers and tasks."""
 
