@@ -1,4 +1,4 @@
-"""docs/first-hour.md is followed, in its order, on a tiny model: from data to a watched server.
+"""docs/first-hour.md is followed, in its order, on a tiny model: from data to a trained task.
 
 What differs from a person's hour: nothing is installed, the model is a tiny one of that name, the
 port is a free one, whatever else runs on the machine is left out of account, and a quarter of the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -62,10 +63,12 @@ def test_the_first_hour(tmp_path: Path) -> None:
                 if line.startswith((*INSTALL, "export")):
                     continue
                 if line.startswith("tailor serve"):
-                    words = ["--tasks", str(tmp_path / "configs" / "tasks")]
-                    server = Running([*words, "--kv-cache-memory", "64MiB"], environment)
+                    if server is not None:
+                        assert server.stop(signal.SIGTERM) == 0
+                    words = [*shlex.split(line)[2:], "--kv-cache-memory", "64MiB"]
+                    server = Running(words, environment, cwd=tmp_path)
                     continue
-                if "tasks tune" in line:
+                if "tasks tune" in line or "tasks make" in line:
                     line += " --even-if-busy"
                 if line.startswith("tailor eval"):
                     assert server is not None
