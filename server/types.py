@@ -4,17 +4,15 @@ A *Request* is what a client asked, in ids, and never changes. A *Delta* is what
 gained in one step. Everything that crosses the channel between the API process and an engine
 process is built from these and holds only ints, floats, strings, bytes and tuples of them.
 
-What every choice of every step makes is a msgspec.Struct: it is made, sent and read in a fraction
-of a dataclass's time.
+What every choice of every step makes is a NamedTuple: it is made, sent and read in a fraction of a
+dataclass's time.
 """
 
 from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
-
-from msgspec import Struct
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
@@ -373,7 +371,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class StepCounts(Struct, frozen=True, omit_defaults=True):
+class StepCounts(NamedTuple):
     """Counts of speculation for one choice, over the steps that a Delta covers; sums are additive.
 
     num_steps: decode steps (a step that emitted at least one token of this choice), drafted or not.
@@ -432,7 +430,7 @@ class VocabularyCounts:
     verify_s: float = 0.0
 
 
-class Delta(Struct, frozen=True, omit_defaults=True):
+class Delta(NamedTuple):
     """New, released tokens of one choice after one step.
 
     token_ids: may be empty only when finish_reason is set.

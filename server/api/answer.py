@@ -295,8 +295,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs += delta.logprobs
         if delta.sources:
             sources += delta.sources
-    return msgspec.structs.replace(
-        deltas[-1],
+    return deltas[-1]._replace(
         token_ids=tuple(ids),
         logprobs=tuple(logprobs),
         prompt_logprobs=deltas[0].prompt_logprobs,

@@ -18,8 +18,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import msgspec
-
 from server import channel
 from server.errors import EngineDiedError, NoEngineError, QueueTimeoutError
 from server.fleet.replica import LOST
@@ -411,8 +409,7 @@ def _without_start(delta: Delta, num_old: int, has_first: bool) -> Delta:
     """A Delta without its first tokens, which were sent before, and without what only the first
     Delta of a choice tells. Steps that only repeated are not counted again."""
     only_old = num_old > 0 and num_old == len(delta.token_ids)
-    return msgspec.structs.replace(
-        delta,
+    return delta._replace(
         token_ids=delta.token_ids[num_old:],
         logprobs=delta.logprobs[num_old:],
         sources=delta.sources[num_old:],

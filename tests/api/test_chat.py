@@ -10,7 +10,6 @@ import httpx
 import openai
 import pydantic
 import pytest
-from msgspec import structs
 from openai.types.chat import ChatCompletionChunk
 
 from server.config import SamplingDefaults, SpeculationConfig, TaskConfig, TaskLimits
@@ -378,7 +377,7 @@ def test_rejected_drafts_are_told(server: LiveServer, engine: ScriptedEngine) ->
     def script(request: Request) -> Any:
         assert request.report_rejected
         return [
-            [structs.replace(delta, rejected_drafts=(draft,)) for delta in step]
+            [delta._replace(rejected_drafts=(draft,)) for delta in step]
             for step in steps_of(request, as_bytes("abcd"), per_step=2)
         ]
 
@@ -445,10 +444,9 @@ def test_accepted_and_rejected_predictions_are_in_the_usage(
     def script(request: Request) -> Any:
         return [
             [
-                structs.replace(
-                    delta,
-                    counts=structs.replace(
-                        delta.counts, accepted_prediction_tokens=3, rejected_prediction_tokens=1
+                delta._replace(
+                    counts=delta.counts._replace(
+                        accepted_prediction_tokens=3, rejected_prediction_tokens=1
                     ),
                 )
                 for delta in step

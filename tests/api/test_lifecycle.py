@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from msgspec import structs
 
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig, ServerConfig, TaskConfig
@@ -132,7 +131,7 @@ def test_an_error_before_the_first_token_has_its_status() -> None:
 def test_an_error_after_the_first_token_is_an_event() -> None:
     def script(request: Request) -> Any:
         steps = steps_of(request, IDS[:2])
-        steps[-1] = [structs.replace(steps[-1][0], finish_reason="error", error="broke")]
+        steps[-1] = [steps[-1][0]._replace(finish_reason="error", error="broke")]
         return steps
 
     engine = ScriptedEngine(script, step_s=0.05)
@@ -154,7 +153,7 @@ def test_one_failed_choice_fails_its_request_and_no_other() -> None:
         if request.num_choices == 1:
             return good
         bad = steps_of(request, IDS[:2], choice_id=1)
-        bad[-1] = [structs.replace(bad[-1][0], finish_reason="error", error="broke")]
+        bad[-1] = [bad[-1][0]._replace(finish_reason="error", error="broke")]
         return together([good, bad])
 
     engine = ScriptedEngine(script, step_s=0.02)

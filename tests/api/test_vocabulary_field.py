@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from server.config import TaskConfig, VocabularyConfig
 from server.types import Delta, Request, VocabularyCounts, VocabularyParams
@@ -38,7 +37,7 @@ def _script(request: Request) -> Iterable[list[Delta]]:
         num_verifications=1, num_checked=2, num_missed=1, num_dropped=4, verify_every=8,
         verify_s=0.5,
     )  # fmt: skip
-    return [[structs.replace(d, vocabulary=counts) for d in step] for step in steps]
+    return [[d._replace(vocabulary=counts) for d in step] for step in steps]
 
 
 @pytest.fixture(scope="module")

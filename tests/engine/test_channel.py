@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from msgspec import structs
 
 from server import channel
 from server.types import (
@@ -95,10 +94,8 @@ def test_types_are_kept_to_the_last() -> None:
 
 def test_deltas() -> None:
     deltas = [DELTA, Delta("r", 0, (), error="e", error_code="c", finish_reason="error")]
-    deltas += [
-        structs.replace(DELTA, stop_reason=7, vocabulary=VocabularyCounts(5, 1, verify_s=0.5))
-    ]
-    deltas += [structs.replace(DELTA, counts=StepCounts(expected_accepted=math.inf))]
+    deltas += [DELTA._replace(stop_reason=7, vocabulary=VocabularyCounts(5, 1, verify_s=0.5))]
+    deltas += [DELTA._replace(counts=StepCounts(expected_accepted=math.inf))]
     assert _there("deltas", deltas) == ("deltas", deltas)
     with pytest.raises(ValueError, match="zip"):
         _there("deltas", deltas, None)

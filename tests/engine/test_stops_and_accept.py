@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from drafters.tree import DraftTree
 from server.engine.commit import (
@@ -255,8 +254,7 @@ def test_claimed_chances_are_counted_by_tenths() -> None:
 
 def test_counts_of_a_step_and_their_sum() -> None:
     names = ("own", "prediction")
-    a = structs.replace(
-        count_step(trees(tree([-1, 0, -1], [0, 1, 1])), 0, [0, 1], names),
+    a = count_step(trees(tree([-1, 0, -1], [0, 1, 1])), 0, [0, 1], names)._replace(
         expected_accepted=0.0, by_survival=(),
     )  # fmt: skip
     assert a == StepCounts(

@@ -16,8 +16,6 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from msgspec import structs
-
 from server import channel
 from server.engine.figures import StepTotals, declared
 from server.types import (
@@ -78,13 +76,13 @@ def steps_of(
     if not steps:
         steps = [[Delta(request.request_id, choice_id, ())]]
     last = steps[-1][0]
-    steps[-1] = [structs.replace(last, finish_reason=finish_reason, stop_reason=stop_reason)]
+    steps[-1] = [last._replace(finish_reason=finish_reason, stop_reason=stop_reason)]
     if request.echo_logprobs is not None:
         entries = tuple(
             None if i == 0 else top_entry(t, -1.0 - i, request.echo_logprobs)
             for i, t in enumerate(request.prompt_ids)
         )
-        steps[0] = [structs.replace(steps[0][0], prompt_logprobs=entries)]
+        steps[0] = [steps[0][0]._replace(prompt_logprobs=entries)]
     return steps
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from server.fleet.far_engine import Continuation, TextChangedError
 from server.types import Delta, Request, SamplingParams, StepCounts, TokenLogprob
@@ -93,6 +92,6 @@ def test_another_text_is_never_passed_on() -> None:
 
 def test_an_error_ends_every_choice() -> None:
     continuation = Continuation(_request(2))
-    error = structs.replace(_run([1], [])[0], token_ids=(), finish_reason="error", error="no")
+    error = _run([1], [])[0]._replace(token_ids=(), finish_reason="error", error="no")
     assert continuation.pass_on([error]) == [error]
     assert continuation.is_over
