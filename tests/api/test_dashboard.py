@@ -273,11 +273,9 @@ def test_rejected_drafts_stand_where_they_were_drafted() -> None:
     ids = as_bytes("né 日本!")
 
     def script(request: Request) -> Any:
-        from dataclasses import replace
-
         steps = steps_of(request, ids, per_step=4)
         paths = ((0, "suffix", tuple(as_bytes("XY"))), (3, "corpus", tuple(as_bytes("é"))))
-        return [[replace(steps[0][0], rejected_drafts=paths)], *steps[1:]]
+        return [[steps[0][0]._replace(rejected_drafts=paths)], *steps[1:]]
 
     with LiveServer([ScriptedEngine(script)]) as server:
         options: dict[str, Any] = {"max_tokens": 20, "include_rejected_drafts": True}

@@ -576,7 +576,7 @@ def test_a_grammar_that_fails_has_unverified_tokens_checked_at_once(
     results = {}
     for mode in ("full", "exact"):
         engine = _engine(compiler, profile=profile, may_use_full_head=False)
-        vocabulary = VocabularyParams(mode, "p", 40)  # type: ignore[arg-type]
+        vocabulary = VocabularyParams(mode, "p", 40)
         engine.submit(replace(_request(mode, COMPACT), vocabulary=vocabulary))
         results.update(_finish(engine))
     full, exact = results["full", 0], results["exact", 0]
