@@ -106,7 +106,7 @@ from server.commands.own_engine import own_engine
 from server.commands.record import Answer, Prompt, ask_engine
 from server.datasets import tokenize_in_place
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams

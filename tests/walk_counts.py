@@ -334,7 +334,7 @@ def _engine(num_choices: int, drafter: str) -> tuple[Any, NullRunner]:
     """One that decodes so many requests, all of which draft in each step or none in any."""
     from drafters import make_drafter
     from server.engine.engine import Engine
-    from server.engine.settings import EngineSettings
+    from server.engine.plan import EngineSettings
     from server.types import Request, SamplingParams, SpeculationParams
 
     made = {} if drafter == "off" else {drafter: make_drafter(drafter)}
@@ -377,7 +377,7 @@ def _requests() -> dict[str, int]:
 
     from server.engine.engine import Engine
     from server.engine.host import start_thread
-    from server.engine.settings import EngineSettings
+    from server.engine.plan import EngineSettings
     from tests.api.live import LiveServer
     from tests.api.real_engine import spec
 

@@ -35,7 +35,7 @@ from server.engine.draft import DrafterFactory, DrafterRegistry, Drafts
 from server.engine.figures import StepFigures
 from server.engine.gain import Gain
 from server.engine.grammar import GrammarCompiler
-from server.engine.plan import Rows, Scheduler
+from server.engine.plan import EngineSettings, Rows, Scheduler
 from server.engine.run import (
     Recovery,
     Results,
@@ -46,7 +46,6 @@ from server.engine.run import (
     wait_for,
 )
 from server.engine.sequence import Sequence, Status
-from server.engine.settings import EngineSettings
 from server.engine.slices import ExactControl, ProfileSource, SliceBook
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable

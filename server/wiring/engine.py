@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from server.engine.exchange import Exchange
     from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import GrammarTokenizer
-    from server.engine.settings import EngineSettings
+    from server.engine.plan import EngineSettings
     from server.engine.task_store import TaskStore
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
@@ -148,7 +148,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
 
 
 def _engine_settings(order: EngineOrder) -> EngineSettings:
-    from server.engine.settings import EngineSettings
+    from server.engine.plan import EngineSettings
 
     return EngineSettings(
         **asdict(order.runner.sizes),

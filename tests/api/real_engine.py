@@ -15,7 +15,7 @@ from server import token_bytes
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.host import start_thread
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.machine_code import make_ready

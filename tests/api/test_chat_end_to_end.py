@@ -16,7 +16,7 @@ from server.api.engines.client import EngineSpec
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from tests.api.chat_models import CONTEXT, TABLE, TOKENIZER, encode, served, weather
 from tests.api.live import LiveServer

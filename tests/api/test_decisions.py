@@ -22,7 +22,7 @@ from server.api.faces.decisions import (
 )
 from server.engine.engine import Engine
 from server.engine.host import start_thread
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.types import Delta, Request
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.orders import decisions, orders

@@ -29,7 +29,7 @@ from server.config import (
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.grammar_text import grammar_problem

@@ -17,7 +17,7 @@ from server.api.engines.client import EngineSpec
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from tests.api.live import TABLE, TOKENIZER, LiveServer
 from tests.api.test_completions import events

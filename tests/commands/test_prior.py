@@ -16,7 +16,7 @@ from server.commands.cli import main
 from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 

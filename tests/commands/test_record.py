@@ -26,7 +26,7 @@ from server.commands.record import (
 )
 from server.datasets import ExampleReader
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer

@@ -23,7 +23,7 @@ from server.commands.tune_choice import Choice, Forecast, best_of, corpus_fit, w
 from server.commands.tune_data import Progress, TuneSettings, is_held
 from server.config import load_task, load_tasks
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable, row_grid
 from server.engine.stops import StopTable
 from server.errors import ConfigError

@@ -12,7 +12,7 @@ from drafters.replay import Recording
 from server.commands.tune_choice import TURN, Pricing, ratio_error, serve
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable, row_grid
 from server.engine.task_store import TaskStore
 from server.engine.trees import DraftError

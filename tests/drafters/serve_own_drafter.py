@@ -9,7 +9,7 @@ from drafters.catalog import catalog, make_drafter
 from server.api.bodies import SpeculationBody
 from server.config import load_task
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter

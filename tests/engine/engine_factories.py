@@ -8,8 +8,8 @@ from typing import Any
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
+from server.engine.plan import EngineSettings
 from server.engine.process import EngineFactory
-from server.engine.settings import EngineSettings
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 

@@ -14,7 +14,7 @@ import numpy as np
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop

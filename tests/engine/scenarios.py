@@ -12,8 +12,8 @@ import numpy as np
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.grammar_tokenizer import GrammarTokenizer
+from server.engine.plan import EngineSettings
 from server.engine.sequence import Sequence
-from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.types import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from drafters.base import Drafter
 from server.engine.adapters import MAX_NAMES, Vocabulary
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.types import (
     OTHER_ADAPTERS,

@@ -11,7 +11,7 @@ from drafters.array_file import FingerprintError
 from drafters.published.grammys import BigramTable
 from server.engine.bigrams import model_fingerprint, take_bigrams
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 40

@@ -13,7 +13,7 @@ from drafters import make_drafter
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
 from server.types import ModelInfo, Request, SamplingParams, SpeculationParams
 from tests.profiles import examples

@@ -18,10 +18,10 @@ from drafters.tree import DraftTree
 from server.engine.batch import Batch
 from server.engine.draft import DrafterRegistry
 from server.engine.engine import Engine
+from server.engine.plan import EngineSettings
 from server.engine.probe import make_prober
 from server.engine.run import RunnerBrokenError
 from server.engine.sequence import Sequence
-from server.engine.settings import EngineSettings
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.engine.table import Table

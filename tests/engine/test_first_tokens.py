@@ -13,7 +13,7 @@ import pytest
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.open_loop import Job, Served, jobs_of, percentile, poisson, serve

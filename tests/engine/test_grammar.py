@@ -21,7 +21,7 @@ from server import token_bytes
 from server.engine.engine import Engine
 from server.engine.figures import by_name
 from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill_masks
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.trees import Trees, checked
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams, VocabularyParams

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.types import Request, SamplingParams, SpeculationParams, StepCounts
 from tests.engine.scenarios import (
     compare,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.types import Request, SamplingParams
 from tests.engine.scenarios import (

@@ -17,7 +17,7 @@ from drafters.corpus import build_corpus
 from drafters.learned import LearnedOutputs
 from server.engine.engine import Engine
 from server.engine.figures import by_name
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter

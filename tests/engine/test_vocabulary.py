@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.slices import ExactControl
 from server.engine.stops import StopTable
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams

@@ -16,8 +16,8 @@ from server.config.cluster import ClusterConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
 from server.engine.host import start_thread
+from server.engine.plan import EngineSettings
 from server.engine.process import start_process
-from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import BuilderNumbers, Sharing
 from server.fleet.learning.exchange import ExchangeNumbers

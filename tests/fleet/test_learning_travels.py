@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.errors import UnavailableError
 from server.fleet.changes import SharedTasks

@@ -31,7 +31,7 @@ from loadtest.steps import forms_of, runner_of
 from server import token_bytes
 from server.commands.cli import main as tailor
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score

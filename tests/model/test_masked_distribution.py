@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from drafters.tree import DraftTree
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler, GrammarState
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import Collector

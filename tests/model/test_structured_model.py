@@ -18,7 +18,7 @@ from server import token_bytes
 from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import Collector, Result

@@ -13,7 +13,7 @@ from server.config import SpeculationConfig, TaskConfig
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.host import start_thread
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.machine_code import make_ready
 from server.types import DeviceFigures

@@ -11,7 +11,7 @@ import pytest
 
 from drafters import make_drafter
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.model.cpu.runner import CpuRunner
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams

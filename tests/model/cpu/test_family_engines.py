@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.model.cpu.runner import CpuRunner
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Result, run_requests

@@ -22,7 +22,7 @@ from drafters.tree import DraftTree
 from server.engine.adapters import Vocabulary
 from server.engine.batch import Batch, Drawn
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.model.gpu.body import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from drafters import make_drafter
 from server.engine.batch import Batch, DrawError, HeadSlice, SlicingRunner
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.model.build import RunnerSpec, _build_torch_runner
 from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices, product

@@ -17,7 +17,7 @@ import torch
 
 from drafters.tree import DraftTree
 from server.engine.engine import Engine
-from server.engine.settings import EngineSettings
+from server.engine.plan import EngineSettings
 from server.model.gpu.runner import TorchRunner
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import Collector
