@@ -407,6 +407,15 @@ def _gather_prior(prior: PriorView, row: int, level: int, found: Gathered) -> fl
 
 
 @inlined
+def _highest(level: int, found: Gathered) -> np.float32:
+    """The highest count of a candidate at a level."""
+    top_bits = np.int32(0)
+    for row in range(found.state[NUM]):
+        top_bits = max(top_bits, found.count_bits[level, row])
+    return np.int32(top_bits).view(np.float32)
+
+
+@inlined
 def _order_levels(
     found: Gathered,
     context_cover: int,
@@ -420,7 +429,6 @@ def _order_levels(
     context_cover: tokens of output (path included) before this node. The prior is asked here, where
     longer contexts leave something: weights of theirs. followed, row_of_prior: as of `gather`.
     """
-    num_candidates = found.state[NUM]
     left = 1.0
     totals = found.totals
     # A context is trusted less where the rival source matches as much: the prompt's longest
@@ -432,10 +440,7 @@ def _order_levels(
     for bucket in range(NUM_BUCKETS - 1, max(1, length_bucket(found.state[BEHIND])), -1):
         level = TEMPLATE * NUM_BUCKETS + bucket
         if totals[level] > 0.0:
-            top_bits = np.int32(0)
-            for row in range(num_candidates):
-                top_bits = max(top_bits, found.count_bits[level, row])
-            top = np.int32(top_bits).view(np.float32)
+            top = _highest(level, found)
             if top > 0.0:
                 found.levels[num_levels] = level
                 found.cells[num_levels] = cell_of(
@@ -465,10 +470,7 @@ def _order_levels(
             total = totals[level]
             if total <= 0.0:
                 continue
-            top_bits = np.int32(0)
-            for row in range(num_candidates):
-                top_bits = max(top_bits, found.count_bits[level, row])
-            top = np.int32(top_bits).view(np.float32)
+            top = _highest(level, found)
             if source == CORPUS and bucket > 0:
                 covers = bucket >= length_bucket(context_cover + 1)
             else:
