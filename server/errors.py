@@ -1,46 +1,5 @@
-"""Every error of the server, in one tree. Each class has its HTTP status, OpenAI type and code.
-
-    class                                      status type                  code
-    TailorError                                500    server_error          -
-    ├── ConfigError (start-up)                 500    server_error          config_error
-    ├── ModelError (start-up)                  500    server_error          model_error
-    │   ├── UnsupportedModelError              500    server_error          unsupported_model
-    │   └── IntegrityError                     500    server_error          integrity_error
-    ├── CacheFolderError (start-up)            500    server_error          cache_folder_error
-    ├── UnsupportedTokenizerError (start-up)   500    server_error          unsupported_tokenizer
-    ├── RequestError                           400    invalid_request_error -
-    │   ├── InvalidRequestError                400    invalid_request_error invalid_value
-    │   │   ├── InvalidHttpError               400    invalid_request_error invalid_http
-    │   │   ├── InvalidBodyError               400    invalid_request_error invalid_body
-    │   │   ├── UnknownFieldError              400    invalid_request_error unknown_parameter
-    │   │   ├── UnsupportedFieldError          400    invalid_request_error unsupported_parameter
-    │   │   ├── LimitExceededError             400    invalid_request_error limit_exceeded
-    │   │   ├── ConstraintUnsatisfiableError   400    invalid_request_error constraint_unsatisfiable
-    │   │   └── ContextLengthExceededError     400    invalid_request_error context_length_exceeded
-    │   ├── AuthenticationError                401    invalid_request_error invalid_api_key
-    │   ├── PermissionDeniedError              403    permission_error      permission_denied
-    │   ├── RouteNotFoundError                 404    invalid_request_error not_found
-    │   ├── ModelNotFoundError                 404    invalid_request_error model_not_found
-    │   ├── TaskNotFoundError                  404    invalid_request_error task_not_found
-    │   ├── MethodNotAllowedError              405    invalid_request_error method_not_allowed
-    │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
-    │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
-    │   ├── UnsupportedMediaTypeError          415    invalid_request_error unsupported_media_type
-    │   ├── HeadersTooLargeError               431    invalid_request_error headers_too_large
-    │   ├── ClientGoneError                    499    invalid_request_error client_gone
-    │   ├── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
-    │   └── RateLimitedError (Retry-After)     429    rate_limit_error      rate_limit_exceeded
-    └── ServerError                            500    server_error          internal_error
-        ├── StorageError                       507    server_error          storage_error
-        ├── EngineError                        500    server_error          engine_error
-        │   └── EngineDiedError                500    server_error          engine_died
-        ├── DeadlineExceededError              504    server_error          timeout
-        └── UnavailableError (Retry-After)     503    server_error          service_unavailable
-            ├── LoadingError                   503    server_error          loading
-            ├── DrainingError                  503    server_error          draining
-            ├── QueueTimeoutError              503    server_error          queue_timeout
-            ├── AdaptersFullError              503    server_error          adapters_full
-            └── NoEngineError                  503    server_error          no_engine
+"""Every error of the server, in one tree. A class names its HTTP status, OpenAI type and code where
+they are not those of the class above it.
 
 A message is shown to the client, so it never holds more than `MAX_ECHO` characters of what the
 client sent (`echoed` cuts it) and nothing about the machine.
@@ -99,6 +58,11 @@ class TailorError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
+    def __init_subclass__(
+        cls, *, status: int | None = None, type: str | None = None, code: str | None = None
+    ) -> None:
+        cls.status, cls.type, cls.code = status or cls.status, type or cls.type, code or cls.code
+
     def __init__(
         self,
         text: str,
@@ -121,259 +85,165 @@ class TailorError(Exception):
         return type(self)(self.text, at=at, retry_after_s=self.retry_after_s, headers=self.headers)
 
 
-class ConfigError(TailorError):
+class ConfigError(TailorError, code="config_error"):
     """A configuration file is wrong. The message names the file, the line and the key."""
 
-    code = "config_error"
 
-
-class ModelError(TailorError):
+class ModelError(TailorError, code="model_error"):
     """A model cannot be found, fetched, converted or read. The message says what to do."""
 
-    code = "model_error"
 
-
-class CacheFolderError(TailorError):
+class CacheFolderError(TailorError, code="cache_folder_error"):
     """The cache folder cannot be written (full, read-only, not a folder). The message names it."""
 
-    code = "cache_folder_error"
 
-
-class UnsupportedModelError(ModelError):
+class UnsupportedModelError(ModelError, code="unsupported_model"):
     """A model or adapter that would be computed wrongly; the message names what it needs."""
 
-    code = "unsupported_model"
 
-
-class IntegrityError(ModelError):
+class IntegrityError(ModelError, code="integrity_error"):
     """A fetched or converted file is not the one that was expected."""
 
-    code = "integrity_error"
 
-
-class UnsupportedTokenizerError(TailorError):
+class UnsupportedTokenizerError(TailorError, code="unsupported_tokenizer"):
     """A tokenizer whose ids cannot be turned into bytes one by one (neither byte-level BPE nor
     SentencePiece-like)."""
 
-    code = "unsupported_tokenizer"
 
-
-class RequestError(TailorError):
+class RequestError(TailorError, status=400, type="invalid_request_error"):
     """The request is wrong, or is refused with a reason that the client can act on."""
 
-    status = 400
-    type = "invalid_request_error"
 
-
-class InvalidRequestError(RequestError):
+class InvalidRequestError(RequestError, code="invalid_value"):
     """A field holds a value that is not allowed; `param` names it."""
 
-    code = "invalid_value"
 
-
-class InvalidHttpError(InvalidRequestError):
+class InvalidHttpError(InvalidRequestError, code="invalid_http"):
     """The bytes are not one unambiguous HTTP/1.1 request; the connection is closed."""
 
-    code = "invalid_http"
 
-
-class InvalidBodyError(InvalidRequestError):
+class InvalidBodyError(InvalidRequestError, code="invalid_body"):
     """The body is not one JSON object in UTF-8 (syntax, duplicate keys, NaN, depth, encoding)."""
 
-    code = "invalid_body"
 
-
-class UnknownFieldError(InvalidRequestError):
+class UnknownFieldError(InvalidRequestError, code="unknown_parameter"):
     """The body has fields that the route does not know."""
 
-    code = "unknown_parameter"
 
-
-class UnsupportedFieldError(InvalidRequestError):
+class UnsupportedFieldError(InvalidRequestError, code="unsupported_parameter"):
     """A known field that this model, task or server cannot honour."""
 
-    code = "unsupported_parameter"
 
-
-class LimitExceededError(InvalidRequestError):
+class LimitExceededError(InvalidRequestError, code="limit_exceeded"):
     """A value is above a limit of the server or of the task."""
 
-    code = "limit_exceeded"
 
-
-class ConstraintUnsatisfiableError(InvalidRequestError):
+class ConstraintUnsatisfiableError(InvalidRequestError, code="constraint_unsatisfiable"):
     """No token satisfies all that the request asks for (grammar, allowed and banned ids, ...)."""
 
-    code = "constraint_unsatisfiable"
 
-
-class ContextLengthExceededError(InvalidRequestError):
+class ContextLengthExceededError(InvalidRequestError, code="context_length_exceeded"):
     """Prompt and max_tokens do not fit the model's context. Prompts are never truncated."""
 
-    code = "context_length_exceeded"
 
-
-class AuthenticationError(RequestError):
+class AuthenticationError(RequestError, status=401, code="invalid_api_key"):
     """No API key, or a wrong one."""
 
-    status = 401
-    code = "invalid_api_key"
 
-
-class PermissionDeniedError(RequestError):
+class PermissionDeniedError(
+    RequestError, status=403, type="permission_error", code="permission_denied"
+):
     """The key is known but may not do this."""
 
-    status = 403
-    type = "permission_error"
-    code = "permission_denied"
 
-
-class RouteNotFoundError(RequestError):
+class RouteNotFoundError(RequestError, status=404, code="not_found"):
     """No such path."""
 
-    status = 404
-    code = "not_found"
 
-
-class ModelNotFoundError(RequestError):
+class ModelNotFoundError(RequestError, status=404, code="model_not_found"):
     """The `model` field names neither a task nor a model."""
 
-    status = 404
-    code = "model_not_found"
 
-
-class TaskNotFoundError(RequestError):
+class TaskNotFoundError(RequestError, status=404, code="task_not_found"):
     """An admin route names a task that does not exist."""
 
-    status = 404
-    code = "task_not_found"
 
-
-class MethodNotAllowedError(RequestError):
+class MethodNotAllowedError(RequestError, status=405, code="method_not_allowed"):
     """The path exists, the method does not."""
 
-    status = 405
-    code = "method_not_allowed"
 
-
-class BodyTimeoutError(RequestError):
+class BodyTimeoutError(RequestError, status=408, code="request_timeout"):
     """The body did not arrive in time."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class BodyTooLargeError(RequestError):
+class BodyTooLargeError(RequestError, status=413, code="request_too_large"):
     """The body is above the limit; it is not read to its end."""
 
-    status = 413
-    code = "request_too_large"
 
-
-class UnsupportedMediaTypeError(RequestError):
+class UnsupportedMediaTypeError(RequestError, status=415, code="unsupported_media_type"):
     """Not application/json, or a compressed body."""
 
-    status = 415
-    code = "unsupported_media_type"
 
-
-class HeadersTooLargeError(RequestError):
+class HeadersTooLargeError(RequestError, status=431, code="headers_too_large"):
     """The request line and headers are above the limit."""
 
-    status = 431
-    code = "headers_too_large"
 
-
-class ClientGoneError(RequestError):
+class ClientGoneError(RequestError, status=499, code="client_gone"):
     """The client left before its answer was complete: nginx's 499, only ever logged and counted."""
 
-    status = 499
-    code = "client_gone"
 
-
-class QueueFullError(RequestError):
+class QueueFullError(RequestError, status=429, type="rate_limit_error", code="queue_full"):
     """Too many requests or too many prompt tokens are waiting."""
 
-    status = 429
-    type = "rate_limit_error"
-    code = "queue_full"
 
-
-class RateLimitedError(RequestError):
+class RateLimitedError(
+    RequestError, status=429, type="rate_limit_error", code="rate_limit_exceeded"
+):
     """The key is above its own rate or number of open requests."""
 
-    status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
 
-
-class ServerError(TailorError):
+class ServerError(TailorError, code="internal_error"):
     """The server's fault. The message says no more than the client needs."""
 
-    code = "internal_error"
 
-
-class StorageError(ServerError):
+class StorageError(ServerError, status=507, code="storage_error"):
     """The server could not write what was sent: its disk is full or read-only. Nothing changed."""
 
-    status = 507
-    code = "storage_error"
 
-
-class EngineError(ServerError):
+class EngineError(ServerError, code="engine_error"):
     """The engine could not finish this request; others go on."""
 
-    code = "engine_error"
 
-
-class EngineDiedError(EngineError):
+class EngineDiedError(EngineError, code="engine_died"):
     """The engine that held this request died; it is being restarted."""
 
-    code = "engine_died"
 
-
-class DeadlineExceededError(ServerError):
+class DeadlineExceededError(ServerError, status=504, code="timeout"):
     """The request took longer than its task allows. Sending it again would not help."""
 
-    status = 504
-    code = "timeout"
 
-
-class UnavailableError(ServerError):
+class UnavailableError(ServerError, status=503, code="service_unavailable"):
     """Nothing can serve this now; Retry-After says when to come back."""
 
-    status = 503
-    code = "service_unavailable"
 
-
-class LoadingError(UnavailableError):
+class LoadingError(UnavailableError, code="loading"):
     """The model is still being loaded."""
 
-    code = "loading"
 
-
-class DrainingError(UnavailableError):
+class DrainingError(UnavailableError, code="draining"):
     """The server is shutting down."""
 
-    code = "draining"
 
-
-class QueueTimeoutError(UnavailableError):
+class QueueTimeoutError(UnavailableError, code="queue_timeout"):
     """The request waited for an engine longer than its task allows; nothing was computed."""
 
-    code = "queue_timeout"
 
-
-class AdaptersFullError(UnavailableError):
+class AdaptersFullError(UnavailableError, code="adapters_full"):
     """Every adapter in memory is in use, and this request needs another."""
 
-    code = "adapters_full"
 
-
-class NoEngineError(UnavailableError):
+class NoEngineError(UnavailableError, code="no_engine"):
     """No engine of this model is alive."""
-
-    code = "no_engine"
 
 
 def error_for_engine_code(code: str | None, message: str) -> TailorError:

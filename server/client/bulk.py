@@ -36,10 +36,8 @@ from server.datasets import TABLES, Fields, rows
 from server.errors import TailorError
 
 
-class BulkError(TailorError):
+class BulkError(TailorError, code="bulk_error"):
     """The input or output file cannot be used; the message names file and line."""
-
-    code = "bulk_error"
 
 
 class AnswerFile:
@@ -146,13 +144,6 @@ def _record(raw: bytes) -> dict[str, Any] | None:
 
 
 # --- one run --------------------------------------------------------------------------------------
-
-# A file of answers that is appended to as they come; a later run continues it.
-#
-# A record is one JSON line with `line` (the number of the input's line that it answers) and `key`
-# (a hash of the request, so that answers to another request are noticed). Records are appended
-# whole lines at a time; a line torn by the end of an earlier run is dropped, and so is one with
-# `error`, which is asked again.
 
 
 @dataclass(slots=True)

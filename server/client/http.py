@@ -210,10 +210,8 @@ FAULT_STATUS = 500
 the cause, or this one, which then fails every time."""
 
 
-class CallFailedError(TailorError):
+class CallFailedError(TailorError, code="call_failed"):
     """The server cannot be reached, or refused what the whole command depends on."""
-
-    code = "call_failed"
 
 
 @dataclass(frozen=True, slots=True)
