@@ -5,6 +5,7 @@
     python -m loadtest.replay record --model FOLDER --data DIR --sets gsm8k -o OWN
     python -m loadtest.replay table --recorded OWN
     python -m loadtest.replay live --model FOLDER --recorded OWN --budgets 8,16
+    python -m loadtest.replay ablations --recorded OWN
     python -m loadtest.replay repeats --data DIR --sets medquad
     python -m loadtest.replay costs --data DIR
     python -m loadtest.replay fit --data DIR
@@ -26,6 +27,10 @@ over answers in pairs.
 position, the ids that it held likeliest. `live` answers the same prompts with each drafter and a
 fixed number of nodes a step, unpruned: there the rows of rejected nodes are seen too, which no
 replay knows, and the answers must equal the recorded ones; else it exits 1.
+
+`ablations`: `auto` with a corpus, learning, and one of its sources off in turn; the summary has
+what all together are over each column. --cold: without corpus and learning. Where nothing is copied
+by text, templates do not know numbers. The prior's is in `live`: recordings have no states.
 
 `repeats`: long answers that repeat what came before, made of a set's train answers: a text whose
 mistakes are corrected, a text in which one word is replaced, and calls of a tool in a conversation,
@@ -152,8 +157,10 @@ def counted(make: Callable[[], Drafter], **options: Any) -> Column:
     return column
 
 
-def learning(corpus: Corpus | None, ids: Ids, num_likely: int = NUM_LIKELY) -> Column:
-    """The same for `auto` with a layer of the answers before, and the last ones."""
+def learning(corpus: Corpus | None, ids: Ids, *, templates: bool = True, **options: Any) -> Column:
+    """The same for `auto` with a layer of the answers before, and the last ones. options: in place
+    of its own."""
+    of_ids = ids.own | options
 
     def column(tests: Sequence[Recording], budget: int) -> Counts:
         outputs, seen, trust = LearnedOutputs(MAX_LEARNED), Seen(), Trust()
@@ -162,10 +169,13 @@ def learning(corpus: Corpus | None, ids: Ids, num_likely: int = NUM_LIKELY) -> C
         layer: Corpus | None = None
         counts: Counts = []
         for number, test in enumerate(tests, 1):
-            made = make_drafter(
-                "auto", corpus=corpus, learned=layer, trust=trust, seen=seen,
-                num_likely=num_likely, **ids.own,
-            )  # fmt: skip
+            made = cast(
+                "AutoDrafter",
+                make_drafter(
+                    "auto", corpus=corpus, learned=layer, trust=trust, seen=seen, **of_ids
+                ),
+            )
+            made.templates = templates
             result = replay(made, [test], budget=budget)
             counts += zip(result.num_tokens, result.num_steps, strict=True)
             outputs.add(np.asarray(test.prompt_ids), np.asarray(test.output_ids))
@@ -243,13 +253,37 @@ def curve_columns(
 
     made = {"auto, cold": auto(None), "auto, learning": learning(None, ids)}
     if likely:
-        made["auto, learning, no logits"] = learning(None, ids, 0)
+        made["auto, learning, no logits"] = learning(None, ids, num_likely=0)
     if corpus is not None:
         made["auto, corpus"] = auto(corpus)
         made["auto, corpus and learning"] = learning(corpus, ids)
     if wrong is not None:
         made["auto, wrong corpus"] = auto(wrong)
     return made | peers(corpus, remember=True, likely=likely)
+
+
+def ablation_columns(
+    corpus: Corpus | None, ids: Ids, *, cold: bool, likely: bool
+) -> dict[str, Column]:
+    """`auto` with all that it has, and with one part of it off in turn. cold: it knows nothing but
+    its request."""
+    alone = partial(make_drafter, "auto", **ids.own)
+    if cold:
+        made = {"auto": counted(alone), "auto, no copied": counted(partial(alone, pieces=None))}
+        if likely:
+            made["auto, no logits"] = counted(partial(alone, num_likely=0))
+        return made
+    made = {
+        "auto": learning(corpus, ids),
+        "auto, no template": learning(corpus, ids, templates=False),
+        "auto, no copied": learning(corpus, ids, pieces=None),
+    }
+    if likely:
+        made["auto, no logits"] = learning(corpus, ids, num_likely=0)
+    return made | {
+        "auto, no corpus": learning(None, ids),
+        "auto, no learning": counted(partial(alone, corpus=corpus)),
+    }
 
 
 def tokens_per_step(counts: Counts) -> float:
@@ -408,6 +442,24 @@ def curves(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
     """
     cells = measure(sets, options, "auto, learning", curve_columns)
     return _finish("curves", cells, "auto, learning", slice(None), options.json)
+
+
+@app.command
+def ablations(
+    *,
+    sets: SetOptions = _SETS,
+    options: TableOptions = _TABLE,
+    cold: Annotated[bool, Parameter(help="no corpus, and nothing is learned")] = False,
+) -> int:
+    """Tokens a step of `auto` with each of its sources off in turn; see loadtest.replay.
+
+    Example: python -m loadtest.replay ablations --recorded own --budgets 4,16
+    """
+    cells = measure(
+        sets, options, "auto",
+        lambda corpus, _, ids, likely: ablation_columns(corpus, ids, cold=cold, likely=likely),
+    )  # fmt: skip
+    return _finish("ablations", cells, "auto", slice(2, 3), options.json)
 
 
 def long_texts(sets: SetOptions, name: str) -> Iterator[list[str]]:

@@ -128,6 +128,7 @@ class AutoDrafter:
         self.corpus_arrays = (self.automaton.states, self.automaton.edges, self.automaton.tops)
         self.min_survival = min_survival
         self.num_retrieved = NUM_RETRIEVED
+        self.templates = True
         if eos_token_ids is None:
             eos_token_ids = () if corpus is None else corpus.end_ids()
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
@@ -291,7 +292,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             documents.append(output)
             weights.append(weight)
             sources.append(RETRIEVED)
-        if len(documents) > 1:
+        if drafter.templates and len(documents) > 1:
             self._forms = forms_of(documents, weights, drafter.pieces)
         if self._prediction:
             documents.append(np.asarray(self._prediction, np.int32))

@@ -120,6 +120,25 @@ def test_curves_of_requests_in_turn(
     assert again["tokens_per_step"] == {"auto, cold": cold}
 
 
+def test_ablations_tell_what_each_part_brings(
+    model: tuple[Path, Any], data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["ablations", "--data", data, "--model", model[0], "--sets", "alpha", "--budgets", 8]
+    assert run(*words) == 0
+    result = last_json(capsys)
+    (cell,) = result["cells"]
+    figures = {column: curve[0] for column, curve in cell["tokens_per_step"].items()}
+    off = [f"auto, no {part}" for part in ("template", "copied", "corpus", "learning")]
+    assert list(figures) == ["auto", *off]
+    # The number is that of the prompt, and what stands behind it no other answer's last tokens say.
+    assert figures["auto, no template"] < figures["auto"] > figures["auto, no corpus"]
+    assert min(result["summary"]["8"]["over"]["auto, no template"]) > 1.0
+    assert run(*words, "--cold") == 0
+    (cell,) = last_json(capsys)["cells"]
+    cold = {column: curve[0] for column, curve in cell["tokens_per_step"].items()}
+    assert list(cold) == ["auto", "auto, no copied"] and cold["auto"] < figures["auto"]
+
+
 def test_long_answers_that_repeat_what_came_before(
     model: tuple[Path, Any], data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
