@@ -11,8 +11,8 @@ unless the task says `learn: persist`; then they are kept as calibrations are: w
 into the engine's own
 folder at intervals and at the end, and read from there when they are first needed. The folder
 belongs to one model and one engine: engines of one model learn apart, each from what it served,
-unless an Exchange (server/engine/exchange.py) takes what may be written down to the others and
-brings theirs. Then that is where it is kept, and no file of learned outputs is written here.
+unless an Exchange takes what may be written down to the others and brings theirs. Then that is
+where it is kept, and no file of learned outputs is written here.
 
 Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
 priority keeps the reservoirs, writes files, and builds layers (drafters.learned), hardly ever while
@@ -35,11 +35,13 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,28 +49,91 @@ import numpy.typing as npt
 from drafters.array_file import ArrayFileError
 from server.engine.calibrations import Calibrations, digest
 from server.engine.draft import DrafterRegistry
-from server.engine.exchange import Arrival, Key, Wanted
 from server.engine.sequence import Sequence
 from server.types import SpeculationParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from drafters.base import Drafter
     from drafters.corpus import Corpus
     from drafters.learned import LearnedOutputs
     from drafters.shared_counts import Counts, TableId
-    from server.engine.exchange import Exchange
     from server.types import SharedFigures
 
 
 Int32 = npt.NDArray[np.int32]
+Job = Callable[[], object]
 
 _log = logging.getLogger(__name__)
 
 _LOOK_MS = 500
 MOST_WAIT_S = 0.5  # that a layer gives way to requests that wait for their first token
 MAX_ROWS = 400  # of a calibration table in a report
+
+
+# -- what is told between the threads, and to other engines ----------------------------------------
+
+
+Key = tuple[str, str]
+"""(task, scope)"""
+Example = tuple[Int32, Int32]
+"""(prompt ids, output ids)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of a key, over the task's corpus file, if it has one. generation: counted up
+    where a task forgets. persist: its outputs may be on disk, and travel."""
+
+    key: Key
+    generation: int
+    corpus: str | None
+    max_tokens: int
+    persist: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A version that was published. examples: its own, oldest first. layer: a Corpus that was built
+    of them over the corpus of `wanted`, or None. tables: the counts of all engines, this one's
+    too."""
+
+    wanted: Wanted
+    examples: SequenceOf[Example]
+    layer: Path | None
+    tables: Mapping[TableId, Counts]
+
+
+class Exchange(Protocol):
+    """The seam by which what one engine learned reaches others, and theirs reaches it. A TaskStore
+    hands on every finished output of a task whose learned outputs may be written down, and takes in
+    what comes. What is behind it (server/fleet/learning) runs in threads of its own.
+
+    Called from any thread; returns at once."""
+
+    def start(self, on_arrival: Callable[[Arrival], None]) -> None:
+        """on_arrival: called in a thread of the exchange. Before all else."""
+
+    def open(self, wanted: Wanted, fingerprint: str) -> None:
+        """From now on what others learned of this key is wanted; the last word counts. fingerprint:
+        of the ids."""
+
+    def append(self, key: Key, example: Example) -> None:
+        """An output that was finished; of a key that is open."""
+
+    def count(self, key: Key, table: TableId, counts: Counts) -> None:
+        """Drafts that came true since the last call; dropped for a key that is not open."""
+
+    def unpublished(self, key: Key) -> list[Example]:
+        """What was appended and is in no version that has arrived, oldest first."""
+
+    def forget(self, task: str) -> None:
+        """What was appended and not sent yet is dropped; keys are to be opened again."""
+
+    def figures(self) -> tuple[SharedFigures, ...]:
+        """By task."""
+
+    def close(self) -> None:
+        """Send what is left; returns when that is done or has failed."""
 
 
 # -- learned outputs, as the thread that learns keeps them -----------------------------------------
@@ -92,11 +157,8 @@ class Reservoir:
     """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. is_wanted: whether its
     layer is drafted from now. Times are time.monotonic()."""
 
-    key: Key
+    wanted: Wanted
     outputs: LearnedOutputs
-    corpus: str | None
-    generation: int
-    persist: bool
     num_unbuilt: int = 0
     num_unsaved: int = 0
     is_wanted: bool = True
@@ -112,25 +174,20 @@ class Reservoir:
         """Its layer is to be built anew, whatever was learned."""
         self.num_unbuilt, self.is_wanted = max(1, self.num_unbuilt), True
 
-    @classmethod
-    def of(cls, wanted: Open) -> Reservoir:
-        """An empty one."""
-        outputs = _outputs(wanted.key, wanted.max_tokens)
-        return cls(wanted.key, outputs, wanted.corpus, wanted.generation, wanted.persist)
-
     def restore(self, path: Path, fingerprint: str) -> None:
         """What `save` wrote, where that is there and right."""
+        key = self.wanted.key
         try:
-            self.outputs.restore(path, fingerprint=fingerprint, scope=digest(*self.key))
+            self.outputs.restore(path, fingerprint=fingerprint, scope=digest(*key))
             self.num_unbuilt = len(self.outputs)
         except FileNotFoundError:
             pass
         except (ArrayFileError, OSError) as error:
-            _log.warning("task %s learns anew: %s", self.key[0], error)
+            _log.warning("task %s learns anew: %s", key[0], error)
 
-    def replace(self, examples: Iterable[tuple[Int32, Int32]]) -> None:
-        """Hold these (prompt ids, output ids), oldest first."""
-        outputs = _outputs(self.key, self.outputs.max_tokens)
+    def replace(self, examples: Iterable[Example]) -> None:
+        """Hold these, oldest first."""
+        outputs = _outputs(self.wanted)
         for prompt, output in examples:
             outputs.add(prompt, output)
         outputs.num_seen = self.outputs.num_seen
@@ -138,74 +195,22 @@ class Reservoir:
 
     def save(self, path: Path, fingerprint: str) -> None:
         """Write it; of too many files of the folder the oldest go."""
+        key = self.wanted.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.outputs.save(path, fingerprint=fingerprint, scope=digest(*self.key))
+            self.outputs.save(path, fingerprint=fingerprint, scope=digest(*key))
             files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
             for old in files[: max(0, len(files) - MAX_FILES)]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("task %s: what it learned could not be written: %s", self.key[0], error)
+            _log.warning("task %s: what it learned could not be written: %s", key[0], error)
 
 
-def _outputs(key: Key, max_tokens: int) -> LearnedOutputs:
+def _outputs(wanted: Wanted) -> LearnedOutputs:
     from drafters.learned import LearnedOutputs
 
-    return LearnedOutputs(max_tokens, max_prompt=MAX_PROMPT, seed=int(digest(*key), 16))
-
-
-# -- what the engine's thread asks of the thread that learns ---------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """The layer of this key is wanted over this corpus. persist: its outputs may be on disk."""
-
-    key: Key
-    generation: int
-    corpus: str | None
-    max_tokens: int
-    persist: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A finished request's output, on its way to the worker. rests: nothing is drafted in its
-    scope, because that does not pay."""
-
-    to: Open
-    prompt_ids: Int32
-    output_ids: Int32
-    rests: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop all that a task has learned, from memory and disk."""
-
-    task: str
-
-
-class Refresh:
-    """Every layer is to be built anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Run this; it writes a file."""
-
-    write: Callable[[], None]
-
-
-class End:
-    """Write everything, then end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A version came from other engines."""
-
-    arrival: Arrival
+    seed = int(digest(*wanted.key), 16)
+    return LearnedOutputs(wanted.max_tokens, max_prompt=MAX_PROMPT, seed=seed)
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ class TaskStore:
         self._calibrations = Calibrations(
             folder,
             save_every_s,
-            lambda job: self._put(Save(job)),
+            lambda write: self._put(partial(_write, write)),
             None if exchange is None else exchange.count,
         )
         self.calibrate = self._calibrations.calibrate
@@ -263,7 +268,8 @@ class TaskStore:
         self._closed = False
 
         # The worker's.
-        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Job, int]] = SimpleQueue()
+        self._has_ended = False
         self._reservoirs: OrderedDict[Key, Reservoir] = OrderedDict()
         self._layers: dict[Key, Layer] = {}
         self._sizes: dict[Key, tuple[int, int]] = {}  # tokens held, outputs ever learned
@@ -274,7 +280,7 @@ class TaskStore:
         self._gave_way_s = 0.0
         self._thread: threading.Thread | None = None
         if exchange is not None:
-            exchange.start(lambda arrival: self._jobs.put(Arrived(arrival)))
+            exchange.start(lambda arrival: self._jobs.put((partial(self._adopt, arrival), 0)))
 
     # -- calibration ------------------------------------------------------------------------
 
@@ -330,14 +336,9 @@ class TaskStore:
         self._opened[key] = corpus
         self._num_learned[task] = self._num_learned.get(task, 0) + 1
         self.seen(task, scope).recent.add(output_ids)
-        self._put(
-            Example(
-                Open(key, self._generations.get(task, 0), corpus, max_tokens, persist),
-                prompt_ids[-MAX_PROMPT:].copy(),
-                output_ids.copy(),
-                rests,
-            )
-        )
+        wanted = Wanted(key, self._generations.get(task, 0), corpus, max_tokens, persist)
+        example = prompt_ids[-MAX_PROMPT:].copy(), output_ids.copy()
+        self._put(partial(self._take, wanted, example, is_wanted=not rests))
 
     def learned(
         self, task: str, scope: str, corpus: str | None, max_tokens: int, persist: bool = False
@@ -350,7 +351,8 @@ class TaskStore:
             return layer.corpus
         if key not in self._opened or self._opened[key] != corpus:
             self._opened[key] = corpus
-            self._put(Open(key, generation, corpus, max_tokens, persist))
+            wanted = Wanted(key, generation, corpus, max_tokens, persist)
+            self._put(partial(self._open, wanted))
         return None
 
     def forget(self, task: str) -> None:
@@ -359,12 +361,12 @@ class TaskStore:
         for key in [key for key in self._opened if key[0] == task]:
             del self._opened[key]
         self._calibrations.forget_seen(task)
-        self._put(Forget(task))
+        self._put(partial(self._drop_task, task))
 
     def refresh(self) -> None:
         """Build all layers anew: a corpus may have changed under its name."""
         if self._thread is not None:
-            self._put(Refresh())
+            self._put(self._rebuild)
 
     def sizes(self) -> tuple[tuple[str, int, int], ...]:
         """(task, tokens held, outputs learned since the start) of every task that learns."""
@@ -409,7 +411,12 @@ class TaskStore:
     def wait(self, timeout_s: float = 10.0) -> None:
         """Wait until the queue is empty and every layer that is due is built (for tests)."""
         done = threading.Event()
-        self._put(Save(done.set))
+
+        def finish() -> None:
+            self._tend()
+            done.set()
+
+        self._put(finish)
         done.wait(timeout_s)
 
     def close(self) -> None:
@@ -419,19 +426,20 @@ class TaskStore:
         self._calibrations.flush()
         self._closed = True
         if self._thread is not None:
-            self._jobs.put(End())
+            self._jobs.put((self._end, 1))
             self._thread.join(30.0)
         if self._exchange is not None:
             self._exchange.close()
 
-    def _put(self, job: Any) -> None:
+    def _put(self, job: Job) -> None:
+        """Let the worker do something, of which `due_ms` waits for the end."""
         if self._closed:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="task-memory", daemon=True)
             self._thread.start()
         self._num_put += 1
-        self._jobs.put(job)
+        self._jobs.put((job, 1))
 
     # -- files ------------------------------------------------------------------------------
 
@@ -445,51 +453,36 @@ class TaskStore:
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        waiting: list[Save] = []
-        while True:
+        while not self._has_ended:
+            num = 0
             try:
-                job = self._jobs.get(timeout=None if self._is_idle() else 0.05)
-            except Empty:
-                job = None
-            try:
-                if isinstance(job, Example):
-                    self._take(job)
-                elif isinstance(job, Open):
-                    self._open(job)
-                elif isinstance(job, Forget):
-                    self._drop_task(job.task)
-                elif isinstance(job, Refresh):
-                    for reservoir in self._reservoirs.values():
-                        reservoir.rebuild()
-                elif isinstance(job, Arrived):
-                    self._adopt(job.arrival)
-                elif isinstance(job, Save):
-                    waiting.append(job)
-                ending = isinstance(job, End)
-                if ending or self._jobs.empty():
-                    self._tend(ending)
+                with contextlib.suppress(Empty):
+                    job, num = self._jobs.get(timeout=None if self._is_idle() else 0.05)
+                    job()
+                if self._has_ended or self._jobs.empty():
+                    self._tend()
             except Exception:
                 _log.exception("what a task learned could not be kept")
-                ending = isinstance(job, End)
-            for save in waiting:
-                try:
-                    save.write()
-                except OSError as error:
-                    _log.warning("calibration could not be written: %s", error.strerror)
-            waiting.clear()
-            self._num_done += not (job is None or isinstance(job, Arrived))
-            if ending:
-                return
+            self._num_done += num
+
+    def _end(self) -> None:
+        """Write everything, then end."""
+        self._has_ended = True
+
+    def _rebuild(self) -> None:
+        """A corpus may have changed."""
+        for reservoir in self._reservoirs.values():
+            reservoir.rebuild()
 
     def _is_idle(self) -> bool:
         return not any(r.is_due or r.num_unsaved for r in self._reservoirs.values())
 
-    def _open(self, wanted: Open) -> Reservoir:
+    def _open(self, wanted: Wanted) -> Reservoir:
         """The reservoir of a key, read from its file if it is not in memory."""
         key = wanted.key
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
-            reservoir = Reservoir.of(wanted)
+            reservoir = Reservoir(wanted, _outputs(wanted))
             path = self._learned_file(key) if wanted.persist else None
             if path is not None:
                 reservoir.restore(path, self._fingerprint_of(key[1]))
@@ -497,69 +490,68 @@ class TaskStore:
             self._note_size(key, reservoir)
             self._open_exchange(wanted)
         reservoir.outputs.max_tokens = wanted.max_tokens
-        if reservoir.corpus != wanted.corpus or reservoir.persist != wanted.persist:
-            reservoir.corpus, reservoir.persist = wanted.corpus, wanted.persist
+        known, reservoir.wanted = reservoir.wanted, wanted
+        if (known.corpus, known.persist) != (wanted.corpus, wanted.persist):
             reservoir.rebuild()
             self._open_exchange(wanted)
         self._reservoirs.move_to_end(key)
         return reservoir
 
-    def _open_exchange(self, wanted: Open) -> None:
+    def _open_exchange(self, wanted: Wanted) -> None:
         if self._exchange is not None and wanted.persist:
-            key, fingerprint = wanted.key, self._fingerprint_of(wanted.key[1])
-            self._exchange.open(
-                Wanted(key, fingerprint, wanted.corpus, wanted.max_tokens, wanted.generation)
-            )
+            self._exchange.open(wanted, self._fingerprint_of(wanted.key[1]))
 
     def _adopt(self, arrival: Arrival) -> None:
         """What was published, and what was learned here since, takes the place of what is held."""
         from drafters.corpus import Corpus
 
-        key, reservoir = arrival.key, self._reservoirs.get(arrival.key)
-        if self._exchange is None or reservoir is None or not reservoir.persist:
+        key = arrival.wanted.key
+        reservoir = self._reservoirs.get(key)
+        if self._exchange is None or reservoir is None or not reservoir.wanted.persist:
             return
-        if reservoir.generation != arrival.generation:
+        wanted = reservoir.wanted
+        if wanted.generation != arrival.wanted.generation:
             return
         own = self._exchange.unpublished(key)
         reservoir.replace(chain(arrival.examples, own))
         self._totals.append((key, arrival.tables))
         self._note_size(key, reservoir)
         layer: Corpus | None = None
-        if arrival.layer is not None and arrival.corpus == reservoir.corpus:
+        if arrival.layer is not None and arrival.wanted.corpus == wanted.corpus:
             try:
                 layer = Corpus.load(arrival.layer, fingerprint=self._fingerprint_of(key[1]))
             except (OSError, ValueError) as error:
                 _log.warning("task %s: a layer from other engines: %s", key[0], error)
         if layer is not None:
-            self._layers[key] = Layer(layer, reservoir.corpus, reservoir.generation)
+            self._layers[key] = Layer(layer, wanted.corpus, wanted.generation)
             reservoir.num_unbuilt = len(own)
             self._fresh.append(key)
         elif not arrival.examples and self._layers.pop(key, None) is not None:
             self._fresh.append(key)
 
-    def _take(self, example: Example) -> None:
-        reservoir = self._open(example.to)
-        if self._exchange is not None and reservoir.persist:
-            key = example.to.key
-            self._exchange.append(key, (example.prompt_ids, example.output_ids))
-        is_new = reservoir.outputs.add(example.prompt_ids, example.output_ids)
+    def _take(self, wanted: Wanted, example: Example, *, is_wanted: bool) -> None:
+        """Learn a finished output. is_wanted: see Reservoir."""
+        reservoir = self._open(wanted)
+        if self._exchange is not None and wanted.persist:
+            self._exchange.append(wanted.key, example)
+        is_new = reservoir.outputs.add(*example)
         reservoir.num_unbuilt += is_new
-        reservoir.is_wanted = not example.rests
-        reservoir.num_unsaved += is_new and reservoir.persist
-        self._note_size(example.to.key, reservoir)
+        reservoir.is_wanted = is_wanted
+        reservoir.num_unsaved += is_new and wanted.persist
+        self._note_size(wanted.key, reservoir)
 
     def _note_size(self, key: Key, reservoir: Reservoir) -> None:
         self._sizes[key] = (reservoir.outputs.num_tokens, reservoir.outputs.num_seen)
 
-    def _tend(self, ending: bool) -> None:
+    def _tend(self) -> None:
         """Build and write what is due."""
         for key, reservoir in list(self._reservoirs.items()):
             # Those used longest ago come first: they get no more, so nobody waits for ever.
             now_s = time.monotonic()
-            if reservoir.is_due and not ending and self._may_build(now_s):
+            if reservoir.is_due and not self._has_ended and self._may_build(now_s):
                 self._build(key, reservoir)
             if reservoir.num_unsaved and (
-                ending or now_s - reservoir.saved_at_s >= self._save_every_s
+                self._has_ended or now_s - reservoir.saved_at_s >= self._save_every_s
             ):
                 self._save_reservoir(key, reservoir)
         while len(self._reservoirs) > 1 and (
@@ -592,17 +584,16 @@ class TaskStore:
         began_s = time.monotonic()
         reservoir.num_unbuilt = 0
         base: Corpus | None = None
-        if reservoir.corpus is not None:
+        wanted, fingerprint = reservoir.wanted, self._fingerprint_of(key[1])
+        if wanted.corpus is not None:
             try:
-                base = Corpus.load(reservoir.corpus, fingerprint=self._fingerprint_of(key[1]))
+                base = Corpus.load(wanted.corpus, fingerprint=fingerprint)
             except (OSError, ValueError) as error:
                 _log.warning("task %s learns beside no corpus: %s", key[0], error)
         if len(reservoir.outputs) == 0:
             return
-        layer = build_corpus(
-            reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint_of(key[1])
-        )
-        self._layers[key] = Layer(layer, reservoir.corpus, reservoir.generation)
+        layer = build_corpus(reservoir.outputs.examples(), base=base, fingerprint=fingerprint)
+        self._layers[key] = Layer(layer, wanted.corpus, wanted.generation)
         now_s = time.monotonic()
         self._next_build_s = now_s + (now_s - began_s) / self._build_share
         self._fresh.append(key)
@@ -626,6 +617,13 @@ class TaskStore:
         if self._folder is not None:
             for path in self._folder.glob(f"learned-{digest(task)}-*.bin"):
                 path.unlink(missing_ok=True)
+
+
+def _write(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        _log.warning("calibration could not be written: %s", error.strerror)
 
 
 # -- what the API asks of it -----------------------------------------------------------------------

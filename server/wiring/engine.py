@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from server.engine.adapters import AdapterShelf, Vocabulary
     from server.engine.batch import AdaptingRunner, Runner
     from server.engine.engine import Engine
-    from server.engine.exchange import Exchange
     from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import GrammarTokenizer
     from server.engine.plan import EngineSettings
-    from server.engine.task_store import TaskStore
+    from server.engine.task_store import Exchange, TaskStore
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
     from server.token_bytes import TokenBytes

@@ -1,4 +1,4 @@
-"""SegmentExchange: an engine's side of what travels (server.engine.exchange.Exchange).
+"""SegmentExchange: an engine's side of what travels (server.engine.task_store.Exchange).
 
 Finished outputs and counts of drafts are gathered per (task, scope) and written as a segment when
 there are enough or the first has waited long enough. Every so often it looks whether a new version
@@ -25,7 +25,7 @@ from drafters.array_file import ArrayFileError
 from drafters.shared_counts import Counts, PackedCounts, TableId, added
 from drafters.shared_outputs import SharedFile, load_shared, save_shared, segment_of
 from server.engine.calibrations import digest
-from server.engine.exchange import Arrival, Example, Key, Wanted
+from server.engine.task_store import Arrival, Example, Key, Wanted
 from server.fleet.learning.storage import (
     Manifest,
     SegmentName,
@@ -73,10 +73,11 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Scope:
-    """Of one key, while it is in memory. buffer, counts: not written yet. since_s: when the first
-    of them came."""
+    """Of one key, while it is in memory. fingerprint: of the ids. buffer, counts: not written yet.
+    since_s: when the first of them came."""
 
     wanted: Wanted
+    fingerprint: str
     writer: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     buffer: list[Example] = field(default_factory=list)
     counts: dict[TableId, Counts] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class SegmentExchange:
         if autonomous:
             self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
 
-    # -- server.engine.exchange.Exchange -------------------------------------------------------
+    # -- server.engine.task_store.Exchange -----------------------------------------------------
 
     def start(self, on_arrival: Callable[[Arrival], None]) -> None:
         self._on_arrival = on_arrival
@@ -134,15 +135,15 @@ class SegmentExchange:
         if self._thread is not None:
             self._thread.start()
 
-    def open(self, wanted: Wanted) -> None:
+    def open(self, wanted: Wanted, fingerprint: str) -> None:
         with self._lock:
             scope = self._scopes.get(wanted.key)
             if scope is None:
-                scope = self._scopes[wanted.key] = _Scope(wanted)
+                scope = self._scopes[wanted.key] = _Scope(wanted, fingerprint)
                 scope.figures = SharedFigures(wanted.key[0])
                 if len(self._scopes) > _MAX_SCOPES:
                     self._scopes.popitem(last=False)
-            scope.wanted = wanted
+            scope.wanted, scope.fingerprint = wanted, fingerprint
             scope.adopted, scope.looked_s = None, float("-inf")  # what is published comes anew
             self._scopes.move_to_end(wanted.key)
 
@@ -264,7 +265,7 @@ class SegmentExchange:
             "corpus": wanted.corpus or "",
             "corpus_id": corpus_id(wanted.corpus),
         }
-        data = encoded(SharedFile(outputs, told, meta), wanted.fingerprint, wanted.key)
+        data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, wanted.key)
         name = SegmentName(scope.writer, sent.number, hash_of(data))
         folder = scope_folder(self._model, wanted.key, epoch)
         sent.path = f"{folder}/segments/{name.file}"
@@ -297,7 +298,7 @@ class SegmentExchange:
             if manifest is None or scope.adopted == (manifest.version, manifest.published_ns):
                 return
             data = read_hashed(self._storage, f"{folder}/{manifest.state}")
-            file = decoded(data, wanted.fingerprint, wanted.key)
+            file = decoded(data, scope.fingerprint, wanted.key)
             layer = self._layer(wanted, manifest, folder)
         except (TornError, ArrayFileError) as error:
             log.info("task %s: what was published is left out: %s", wanted.key[0], error)
@@ -336,9 +337,7 @@ class SegmentExchange:
         with self._lock:
             scope.figures = figures
             self._tell_figures()
-        self._on_arrival(
-            Arrival(wanted.key, wanted.generation, examples, layer, wanted.corpus, tables)
-        )
+        self._on_arrival(Arrival(wanted, examples, layer, tables))
 
     def _layer(self, wanted: Wanted, manifest: Manifest, folder: str) -> Path | None:
         """A copy of the published layer, if it was built over the corpus that this engine has."""

@@ -19,7 +19,7 @@ from typing import Any
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
 from server.engine.calibrations import digest
-from server.engine.exchange import Key
+from server.engine.task_store import Key
 
 
 class StorageError(OSError):
