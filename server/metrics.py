@@ -584,7 +584,7 @@ ALIASES = (
     _Alias("histogram", "request_prompt_tokens"),
     _Alias("histogram", "request_generation_tokens"),
 )
-_SAMPLES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum")}
+_SAMPLES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 
 
 class VllmNames(Collector):
@@ -608,53 +608,17 @@ class VllmNames(Collector):
 
 
 def _told_again(alias: _Alias, family: Metric) -> Metric:
-    """`family` under the alias's name, summed over the labels that are not kept."""
-    name, text = f"vllm:{alias.name or alias.ours}", family.documentation
-    labels = ("model_name", *alias.kept)
-    if alias.kind == "histogram":
-        return _histogram(HistogramMetricFamily(name, text, labels=labels), labels, family)
-    sums: dict[tuple[str, ...], float] = {}
+    """`family` under the alias's name, summed over the labels that are not kept. Our engines are
+    called MODEL/NUMBER."""
+    made = Metric(f"vllm:{alias.name or alias.ours}", family.documentation, alias.kind)
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in family.samples:
-        if not sample.name.endswith("_created"):
-            key = _key(labels, sample.labels)
-            sums[key] = sums.get(key, 0.0) + sample.value
-    made: CounterMetricFamily | GaugeMetricFamily = (
-        CounterMetricFamily(name, text, labels=labels)
-        if alias.kind == "counter"
-        else GaugeMetricFamily(name, text, labels=labels)
-    )
-    for key, value in sums.items():
-        made.add_metric(key, value)
+        own, suffix = sample.labels, sample.name.removeprefix(f"tailor_{alias.ours}")
+        labels = {"model_name": own["model"]}
+        labels |= {label: own[label].rpartition("/")[2] for label in alias.kept}
+        labels |= {"le": own["le"]} if "le" in own else {}
+        at = suffix, tuple(labels.items())
+        sums[at] = sums.get(at, 0.0) + sample.value
+    for (suffix, kept), value in sums.items():
+        made.add_sample(made.name + suffix, dict(kept), value)
     return made
-
-
-def _histogram(
-    made: HistogramMetricFamily, labels: Iterable[str], family: Metric
-) -> HistogramMetricFamily:
-    labels = tuple(labels)
-    buckets: dict[tuple[str, ...], dict[str, float]] = {}
-    sums: dict[tuple[str, ...], float] = {}
-    for sample in family.samples:
-        key = _key(labels, sample.labels)
-        if sample.name.endswith("_bucket"):
-            edges = buckets.setdefault(key, {})
-            edge = sample.labels["le"]
-            edges[edge] = edges.get(edge, 0.0) + sample.value
-        elif sample.name.endswith("_sum"):
-            sums[key] = sums.get(key, 0.0) + sample.value
-    for key, edges in buckets.items():
-        made.add_metric(key, list(edges.items()), sums[key])
-    return made
-
-
-def _key(labels: Iterable[str], own: dict[str, str]) -> tuple[str, ...]:
-    """The values of vLLM's labels. Our engines are called MODEL/NUMBER."""
-    values = []
-    for label in labels:
-        if label == "model_name":
-            values.append(own["model"])
-        elif label == "engine":
-            values.append(own["engine"].rpartition("/")[2])
-        else:
-            values.append(own[label])
-    return tuple(values)
