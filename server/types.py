@@ -39,37 +39,23 @@ class Parameter:
     name: str
     kind: type
     default: Any
-    ge: float | None
-    le: float | None
     help: str
-    in_tasks: bool
-    in_models: bool
-    in_draws: bool
-    aliases: tuple[str, ...]
+    ge: float | None = None
+    le: float | None = None
+    in_tasks: bool = True
+    in_models: bool = False
+    in_draws: bool = False
+    aliases: tuple[str, ...] = ()
 
 
-def parameter(
-    default: Any,
-    *,
-    help: str,
-    ge: float | None = None,
-    le: float | None = None,
-    in_tasks: bool = True,
-    in_models: bool = False,
-    in_draws: bool = False,
-    aliases: tuple[str, ...] = (),
-) -> Any:
-    """A field of SamplingParams that is a number or a switch; see Parameter.
+def parameter(default: Any, **told: Any) -> Any:
+    """A field of SamplingParams that is a number or a switch. told: further fields of Parameter.
 
     This row is all that the API needs: the fields of requests and task files, their checks, the
     defaults, /openapi.json and the reference of configuration come from it. What the parameter does
     to a draw is in the samplers: server/model/cpu/kernels/sampling.py, server/model/gpu/sampler.py.
     """
-    metadata = {
-        "help": help, "ge": ge, "le": le, "in_tasks": in_tasks, "in_models": in_models,
-        "in_draws": in_draws, "aliases": aliases,
-    }  # fmt: skip
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +192,12 @@ class SamplingParams:
         return values | {"top_k": max(0, values["top_k"])}
 
 
-def _parameters() -> tuple[Parameter, ...]:
-    kinds = typing.get_type_hints(SamplingParams)
-    return tuple(
-        Parameter(name=one.name, kind=kinds[one.name], default=one.default, **one.metadata)
-        for one in fields(SamplingParams)
-        if one.metadata
-    )
-
-
-PARAMETERS = _parameters()
+_KINDS = typing.get_type_hints(SamplingParams)
+PARAMETERS = tuple(
+    Parameter(name=one.name, kind=_KINDS[one.name], default=one.default, **one.metadata)
+    for one in fields(SamplingParams)
+    if one.metadata
+)
 """The rows of SamplingParams, in their order."""
 
 DRAW_NUMBERS = tuple(one.name for one in PARAMETERS if one.in_draws)

@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -446,14 +447,10 @@ class TaskAdmin(Protocol):
 
 @dataclass(slots=True)
 class _Report:
-    """The sums of what the engines of a task's model keep of it. cells: (offered, accepted) by
-    source, length and share."""
+    """The sums of what the engines of a task's model keep of it. sums: of steps and tokens, by
+    their names. cells: (offered, accepted) by source, length and share."""
 
-    num_steps: float = 0.0
-    num_tokens: float = 0.0
-    corpus_steps: float = 0.0
-    tokens_with: float = 0.0
-    tokens_without: float = 0.0
+    sums: Counter[str] = field(default_factory=Counter)
     learned: Learned = field(default_factory=lambda: Learned(tokens=0, outputs=0, scopes=0))
     engines: list[EngineReport] = field(default_factory=list)
     cells: dict[tuple[str, int, float], list[float]] = field(default_factory=dict)
@@ -461,10 +458,10 @@ class _Report:
     def add(self, value: Mapping[str, Any]) -> None:
         """One engine's answer."""
         for name in ("num_steps", "num_tokens", "corpus_steps", "tokens_with", "tokens_without"):
-            setattr(self, name, getattr(self, name) + float(value.get(name, 0.0)))
-        for name in ("tokens", "outputs", "scopes"):
-            more = int(value.get(f"num_learned_{name}", 0))
-            setattr(self.learned, name, getattr(self.learned, name) + more)
+            self.sums[name] += value.get(name, 0)
+        self.learned.tokens += value.get("num_learned_tokens", 0)
+        self.learned.outputs += value.get("num_learned_outputs", 0)
+        self.learned.scopes += value.get("num_learned_scopes", 0)
         for row in value.get("calibration", ()):
             at = (row["source"], row["min_match_length"], row["predicted_share"])
             cell = self.cells.setdefault(at, [0.0, 0.0])
@@ -489,19 +486,17 @@ class _Report:
 
     def corpus_fit(self) -> CorpusFit | None:
         """Whether the corpus fits; None before enough steps were compared."""
-        if self.corpus_steps < _MIN_COMPARED:
+        steps = self.sums["corpus_steps"]
+        if steps < _MIN_COMPARED:
             return None
-        gain = self.tokens_with / self.tokens_without
-        fits = gain >= CORPUS_FITS
-        return CorpusFit(
-            steps=round(self.corpus_steps),
-            gain=round(gain, 3),
-            fits=fits,
-            message="outputs follow the corpus"
-            if fits
-            else "this corpus does not fit: the "
-            "model's outputs do not follow it, and drafts do not come from it where it costs steps",
-        )
+        gain = self.sums["tokens_with"] / self.sums["tokens_without"]
+        fits, message = gain >= CORPUS_FITS, "outputs follow the corpus"
+        if not fits:
+            message = (
+                "this corpus does not fit: the model's outputs do not follow it, and drafts do not "
+                "come from it where it costs steps"
+            )
+        return CorpusFit(steps=round(steps), gain=round(gain, 3), fits=fits, message=message)
 
 
 class TaskRoutes:
@@ -556,20 +551,6 @@ class TaskRoutes:
                 if name in old and task_version(new[name]) != task_version(old[name])
             ],
         )
-
-    async def upload(
-        self, name: str, examples: Sequence[Mapping[str, Any]], *, append: bool
-    ) -> CorpusAnswer:
-        """POST /v1/tasks/{task}/corpus."""
-        admin, task = self._need_admin(), self._find(name)
-        try:
-            tasks = await admin.upload(task.name, examples, append=append)
-        except ConfigError as error:
-            raise InvalidRequestError(
-                f"The corpus was not changed: {error.message}", param="examples"
-            ) from None
-        await self._serve(tasks)
-        return await self.corpus(task.name)
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -688,7 +669,7 @@ class TaskRoutes:
         async def get_task(task: str) -> Response:
             found = self._find(task)
             report = await self._report(found)
-            steps = report.num_steps
+            steps, tokens = report.sums["num_steps"], report.sums["num_tokens"]
             spec = found.speculation.model_dump(mode="json", by_alias=True, exclude={"corpus"})
             answer = TaskAnswer(
                 **self._entry(found),
@@ -698,7 +679,7 @@ class TaskRoutes:
                 speculation=spec,
                 vocabulary=await self._vocabulary(found),
                 learned=report.learned,
-                expected_tokens_per_step=round(report.num_tokens / steps, 3) if steps else None,
+                expected_tokens_per_step=round(tokens / steps, 3) if steps else None,
                 measured_steps=round(steps),
                 corpus_fit=None if found.speculation.corpus is None else report.corpus_fit(),
                 engines=report.engines,
@@ -719,7 +700,15 @@ class TaskRoutes:
             examples, append = await asyncio.to_thread(_read_upload, raw)
             if await request.is_disconnected():
                 raise ClientGoneError("The client left before its upload was read.")
-            return AnswerResponse(await self.upload(task, examples, append=append))
+            admin, name = self._need_admin(), self._find(task).name
+            try:
+                tasks = await admin.upload(name, examples, append=append)
+            except ConfigError as error:
+                raise InvalidRequestError(
+                    f"The corpus was not changed: {error.message}", param="examples"
+                ) from None
+            await self._serve(tasks)
+            return AnswerResponse(await self.corpus(name))
 
         @app.delete(
             corpus, **described("Delete what was uploaded and what was learned", CorpusDeleted)

@@ -499,13 +499,6 @@ class ChunkWriter(ABC, Generic[_Chunk]):
         return event(msgspec.structs.replace(chunk, **first))
 
 
-def speculation_of(order: Order, submission: Submission) -> Speculation | UnsetType:
-    """The `speculation` object of an answer, where it was asked for."""
-    if not order.body.include_speculation:
-        return UNSET
-    return speculation_report(submission.accounts)
-
-
 def usage_report(
     accounts: Iterable[RequestAccount], num_sent: int | None = None, num_truncated: int = 0
 ) -> Usage:
@@ -540,34 +533,31 @@ def usage_report(
     )
 
 
-def speculation_report(accounts: Iterable[RequestAccount]) -> Speculation:
-    """The `speculation` object (include_speculation): sums over all prompts and choices."""
-    accounts = list(accounts)
-    steps = drafts = drafted = accepted = tokens = firsts = 0
+def speculation_of(order: Order, submission: Submission) -> Speculation | UnsetType:
+    """The `speculation` object of an answer, where it was asked for: sums over all prompts and
+    choices."""
+    if not order.body.include_speculation:
+        return UNSET
+    accounts = submission.accounts
+    steps = sum(account.num_steps for account in accounts)
+    tokens = sum(account.num_completion_tokens for account in accounts)
+    firsts = sum(account.num_begun for account in accounts)
     by_depth: list[int] = []
     offered: list[int] = []
     sources: dict[str, SourceSums] = {}
-    drafter = "off"
     for account in accounts:
-        drafter = account.request.speculation.drafter
-        steps += account.num_steps
-        drafts += account.num_drafts
-        drafted += account.num_drafted
-        accepted += account.num_accepted
-        tokens += account.num_completion_tokens
-        firsts += account.num_begun
-        add_depths(by_depth, tuple(account.accepted_by_depth))
-        add_depths(offered, tuple(account.offered_by_depth))
+        add_depths(by_depth, account.accepted_by_depth)
+        add_depths(offered, account.offered_by_depth)
         for source, (num_drafted, num_accepted) in account.by_source.items():
             sums = sources.setdefault(source, SourceSums(drafted_tokens=0, accepted_tokens=0))
             sums.drafted_tokens += num_drafted
             sums.accepted_tokens += num_accepted
     return Speculation(
-        drafter=drafter,
+        drafter=accounts[-1].request.speculation.drafter,
         steps=steps,
-        drafts=drafts,
-        drafted_tokens=drafted,
-        accepted_tokens=accepted,
+        drafts=sum(account.num_drafts for account in accounts),
+        drafted_tokens=sum(account.num_drafted for account in accounts),
+        accepted_tokens=sum(account.num_accepted for account in accounts),
         mean_tokens_per_step=tokens / steps if steps else None,
         decode_tokens_per_step=(tokens - firsts) / (steps - firsts) if steps > firsts else None,
         accepted_by_depth=by_depth,

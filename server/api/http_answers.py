@@ -10,6 +10,7 @@ that it is served.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -23,9 +24,7 @@ from server.api.shapes import error_answer
 from server.errors import TailorError
 
 _encoder = msgspec.json.Encoder()
-
-
-_WIDE = re.compile(r"[^\x00-\x7f]")
+_WIDE = re.compile(r"[^\x00-\x7f]+")
 
 
 def encode(answer: Struct) -> bytes:
@@ -38,15 +37,7 @@ def encode_ascii(answer: Struct) -> bytes:
     data = _encoder.encode(answer)
     if data.isascii():
         return data
-    return _WIDE.sub(_escape, data.decode()).encode()
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code < 0x10000:
-        return f"\\u{code:04x}"
-    code -= 0x10000
-    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
+    return _WIDE.sub(lambda wide: json.dumps(wide[0])[1:-1], data.decode()).encode()
 
 
 class AnswerResponse(Response):

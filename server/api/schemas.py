@@ -250,16 +250,20 @@ class _Taken:
         )
 
 
-_KINDS = frozenset({"array", "boolean", "null", "number", "object", "string"})
+_KINDS = {
+    bool: "boolean", dict: "object", float: "number", int: "number", list: "array", str: "string",
+    type(None): "null",
+}  # fmt: skip
+"""JSON Schema's types by Python's; integers are numbers."""
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema may match; integers are numbers."""
     told = schema.get("type")
-    listed = told if isinstance(told, list) else _KINDS if told is None else [told]
+    listed = told if isinstance(told, list) else _KINDS.values() if told is None else [told]
     kinds = {"number" if kind == "integer" else kind for kind in listed if isinstance(kind, str)}
     values = _listed(schema)
-    return kinds if values is None else kinds & {kind_of(value) for value in values}
+    return kinds if values is None else kinds & {_KINDS[type(value)] for value in values}
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -276,16 +280,6 @@ def _required(schema: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(members, dict) or not isinstance(required, list):
         return {}
     return {name: members[name] for name in required if isinstance(name, str) and name in members}
-
-
-def kind_of(value: Any) -> str:
-    """JSON Schema's type of a value; integers are numbers."""
-    if isinstance(value, bool):
-        return "boolean"
-    for kind, name in ((dict, "object"), (list, "array"), (str, "string"), (type(None), "null")):
-        if isinstance(value, kind):
-            return name
-    return "number"
 
 
 def same(a: Any, b: Any) -> bool:

@@ -195,7 +195,30 @@ async def serve(
     """
     limits = limits or LimitsConfig()
     stop = stop or asyncio.Event()
-    server = _Server(_uvicorn_config(app, client, limits, host, port, certificate, stop))
+    chain, key = certificate or (None, None)
+    connection: Any = functools.partial(
+        Connection,
+        limits=limits,
+        on_refused=functools.partial(client.metrics.count_response, "other"),
+        is_leaving=stop.is_set,
+    )
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=connection,
+            host=host,
+            port=port,
+            access_log=False,
+            log_config=None,
+            ws="none",
+            lifespan="on",
+            server_header=False,
+            ssl_certfile=chain,
+            ssl_keyfile=key,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+        )
+    )
     signals = _Signals(app, stop)
     signals.catch()
     await client.start()
@@ -220,39 +243,6 @@ async def serve(
             task.cancel()
         signals.release()
         await client.stop()
-
-
-def _uvicorn_config(
-    app: FastAPI,
-    client: EngineClient,
-    limits: LimitsConfig,
-    host: str,
-    port: int,
-    certificate: tuple[str, str | None] | None,
-    stop: asyncio.Event,
-) -> uvicorn.Config:
-    chain, key = certificate or (None, None)
-    connection: Any = functools.partial(
-        Connection,
-        limits=limits,
-        on_refused=functools.partial(client.metrics.count_response, "other"),
-        is_leaving=stop.is_set,
-    )
-    return uvicorn.Config(
-        app,
-        http=connection,
-        host=host,
-        port=port,
-        access_log=False,
-        log_config=None,
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        ssl_certfile=chain,
-        ssl_keyfile=key,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
-    )
 
 
 async def _leave(server: uvicorn.Server, seconds: float) -> None:
@@ -459,7 +449,9 @@ class Connection(HttpToolsProtocol):
         self._on_refused(error.status, error.code or "")
         _http_log.info("refused", extra={"status": error.status, "code": error.code})
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or self._can_answer():
+        # Never into an answer of which a byte was sent.
+        can_answer = not self.pipeline and cycle is not None and not cycle.response_started
+        if cycle is None or cycle.response_complete or can_answer:
             status, body, headers = error_response(error)
             headers += [
                 (b"x-request-id", f"req-{secrets.token_hex(12)}".encode()),
@@ -471,10 +463,6 @@ class Connection(HttpToolsProtocol):
             cycle.disconnected = True  # whoever reads this request's body learns that it ends here
             cycle.message_event.set()
         self.transport.close()
-
-    def _can_answer(self) -> bool:
-        """Whether no byte of the open request's answer was sent."""
-        return not self.pipeline and not self.cycle.response_started
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -107,7 +107,6 @@ class ToolReader:
         max_calls: int | None = None,
         begun: bool = False,
         forced: str | None = None,
-        new_id: Callable[[], str] | None = None,
     ) -> None:
         self._style = style
         self._marker = MARKERS[style][0]
@@ -115,7 +114,6 @@ class ToolReader:
         self._strict = strict or {}
         self._max_calls = max_calls
         self._forced = forced
-        self._new_id = new_id or (_short_id if style == "mistral" else _long_id)
         self.num_calls = 0
         self._held = ""
         self._opened = ""
@@ -167,6 +165,12 @@ class ToolReader:
         if not left or (self.num_calls and left.isspace()):
             return []
         return [left]
+
+    def _new_id(self) -> str:
+        """Of a call. Mistral's templates take nine letters and digits."""
+        if self._style != "mistral":
+            return f"call_{secrets.token_hex(12)}"
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     # --- states: each takes some of text[at:] and returns where it stopped ---
 
@@ -309,16 +313,6 @@ def _joined(events: Sequence[ToolEvent]) -> list[ToolEvent]:
         else:
             joined.append(event)
     return joined
-
-
-def _long_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _short_id() -> str:
-    """Mistral's templates take nine letters and digits."""
-    letters = string.ascii_letters + string.digits
-    return "".join(secrets.choice(letters) for _ in range(9))
 
 
 class NotACall(Exception):

@@ -233,7 +233,17 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
     if not server_file.is_file():
         raise ConfigError(document.error(("server",), f"{server_file}: there is no such file"))
     server = load_server_config(server_file)
-    _check_models(cluster, server, document)
+    names = [model.name for model in server.models]
+    for name in cluster.models:
+        if name not in names:
+            text = f"server.yaml has no model of this name; it has {', '.join(names)}"
+            raise ConfigError(document.error(("models", name), text))
+    for model in server.models:
+        on_gpu = any(device != "cpu" for device in model.devices)
+        if on_gpu != (cluster.replicas_of(model.name).num_gpus > 0):
+            at = ("models", model.name) if model.name in cluster.models else ("replicas",)
+            text = f"the model {model.name} runs on {model.devices[0]}: give its replicas "
+            raise ConfigError(document.error(at, text + ("num_gpus" if on_gpu else "no num_gpus")))
     if server.listen.port == 0:
         raise ConfigError(document.error(("server",), "listen.port: a fleet needs a fixed port"))
     if cluster.embedded.object_store_memory.num_bytes is None:
@@ -259,20 +269,3 @@ def _check_storage(url: str, document: Document) -> None:
         raise ConfigError(document.error(at, text)) from None
     except ValueError as error:
         raise ConfigError(document.error(at, str(error))) from None
-
-
-def _check_models(cluster: ClusterConfig, server: ServerConfig, document: Document) -> None:
-    names = [model.name for model in server.models]
-    for name in cluster.models:
-        if name not in names:
-            known = ", ".join(names)
-            text = f"server.yaml has no model of this name; it has {known}"
-            raise ConfigError(document.error(("models", name), text))
-    for model in server.models:
-        on_gpu = any(device != "cpu" for device in model.devices)
-        if on_gpu != (cluster.replicas_of(model.name).num_gpus > 0):
-            at = ("models", model.name) if model.name in cluster.models else ("replicas",)
-            text = f"the model {model.name} runs on {model.devices[0]}: give its replicas " + (
-                "num_gpus" if on_gpu else "no num_gpus"
-            )
-            raise ConfigError(document.error(at, text))

@@ -10,7 +10,7 @@ Importing this module imports neither torch nor numpy, nor any drafter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, create_model, model_validator
@@ -45,40 +45,23 @@ def sections() -> tuple[DrafterSpec, ...]:
 
 def task_sections(base: type[BaseModel]) -> Callable[[type[_Model]], type[_Model]]:
     """Give a model a section a drafter with all its options. base: what sections derive from."""
-
-    def decorate(model: type[_Model]) -> type[_Model]:
-        fields: dict[str, Any] = {}
-        for spec in sections():
-            doc = f"{_title(spec)}. None: the drafter's default, in parentheses."
-            section = _section(spec, base, spec.fields, doc, with_defaults=True)
-            fields[spec.name] = (section, Field(default_factory=section))
-        return _extended(model, fields)
-
-    return decorate
+    fields: dict[str, Any] = {}
+    for spec in sections():
+        doc = f"{_title(spec)}. None: the drafter's default, in parentheses."
+        section = _section(spec, base, spec.fields, doc, with_defaults=True)
+        fields[spec.name] = (section, Field(default_factory=section))
+    return lambda model: _extended(model, fields)
 
 
 def request_sections(base: type[BaseModel]) -> Callable[[type[_Model]], type[_Model]]:
     """Give a model a section a drafter with the options that requests may set, or None."""
-
-    def decorate(model: type[_Model]) -> type[_Model]:
-        fields: dict[str, Any] = {}
-        for spec in sections():
-            options = tuple(one for one in spec.fields if one.in_requests)
-            if options:
-                doc = f"{_title(spec)}, for requests drafted by `{spec.name}`. None: the task's."
-                section = _section(spec, base, options, doc, with_defaults=False)
-                fields[spec.name] = (section | None, None)
-        return _extended(model, fields)
-
-    return decorate
-
-
-def set_options(model: BaseModel) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(drafter, its options that were set, by key) of a model with sections."""
+    fields: dict[str, Any] = {}
     for spec in sections():
-        section = getattr(model, spec.name, None)
-        if section is not None:
-            yield spec.name, section.model_dump(by_alias=True, exclude_none=True)
+        if options := tuple(one for one in spec.fields if one.in_requests):
+            doc = f"{_title(spec)}, for requests drafted by `{spec.name}`. None: the task's."
+            section = _section(spec, base, options, doc, with_defaults=False)
+            fields[spec.name] = (section | None, None)
+    return lambda model: _extended(model, fields)
 
 
 def task_files(model: BaseModel) -> Iterator[tuple[str, Option, str]]:

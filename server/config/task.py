@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from drafters.catalog import Need, that_use
-from server.config.declared import (
-    parameters,
-    set_options,
-    task_files,
-    task_sections,
-)
+from server.config.declared import parameters, sections, task_files, task_sections
 from server.config.yaml_file import (
     Document,
     FilePath,
@@ -142,10 +137,11 @@ class SpeculationConfig(Section):
 
     def options(self) -> tuple[tuple[str, float | int | str | bool], ...]:
         """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""
+        told = self.model_dump(
+            by_alias=True, exclude_none=True, include={spec.name for spec in sections()}
+        )
         pairs = [
-            (f"{name}.{key}", value)
-            for name, options in set_options(self)
-            for key, value in options.items()
+            (f"{name}.{key}", value) for name, given in told.items() for key, value in given.items()
         ]
         return tuple(sorted(pairs))
 
@@ -289,9 +285,7 @@ def load_tasks(
                         ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
                     )
                 )
-            _check_files(task, document)
-            if drafters:
-                _check_drafters(task, document, drafters)
+            _check_named(task, document, drafters)
         except ConfigError as error:
             problems.append(error.message)
             continue
@@ -305,8 +299,8 @@ def load_tasks(
     return tasks
 
 
-def _check_files(task: TaskConfig, document: Document) -> None:
-    """The files that a task names are there."""
+def _check_named(task: TaskConfig, document: Document, drafters: tuple[str, ...]) -> None:
+    """The drafters and the files that a task names are there."""
     named: list[tuple[Path_, str | None]] = [
         (("speculation", "corpus"), task.speculation.corpus),
         (("vocabulary", "profile"), task.vocabulary.profile),
@@ -316,17 +310,14 @@ def _check_files(task: TaskConfig, document: Document) -> None:
     for at, path in named:
         if path is not None and not Path(path).is_file():
             raise ConfigError(document.error(at, f"no file {path}"))
-
-
-def _check_drafters(task: TaskConfig, document: Document, drafters: tuple[str, ...]) -> None:
-    chosen: list[tuple[Path_, str]] = [(("speculation", "drafter"), task.speculation.drafter)]
-    for i, name in enumerate(task.speculation.allowed_drafters or ()):
+    speculation = task.speculation
+    chosen: list[tuple[Path_, str]] = [(("speculation", "drafter"), speculation.drafter)]
+    for i, name in enumerate(speculation.allowed_drafters or ()):
         chosen.append((("speculation", "allowed_drafters", i), name))
-    for path, name in chosen:
+    for at, name in chosen if drafters else ():
         if name not in drafters:
-            raise ConfigError(
-                document.error(path, f"no drafter {name!r}; there are: {', '.join(drafters)}")
-            )
+            told = f"no drafter {name!r}; there are: {', '.join(drafters)}"
+            raise ConfigError(document.error(at, told))
 
 
 def task_version(task: TaskConfig) -> str:

@@ -140,7 +140,7 @@ VOCABULARY_SUMS = tuple(
 )
 
 
-def add_depths(sums: list[int], more: tuple[int, ...]) -> None:
+def add_depths(sums: list[int], more: Sequence[int]) -> None:
     if len(more) > len(sums):
         sums.extend([0] * (len(more) - len(sums)))
     for i, number in enumerate(more):

@@ -40,6 +40,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -266,7 +267,9 @@ class Decider:
 
         def encode() -> list[tuple[list[int], tuple[int, ...]]]:
             check(len(_encode(model, [text])[0]))
-            labeller = self._labeller(model)
+            labeller = self._labellers.get(model.name)
+            if labeller is None:
+                labeller = self._labellers[model.name] = Labeller(partial(_encode, model))
             prompts = []
             for question in questions:
                 options = [option.shown for option in question.options] or ["Yes", "No"]
@@ -307,13 +310,6 @@ class Decider:
             )
             for i, (ids, label_ids) in enumerate(prompts)
         ]
-
-    def _labeller(self, model: ServedModel) -> Labeller:
-        labeller = self._labellers.get(model.name)
-        if labeller is None:
-            labeller = Labeller(lambda texts: _encode(model, texts))
-            self._labellers[model.name] = labeller
-        return labeller
 
 
 def _encode(model: ServedModel, texts: Sequence[str]) -> list[list[int]]:
@@ -464,28 +460,28 @@ class AssistantMessage(BodyPart):
     type: Literal["message"] = "message"
 
 
-class FunctionCall(BodyPart):
+class ToolCall(BodyPart):
+    """A call that an assistant has made."""
+
+    call_id: str
+    name: str
+    id: str | None = None
+    namespace: str | None = None
+    status: Status | None = None
+
+
+class FunctionCall(ToolCall):
     """A call of a function."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
     arguments: str
-    id: str | None = None
-    namespace: str | None = None
-    status: Status | None = None
 
 
-class CustomToolCall(BodyPart):
+class CustomToolCall(ToolCall):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
     input: str
-    id: str | None = None
-    namespace: str | None = None
-    status: Status | None = None
 
 
 class CallOutput(BodyPart):
