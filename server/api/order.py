@@ -30,7 +30,6 @@ from server.api.bodies import (
     BodyPart,
     GenerationBody,
     PredictionBody,
-    SpeculationBody,
     joined_texts,
 )
 from server.api.grammars import (
@@ -260,7 +259,12 @@ class Orders:
                     report_rejected=bool(body.include_rejected_drafts),
                 )
             )
-            texts.append(_echo_text(model, prompt, ids, params) if generation.echo else _NO_TEXT)
+            text = PromptText()
+            if generation.echo:
+                pieces = model.table.prompt_bytes(ids, skip_special=params.skip_special_tokens)
+                read = b"".join(pieces).decode(errors="replace")
+                text = PromptText(prompt if isinstance(prompt, str) else read, tuple(pieces))
+            texts.append(text)
         total = sum(r.num_choices * (len(r.prompt_ids) + r.sampling.max_tokens) for r in requests)
         if total > self.limits.max_request_tokens:
             raise LimitExceededError(
@@ -469,9 +473,6 @@ class Orders:
         return wished
 
 
-_NO_TEXT = PromptText()
-
-
 def tighter(a: float | None, b: float | None) -> float | None:
     """The lower of two limits, None where there is none."""
     if a is None or b is None:
@@ -513,8 +514,9 @@ def _too_long(
     )
 
 
-def prompts_of(prompt: Any, at: str = "prompt") -> list[str | list[int]]:
+def prompts_of(prompt: Any) -> list[str | list[int]]:
     """The four shapes of `prompt` as a list of texts or id lists. Raises InvalidRequestError."""
+    at = "prompt"
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
@@ -581,16 +583,6 @@ def context_span(
             break
         position += len(piece)
     return (start, end) if start < end else None
-
-
-def _echo_text(
-    model: ServedModel, prompt: str | list[int], ids: Sequence[int], sampling: SamplingParams
-) -> PromptText:
-    """What an answer with echo repeats."""
-    pieces = model.table.prompt_bytes(ids, skip_special=sampling.skip_special_tokens)
-    if isinstance(prompt, str):
-        return PromptText(prompt, tuple(pieces))
-    return PromptText(b"".join(pieces).decode(errors="replace"), tuple(pieces))
 
 
 def _stops_of(stop: Any) -> tuple[str, ...]:
@@ -691,7 +683,12 @@ def speculation_of(
     if asked is not None and asked.corpus is not None:
         corpus = _corpus_of(asked.corpus, task, drafter, catalog)
     drafts = drafter != "off" and num_draft > 0
-    given = {} if asked is None else _sections_of(asked)
+    # The options that the request sets, by drafter.
+    given = {
+        name: member.model_dump(by_alias=True, exclude_none=True)
+        for name, member in asked or ()
+        if isinstance(member, BodyPart)
+    }
     options = _options_of(given, task, drafter) if given or drafts else ()
     if not drafts:
         return {"max_draft_tokens": 0}
@@ -740,16 +737,6 @@ def _corpus_of(name: str, task: TaskConfig, drafter: str, catalog: Catalog) -> s
     return other.speculation.corpus
 
 
-def _sections_of(asked: SpeculationBody) -> dict[str, dict[str, Any]]:
-    """The options that a request sets, by drafter."""
-    members = {name: getattr(asked, name) for name in sorted(asked.model_fields_set)}
-    return {
-        name: member.model_dump(by_alias=True, exclude_none=True)
-        for name, member in members.items()
-        if isinstance(member, BodyPart)
-    }
-
-
 def _options_of(asked: Mapping[str, Mapping[str, Any]], task: TaskConfig, drafter: str) -> _Options:
     """The task's drafter options with the request's own (by drafter) over them, within the task's
     limits."""
@@ -794,8 +781,5 @@ def vocabulary_of(body: GenerationBody, task: TaskConfig) -> VocabularyParams:
             )
         verify_every = asked.verify_every
     if mode == "full":
-        return _FULL
+        return VocabularyParams()
     return VocabularyParams(mode, own.profile, (verify_every or 0) if mode == "exact" else 0)
-
-
-_FULL = VocabularyParams()

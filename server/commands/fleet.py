@@ -9,7 +9,7 @@ from server.config.cluster import load_cluster_config
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
-    from server.config.cluster import ClusterConfig, LearningConfig
+    from server.config.cluster import ClusterConfig
     from server.fleet.parts import ServedParts
 
 
@@ -34,6 +34,8 @@ def up(file: Path, /) -> int:
 
 
 def check(file: Path, /) -> int:
+    from server.wiring.task_set import server_tasks
+
     cluster, server = _checked(file)
     for model in server.models:
         replicas = cluster.replicas_of(model.name)
@@ -51,22 +53,15 @@ def check(file: Path, /) -> int:
         f"routing by {cluster.routing.policy}; Ray: {cluster.address or 'started here'}"
     )
     if cluster.learning is not None:
-        print(_learning_line(cluster.learning, server))
+        tasks = [
+            task.name
+            for task in server_tasks(server).values()
+            if task.speculation.learns and task.speculation.learn == "persist"
+        ]
+        what = ", ".join(tasks) if tasks else "nothing: no task says learn: persist"
+        where = cluster.learning.storage or "the cache folder, which all machines must see"
+        print(f"learned outputs travel of {what}; they lie in {where}")
     return 0
-
-
-def _learning_line(learning: LearningConfig, server: ServerConfig) -> str:
-    """What travels, and where it lies."""
-    from server.wiring.task_set import server_tasks
-
-    tasks = [
-        task.name
-        for task in server_tasks(server).values()
-        if task.speculation.learns and task.speculation.learn == "persist"
-    ]
-    what = ", ".join(tasks) if tasks else "nothing: no task says learn: persist"
-    where = learning.storage or "the cache folder, which all machines must see"
-    return f"learned outputs travel of {what}; they lie in {where}"
 
 
 def _checked(file: Path) -> tuple[ClusterConfig, ServerConfig]:

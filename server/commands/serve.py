@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -218,9 +218,18 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
 
     Raises ConfigError.
     """
-    keys = _secrets(config)
+    known: dict[str, str] = {}  # ids by secret
+    for key in config.keys:
+        secret = key.secret()
+        if secret in known:
+            raise ConfigError(f"{key.where}: has the same secret as key {known[secret]}")
+        known[secret] = key.id
     tasks = server_tasks(config)
-    _check_task_lists(config, tasks)
+    names = {*tasks, *(model.name for model in config.models)}
+    for key in config.keys:
+        for name in key.tasks or ():
+            if name not in names:  # a typing error would lock users out
+                raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
     for model in config.models:
         if "cpu" in model.devices and (model.weights or config.engine.weights) == "fp8":
             raise ConfigError(
@@ -228,7 +237,7 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
                 "small ones"
             )
     check_places(config.models)
-    return keys, tasks
+    return list(known), tasks
 
 
 def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:
@@ -307,27 +316,6 @@ def _keys(given: Sequence[str]) -> tuple[KeyConfig, ...]:
         admin = SecretStr(os.environ["TAILOR_ADMIN_KEY"])
         keys += (KeyConfig(id="command-line-admin", key=admin, admin=True),)
     return keys
-
-
-def _secrets(config: ServerConfig) -> list[str]:
-    """The keys themselves. Raises ConfigError for one that cannot be read or is there twice."""
-    known: dict[str, str] = {}
-    for key in config.keys:
-        secret = key.secret()
-        if secret in known:
-            raise ConfigError(f"{key.where}: has the same secret as key {known[secret]}")
-        known[secret] = key.id
-    return list(known)
-
-
-def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> None:
-    """Raise ConfigError for a key's task that does not exist: a typing error would lock users
-    out."""
-    names = {*tasks, *(model.name for model in config.models)}
-    for key in config.keys:
-        for name in key.tasks or ():
-            if name not in names:
-                raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
 
 
 def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None) -> None:

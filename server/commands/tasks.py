@@ -11,10 +11,9 @@ import json
 import logging
 import math
 import statistics
-import struct
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -341,44 +340,31 @@ def head_share(folder: Path) -> float | None:
     """The LM head's share of the weights that a step of one row reads; None where a file does not
     say. The embedding's rows are looked up and count nothing; a tied head is the embedding's table.
     """
+    from safetensors import SafetensorError, safe_open
+
     from server.model.gguf_folder import gguf_of
+    from server.model.gguf_index import GgufIndex
 
     gguf = gguf_of(folder)
     if gguf is not None:
-        return _file_head_share(gguf)
+        held = GgufIndex(gguf).tensors.values()
+        sizes = {t.name: t.data.nbytes for t in held if len(t.shape) == 2}
+        table = sizes.pop("token_embd.weight")
+        in_head = sizes.pop("output.weight", table)
+        return in_head / (in_head + sum(sizes.values()))
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
         head = int(text["vocab_size"]) * int(text["hidden_size"])
-        body = sum(
-            math.prod(tensor["shape"])
-            for file in folder.glob("*.safetensors")
-            for name, tensor in _header(file)
-            if "embed_tokens" not in name and not name.startswith("lm_head")
-        )
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        body = 0
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    if "embed_tokens" not in name and not name.startswith("lm_head"):
+                        body += math.prod(tensors.get_slice(name).get_shape())
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
         return None
     return head / (head + body) if body > 0 else None
-
-
-def _file_head_share(gguf: Path) -> float:
-    """The same of a GGUF that is served as it is."""
-    from server.model.gguf_index import GgufIndex
-
-    sizes = {t.name: t.data.nbytes for t in GgufIndex(gguf).tensors.values() if len(t.shape) == 2}
-    table = sizes.pop("token_embd.weight")
-    head = sizes.pop("output.weight", table)
-    return head / (head + sum(sizes.values()))
-
-
-def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, dtype and shape) of each tensor of a safetensors file."""
-    with file.open("rb") as opened:
-        (size,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(size))
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield name, tensor
 
 
 def forms_of(model: ModelOptions) -> list[tuple[str, Path]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from server.commands.options import _bars
 from server.commands.tasks import _tell, head_share
@@ -74,11 +75,7 @@ def test_it_ends_with_what_was_written_and_what_is_next(
 
 
 def _safetensors(file: Path, shapes: dict[str, list[int]]) -> None:
-    header = {
-        name: {"dtype": "F32", "shape": s, "data_offsets": [0, 0]} for name, s in shapes.items()
-    }
-    data = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
-    file.write_bytes(struct.pack("<Q", len(data)) + data)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, file)
 
 
 def test_the_heads_share_is_that_of_its_bytes(tmp_path: Path) -> None:
