@@ -7,11 +7,11 @@ the sessions, a grammar adds and drops nodes, a slice of the LM head drops nodes
 all choices are one (trees.py): checked, pruned to what pays and fitted to blocks in compiled loops.
 
 Nothing is done for drafts between a request's arrival and the end of its prompt's step that can
-wait until that step is under way: the first drafter of a scope is made while the device works, and
-so is a session opened that knows of no other output; on a CPU, whose cores the step computes on,
-both once the first tokens are told. Any other is opened when it is first wanted. While a choice
-rests (`Sequence.is_resting`) its session gets no updates and may not exist. What was emitted
-meanwhile it is told before it is next asked, if it ever is.
+wait until that step is under way: a session that knows of no other output is opened while the
+device works; on a CPU, whose cores the step computes on, once the first tokens are told. Any other
+is opened when it is first wanted. While a choice rests (`Sequence.is_resting`) its session gets no
+updates and may not exist, nor may a drafter of its scope. What was emitted meanwhile it is told
+before it is next asked, if it ever is.
 
 If a drafter raises, its session is closed and the request goes on without drafts.
 """
@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -54,6 +54,13 @@ DrafterFactory = Callable[[str, SpeculationParams], Drafter]
 _MAX_KINDS = 1024  # of drafters that are known to be possible
 
 
+class Unmade(NamedTuple):
+    """What a drafter will be that may know nothing of how an answer begins (its `knows_starts`)."""
+
+    name: str
+    reads_states: bool
+
+
 class DrafterRegistry:
     """Resolves a request's speculation to a Drafter, which is made once per distinct options.
 
@@ -76,9 +83,8 @@ class DrafterRegistry:
         }
         self._made: OrderedDict[tuple[object, ...], Drafter] = OrderedDict()
         self._max_made = max_made
-        # (name, task, corpus, options) of drafters that were made -> whether there can be such
-        # that know nothing of how an answer begins.
-        self._kinds: dict[tuple[object, ...], bool] = {}
+        # By (name, task, corpus, options) of drafters that were made; None: these know something.
+        self._kinds: dict[tuple[object, ...], Unmade | None] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,7 +108,9 @@ class DrafterRegistry:
             self._made[key] = drafter
             if len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
-            self._kinds[key[:4]] = hasattr(drafter, "knows_starts")
+            self._kinds[key[:4]] = None
+            if hasattr(drafter, "knows_starts"):
+                self._kinds[key[:4]] = Unmade(drafter.name, getattr(drafter, "reads_states", False))
             if len(self._made) > self._max_made:
                 self._made.popitem(last=False)
         else:
@@ -114,11 +122,14 @@ class DrafterRegistry:
         if self._key(task, speculation)[:4] not in self._kinds:
             self.resolve(task, speculation)
 
-    def may_wait(self, task: str, speculation: SpeculationParams) -> bool:
-        """Whether the drafter has still to be made, and one of its kind without a corpus may know
-        nothing of how an answer begins (its `knows_starts`)."""
+    def unmade(self, task: str, speculation: SpeculationParams) -> Unmade | None:
+        """What the drafter will be, where it has still to be made and may know nothing but the
+        prompt."""
         key = self._key(task, speculation)
-        return not speculation.corpus and key not in self._made and self._kinds.get(key[:4], False)
+        may_know = speculation.corpus or speculation.prediction_ids
+        if may_know or speculation.max_draft_tokens <= 0 or key in self._made:
+            return None
+        return self._kinds.get(key[:4])
 
     @staticmethod
     def _key(task: str, speculation: SpeculationParams) -> tuple[object, ...]:
@@ -187,63 +198,54 @@ class Drafts:
         self._states = states
         self._logged: set[str] = set()
         self._num_open = 0  # choices that have a drafter
-        self._first: list[Sequence] = []  # the first of their scopes, whose drafters wait
-        self._late: tuple[list[Sequence], list[Sequence]] | None = None  # of a step with prompts
+        self._late: list[Sequence] | None = None  # of a step with prompts
         self._rest: _Rest | None = None
 
     # -- before a step ----------------------------------------------------------------------
 
     def seat(self, sequence: Sequence) -> None:
-        """Find a sequence's drafter, unless the request wants no drafts. Called when it is
-        seated. Where none was made for its scope, and it would know nothing, `settle` makes it."""
-        request, spec = sequence.request, sequence.request.speculation
+        """Give a sequence its seat at Gain, unless the request wants no drafts. Called when it is
+        seated. Where its scope is new or rests, and its drafter would know nothing but the prompt,
+        that is made once it is wanted."""
+        request = sequence.request
+        task, spec = request.task, request.speculation
         if self._max_rows <= 0:
             return
-        may_wait = not spec.prediction_ids and sequence.grammar is None
-        if (
-            may_wait
-            and not self._gain.knows(self._scope(sequence))
-            and spec.max_draft_tokens > 0
-            and self._drafters.may_wait(request.task, spec)
-        ):
-            self._first.append(sequence)
-        else:
-            self._find_drafter(sequence)
-
-    @staticmethod
-    def _scope(sequence: Sequence) -> tuple[str, str, str, bool]:
-        request = sequence.request
-        spec = request.speculation
-        return request.task, request.scope, spec.drafter, bool(spec.prediction_ids)
-
-    def _find_drafter(self, sequence: Sequence) -> None:
-        request = sequence.request
         try:
-            drafter = self._drafters.resolve(request.task, request.speculation)
-            if drafter is None:
-                return
-            sequence.drafter, sequence.drafter_name = drafter, drafter.name
-            knows = (
-                bool(request.speculation.prediction_ids)
-                or getattr(drafter, "knows_starts", True)
-                or (self._states is not None and getattr(drafter, "reads_states", False))
-            )
-            sequence.gain_seat = seat = self._gain.seat(self._scope(sequence), knows=knows)
+            scope, unmade = (task, request.scope, spec.drafter, bool(spec.prediction_ids)), None
+            if sequence.grammar is None and self._gain.rests(scope):
+                unmade = self._drafters.unmade(task, spec)
+            if unmade is None:
+                drafter = self._drafters.resolve(task, spec)
+                if drafter is None:
+                    return
+                reads_states = getattr(drafter, "reads_states", False)
+                knows = bool(spec.prediction_ids) or getattr(drafter, "knows_starts", True)
+                sequence.drafter_name = drafter.name
+                self._give(sequence, drafter)
+            else:
+                (sequence.drafter_name, reads_states), knows = unmade, False
+            knows = knows or (self._states is not None and reads_states)
+            sequence.gain_seat = seat = self._gain.seat(scope, knows=knows)
             self._num_open += 1
             sequence.is_resting = not self._gain.is_asked(seat)
-            sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
-            if sequence.grammar is not None:
-                sequence.sources = (*sequence.sources, FORCED)
         except Exception as error:
             self.disable(sequence, error)
+
+    @staticmethod
+    def _give(sequence: Sequence, drafter: Drafter) -> None:
+        sequence.drafter = drafter
+        sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
+        if sequence.grammar is not None:
+            sequence.sources = (*sequence.sources, FORCED)
 
     def draft(self, rows: Rows, *, is_plain: bool) -> Trees:
         """The trees of a step; what is chosen has its blocks. is_plain: nobody may draft."""
         if self._late is not None:
-            (first, sequences), self._late = self._late, None
-            self._settle(first, [s for s in sequences if s.status is Status.RUNNING])
+            sequences, self._late = self._late, None
+            self._settle(s for s in sequences if s.status is Status.RUNNING)
         num = len(rows.sequences)
-        self.is_off = not (self._num_open or self._first)
+        self.is_off = not self._num_open
         if self.is_off:
             return no_trees(num)
         rest = self._rest
@@ -274,8 +276,7 @@ class Drafts:
 
     def _why_not_first(self, sequence: Sequence, num_left: int) -> str:
         """Why a choice does not draft beside its first token, or ""."""
-        is_first = sequence in self._first
-        if sequence.drafter is None and not is_first:
+        if sequence.gain_seat < 0:
             return "off"
         if sequence.siblings:
             return "prefill"
@@ -283,12 +284,12 @@ class Drafts:
             return "length"
         # Without an output, and where nothing is known of how it begins, its session is opened
         # while the device computes its prompt.
-        is_blank = (
+        is_blank = sequence.drafter is None or (
             sequence.grammar is None
             and not sequence.request.speculation.prediction_ids
             and not getattr(sequence.drafter, "knows_starts", True)
         )
-        return "prefill" if is_first or is_blank else ""
+        return "prefill" if is_blank else ""
 
     def _asked(
         self,
@@ -337,7 +338,7 @@ class Drafts:
             try:
                 session = choice.session
                 if session is None or was_resting:
-                    session = _opened(choice)
+                    session = self._opened(choice)
                 if reason and grammar is None:
                     continue
                 is_planned = True
@@ -469,27 +470,44 @@ class Drafts:
 
         draws_first: whether the step computes prompts.
         """
-        first, self._first = self._first, []
         if draws_first and not self._is_beside:
-            self._late = first, list(sequences)
+            self._late = list(sequences)
         else:
-            self._settle(first, sequences)
+            self._settle(sequences)
 
-    def _settle(self, first: Iterable[Sequence], sequences: Iterable[Sequence]) -> None:
-        for sequence in first:
-            if sequence.status is not Status.FINISHED:
-                self._find_drafter(sequence)
+    def _settle(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             session = sequence.session
-            if sequence.is_resting or sequence.drafter is None:
+            if sequence.is_resting or (sequence.drafter is None and sequence.gain_seat < 0):
                 continue
             if session is None and (sequence.siblings or sequence.num_left <= 1):
                 continue
             try:
                 # One that is there knows all tokens, unless it rests.
-                (session or _opened(sequence)).settle()
+                (session or self._opened(sequence)).settle()
             except Exception as error:
                 self.disable(sequence, error)
+
+    def _opened(self, sequence: Sequence) -> DraftSession:
+        """The session of a sequence that may draft; one that has rested knows what it missed."""
+        session, told, request = sequence.session, sequence.num_told, sequence.request
+        if session is None:
+            if sequence.drafter is None:
+                drafter = self._drafters.resolve(request.task, request.speculation)
+                assert drafter is not None
+                self._give(sequence, drafter)
+            assert sequence.drafter is not None
+            session = sequence.session = sequence.drafter.open(
+                request.prompt_ids,
+                context_span=request.speculation.context_span,
+                prediction_ids=request.speculation.prediction_ids,
+            )
+        if told < sequence.num_output:
+            sequence.num_told = sequence.num_output
+            # Learning from each token that it missed would take a millisecond of a step.
+            catch_up = getattr(session, "catch_up", session.extend)
+            catch_up(sequence.output_ids(told))
+        return session
 
     # -- after it ---------------------------------------------------------------------------
 
@@ -580,22 +598,3 @@ class Drafts:
         except Exception as error:
             self.num_errors += 1
             _log.debug("closing a draft session failed", exc_info=error)
-
-
-def _opened(sequence: Sequence) -> DraftSession:
-    """The session of a sequence with a drafter; one that has rested knows what it missed."""
-    session, told = sequence.session, sequence.num_told
-    if session is None:
-        assert sequence.drafter is not None
-        request = sequence.request
-        session = sequence.session = sequence.drafter.open(
-            request.prompt_ids,
-            context_span=request.speculation.context_span,
-            prediction_ids=request.speculation.prediction_ids,
-        )
-    if told < sequence.num_output:
-        sequence.num_told = sequence.num_output
-        # Learning from each token that it missed would take a millisecond of a step.
-        catch_up = getattr(session, "catch_up", session.extend)
-        catch_up(sequence.output_ids(told))
-    return session

@@ -477,9 +477,11 @@ class Gain:
 
     # -- who is known -----------------------------------------------------------------------
 
-    def knows(self, key: Hashable) -> bool:
-        """Whether a scope has had a choice."""
-        return key in self._known
+    def rests(self, key: Hashable) -> bool:
+        """Whether a scope has had no choice, or would not be asked, as last weighed."""
+        row = self._known.get(key)
+        is_weighed = row is not None and self.cost is not None
+        return row is None or (is_weighed and not self._scopes.table[row, _IS_ASKED])
 
     def seat(self, key: Hashable, *, knows: bool = False) -> int:
         """A choice's seat. key: all that tells one scope's drafts from another's. knows: whether

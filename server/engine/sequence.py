@@ -216,13 +216,13 @@ class Sequence:
 
     # Speculation: written by Drafts.
     drafter: Drafter | None = None
-    """None: it does not draft."""
+    """Where it has a seat at Gain: found when it is first wanted."""
     session: DraftSession | None = None
     """Opened when it is first wanted."""
     drafter_name: str = "off"
     sources: tuple[str, ...] = ("off",)
     gain_seat = Column(GAIN_SEAT)
-    """Of Gain, while it has a drafter, else -1."""
+    """Of Gain, while it may draft, else -1."""
     is_resting: bool = False
     """Gain does not ask it now: its session gets no updates and may not exist."""
     num_told: int = 0

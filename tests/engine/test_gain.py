@@ -471,13 +471,13 @@ def test_a_scope_whose_drafter_knows_something_is_asked_at_once() -> None:
 
 def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> None:
     gain = Gain(_line(FIRST_S, ROW_S), capacity=2)
-    first, second = gain.seat("a"), gain.seat("b")
+    first, second = gain.seat("a", knows=True), gain.seat("b", knows=True)
     gain.leave(second)
-    gain.seat("c")
-    assert gain.knows("a") and gain.knows("c") and not gain.knows("b")
+    gain.seat("c", knows=True)
+    assert [gain.rests(key) for key in "abc"] == [False, True, False]
     gain.leave(first)
     many = [gain.seat(i) for i in range(40)]
-    assert len(set(many)) == 40 and not gain.knows("a")
+    assert len(set(many)) == 40 and gain.rests("a")
 
 
 def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
