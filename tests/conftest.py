@@ -94,6 +94,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what a file leaves behind: modules that it imported, and what they keep."""
+    if nextitem is None or nextitem.path != item.path:
+        pytest_collection_finish()
+
+
 def pytest_unconfigure() -> None:
     """Libraries look at their own at the end: what is frozen would be told as leaked."""
     gc.unfreeze()

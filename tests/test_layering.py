@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -150,17 +151,16 @@ def _modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def _imports(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
+@cache
+def _imports(path: Path) -> tuple[tuple[str, int, bool], ...]:
     """(imported module, line, whether at module level); imports for type checkers count too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        top = id(node) not in inside
+    return tuple(_imported(ast.parse(path.read_text(encoding="utf-8")), path, top=True))
+
+
+def _imported(parent: ast.AST, path: Path, *, top: bool) -> Iterator[tuple[str, int, bool]]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.expr):
+            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno, top
@@ -176,6 +176,9 @@ def _imports(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
                     yield (full if is_module else name), node.lineno, top
             else:
                 yield name, node.lineno, top
+        else:
+            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            yield from _imported(node, path, top=top and not is_function)
 
 
 def _part(module: str, table: dict[str, set[str]] | dict[str, set[str] | None]) -> str | None:
@@ -198,7 +201,7 @@ def test_imports_point_one_way(module: str, path: Path) -> None:
     if part == "server" and module != "server":
         pytest.fail(f"{path} is a new part of the server: say in this test what it may import")
     problems = []
-    for name, line, _ in _imports(path, module):
+    for name, line, _ in _imports(path):
         if _is_ours(name):
             if allowed is None or name == part or name.startswith(f"{part}."):
                 continue
@@ -217,7 +220,7 @@ def test_drafters_and_vocab_store_need_little(package: str) -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for module, path in _modules()
         if module.split(".")[0] == package
-        for name, line, top in _imports(path, module)
+        for name, line, top in _imports(path)
         if top
         and name.split(".")[0] not in sys.stdlib_module_names | LIBRARIES[package] | {package}
     ]
@@ -231,7 +234,7 @@ def test_ray_is_known_to_four_modules_of_the_fleet() -> None:
     users = {
         module
         for module, path in _modules()
-        for name, _, _ in _imports(path, module)
+        for name, _, _ in _imports(path)
         if name.split(".")[0] == "ray"
     }
     assert users == KNOW_RAY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+GIVEN = re.compile(r"^\(?(\w[\w, ]*?)(?:: .*|\)? = .*)$", re.MULTILINE)
+"""A line at a module's edge that may give a name a value, and those names."""
 
 
 def _breaches(rules: set[str]) -> Counter[tuple[str, str]]:
@@ -53,7 +56,7 @@ def test_private_attributes_are_read_in_few_places_of_tests() -> None:
     num = Counter[str]()
     for (file, _), times in _breaches({"SLF001"}).items():
         num[file.partition("/")[0]] += times
-    assert num["tests"] <= 43
+    assert num["tests"] <= 34
 
 
 def test_no_module_gives_a_name_twice() -> None:
@@ -63,7 +66,11 @@ def test_no_module_gives_a_name_twice() -> None:
         pytest.skip("this is no checkout")
     twice = []
     for file in told.stdout.split():
-        nodes = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        text = (ROOT / file).read_text(encoding="utf-8")
+        begun = Counter(name for line in GIVEN.findall(text) for name in line.split(","))
+        if max(begun.values(), default=0) < 2:
+            continue  # nothing that begins a line does so again: it need not be parsed
+        nodes = ast.parse(text).body
         targets = [t for n in nodes if isinstance(n, ast.Assign) for t in n.targets]
         targets += [n.target for n in nodes if isinstance(n, ast.AnnAssign)]
         found = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]

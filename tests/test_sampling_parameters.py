@@ -17,8 +17,11 @@ USERS = ("server/commands/", "server/client/", "server/api/faces/")
 
 
 def _named(file: Path) -> Iterator[str]:
-    """Every field, attribute and string of a module."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    """Every field, attribute and string of a module that has the letters of a parameter."""
+    text = file.read_text(encoding="utf-8")
+    if not any(name in text for name in DRAW_NUMBERS):
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

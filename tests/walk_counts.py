@@ -466,10 +466,10 @@ def times() -> dict[str, float]:
 
 def figures(root: Path) -> dict[str, int]:
     """All figures of the tree at `root`. Raises CalledProcessError where its product fails."""
-    return {**_run(root, "walks"), **house(root)}
+    return {**run(root, "walks"), **house(root)}
 
 
-def _run(root: Path, function: str) -> dict[str, Any]:
+def run(root: Path, function: str) -> dict[str, Any]:
     """What a function of this file finds of the product at `root`."""
     here = str(ROOT / "tests" / "walk_counts.py")
     code = (
@@ -512,7 +512,7 @@ def _compared(revisions: Sequence[str | None], *, timed: bool) -> list[dict[str,
         trees = [stack.enter_context(_tree(revision)) for revision in revisions]
         if not timed:
             return [figures(tree) for tree in trees]
-        passes = [[_run(tree, "times") for tree in trees] for _ in range(PASSES)]
+        passes = [[run(tree, "times") for tree in trees] for _ in range(PASSES)]
         return [
             {name: min(each[name] for each in of_tree) for name in of_tree[0]}
             for of_tree in zip(*passes, strict=True)

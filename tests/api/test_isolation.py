@@ -26,13 +26,14 @@ from server.config import (
     TaskConfig,
     VocabularyConfig,
 )
+from server.engine import grammar
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
-from server.grammar_text import grammar_problem
+from server.grammar_text import grammar_problem, grammar_text
 from server.wiring.drafter import make_task_drafter
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
@@ -218,18 +219,18 @@ def test_a_grammar_of_another_is_compiled_again(
     """What is compiled already comes at once: the time would tell who asks with the same schema."""
     checked: list[str] = []
     compiled: list[str] = []
-    check, work = grammar_problem, GrammarCompiler._work
+    check, text = grammar_problem, grammar_text
 
     def count_check(spec: Any) -> str:
         checked.append(spec.source)
         return check(spec)
 
-    def count_work(self: GrammarCompiler, spec: Any, tokenizer: Any) -> Any:
+    def count_compiled(spec: Any) -> Any:
         compiled.append(spec.source)
-        return work(self, spec, tokenizer)
+        return text(spec)
 
     monkeypatch.setattr(grammars, "grammar_problem", count_check)
-    monkeypatch.setattr(GrammarCompiler, "_work", count_work)
+    monkeypatch.setattr(grammar, "grammar_text", count_compiled)
     with _server(tmp_path) as server:
         checked.clear()
 

@@ -406,7 +406,7 @@ def test_scopes_in_memory_are_bounded_and_come_back_from_disk(
         _run(engine, [_request(f"{i}-{k}", [2, 3 + k], tenant=f"t{i}") for k in range(10)])
         memory.wait()
         engine.tend()
-        assert len(memory._reservoirs) <= 3 and len(memory._layers) <= 3
+        assert memory.report("task", None)["num_learned_scopes"] <= 3
     cold = _tokens_per_step(_run(engine, [_request("new", [2, 3], tenant="new")]))
     _run(engine, [_request("back", [2, 3], tenant="t0")])
     memory.wait()

@@ -18,6 +18,7 @@ import transformers
 from server.config import ModelConfig
 from server.errors import UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
+from server.model.cpu.generic import runner as generic_runner
 from server.model.cpu.generic.attention import StateStore
 from server.model.cpu.generic.runner import GenericRunner, generic_model
 from server.model.cpu.runner import batch_rows
@@ -163,13 +164,9 @@ def test_a_family_is_never_generic(tmp_path: Path) -> None:
 # --- recurrent states -----------------------------------------------------------------------------
 
 
-def _store(runner: GenericRunner) -> StateStore:
-    store = runner._store
-    assert store is not None
-    return store
-
-
-def test_a_state_is_replayed_from_the_nearest_that_is_kept(tmp_path: Path) -> None:
+def test_a_state_is_replayed_from_the_nearest_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few states, many sequences: what is lost is replayed, with the same bits; what is kept makes
     a step begin where it may."""
     _save(build("qwen3_5_text"), tmp_path)
@@ -178,9 +175,16 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(tmp_path: Path) -> No
     want = [test_bits.one_by_one(made, ids, i)[-1] for i, ids in enumerate(prompts)]
     pages = Pages(64, seed=3)
     tables = [pages.sequence(len(ids)) for ids in prompts]
+    made.close()
+    stores: list[StateStore] = []
+
+    def few(_: int, sizes: Any) -> StateStore:
+        stores.append(StateStore(keep, sizes))
+        return stores[-1]
+
+    monkeypatch.setattr(generic_runner, "StateStore", few)
     for keep in (2, 4, 7):
-        store = StateStore(keep, _store(made).states.shape[1:])
-        made._store = store
+        made = _built(tmp_path)
         builder = BatchBuilder()
         for table, ids in zip(tables, prompts, strict=True):
             builder.add_rows(table, ids[:-1], 0)
@@ -190,12 +194,12 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(tmp_path: Path) -> No
             builder.add_rows(table, ids[-1:], len(ids) - 1)[0]
             for table, ids in zip(tables, prompts, strict=True)
         ]
-        plan = store.plan(batch_rows(builder.build()))
+        plan = stores[-1].plan(batch_rows(builder.build()))
         num_replayed = (plan.seqs[:, 3] - plan.seqs[:, 2]).sum()
         assert num_replayed > 30 if keep < 7 else num_replayed == 0
         got = test_bits.step(made, builder, rows)
         assert np.array_equal(got, np.stack(want))
-    made.close()
+        made.close()
 
 
 def test_the_text_part_of_a_multimodal_checkpoint_is_served(tmp_path: Path) -> None:
