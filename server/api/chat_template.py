@@ -117,10 +117,6 @@ def _raise_exception(message: object) -> None:
     raise TemplateRefusal(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -129,7 +125,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -415,12 +411,6 @@ class ChatTemplate:
             yield text[at:]
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of a model folder in transformers' form, or None for a model without one.
 
@@ -447,9 +437,10 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
         tool_source = extra.read_text(encoding="utf-8")
     if not isinstance(found, str) or not found.strip():
         return None
-    constants = {
-        key: text
+    told = {
+        key: value.get("content") if isinstance(value, dict) else value
         for key, value in config.items()
-        if key.endswith("_token") and (text := _token_text(value)) is not None
+        if key.endswith("_token")
     }
+    constants = {key: text for key, text in told.items() if isinstance(text, str)}
     return ChatTemplate(found, tokenizer, constants=constants, tool_source=tool_source)

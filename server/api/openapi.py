@@ -108,7 +108,18 @@ def described(
     if answer is not None:
         content[JSON] = {"schema": answer_schema(answer)}
     if chunks:
-        content[EVENTS] = {"schema": _event_schema(chunks)}
+        # As a reader of server-sent events has it: data is a string, contentSchema its JSON.
+        data: list[dict[str, Any]] = [
+            {"type": "string", "contentMediaType": JSON, "contentSchema": answer_schema(shape)}
+            for shape in chunks
+        ]
+        is_named = ErrorAnswer not in chunks  # the others end with data that is no JSON
+        properties = {
+            "event": {"type": "string", "description": "data.type" if is_named else "message"},
+            "data": {"anyOf": data if is_named else [*data, {"const": "[DONE]"}]},
+        }
+        event = {"type": "object", "properties": properties, "required": ["data"]}
+        content[EVENTS] = {"schema": {"description": "one server-sent event", **event}}
     responses = {"200": {"description": summary, **({"content": content} if content else {})}}
     if own_503:
         responses["503"] = {**responses["200"], "description": "Not now"}
@@ -132,25 +143,6 @@ def document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = made
     return app.openapi_schema
-
-
-def _event_schema(chunks: tuple[type[Struct], ...]) -> dict[str, Any]:
-    """The schema of one event of a stream, as a reader of server-sent events has it: data is a
-    string, and contentSchema says what its JSON is."""
-    data: list[dict[str, Any]] = [
-        {"type": "string", "contentMediaType": JSON, "contentSchema": answer_schema(shape)}
-        for shape in chunks
-    ]
-    is_named = ErrorAnswer not in chunks  # the others end with data that is no JSON
-    return {
-        "description": "one server-sent event",
-        "type": "object",
-        "properties": {
-            "event": {"type": "string", "description": "data.type" if is_named else "message"},
-            "data": {"anyOf": data if is_named else [*data, {"const": "[DONE]"}]},
-        },
-        "required": ["data"],
-    }
 
 
 def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool) -> None:

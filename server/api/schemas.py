@@ -479,13 +479,15 @@ class StrictArguments:
     def __init__(self, schema: Mapping[str, Any], at: str) -> None:
         self._root = schema
         self._at = at
+        self._num_steps = 0  # of the check of one call
         self._learn(schema)
 
     def fits(self, text: str) -> bool:
         """Whether the text is a JSON object that matches the schema."""
+        self._num_steps = 0
         try:
             value = json.loads(text)
-            return isinstance(value, dict) and _Walk(self._root).matches(self._root, value)
+            return isinstance(value, dict) and self._matches(self._root, value)
         except (ValueError, RecursionError, OverflowError, _TooManySteps):
             return False
 
@@ -515,22 +517,14 @@ class StrictArguments:
             f"strict cannot be honoured with tool_choice auto: {what} is not checked.", at=self._at
         )
 
-
-class _Walk:
-    """One check of one value, with its steps counted."""
-
-    def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self._num_steps = 0
-
-    def matches(self, schema: Any, value: Any) -> bool:
+    def _matches(self, schema: Any, value: Any) -> bool:
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise _TooManySteps
         if isinstance(schema, bool):
             return schema
         reference = schema.get("$ref")
-        if reference is not None and not self.matches(target(self._root, reference), value):
+        if reference is not None and not self._matches(target(self._root, reference), value):
             return False
         kinds = schema.get("type", ())
         if kinds and not any(_TYPES[k](value) for k in ([kinds] if type(kinds) is str else kinds)):
@@ -539,28 +533,24 @@ class _Walk:
             return False
         if "enum" in schema and not any(same(option, value) for option in schema["enum"]):
             return False
-        if "anyOf" in schema and not any(self.matches(s, value) for s in schema["anyOf"]):
+        if "anyOf" in schema and not any(self._matches(s, value) for s in schema["anyOf"]):
             return False
-        if not all(self.matches(s, value) for s in schema.get("allOf", ())):
+        if not all(self._matches(s, value) for s in schema.get("allOf", ())):
             return False
         if isinstance(value, dict):
-            return self._object(schema, value)
+            members, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+            return all(name in value for name in schema.get("required", ())) and all(
+                self._matches(members.get(name, others), item) for name, item in value.items()
+            )
         if isinstance(value, list):
             return _sized(schema, "Items", len(value)) and all(
-                self.matches(schema.get("items", True), item) for item in value
+                self._matches(schema.get("items", True), item) for item in value
             )
         if isinstance(value, str):
             return _sized(schema, "Length", len(value))
         if _is_number(value):
             return all(fits(value, schema[key]) for key, fits in _LIMITS.items() if key in schema)
         return True
-
-    def _object(self, schema: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-        properties = schema.get("properties", {})
-        if not all(name in value for name in schema.get("required", ())):
-            return False
-        others = schema.get("additionalProperties", True)
-        return all(self.matches(properties.get(name, others), item) for name, item in value.items())
 
 
 def _is_number(value: Any) -> bool:

@@ -82,10 +82,11 @@ def bigrams(
     if not 1 <= k <= 20:
         raise ConfigError("-k: must lie in 1..20")
     with Bar() as bar, own_engine(model, bar, ()) as (served, engine):
+        before: list[int] = served.tokenizer.encode("", add_special_tokens=True).ids
         table = take_bigrams(
             engine,
             k,
-            bos_token_id=_bos_of(served.tokenizer),
+            bos_token_id=before[0] if before else None,
             progress=lambda done, total: bar("bigrams", done, total),
         )
         with writing(output):
@@ -93,12 +94,6 @@ def bigrams(
     num, kept = table.next_ids.shape
     print(json.dumps({"file": str(output), "tokens": num, "next": kept}))
     return 0
-
-
-def _bos_of(tokenizer: Any) -> int | None:
-    """The id that the tokenizer puts before every text, if it does."""
-    ids: list[int] = tokenizer.encode("", add_special_tokens=True).ids
-    return ids[0] if ids else None
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,29 +66,22 @@ def open_text(
 ) -> ModelText:
     """A model's tokenizer, and what reads data files with it. report: told what takes long. Raises
     ConfigError, ModelError."""
+    from server.api.chat_template import load_chat_template
     from server.model.gguf_folder import text_folder
 
     folder = text_folder(str(model), report=report)
     tokenizer, table, eos = open_table(folder)
+    chat = None  # of a model without a template that can be used
+    with contextlib.suppress(TailorError, ValueError):
+        chat = load_chat_template(folder, tokenizer)
     reader = ExampleReader(
         tokenizer,
         eos,
         fields=fields.names(),
         vocab_size=table.vocab_size,
-        render=_render_with(folder, tokenizer),
+        render=None if chat is None else chat_render(chat),
     )
     return ModelText(folder, tokenizer, table, eos, reader)
-
-
-def _render_with(folder: Path, tokenizer: Any) -> Render | None:
-    """A chat as the model's template writes it; None for a model without one that can be used."""
-    from server.api.chat_template import load_chat_template
-
-    try:
-        chat = load_chat_template(folder, tokenizer)
-    except (TailorError, ValueError):
-        return None
-    return None if chat is None else chat_render(chat)
 
 
 def chat_render(chat: Any) -> Render:

@@ -466,12 +466,22 @@ def write_recordings(
     continued. progress: (done, all). Raises ConfigError for another run's FILE.partial, for a file
     that cannot be written, and when no prompt was answered.
     """
-    keys = dict.fromkeys((prompt.line for prompt in prompts), _digest(prompts, identity))
+    digest = hashlib.sha256(identity.encode())  # of a run: prompts, model and settings
+    for prompt in prompts:
+        digest.update(f"\n{prompt.line} {prompt.text!r} {prompt.ids!r}".encode())
+    keys = dict.fromkeys((prompt.line for prompt in prompts), digest.hexdigest())
     failures: list[Failure] = []
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with AnswerFile(output.with_name(output.name + ".partial")) as partial:
-            done = _take_up(partial, keys)
+            try:
+                found = partial.take_up(keys)
+            except BulkError:
+                raise ConfigError(
+                    f"{partial.path}: left by a run with another model, other settings or other "
+                    "data; delete it"
+                ) from None
+            done = {line: record["recording"] for line, record in found.items()}
             num_resumed = len(done)
             if progress is not None:
                 progress(num_resumed, len(prompts))
@@ -497,23 +507,3 @@ def write_recordings(
             f"no prompt was answered; line {failures[0].prompt.line}: {failures[0].message}"
         )
     return len(done), num_resumed, failures
-
-
-def _digest(prompts: Sequence[Prompt], identity: str) -> str:
-    """Names a run: the same prompts of the same model and settings."""
-    digest = hashlib.sha256(identity.encode())
-    for prompt in prompts:
-        digest.update(f"\n{prompt.line} {prompt.text!r} {prompt.ids!r}".encode())
-    return digest.hexdigest()
-
-
-def _take_up(partial: AnswerFile, keys: dict[int, str]) -> dict[int, dict[str, Any]]:
-    """Recordings by line number of an interrupted run."""
-    try:
-        found = partial.take_up(keys)
-    except BulkError:
-        raise ConfigError(
-            f"{partial.path}: left by a run with another model, other settings or other data; "
-            "delete it"
-        ) from None
-    return {line: record["recording"] for line, record in found.items()}

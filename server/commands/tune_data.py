@@ -232,17 +232,21 @@ def gather(
     answers = _record(settings, material, engine, tokenizer, prompts, kept, progress)
     own: list[Example] = [(answer.prompt.ids or (), answer.output_ids) for answer in answers]
     own_lines = [answer.prompt.line for answer in answers]
-    _compare(material, own, own_lines, texts, tokenizer)
+    for answer in answers:  # beside the data's output, where it has one
+        gold_text = texts[answer.prompt.line]
+        if gold_text is not None:
+            output = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
+            hit_max = len(answer.output_ids) >= material.max_tokens
+            material.compared.append(Compared(gold_text, output, hit_max))
     num = len(gold)
     held = [a for a in answers if is_held(a.prompt.line, num, _RECORDED_HELD)]
     _hold(material, map(recording_of, held or answers[::_RECORDED_HELD]))
     held_lines = {i for i in range(num) if is_held(i, num, _RECORDED_HELD)}
-    material.to_serve = _to_serve(
-        [prompts[i] for i in sorted(held_lines, key=_shuffle)],
-        engine,
-        tokenizer,
-        material.max_tokens,
-    )
+    for i in sorted(held_lines, key=_shuffle)[:_MAX_SERVED]:
+        ids = prompts[i].ids or tuple(tokenizer.encode(prompts[i].text).ids)
+        fits = len(ids) + material.max_tokens <= engine.info.max_model_len
+        if ids and fits and max(ids) < engine.info.vocab_size:
+            material.to_serve.append(ids)
     seen = {tuple(r.prompt_ids) for r in material.held} | set(material.to_serve)
     parts = {
         OWN: _without([e for e, i in zip(own, own_lines, strict=True) if i not in held_lines], seen)
@@ -257,19 +261,6 @@ def gather(
     material.parts = {label: part for label, part in parts.items() if part}
     material.whole = whole
     return material
-
-
-def _to_serve(
-    prompts: Sequence[Prompt], engine: Engine, tokenizer: Any, max_tokens: int
-) -> list[tuple[int, ...]]:
-    """The ids of the first prompts that leave room for an answer."""
-    found = []
-    for prompt in prompts[:_MAX_SERVED]:
-        ids = prompt.ids or tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
-        fits = len(ids) + max_tokens <= engine.info.max_model_len
-        if ids and fits and max(ids) < engine.info.vocab_size:
-            found.append(ids)
-    return found
 
 
 def read_data(
@@ -334,22 +325,6 @@ def check_data(data: Path, outputs: str, fields: Fields) -> None:
             raise ConfigError(f"{where}: {fields.output}: must be a string")
     if num < _MIN_EXAMPLES:
         raise ConfigError(f"{data}: {num} examples; tuning needs {_MIN_EXAMPLES}")
-
-
-def _compare(
-    material: Material,
-    own: Sequence[Example],
-    own_lines: Sequence[int],
-    texts: Sequence[str | None],
-    tokenizer: Any,
-) -> None:
-    """The recorded outputs beside the data's, where the data has some."""
-    for (_, output_ids), line in zip(own, own_lines, strict=True):
-        gold = texts[line]
-        if gold is not None:
-            output = tokenizer.decode(list(output_ids), skip_special_tokens=True)
-            hit_max = len(output_ids) >= material.max_tokens
-            material.compared.append(Compared(gold, output, hit_max))
 
 
 def is_held(line: int, num_lines: int, one_in: int) -> bool:

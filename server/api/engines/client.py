@@ -468,9 +468,10 @@ class EngineClient:
         if self.is_draining:
             raise DrainingError("The server is shutting down.", retry_after_s=5.0)
         if not self.waiting.has_room(requests, self._max_queued):
+            seats = sum(s.info.max_num_seqs for s in self.slots if s.info is not None)
             raise QueueFullError(
                 "Too many requests are waiting. Try again later.",
-                retry_after_s=self._retry_after_s(),
+                retry_after_s=min(30.0, 1.0 + len(self.waiting) // (4 * (seats or 1))),
             )
         targets = [route(self.of(request.model), request) for request in requests]
         submission = Submission(requests, self.metrics)
@@ -483,10 +484,6 @@ class EngineClient:
             elapsed_s = time.monotonic() - requests[0].arrival_s if requests[0].arrival_s else 0.0
             submission.expire_after(max(0.0, total_timeout_s - elapsed_s))
         return submission
-
-    def _retry_after_s(self) -> float:
-        seats = sum(s.info.max_num_seqs for s in self.slots if s.info is not None) or 1
-        return float(min(30, 1 + len(self.waiting) // (4 * seats)))
 
     # --- life ---
 

@@ -504,24 +504,22 @@ def _logprobs(order: Order, piece: Piece) -> ChatLogprobs | None:
     """Logprobs of the message's tokens, without that of an id that only ends it."""
     if order.generation.logprobs is None:
         return None
-    named = bool(order.body.logprob_token_ids)
-    content = [_token_logprobs(order, e, named) for e in piece.logprobs[: piece.num_shown]]
+    content = []
+    for entry in piece.logprobs[: piece.num_shown]:
+        token_id, top = entry.token_id, entry.top
+        # Where the client named ids, the one that was drawn is told with them.
+        if order.body.logprob_token_ids and token_id not in [other for other, _ in top]:
+            top = ((token_id, entry.logprob), *top)
+        drawn = _chance(order, token_id, entry.logprob)
+        content.append(
+            TokenLogprobs(
+                token=drawn.token,
+                logprob=drawn.logprob,
+                bytes=drawn.bytes,
+                top_logprobs=[_chance(order, top_id, value) for top_id, value in top],
+            )
+        )
     return ChatLogprobs(content=content)
-
-
-def _token_logprobs(order: Order, entry: TokenLogprob, named: bool) -> TokenLogprobs:
-    """named: whether `top` has the ids that the client named; the one that was drawn is told with
-    them."""
-    token_id, top = entry.token_id, entry.top
-    if named and token_id not in [other for other, _ in top]:
-        top = ((token_id, entry.logprob), *top)
-    drawn = _chance(order, token_id, entry.logprob)
-    return TokenLogprobs(
-        token=drawn.token,
-        logprob=drawn.logprob,
-        bytes=drawn.bytes,
-        top_logprobs=[_chance(order, top_id, value) for top_id, value in top],
-    )
 
 
 def _chance(order: Order, token_id: int, logprob: float) -> TokenChance:
