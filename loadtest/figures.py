@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -238,12 +237,10 @@ def _together(cells: Sequence[Cell]) -> dict[str, Any]:
         rates = sorted(t.end_to_end_tokens_per_s for t in cell.timings if t.chunk_s)
         if rates:
             shares.append(rates[0] / rates[len(rates) // 2])
-    usages = [cell.kv_usage_after for cell in cells if cell.kv_usage_after is not None]
     return {
         "worst_ttft_s": max((t.ttft_s for t in timings if t.chunk_s), default=None),
         "worst_silence_s": max((gap for t in timings for gap in t.inter_chunk_s), default=None),
         "slowest_share": min(shares, default=None),
-        "kv_usage_after": max(usages, default=None),
         "worst_foreign_cores": round(max((cell.foreign_cores for cell in cells), default=0.0), 2),
         "num_runs": len(timings),
         "num_tokens": sorted({t.num_tokens for t in timings}),
@@ -275,12 +272,6 @@ def _same_text(own: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]:
     return found
 
 
-def _steps(cells: Sequence[Cell]) -> dict[str, float] | None:
-    """The median over the cells of each part of a decode step; None where none was read."""
-    read = [cell.steps for cell in cells if cell.steps is not None]
-    return {key: median([one[key] for one in read]) for key in read[0]} if read else None
-
-
 def _row(own: Sequence[Cell], base: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, Any]:
     """One server at one level. base: the first server's cells of the same rounds; none for itself,
     and where a round lacks one."""
@@ -309,7 +300,6 @@ def _row(own: Sequence[Cell], base: Sequence[Cell], slo: Mapping[str, float]) ->
         "tokens_per_s": sum(c.num_tokens for c in own) / wall,
         "chars_per_s": sum(c.num_chars for c in own) / wall,
         "goodput_per_s": good / wall,
-        "steps": _steps(own),
         "same_text": _same_text(own, base) if base else None,
         "ratios": ratios,
         "rounds": {
@@ -419,17 +409,6 @@ def _data_set_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
     return table
 
 
-def _steps_table(level: str, rows: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{level}: a decode step in milliseconds, medians of rounds")
-    found = {server: row["steps"] for server, row in rows.items() if row["steps"]}
-    table.add_column("server")
-    for column in next(iter(found.values())):
-        table.add_column(column.replace("_", " "), justify="right")
-    for server, steps in found.items():
-        table.add_row(server, *(f"{value:.3g}" for value in steps.values()))
-    return table
-
-
 def print_report(console: Console, result: Mapping[str, Any]) -> None:
     """The figures as tables for a person; the texts of fixed prompts too."""
     for level, rows in result["figures"].items():
@@ -439,8 +418,6 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
             for row in rows.values()
         ):
             console.print(_data_set_table(level, rows, result["base"]))
-        if any(row["steps"] for row in rows.values()):
-            console.print(_steps_table(level, rows))
         for server, row in rows.items():
             if (texts := row["same_text"]) and texts["num_same"] < texts["num_compared"]:
                 where = texts["first_difference"]

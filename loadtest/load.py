@@ -1,55 +1,48 @@
-"""Load on servers: task prompts or fixed ones; one stream, many, open loop (Poisson, trace).
+"""Load on servers: task prompts or fixed ones; one stream, many, open loop.
 
     python -m loadtest.load --data DATA_DIR --mix squad=2,massive_en=1,advising_sql=1 \\
         --server tailor-off=http://127.0.0.1:8000 --server tailor-on=@tailor-off \\
         --extra 'tailor-off={"speculation": {"drafter": "off"}}' \\
         --concurrency 1,4,16 --rounds 5
-    python -m loadtest.load --data DATA_DIR --mix squad,advising_sql \\
+    python -m loadtest.load --data DATA_DIR --mix squad,advising_sql --rate 50%,80% \\
         --server tailor=http://127.0.0.1:8000 --as squad=rag-qa --as advising_sql=sql \\
-        --trace requests.jsonl --trace-speed 1,2 --slo ttft=0.5,tpot=0.05
+        --slo ttft=0.5,tpot=0.05
 
 One stream against peers, and several streams at once:
 
     python -m loadtest.load --prompts plain,copy --tokens 128 --rounds 12 --max-foreign 0.1 \\
         --server tailor=http://127.0.0.1:8000 --server llamacpp=loadtest/peers/llamacpp.sh
-    python -m loadtest.load --prompts distinct --concurrency 8,32 --rounds 5 --steps \\
+    python -m loadtest.load --prompts distinct --concurrency 8,32 --rounds 5 \\
         --server tailor=http://127.0.0.1:8000
 
 Closed loop (`--concurrency`): N clients, each sends its next request when its last one is done.
 Open loop (`--rate`): requests come at Poisson times whatever the server does, as users do. The
 times are drawn once a cell and round, so every server meets the same arrivals, and latency counts
 from the time at which a request was *due*. `--rate 50%,80%` is of the first server's capacity: the
-requests a second that it answers in a closed loop of `--capacity-clients`, measured first. A trace
-(`--trace`; loadtest.cells has its form, Tailor's own JSON log is one) is an open loop too: its
-times, divided by `--trace-speed`, its tasks and lengths. Every (level, round) runs all servers one
-after the other, in an order drawn anew (a server that works on after its answer, as vLLM's threads
-do for a second, would else disturb the same follower each time), with the same requests.
+requests a second that it answers in a closed loop of `--capacity-clients`, measured first. Every
+(level, round) runs all servers one after the other, in an order drawn anew (a server that works on
+after its answer, as vLLM's threads do for a second, would else disturb the same follower each
+time), with the same requests.
 
 `--mix` draws from data sets by weight: DATA_DIR/NAME/test.jsonl, a `prompt` a line. `--as
 squad=rag-qa` sends a data set's prompts to a Tailor server as requests of that task; without it all
 are the server's model's. `--prompts` takes fixed prompts instead (loadtest.prompts): a cell then
 has one request for each client, and each prompt once. `distinct` are prompts that share no prefix,
 one for each client. Texts are compared with the first server's: greedy ones of the same weights in
-float32 should all be the same.
-`--key NAME=VARIABLE` sends a server the API key that an environment variable holds. `--flood
-NAME=VARIABLE` has another key ask that server for 32,768 choices again and again while it is
-measured: `--server alone=URL --server beside=@alone --key alone=MINE --flood beside=OTHER` tells
-what one key's flood does to another's first token.
+float32 should all be the same. `--key NAME=VARIABLE` sends a server the API key that an environment
+variable holds.
 
 The figures of each level and server: requests/s, tokens/s, characters/s (what models with other
 tokens are compared by), time to the first token (TTFT), time per output token (TPOT), gaps between
 chunks (ITL), end-to-end latency, goodput (share and rate of requests that met `--slo`), tokens and
 draft nodes a step where the server reports them, the server's CPU seconds per 1,000 tokens, the
 worst first token, the longest silence, the slowest stream's share of the median speed, others' CPU
-use. The same by data set, with the streams' decode speed, and exact match and word F1 where the
-data have a `completion`. Medians over rounds with their 95 % bootstrap interval, and the paired
-ratios to the first server with theirs. `--steps` reads a Tailor server's /metrics while all streams
-of a cell decode (fixed prompts, one for each client): milliseconds a step in the model, the drafter
-and the host, and outside of steps. With fixed prompts a server's KV use must be back at 0 within a
-few seconds of each cell.
+use, that of the other servers among it. The same by data set, with the streams' decode speed, and
+exact match and word F1 where the data have a `completion`. Medians over rounds with their 95 %
+bootstrap interval, and the paired ratios to the first server with theirs.
 
-`--html` writes the tables as a page. Ends in one JSON line. Exits 1 when a request failed, a fixed
-prompt's stream was cut short, or KV use stayed; 2 when the machine is too busy.
+`--html` writes the tables as a page. Ends in one JSON line. Exits 1 when a request failed or a
+fixed prompt's stream was cut short; 2 when the machine is too busy.
 """
 
 from __future__ import annotations
@@ -66,7 +59,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from drafters.atomic_file import replacing
-from loadtest.cells import Cell, Conduct, Level, Plan, capacity, measure, read_trace, trace_examples
+from loadtest.cells import Cell, Conduct, Level, Plan, capacity, measure
 from loadtest.figures import parse_slo, print_report, report
 from loadtest.options import (
     ResultOptions,
@@ -111,8 +104,6 @@ class LoadOptions:
     capacity_clients: Annotated[
         int, Parameter(help="clients of the closed loop that capacity is measured with")
     ] = 8
-    trace: Annotated[Path | None, Parameter(help="file of arrivals to replay")] = None
-    trace_speed: Annotated[str, Parameter(metavar="X,...", help="times its own speed")] = "1"
     tasks: Annotated[
         tuple[str, ...],
         Parameter(
@@ -123,10 +114,7 @@ class LoadOptions:
     ] = ()
     requests: Annotated[
         int | None,
-        Parameter(
-            help="requests a cell (64; fixed prompts: one for each client and prompt; "
-            "not of a trace)"
-        ),
+        Parameter(help="requests a cell (64; fixed prompts: one for each client and prompt)"),
     ] = None
     rounds: int = 3
     pause: Annotated[float, Parameter(help="seconds between servers' turns")] = SETTLE_S
@@ -143,7 +131,6 @@ class LoadOptions:
     slo: Annotated[str, Parameter(metavar="ttft=S,tpot=S,e2e=S", help="goodput limits")] = ""
     seed: Annotated[int, Parameter(help="of the choice of prompts")] = 0
     max_prompt_chars: int = 4000
-    steps: Annotated[bool, Parameter(help="the parts of a decode step, from /metrics")] = False
     html: Annotated[Path | None, Parameter(help="write the tables as a page")] = None
 
 
@@ -174,22 +161,17 @@ def fixed_examples(names: str, levels: Sequence[Level]) -> list[Example]:
 
 def levels_of(options: LoadOptions) -> list[Level]:
     """The levels that were named; one client for fixed prompts without. Raises ValueError."""
-    levels = [Level(concurrency=n) for n in numbers(options.concurrency or "1", "--concurrency")]
-    if not options.concurrency:
-        levels = []
+    levels = []
+    if options.concurrency or (options.prompts and not options.rate):
+        clients = numbers(options.concurrency or "1", "--concurrency")
+        levels = [Level(concurrency=n) for n in clients]
     for text in listed(options.rate):
         value = float(text.removesuffix("%"))
         if not value > 0:
             raise ValueError(f"--rate wants positive numbers, not {text!r}")
         levels.append(Level(share=value / 100) if text.endswith("%") else Level(rate=value))
-    if options.trace is not None:
-        levels += [Level(speed=float(x)) for x in listed(options.trace_speed)]
-    if not levels and options.prompts:
-        levels = [Level(concurrency=1)]
     if not levels:
-        raise ValueError("name levels with --concurrency, --rate or --trace")
-    if any(level.speed is not None and not level.speed > 0 for level in levels):
-        raise ValueError("--trace-speed wants positive numbers")
+        raise ValueError("name levels with --concurrency or --rate")
     return levels
 
 
@@ -203,35 +185,23 @@ def plan_of(options: LoadOptions, levels: Sequence[Level]) -> Plan:
     if bool(options.prompts) == bool(options.mix):
         raise ValueError("name prompts with --data and --mix, or with --prompts")
     if options.prompts:
-        if options.trace is not None or options.tasks:
-            raise ValueError("--trace and --as go with --mix")
+        if options.tasks:
+            raise ValueError("--as goes with --mix")
         examples = fixed_examples(options.prompts, levels)
         least = 1 if options.prompts == DISTINCT else len(examples)
-        wave = options.requests or least
-        return Plan(examples, options.tokens, wave=wave, reads_steps=options.steps)
-    if options.steps:
-        raise ValueError("--steps goes with --prompts")
+        return Plan(examples, options.tokens, wave=options.requests or least)
     if options.data is None:
         raise ValueError("--mix wants --data, the folder of the data sets")
-    data, weights = options.data, parse_mix(options.mix)
-    tasks = parse_tasks(options.tasks, weights)
-
-    def draw(chosen: Mapping[str, float], number: int) -> Sequence[Example]:
-        return mixed_examples(
-            data, dict(chosen), number,
-            seed=options.seed, max_prompt_chars=options.max_prompt_chars,
-        )  # fmt: skip
-
-    trace = (
-        ()
-        if options.trace is None
-        else trace_examples(read_trace(options.trace), draw, weights, tasks)
-    )
-    return Plan(draw(weights, options.requests or 64), options.tokens, tasks, trace)
+    weights = parse_mix(options.mix)
+    examples = mixed_examples(
+        options.data, weights, options.requests or 64,
+        seed=options.seed, max_prompt_chars=options.max_prompt_chars,
+    )  # fmt: skip
+    return Plan(examples, options.tokens, parse_tasks(options.tasks, weights))
 
 
 def problems_of(cells: Sequence[Cell], plan: Plan) -> list[str]:
-    """What makes the run fail: failed requests, fixed prompts cut short, KV use that stayed."""
+    """What makes the run fail: failed requests, fixed prompts cut short."""
     found = []
     for cell in cells:
         found += [f"{cell.server}: {failure}" for failure in cell.failures]
@@ -241,38 +211,37 @@ def problems_of(cells: Sequence[Cell], plan: Plan) -> list[str]:
                 for t in cell.timings
                 if not t.chunk_s or (t.finish_reason == "length" and t.num_tokens < plan.max_tokens)
             ]
-        if cell.kv_usage_after:
-            found.append(f"{cell.server}: KV use {cell.kv_usage_after} when idle")
     return list(dict.fromkeys(found))
 
 
 def _run(
     options: LoadOptions, log_dir: Path, peers: Sequence[Peer], levels: list[Level], plan: Plan
-) -> tuple[list[Cell], dict[str, float], bool]:
-    """(cells, the servers' CPU use while others ran, whether nothing interrupted it). Levels that
-    are shares of the capacity get their rate. Raises PeerFailed."""
+) -> tuple[list[Cell], bool]:
+    """(cells, whether nothing interrupted it). Levels that are shares of the capacity get their
+    rate. Raises PeerFailed."""
     cells: list[Cell] = []
     conduct = Conduct(
         options.rounds, options.warmups, options.pause, options.max_foreign, options.tries
     )
     console = Console(stderr=True, width=180)
 
-    async def all_levels() -> dict[str, float]:
+    async def all_levels() -> None:
         await bring_up(peers, log_dir)
         if any(level.share for level in levels):
             closed = replace(conduct, num_rounds=min(2, conduct.num_rounds), pause_s=0.0)
             most = await capacity(peers[0], options.capacity_clients, plan, closed, console)
             console.print(f"{peers[0].name} answers {most:.3g} requests a second")
             levels[:] = [replace(v, rate=v.share * most) if v.share else v for v in levels]
-        return await measure(peers, levels, plan, conduct, cells, console)
+        await measure(peers, levels, plan, conduct, cells, console)
 
     try:
-        return cells, asyncio.run(all_levels()), True
+        asyncio.run(all_levels())
     except (KeyboardInterrupt, SystemExit):
         if not cells:
             raise
         console.print("interrupted: the figures are of the cells so far")
-        return cells, {}, False
+        return cells, False
+    return cells, True
 
 
 @app.default
@@ -292,29 +261,22 @@ def load(
     results.refuse_busy_machine()
     about = describe_machine()
     with stopped_afterwards(peers):
-        cells, idle, complete = _run(options, servers.log_dir, peers, levels, plan)
+        cells, complete = _run(options, servers.log_dir, peers, levels, plan)
         described = describe_servers(peers)
     fixed = list(dict.fromkeys(e.task for e in plan.examples)) if plan.wave is not None else []
     result: dict[str, Any] = {
         "servers": described,
         "mix": parse_mix(options.mix) if options.mix else dict.fromkeys(fixed, 1.0),
         "tasks": dict(plan.tasks),
-        "trace": None
-        if options.trace is None
-        else {"num_requests": len(plan.trace), "span_s": plan.trace[-1][0].at_s},
         "num_requests": options.requests or (None if fixed else 64),
         "num_rounds": options.rounds,
         "complete": complete,
         "max_tokens": options.tokens,
         "rates": {level.label: level.rate for level in levels if level.share},
         **report(cells, peers, levels, slo),
-        "idle_cpu_share": idle,
     }
     console = Console(stderr=True, width=180, record=options.html is not None)
     print_report(console, result)
-    for name, share in idle.items():
-        if share > 0.02:
-            console.print(f"warning: {name} used {share:.1%} of a core while others were measured")
     if options.html is not None:
         versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
         console.print(f"{about['utc']}, {about['cpu']}, {about['cores']} cores, commit "

@@ -122,32 +122,17 @@ class ServerOptions:
         tuple[str, ...],
         Parameter(metavar="NAME=JSON", help="fields merged into that server's requests"),
     ] = ()
-    dialect: Annotated[tuple[str, ...], Parameter(metavar="NAME=DIALECT")] = ()
     key: Annotated[
         tuple[str, ...],
         Parameter(
             metavar="NAME=VARIABLE", help="environment variable that holds that server's API key"
         ),
     ] = ()
-    flood: Annotated[
-        tuple[str, ...],
-        Parameter(
-            metavar="NAME=VARIABLE",
-            help="environment variable that holds a key by which that server is flooded",
-        ),
-    ] = ()
     log_dir: Path = Path("loadtest/results/logs")
 
     def peers(self) -> list[Peer]:
         """The servers, not started. Raises ValueError as `parse_peers` does."""
-        return parse_peers(
-            self.server,
-            models=self.model,
-            extras=self.extra,
-            dialects=self.dialect,
-            keys=self.key,
-            floods=self.flood,
-        )
+        return parse_peers(self.server, models=self.model, extras=self.extra, keys=self.key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

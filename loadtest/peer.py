@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +38,8 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-Dialect = Literal["tailor", "vllm", "llamacpp", "transformers", "openai"]
-DIALECTS: tuple[Dialect, ...] = ("tailor", "vllm", "llamacpp", "transformers", "openai")
+Dialect = Literal["tailor", "vllm", "llamacpp", "openai"]
+DIALECTS: tuple[Dialect, ...] = ("tailor", "vllm", "llamacpp")
 
 
 class ServerRefused(Exception):
@@ -110,8 +110,8 @@ def request_body(
     """A greedy, streamed /v1/completions body whose prompt is not read from a prefix cache.
 
     salt: unique per request. Tailor and vLLM key their prefix cache by it; llama.cpp is told not to
-    reuse a prompt; transformers serve keeps none without continuous batching. For an unknown server
-    ("openai") the salt becomes the prompt's first line. `extra` is merged last.
+    reuse a prompt. For an unknown server ("openai") the salt becomes the prompt's first line.
+    `extra` is merged last.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -119,9 +119,8 @@ def request_body(
         "max_tokens": max_tokens,
         "temperature": 0.0,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
-    if dialect != "transformers":  # it does not know the field, and always sends usage
-        body["stream_options"] = {"include_usage": True}
     if dialect in ("tailor", "vllm"):
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         body["cache_salt"] = salt
@@ -135,16 +134,9 @@ def request_body(
     return body
 
 
-async def stream(
-    client: httpx.AsyncClient,
-    url: str,
-    body: Mapping[str, Any],
-    *,
-    on_first_token: Callable[[], None] | None = None,
-) -> Timing:
+async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Timing:
     """Send `body` (stream: true, one choice) to url/v1/completions and time its tokens.
 
-    on_first_token is called once, when the first token has arrived.
     Raises ServerRefused on a status other than 200, an error inside the stream, or a stream
     without a finish reason; httpx.HTTPError when the connection fails.
     """
@@ -161,12 +153,7 @@ async def stream(
             data = line[5:].strip()
             if data == "[DONE]":
                 break
-            if on_first_token is not None and seen == 0:
-                seen = _take(timing, json.loads(data), now, seen)
-                if seen:
-                    on_first_token()
-            else:
-                seen = _take(timing, json.loads(data), now, seen)
+            seen = _take(timing, json.loads(data), now, seen)
     timing.end_s = time.perf_counter()
     if timing.finish_reason is None:
         raise ServerRefused("the stream ended without a finish reason")
@@ -220,8 +207,7 @@ class PeerFailed(Exception):
 @dataclass(slots=True)
 class Peer:
     """One named server under test. `extra` fields are merged into every request's body; `env` into
-    the environment of its start script; `key` is its API key. `flood`: another one, by which it is
-    flooded while it is measured."""
+    the environment of its start script; `key` is its API key."""
 
     name: str
     where: str
@@ -230,7 +216,6 @@ class Peer:
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     key: str = field(default="", repr=False)
-    flood: str = field(default="", repr=False)
     url: str = ""
     version: str = ""
     process: subprocess.Popen[bytes] | None = None
@@ -281,15 +266,13 @@ def parse_peers(
     *,
     models: Sequence[str] = (),
     extras: Sequence[str] = (),
-    dialects: Sequence[str] = (),
     keys: Sequence[str] = (),
-    floods: Sequence[str] = (),
 ) -> list[Peer]:
     """The peers of a command line, in its order.
 
-    keys and floods name the environment variables that hold them. Raises ValueError for a
-    malformed, repeated or unknown name, an unknown dialect, an alias of nothing, an extra that is
-    no JSON object, or a variable that is not set.
+    keys name the environment variables that hold them. Raises ValueError for a malformed, repeated
+    or unknown name, an alias of nothing, an extra that is no JSON object, or a variable that is not
+    set.
     """
     peers: dict[str, Peer] = {}
     for text in servers:
@@ -310,23 +293,17 @@ def parse_peers(
     for text in models:
         peer, value = chosen("--model", text)
         peer.model = value
-    for text in dialects:
-        peer, value = chosen("--dialect", text)
-        if value not in DIALECTS:
-            raise ValueError(f"{peer.name}: no dialect {value!r}; there are {', '.join(DIALECTS)}")
-        peer.dialect = next(dialect for dialect in DIALECTS if dialect == value)
     for text in extras:
         peer, value = chosen("--extra", text)
         fields = json.loads(value)
         if not isinstance(fields, dict):
             raise ValueError(f"--extra {peer.name}: wants a JSON object")
         peer.extra = fields
-    for option, name, texts in (("--key", "key", keys), ("--flood", "flood", floods)):
-        for text in texts:
-            peer, value = chosen(option, text)
-            setattr(peer, name, os.environ.get(value, ""))
-            if not getattr(peer, name):
-                raise ValueError(f"{option} {peer.name}: the variable {value} is not set")
+    for text in keys:
+        peer, value = chosen("--key", text)
+        peer.key = os.environ.get(value, "")
+        if not peer.key:
+            raise ValueError(f"--key {peer.name}: the variable {value} is not set")
     return list(peers.values())
 
 
@@ -419,8 +396,7 @@ async def wait_ready(peer: Peer, *, timeout_s: float = 600.0, every_s: float = 0
                 if health.status_code in (200, 404) and ready.status_code != 503:
                     if not peer.model:
                         models = await client.get(f"{peer.url}/v1/models")
-                        # transformers serve answers 500 here when its download cache is missing,
-                        # and needs no name for the model it was started with.
+                        # A server may tell none, and need none.
                         served = models.json()["data"] if models.status_code == 200 else []
                         peer.model = served[0]["id"] if served else ""
                     break
@@ -470,10 +446,10 @@ def bring_down(peers: Sequence[Peer]) -> None:
 
 
 class CpuMeter:
-    """CPU seconds of each server's process tree, to show that the idle ones were idle.
+    """CPU seconds of each server's process tree, and of everybody else.
 
     A server that we did not start is found by the port it listens on; one that can't be found
-    (another machine, another user) is left out.
+    (another machine, another user) has none.
     """
 
     def __init__(self, peers: Sequence[Peer]) -> None:
@@ -498,26 +474,21 @@ class CpuMeter:
                     return psutil.Process(connection.pid)
         return None
 
-    def foreign_s(self) -> float:
-        """CPU seconds that neither a server here nor this process used, since the machine began.
+    def read(self, peer: Peer) -> tuple[float | None, float]:
+        """(CPU seconds that this server has used so far; that others have, neither this server nor
+        this process, since the machine began).
 
-        Differences of two readings tell whether somebody else was busy; time stolen by a
-        hypervisor counts as somebody else's.
+        Differences of two readings tell whether somebody else was busy, another server that ought
+        to be idle or time stolen by a hypervisor among them.
         """
-        times = psutil.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
-        own = psutil.Process().cpu_times()
-        return float(sum(times) - idle - own.user - own.system - sum(self.read().values()))
-
-    def read(self) -> dict[str, float]:
-        """CPU seconds used so far, by server name."""
-        used: dict[str, float] = {}
-        for name, root in self._roots.items():
-            with suppress(psutil.Error):
-                total = 0.0
-                for process in (root, *root.children(recursive=True)):
-                    with suppress(psutil.Error):
-                        times = process.cpu_times()
-                        total += times.user + times.system
-                used[name] = total
-        return used
+        own_s = None
+        with suppress(psutil.Error, KeyError):
+            root, total_s = self._roots[peer.process_name], 0.0
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    times = process.cpu_times()
+                    total_s += times.user + times.system
+            own_s = total_s
+        machine, here = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0) + getattr(machine, "guest", 0.0)
+        return own_s, float(sum(machine) - idle - here.user - here.system - (own_s or 0.0))

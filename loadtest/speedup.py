@@ -146,9 +146,11 @@ def variants_of(server: Peer, task_set: TaskSet, ways: Sequence[str]) -> list[Pe
 
 async def teach(learner: Peer, prompts: Sequence[str], max_tokens: int) -> None:
     """Have prompts answered, LEARNERS at a time. Raises PeerFailed when one is refused."""
-    asks = [Ask(Example("", "", prompt, ""), "", max_tokens) for prompt in prompts]
+    asks = [Ask(Example("", "", prompt, ""), "") for prompt in prompts]
     async with httpx.AsyncClient(timeout=600.0) as client:
-        cell = await run_cell(client, learner, Level(concurrency=LEARNERS), 0, asks, salt="")
+        cell = await run_cell(
+            client, learner, Level(concurrency=LEARNERS), 0, asks, max_tokens=max_tokens, salt=""
+        )
     if cell.failures:
         raise PeerFailed(f"{learner.model}: {cell.failures[0]}")
 

@@ -24,7 +24,7 @@ class ScriptedServer:
     body does not turn drafts off. Streams tell token ids (a word's length) and speculation where
     the body asks for them: a chunk is a step, all but one of its tokens were drafted and as many.
     running_usage: whether chunks carry continuous usage. answer: the tokens' texts for a body.
-    metrics: the text of /metrics, or what makes it. status: what every completion answers with.
+    status: what every completion answers with.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class ScriptedServer:
         running_usage: bool = True,
         answer: Callable[[dict[str, Any]], list[str]] | None = None,
         accepted: int = 3,
-        metrics: str | Callable[[], str] | None = None,
         status: int = 200,
     ) -> None:
         self.pace_s = pace_s
@@ -43,10 +42,8 @@ class ScriptedServer:
         self.running_usage = running_usage
         self.answer = answer or (lambda body: (WORDS * 64)[: body["max_tokens"]])
         self.accepted = accepted
-        self.metrics = metrics
         self.status = status
         self.bodies: list[dict[str, Any]] = []
-        self.num_chunks = 0
         self.num_open = 0
         self.most_open = 0
         self.lock = threading.Lock()
@@ -60,9 +57,6 @@ class ScriptedServer:
                     self.reply({"version": "1.2.3"})
                 elif self.path == "/v1/models":
                     self.reply({"data": [{"id": "scripted-model"}]})
-                elif self.path == "/metrics" and script.metrics is not None:
-                    text = script.metrics if isinstance(script.metrics, str) else script.metrics()
-                    self.reply_bytes(text.encode(), 200)
                 else:
                     self.reply({"error": {"message": "not found"}}, 404)
 
@@ -102,8 +96,6 @@ class ScriptedServer:
                     part = tokens[sent : sent + width]
                     sent += len(part)
                     num_steps += 1
-                    with script.lock:
-                        script.num_chunks += 1
                     chunk: dict[str, Any] = {
                         "choices": [{"index": 0, "text": "".join(part), "finish_reason": None}]
                     }
@@ -163,9 +155,7 @@ class ScriptedServer:
                 self.wfile.flush()
 
             def reply(self, value: dict[str, Any], status: int = 200) -> None:
-                self.reply_bytes(json.dumps(value).encode(), status)
-
-            def reply_bytes(self, data: bytes, status: int) -> None:
+                data = json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()

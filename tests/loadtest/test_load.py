@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from loadtest import cells, figures, load
-from loadtest.cells import Arrival, read_trace
 from loadtest.peer import CpuMeter, Timing
 from tests.loadtest.conftest import last_json
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
@@ -94,7 +93,7 @@ def test_a_cell_that_others_disturbed_is_run_again(
 ) -> None:
     # Others' CPU seconds at both ends of each stream: far too much, too much, too much, none.
     readings = iter([0.0, 100.0, 100.0, 110.0, 110.0, 130.0, 200.0, 200.0])
-    monkeypatch.setattr(CpuMeter, "foreign_s", lambda self: next(readings))
+    monkeypatch.setattr(CpuMeter, "read", lambda self, peer: (None, next(readings)))
     with ScriptedServer(pace_s=0.001) as server:
         arguments = ["--server", f"tailor={server.url}", "--rounds", "2", "--warmups", "0",
                      "--tokens", "4", "--prompts", "copy", "--pause", "0", *IDLE]  # fmt: skip
@@ -149,11 +148,8 @@ def test_it_refuses_bad_arguments(arguments: list[str]) -> None:
     assert load.main(arguments) == 2
 
 
-def test_distinct_prompts_go_all_at_once_and_sees_kv_come_back(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    idle = 'tailor_kv_cache_usage_perc{engine="0"} 0.0\n'
-    with ScriptedServer(pace_s=0.005, metrics=idle) as server:
+def test_distinct_prompts_go_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(pace_s=0.005) as server:
         status = load.main(
             ["--server", f"tailor={server.url}", "--prompts", "distinct", "--concurrency", "4",
              "--rounds", "2", "--tokens", "8", "--warmups", "4", *IDLE]
@@ -161,7 +157,7 @@ def test_distinct_prompts_go_all_at_once_and_sees_kv_come_back(
     row = last_json(capsys)["figures"]["4 clients"]["tailor"]
     assert status == 0
     assert server.most_open == 4
-    assert row["num_tokens"] == [8] and row["kv_usage_after"] == 0.0
+    assert row["num_tokens"] == [8]
     assert row["num_runs"] == 8 and 0 < row["slowest_share"] <= 1 and row["worst_silence_s"] > 0
     assert len({body["prompt"] for body in server.bodies}) == 4
     assert 10 < row["tokens_per_s"] < 850  # 32 tokens in 8 x 5 ms
@@ -178,31 +174,6 @@ def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[s
     assert len(set(salts)) == len(salts)
 
 
-def test_it_fails_when_kv_stays_used(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def at_once(client: Any, url: str, wait_s: float) -> float | None:
-        return cells.parse_kv_usage((await client.get(f"{url}/metrics")).text)
-
-    monkeypatch.setattr(cells, "kv_usage_when_idle", at_once)
-    with ScriptedServer(metrics='vllm:kv_cache_usage_perc{engine="0"} 0.25\n') as server:
-        status = load.main(
-            ["--server", f"vllm={server.url}", "--prompts", "distinct", "--concurrency", "2",
-             "--rounds", "1", "--tokens", "4", *IDLE]
-        )  # fmt: skip
-    assert status == 1
-    assert "KV use 0.25" in capsys.readouterr().err
-
-
-def test_kv_usage_is_the_highest_of_all_engines() -> None:
-    text = (
-        "# HELP tailor_kv_cache_usage_perc x\n"
-        'tailor_kv_cache_usage_perc{engine="0"} 0.1\ntailor_kv_cache_usage_perc{engine="1"} 0.3\n'
-    )
-    assert cells.parse_kv_usage(text) == 0.3
-    assert cells.parse_kv_usage("other 1\n") is None
-
-
 def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
     servers = [item for i, url in enumerate(urls) for item in ("--server", f"tailor-{i}={url}")]
     usual = {"--mix": "alpha=3,beta", "--requests": "8", "--rounds": "2", "--tokens": "6"}
@@ -210,11 +181,15 @@ def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
     return [*servers, "--data", str(data_dir), "--warmups", "0", *rest, *IDLE, *more]
 
 
-def test_load_closed_and_open_loop(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+def test_load_closed_and_open_loop(
+    capsys: pytest.CaptureFixture[str], data_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
     with ScriptedServer(pace_s=0.004) as fast, ScriptedServer(pace_s=0.2) as slow:
         status = load.main(
             load_args([slow.url, fast.url], data_dir, "--concurrency", "2", "--rate", "100",
-                      "--slo", "ttft=0.195,e2e=10", "--tokens", "2", "--requests", "4")
+                      "--slo", "ttft=0.195,e2e=10", "--tokens", "2", "--requests", "4",
+                      "--html", str(file))
         )  # fmt: skip
     result = last_json(capsys)
     assert status == 0
@@ -226,6 +201,9 @@ def test_load_closed_and_open_loop(capsys: pytest.CaptureFixture[str], data_dir:
     assert rows["tailor-0"]["good_share"] == 0.0
     assert rows["tailor-1"]["good_share"] > 0.0
     assert "100 req/s" in result["figures"]
+    page = file.read_text(encoding="utf-8")
+    assert "2 clients" in page and "ITL p50/p99 ms" in page and "commit" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")  # it asks nobody for anything
 
 
 def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
@@ -311,142 +289,10 @@ def test_load_counts_each_data_set_and_every_ratio(
         assert told["num"] == 2 and 0 < told["low"] <= told["median"] <= told["high"]
 
 
-def test_a_trace_is_replayed_at_its_times_with_its_tasks_and_lengths(
-    capsys: pytest.CaptureFixture[str], data_dir: Path, tmp_path: Path
-) -> None:
-    trace = tmp_path / "trace.jsonl"
-    lines = [
-        {"at_s": 10.4, "task": "beta", "max_tokens": 3},
-        {"at_s": 10.0, "task": "sql", "max_tokens": 2},
-        {"at_s": 10.8, "prompt": "my own"},
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arrived: list[float] = []
-
-    def answer(body: dict[str, Any]) -> list[str]:
-        arrived.append(time.monotonic())
-        return WORDS[: body["max_tokens"]]
-
-    with ScriptedServer(pace_s=0.0, answer=answer) as server:
-        arguments = load_args([server.url], data_dir, "--as", "alpha=sql", "--rounds", "1")
-        assert load.main([*arguments, "--trace", str(trace), "--trace-speed", "2"]) == 0
-    result = last_json(capsys)
-    assert result["trace"] == {"num_requests": 3, "span_s": pytest.approx(0.8)}
-    assert [(body["model"], body["max_tokens"]) for body in server.bodies] == [
-        ("sql", 2), ("scripted-model", 3), ("scripted-model", 6),
-    ]  # fmt: skip
-    prompts = [body["prompt"] for body in server.bodies]
-    assert prompts[0].startswith("alpha") and prompts[1].startswith("beta")
-    assert prompts[2] == "my own"
-    assert arrived[1] - arrived[0] >= 0.15 and arrived[2] - arrived[0] >= 0.35  # 0.2 and 0.4 due
-    assert result["figures"]["trace x2"]["tailor-0"]["num_requests"] == 3
-
-
-def test_a_trace_comes_from_tailors_own_log(tmp_path: Path) -> None:
-    def logged(second: int, duration_ms: float, **fields: Any) -> str:
-        at = f"2026-11-21T10:00:{second:02d}.500000Z"
-        return json.dumps(
-            {"event": "request", "timestamp": at, "duration_ms": duration_ms} | fields
-        )
-
-    log = tmp_path / "tailor.log"
-    log.write_text(
-        "\n".join(
-            [
-                json.dumps({"event": "ready", "timestamp": "2026-11-21T09:00:00Z"}),
-                logged(9, 500.0, task="sql", completion_tokens=12),
-                logged(8, 3500.0, task="rag", completion_tokens=7),
-                logged(8, 1.0, task="rag", status=400),
-            ]
-        )
-    )
-    assert read_trace(log) == [Arrival(0.0, "rag", None, 7), Arrival(4.0, "sql", None, 12)]
-    assert read_trace(log, 1) == [Arrival(0.0, "rag", None, 7)]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "no request"),
-        ('{"at_s": 0}\n{"at": 1}', "t.jsonl:2: no arrival: neither"),
-        ('{"at_s": 0, "model": "x"}', "unknown member 'model'"),
-        ('{"at_s": "soon"}', "t.jsonl:1: no arrival"),
-        ('{"at_s": 0, "max_tokens": 0}', "at least 1"),
-    ],
-)
-def test_a_trace_that_is_none_is_refused_with_its_line(
-    tmp_path: Path, text: str, told: str
-) -> None:
-    (tmp_path / "t.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=told):
-        read_trace(tmp_path / "t.jsonl")
-
-
-def test_a_traces_task_without_a_data_set_is_refused(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "t.jsonl").write_text('{"at_s": 0, "task": "sql"}')
-    assert load.main(load_args(["http://x"], data_dir, "--trace", str(tmp_path / "t.jsonl"))) == 2
-    assert "--as DATASET=sql" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["ttfb=1", "ttft=0", "ttft=x", "ttft=nan"])
 def test_bad_objectives_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         figures.parse_slo(text)
-
-
-def metrics(steps: float) -> str:
-    """What a server says that made `steps` steps of 10 ms, 8 of them model, on two engines."""
-    lines = []
-    for engine in ("0", "1"):
-        labels = f'{{engine="{engine}",model="m"}}'
-        for name, each_s in (
-            ("step_time", 0.010),
-            ("step_model_time", 0.008),
-            ("propose_time", 0.0005),
-            ("step_host_time", 0.002),
-        ):
-            lines += [
-                f"# HELP tailor_{name}_seconds x",
-                f'tailor_{name}_seconds_bucket{{le="0.01"}} 5',
-                f"tailor_{name}_seconds_sum{labels} {each_s * steps / 2}",
-                f"tailor_{name}_seconds_count{labels} {steps / 2}",
-            ]
-        lines.append(f"tailor_step_rows_sum{labels} {3 * steps / 2}")
-    return "\n".join(lines) + "\n"
-
-
-def test_means_are_of_the_steps_between_two_readings() -> None:
-    before, after = (cells.parse_steps(metrics(steps)) for steps in (100, 150))
-    assert cells.per_step(before, after, wall_s=0.6) == pytest.approx(
-        {
-            "num_steps": 50, "rows": 3, "wall_ms": 12, "step_ms": 10, "model_ms": 8,
-            "drafter_ms": 0.5, "host_ms": 2, "outside_ms": 2, "overhead_ms": 4,
-            "overhead_share": 1 / 3,
-        }
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="no step"):
-        cells.per_step(after, after, 1.0)
-
-
-def test_steps_are_read_between_the_last_start_and_the_first_end(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    with ScriptedServer(pace_s=0.005) as server:
-        server.metrics = lambda: metrics(server.num_chunks)
-        arguments = ["--server", f"tailor={server.url}", "--prompts", "distinct", "--steps",
-                     "--concurrency", "1,2", "--rounds", "1", "--tokens", "20", *IDLE]  # fmt: skip
-        assert load.main([*arguments, "--html", str(tmp_path / "page.html")]) == 0
-    figures = last_json(capsys)["figures"]
-    # 20 chunks a stream, the first one before the first reading (two streams may lag a little).
-    for clients, least, most in ((1, 10, 20), (2, 20, 40)):
-        steps = figures[f"{clients} clients"]["tailor"]["steps"]
-        assert least <= steps["num_steps"] <= most
-        assert steps["model_ms"] == pytest.approx(8) and steps["wall_ms"] * clients >= 4.5
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "2 clients" in page and "overhead share" in page and "commit" in page
-    assert "http://" not in page.replace("http://www.w3.org", "")  # it asks nobody for anything
 
 
 def test_answers_are_judged_by_the_completions_of_the_data(
@@ -468,20 +314,3 @@ def test_answers_are_judged_by_the_completions_of_the_data(
     for name, chars in (("tailor-0", 3.5), ("tailor-1", 8.0)):
         row = rows[name]
         assert row["chars_per_s"] / row["tokens_per_s"] == pytest.approx(chars)
-
-
-def test_a_flood_of_another_key_is_open_while_a_server_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OTHER", "sk-other")
-    with ScriptedServer() as server:
-        arguments = ["--server", f"tailor={server.url}", "--server", "tailor-beside=@tailor",
-                     "--flood", "tailor-beside=OTHER", "--rounds", "3", "--warmups", "0",
-                     "--tokens", "4", "--pause", "0", *FIXED]  # fmt: skip
-        assert load.main(arguments) == 0
-        floods = [body for body in server.bodies if body.get("n") == 128]
-        assert floods and all(len(body["prompt"]) == 256 for body in floods)
-        assert len(server.bodies) - len(floods) == 12
-        server.status = 429
-        assert load.main(arguments) == 1
-        assert "tailor-beside refuses the flood" in capsys.readouterr().err
