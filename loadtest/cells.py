@@ -216,6 +216,13 @@ async def run_cell(
     return cell
 
 
+def refuse_failures(cells: Sequence[Cell]) -> None:
+    """Raises PeerFailed for the first request that failed."""
+    for cell in cells:
+        if cell.failures:
+            raise PeerFailed(f"{cell.server}: {cell.failures[0]}")
+
+
 async def capacity(
     peer: Peer, num_clients: int, plan: Plan, conduct: Conduct, console: Console
 ) -> float:
@@ -223,9 +230,7 @@ async def capacity(
     the rounds. Raises PeerFailed when a request fails."""
     cells: list[Cell] = []
     await measure([peer], [Level(concurrency=num_clients)], plan, conduct, cells, console)
-    for cell in cells:
-        if cell.failures:
-            raise PeerFailed(f"{peer.name}: {cell.failures[0]}")
+    refuse_failures(cells)
     return statistics.median(len(cell.answers) / cell.wall_s for cell in cells)
 
 

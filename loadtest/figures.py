@@ -33,26 +33,16 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Order statistics of a sample; all fields in the sample's own unit."""
+    """Order statistics of a sample, in its own unit."""
 
-    num: int
-    mean: float
     p50: float
-    p90: float
     p95: float
     p99: float
-    low: float
-    high: float
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
     """Order statistics of `values`; None when there are none."""
-    if not values:
-        return None
-    sample = np.asarray(values, dtype=np.float64)
-    p50, p90, p95, p99 = (float(q) for q in np.percentile(sample, [50, 90, 95, 99]))
-    least, most = float(sample.min()), float(sample.max())
-    return Summary(len(values), float(sample.mean()), p50, p90, p95, p99, least, most)
+    return Summary(*np.percentile(values, [50, 95, 99]).tolist()) if values else None
 
 
 def ratio(
@@ -69,31 +59,31 @@ def ratio(
     """
     if len(numerators) != len(denominators):
         raise ValueError(f"{len(numerators)} numerators, {len(denominators)} denominators")
-    if not numerators:
-        raise ValueError("no pair to compare")
-    a = np.asarray(numerators, dtype=np.float64)
-    b = np.asarray(denominators, dtype=np.float64)
-    if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b)) and a.min() > 0 and b.min() > 0):
+    a, b = (np.asarray(values, dtype=np.float64) for values in (numerators, denominators))
+    if not (np.all(np.isfinite([a, b])) and np.all(a > 0) and np.all(b > 0)):
         raise ValueError("ratios need positive, finite figures")
-    return Interval(*_bootstrap(a / b, num_resamples, seed), len(a))
+    return median_interval(a / b, num_resamples=num_resamples, seed=seed)
 
 
 def median_interval(
-    values: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0
+    values: Sequence[float] | npt.NDArray[np.float64],
+    *,
+    num_resamples: int = 10_000,
+    seed: int = 0,
 ) -> Interval:
     """Median of `values` and its 95 % percentile-bootstrap interval. Raises ValueError for none."""
-    if not values:
-        raise ValueError("no value")
     sample = np.asarray(values, dtype=np.float64)
-    return Interval(*_bootstrap(sample, num_resamples, seed), len(values))
-
-
-def _bootstrap(
-    sample: npt.NDArray[np.float64], num_resamples: int, seed: int
-) -> tuple[float, float, float]:
+    if not sample.size:
+        raise ValueError("no value")
     picks = np.random.default_rng(seed).integers(0, len(sample), size=(num_resamples, len(sample)))
-    low, high = np.percentile(np.median(sample[picks], axis=1), [2.5, 97.5])
-    return float(np.median(sample)), float(low), float(high)
+    low, high = np.percentile(np.median(sample[picks], axis=1), [2.5, 97.5]).tolist()
+    return Interval(float(np.median(sample)), low, high, len(sample))
+
+
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int:
+    """The place where two texts or lists differ first; of equal ones their length."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 SLO_NAMES = ("ttft", "tpot", "e2e")
@@ -263,11 +253,9 @@ def _same_text(own: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]:
             if ours.token_ids == theirs.token_ids if ids else ours.text == theirs.text:
                 found["num_same"] += 1
             elif found["first_difference"] is None:
-                a, b = ours.text, theirs.text
-                short = min(len(a), len(b))
-                at = next((i for i in range(short) if a[i] != b[i]), short)
+                at = first_difference(ours.text, theirs.text)
                 found["first_difference"] = {
-                    "prompt": answer.example.task, "at": at, "text": a[at : at + 40],
+                    "prompt": answer.example.task, "at": at, "text": ours.text[at : at + 40],
                 }  # fmt: skip
     return found
 

@@ -41,6 +41,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from loadtest.figures import first_difference
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
@@ -210,10 +211,7 @@ def difference(reference: Answer, other: Answer) -> str | None:
             continue
         ids_a, ids_b = a[0], b[0]
         if ids_a != ids_b:
-            at = next(
-                (i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y),
-                min(len(ids_a), len(ids_b)),
-            )
+            at = first_difference(ids_a, ids_b)
             return (
                 f"choice {index}, token {at}: {list(ids_a[at : at + 3])} against "
                 f"{list(ids_b[at : at + 3])}"
@@ -222,10 +220,7 @@ def difference(reference: Answer, other: Answer) -> str | None:
             if x != y:
                 if name != "logprobs":
                     return f"choice {index}, {name}: {x!r} against {y!r}"
-                at = next(
-                    (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q),
-                    min(len(x), len(y)),
-                )
+                at = first_difference(x, y)
                 return f"choice {index}, logprob {at}: {x[at : at + 1]} against {y[at : at + 1]}"
     return None
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,32 +24,22 @@ from typing import Annotated, Any
 import httpx
 from cyclopts import App, Parameter
 
-from loadtest.peer import Peer, PeerFailed, bring_down, parse_peers, stop_on_sigterm
+from loadtest.peer import Peer, PeerFailed, bring_down, parse_peers
 from server.errors import TailorError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "fastapi", "uvicorn", "httpx")
 
 
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
+def _cpu() -> tuple[str, list[str]]:
+    """Its name, and the instruction sets that decide how fast its linear layers are."""
+    cpuinfo, found = Path("/proc/cpuinfo"), dict[str, str]()
     if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _instruction_sets() -> list[str]:
-    """The instruction sets that decide how fast a CPU's linear layers are."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return []
-    for line in cpuinfo.read_text().splitlines():
-        if line.startswith("flags"):
-            flags = set(line.split(":", 1)[1].split())
-            wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
-            return [flag for flag in wanted if flag in flags]
-    return []
+        pairs = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        found = {key.strip(): value.strip() for key, _, value in pairs}
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+    flags = set(found.get("flags", "").split())
+    name = found.get("model name") or platform.processor() or platform.machine()
+    return name, [flag for flag in wanted if flag in flags]
 
 
 def _git(*arguments: str) -> str:
@@ -70,12 +61,13 @@ def describe_machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    cpu, instruction_sets = _cpu()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": os.cpu_count(),
-        "instruction_sets": _instruction_sets(),
+        "instruction_sets": instruction_sets,
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "load_1min": round(os.getloadavg()[0], 2),
@@ -190,7 +182,7 @@ def numbers(text: str, option: str) -> list[int]:
 @contextmanager
 def stopped_afterwards(peers: Sequence[Peer]) -> Iterator[None]:
     """Stop every server that was started meanwhile, on Ctrl-C and SIGTERM too."""
-    stop_on_sigterm()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:

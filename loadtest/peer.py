@@ -31,8 +31,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -428,15 +427,6 @@ async def bring_up(peers: Sequence[Peer], log_dir: Path, *, timeout_s: float = 6
         else:
             start(peer, log_dir)
         await wait_ready(peer, timeout_s=timeout_s)
-
-
-def stop_on_sigterm() -> None:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that bring_down runs."""
-
-    def leave(signum: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + signum)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def bring_down(peers: Sequence[Peer]) -> None:

@@ -110,15 +110,25 @@ def data_sets(data_dir: Path) -> list[str]:
     return [name for name in task_names(data_dir) if (data_dir / name / "train.jsonl").is_file()]
 
 
-def read_examples(data_dir: Path, task: str, split: str = "test") -> Iterator[Example]:
-    """The examples of one split, in file order; without an `id` the line's number is its name.
+def read_examples(
+    data_dir: Path,
+    task: str,
+    split: str = "test",
+    *,
+    category: str | None = None,
+    max_prompt_chars: int | None = None,
+) -> Iterator[Example]:
+    """The examples of one split, of one category or of all, in file order, those with longer
+    prompts left out; without an `id` the line's number is its name.
 
     Raises OSError, KeyError or ValueError.
     """
     with (data_dir / task / f"{split}.jsonl").open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                record = json.loads(line)
+            record = json.loads(line) if line.strip() else {}
+            if not record or (category is not None and record["category"] != category):
+                continue
+            if max_prompt_chars is None or len(record["prompt"]) <= max_prompt_chars:
                 name = str(record.get("id", number))
                 yield Example(task, name, record["prompt"], record.get("completion") or "")
 
@@ -156,25 +166,16 @@ def mixed_examples(
     give the same list. Raises ValueError when a data set has no prompt short enough.
     """
     rng = random.Random(seed)
-    pools: dict[str, list[Example]] = {}
+    pools: dict[str, Iterator[Example]] = {}
     for name in weights:
-        pool = [
-            example
-            for example in read_examples(data_dir, name)
-            if max_prompt_chars is None or len(example.prompt) <= max_prompt_chars
-        ]
+        pool = list(read_examples(data_dir, name, max_prompt_chars=max_prompt_chars))
         if not pool:
             raise ValueError(f"data set {name!r} has no prompt of at most {max_prompt_chars} chars")
         rng.shuffle(pool)
-        pools[name] = pool
+        pools[name] = itertools.cycle(pool)
     names = sorted(weights)
-    cursors = dict.fromkeys(names, 0)
-    chosen: list[Example] = []
-    for name in rng.choices(names, [weights[name] for name in names], k=num_examples):
-        pool = pools[name]
-        chosen.append(pool[cursors[name] % len(pool)])
-        cursors[name] += 1
-    return chosen
+    drawn = rng.choices(names, [weights[name] for name in names], k=num_examples)
+    return [next(pools[name]) for name in drawn]
 
 
 def spread_examples(
@@ -185,50 +186,39 @@ def spread_examples(
     names: Sequence[str] | None = None,
 ) -> Sequence[Example]:
     """The first short-enough test prompts, one data set (of `names`) after the other in turn."""
-    queues = []
-    for name in task_names(data_dir) if names is None else names:
-        queue = [
-            example
-            for example in read_examples(data_dir, name)
-            if max_prompt_chars is None or len(example.prompt) <= max_prompt_chars
-        ]
-        if queue:
-            queues.append(queue)
-    chosen: list[Example] = []
-    depth = 0
-    while len(chosen) < num_examples and any(depth < len(queue) for queue in queues):
-        for queue in queues:
-            if depth < len(queue) and len(chosen) < num_examples:
-                chosen.append(queue[depth])
-        depth += 1
-    return chosen
+    queues = [
+        read_examples(data_dir, name, max_prompt_chars=max_prompt_chars)
+        for name in (task_names(data_dir) if names is None else names)
+    ]
+    turns = itertools.zip_longest(*queues)
+    return [example for turn in turns for example in turn if example is not None][:num_examples]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """One row of the table. folder: below the data folder. category: of the test lines that count;
-    None takes all. adapter: below the models' folder, of a model tuned for the task."""
+    """One row of the table. place: the folder below the data folder, if it has another name.
+    category: of the test lines that count; None takes all. adapter: below the models' folder, of a
+    model tuned for the task."""
 
     name: str
-    folder: str
+    place: str = ""
     category: str | None = None
     adapter: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Below the data folder."""
+        return self.place or self.name
 
 
 SETS = {
     task_set.name: task_set
     for task_set in (
-        TaskSet("eurlex57k", "eurlex57k"),
-        TaskSet("massive_en", "massive_en"),
-        TaskSet("medquad", "medquad"),
-        TaskSet("advising_sql", "advising_sql"),
-        TaskSet("bfcl", "bfcl"),
-        TaskSet("squad", "squad"),
-        TaskSet("hagrid", "hagrid"),
-        TaskSet("spec_bench-summarization", "spec_bench", category="summarization"),
-        TaskSet("spec_bench-rag", "spec_bench", category="rag"),
-        TaskSet("mt_en_it", "mt_en_it"),
-        TaskSet("gsm8k", "gsm8k"),
+        *map(TaskSet, ("eurlex57k", "massive_en", "medquad", "advising_sql", "bfcl", "squad")),
+        TaskSet("hagrid"),
+        TaskSet("spec_bench-summarization", "spec_bench", "summarization"),
+        TaskSet("spec_bench-rag", "spec_bench", "rag"),
+        *map(TaskSet, ("mt_en_it", "gsm8k")),
         TaskSet("massive_en-lora", "massive_en", adapter="massive_en-lora"),
     )
 }
@@ -237,20 +227,12 @@ SETS = {
 
 def set_of(name: str) -> TaskSet:
     """The set of a name."""
-    return SETS.get(name) or TaskSet(name, name)
+    return SETS.get(name) or TaskSet(name)
 
 
 def examples_of(data_dir: Path, task_set: TaskSet) -> list[Example]:
     """The set's test examples in file order. Raises OSError, KeyError or ValueError."""
-    if task_set.category is None:
-        return list(read_examples(data_dir, task_set.folder))
-    with (data_dir / task_set.folder / "test.jsonl").open(encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines if line.strip()]
-    return [
-        Example(task_set.folder, str(record["id"]), record["prompt"], record.get("completion", ""))
-        for record in records
-        if record["category"] == task_set.category
-    ]
+    return list(read_examples(data_dir, task_set.folder, category=task_set.category))
 
 
 def train_prompts(data_dir: Path, task_set: TaskSet, num: int) -> list[str]:

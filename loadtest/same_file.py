@@ -61,7 +61,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import pre_tokenizers
 
-from loadtest.cells import Cell, Conduct, Level, Plan, measure
+from loadtest.cells import Cell, Conduct, Level, Plan, measure, refuse_failures
 from loadtest.figures import print_report, report
 from loadtest.load import fixed_examples
 from loadtest.options import (
@@ -78,7 +78,6 @@ from loadtest.options import (
 from loadtest.peer import (
     SETTLE_S,
     Peer,
-    PeerFailed,
     bring_up,
     parse_peers,
     start,
@@ -138,7 +137,6 @@ class Shape:
 SHAPES = {
     "qwen3-0.6b": Shape("qwen3", "qwen2", 28, 1024, 3072, 16, 8, 128, 151_936, 40_960, 1e6),
     "llama-3.2-1b": Shape("llama", "llama-bpe", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 5e5),
-    "llama-3.2-3b": Shape("llama", "llama-bpe", 28, 3072, 8192, 24, 8, 128, 128_256, 131_072, 5e5),
 }
 NOTHING = Shape("llama", "smollm", 1, 64, 64, 1, 1, 64, 259, 256, 1e4)
 """A model of 50 KB."""
@@ -189,39 +187,58 @@ def write_random(tokenizer: Path, out: Path, shape: Shape, form: str) -> None:
         raise ValueError(f"the tokenizer is no byte-level BPE but {of('model')!r}")
     tokens = list(of("tokens"))
     more = range(shape.vocab - len(tokens))
-    kind = gguf.GGMLQuantizationType[form.upper()]
-    rng = np.random.default_rng(0)
-    blocks = rng.normal(scale=0.02, size=(_POOL, 32)).astype(np.float32)
-    pool = blocks if form == "f32" else gguf.quants.quantize(blocks, kind)
-    with _writing(out, shape.architecture) as writer:
-        _add_sizes(writer, shape, form)
-        _add_tokenizer(
-            writer, shape.pre, [*tokens, *(f"qzx{i:06d}" for i in more)],
-            [*(int(t) for t in of("token_type")), *(1 for _ in more)], list(of("merges")),
-            (int(of("bos_token_id")), int(of("eos_token_id"))),
-        )  # fmt: skip
-        for name, size in shape.vectors():
-            writer.add_tensor(name, np.ones(size, np.float32))
-        for number, (name, outputs, inputs) in enumerate(shape.matrices()):
-            rows = _filled(pool, outputs, inputs // 32, 7919 * number)
-            writer.add_tensor(name, rows, raw_dtype=kind)
+    blocks = np.random.default_rng(0).normal(scale=0.02, size=(_POOL, 32)).astype(np.float32)
+    _write_shape(
+        out, shape, form, blocks, [*tokens, *(f"qzx{i:06d}" for i in more)],
+        [*(int(t) for t in of("token_type")), *(1 for _ in more)], list(of("merges")),
+        (int(of("bos_token_id")), int(of("eos_token_id"))),
+    )  # fmt: skip
 
 
 def write_nothing(out: Path) -> None:
     """Write `out`: NOTHING, one layer of ones, and a tokenizer of the bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    kind = gguf.GGMLQuantizationType.Q8_0
-    with _writing(out, NOTHING.architecture) as writer:
-        _add_sizes(writer, NOTHING, "q8_0")
-        types = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 257
-        _add_tokenizer(
-            writer, NOTHING.pre, ["<s>", "</s>", "ab", *alphabet], types, ["a b"], (0, 1)
-        )
-        for name, size in NOTHING.vectors():
+    tokens = ["<s>", "</s>", "ab", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    types = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 257
+    ones = np.ones((1, 32), np.float32)
+    _write_shape(out, NOTHING, "q8_0", ones, tokens, types, ["a b"], (0, 1))
+
+
+def _write_shape(
+    out: Path, shape: Shape, form: str, blocks: npt.NDArray[np.float32], tokens: Sequence[str],
+    types: Sequence[int], merges: Sequence[str], ends: tuple[int, int],
+) -> None:  # fmt: skip
+    """blocks: [any number, 32] values that matrices are filled with in turn, rounded to the form.
+    ends: the ids of BOS and EOS."""
+    kind = gguf.GGMLQuantizationType[form.upper()]
+    pool = blocks if form == "f32" else gguf.quants.quantize(blocks, kind)
+    with _writing(out, shape.architecture) as writer:
+        writer.add_context_length(shape.context)
+        writer.add_embedding_length(shape.hidden)
+        writer.add_block_count(shape.layers)
+        writer.add_feed_forward_length(shape.inner)
+        writer.add_head_count(shape.heads)
+        writer.add_head_count_kv(shape.kv_heads)
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+        writer.add_rope_dimension_count(shape.head_dim)
+        writer.add_rope_freq_base(shape.rope_base)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_vocab_size(shape.vocab)
+        writer.add_file_type(gguf.LlamaFileType[_file_type(form)])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(shape.pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(ends[0])
+        writer.add_eos_token_id(ends[1])
+        writer.add_add_bos_token(False)
+        for name, size in shape.vectors():
             writer.add_tensor(name, np.ones(size, np.float32))
-        for name, outputs, inputs in NOTHING.matrices():
-            rows = gguf.quants.quantize(np.ones((outputs, inputs), np.float32), kind)
-            writer.add_tensor(name, rows, raw_dtype=kind)
+        for number, (name, outputs, inputs) in enumerate(shape.matrices()):
+            first = 7919 * number
+            at = np.arange(first, first + outputs * (inputs // 32)) % len(pool)
+            writer.add_tensor(name, pool[at].reshape(outputs, -1), raw_dtype=kind)
 
 
 @contextmanager
@@ -243,42 +260,6 @@ def _writing(out: Path, architecture: str) -> Iterator[gguf.GGUFWriter]:
 def _file_type(form: str) -> str:
     """gguf's name of a file whose matrices have that form."""
     return "ALL_F32" if form == "f32" else f"MOSTLY_{form.upper()}"
-
-
-def _add_sizes(writer: Any, shape: Shape, form: str) -> None:
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.inner)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(shape.vocab)
-    writer.add_file_type(gguf.LlamaFileType[_file_type(form)])
-
-
-def _add_tokenizer(
-    writer: Any, pre: str, tokens: list[str], types: Sequence[int], merges: list[str],
-    ends: tuple[int, int],
-) -> None:  # fmt: skip
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(ends[0])
-    writer.add_eos_token_id(ends[1])
-    writer.add_add_bos_token(False)
-
-
-def _filled(pool: npt.NDArray[Any], outputs: int, blocks: int, first: int) -> npt.NDArray[Any]:
-    """[outputs, numbers or bytes of so many blocks], from `first` of the pool on, in a ring."""
-    at = np.arange(first, first + outputs * blocks) % len(pool)
-    return pool[at].reshape(outputs, -1)
 
 
 app = program("same_file", __doc__)
@@ -370,9 +351,7 @@ def same_file(*, options: SameFileOptions, results: ResultOptions = _RESULTS) ->
         for levels, plan in parts:
             cells: list[Cell] = []
             await measure(peers, levels, plan, conduct, cells, console)
-            for cell in cells:
-                if cell.failures:
-                    raise PeerFailed(f"{cell.server}: {cell.failures[0]}")
+            refuse_failures(cells)
             found = report(cells, peers, levels, {})
             print_report(console, found)
             for label, rows in found["figures"].items():

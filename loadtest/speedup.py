@@ -52,7 +52,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from loadtest.cells import Ask, Cell, Conduct, Level, Plan, measure, run_cell
+from loadtest.cells import Ask, Cell, Conduct, Level, Plan, measure, refuse_failures, run_cell
 from loadtest.figures import report
 from loadtest.options import (
     ResultOptions,
@@ -66,7 +66,7 @@ from loadtest.options import (
     run,
     stopped_afterwards,
 )
-from loadtest.peer import SETTLE_S, Peer, PeerFailed, bring_up, tailor_peer
+from loadtest.peer import SETTLE_S, Peer, bring_up, tailor_peer
 from loadtest.prompts import (
     SETS,
     Example,
@@ -151,8 +151,7 @@ async def teach(learner: Peer, prompts: Sequence[str], max_tokens: int) -> None:
         cell = await run_cell(
             client, learner, Level(concurrency=LEARNERS), 0, asks, max_tokens=max_tokens, salt=""
         )
-    if cell.failures:
-        raise PeerFailed(f"{learner.model}: {cell.failures[0]}")
+    refuse_failures([cell])
 
 
 async def measure_set(
@@ -173,9 +172,7 @@ async def measure_set(
                               first_round=first)  # fmt: skip
             if num:
                 await measure(asked, [level], plan, conduct, cells, console)
-    for cell in cells:
-        if cell.failures:
-            raise PeerFailed(f"{cell.server}: {cell.failures[0]}")
+    refuse_failures(cells)
     return report(cells, [*variants, *peers], levels, {})
 
 

@@ -202,7 +202,7 @@ def test_load_closed_and_open_loop(
     assert rows["tailor-1"]["good_share"] > 0.0
     assert "100 req/s" in result["figures"]
     page = file.read_text(encoding="utf-8")
-    assert "2 clients" in page and "ITL p50/p99 ms" in page and "commit" in page
+    assert "2 clients" in page and "TTFT" in page and "commit" in page
     assert "http://" not in page.replace("http://www.w3.org", "")  # it asks nobody for anything
 
 
