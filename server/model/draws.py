@@ -1,5 +1,5 @@
-"""What both devices read of a Batch's draws: the key of their noise, the ids that they may give and
-their penalty counts; and Answers, of which a Drawn is made."""
+"""What both devices read of a Batch: its rows; of its draws the key of their noise, the ids that
+they may give and their penalty counts; and Answers, of which a Drawn is made."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int64, Likely, UInt32
+from server.model.cpu.records import Rows
+
+
+def batch_rows(batch: Batch) -> Rows:
+    """A Batch's arrays as the forward pass takes them."""
+    return Rows(
+        batch.num_rows, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len,
+        batch.path_start, batch.path_len, batch.path_slots, batch.block_tables,
+    )  # fmt: skip
+
 
 _U64 = (1 << 64) - 1
 _U32 = (1 << 32) - 1

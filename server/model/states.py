@@ -23,7 +23,7 @@ from torch import nn
 if TYPE_CHECKING:
     from server.model.cpu.records import Rows
 
-__all__ = ["DeltaNet", "StatePlaces", "StatePlan", "replace_delta_nets"]
+__all__ = ["DeltaNet", "StatePlaces", "StatePlan", "num_states", "replace_delta_nets"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -182,6 +182,11 @@ def _depth_first(rows: Rows, nodes: Any) -> tuple[list[int], list[int]]:
     return order, [len(paths[row]) for row in order]
 
 
+def num_states(max_num_seqs: int) -> int:
+    """Of every layer: a sequence's own, the one that takes its place, and some of prompts."""
+    return 2 * max_num_seqs + 4
+
+
 Net = TypeVar("Net", bound="DeltaNet")
 
 
@@ -210,6 +215,16 @@ class DeltaNet(nn.Module):
         self.shift = net.dt_bias.detach().float()
         self.key_heads, self.dk = int(net.num_k_heads), int(net.head_k_dim)
         self.dv = int(net.head_v_dim)
+
+    @property
+    def state_size(self) -> tuple[int, int, int]:
+        """(heads, dk, dv)."""
+        return self.rate.shape[0], self.dk, self.dv
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers that are kept of a position."""
+        return int(self.taps.shape[1] + 2 * self.rate.shape[0])
 
     def recur(self, mixed: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         """[R, heads dv]: the reading of every row. mixed: [R, channels + 2 heads], q, k, v, b and

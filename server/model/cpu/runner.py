@@ -48,7 +48,7 @@ from server.model.cpu.records import (
 )
 from server.model.cpu.threads import KernelThreads, Pending, Team, Worker
 from server.model.cpu.weights import RunnerWeights
-from server.model.draws import Answers
+from server.model.draws import Answers, batch_rows
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
@@ -90,14 +90,6 @@ def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
         np.zeros((*planes, *scales), np.float32),
         np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.kept_width), np.float32),
     )
-
-
-def batch_rows(batch: Batch) -> Rows:
-    """A Batch's arrays as the forward pass takes them."""
-    return Rows(
-        batch.num_rows, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len,
-        batch.path_start, batch.path_len, batch.path_slots, batch.block_tables,
-    )  # fmt: skip
 
 
 def _ends(batch: Batch, rows: Rows) -> Ends:

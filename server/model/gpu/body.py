@@ -24,7 +24,6 @@ then. Embeddings that are gathered in CPU memory are inputs like the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,23 +49,20 @@ from server.model.gpu.recurrent import (
     DeltaStates,
     PagedDeltaNet,
     input_slots,
-    kept_width,
     replace_convolutions,
-    state_size,
 )
 from server.model.shape import ModelShape, shape_of
 
 
 class Kept(NamedTuple):
     """What a body keeps of a position. layers: with K and V. convolutions: with a vector of `width`
-    numbers instead, of which a row reads its last `taps` positions'; 0 taps for gated delta nets,
-    whose sequences have states of `state` numbers beside."""
+    numbers instead, of which a row reads its last `taps` positions'; 0 taps for gated delta
+    nets."""
 
     layers: int
     convolutions: int = 0
     width: int = 0
     taps: int = 0
-    state: int = 0
 
 
 def delta_nets(module: nn.Module) -> list[PagedDeltaNet]:
@@ -87,8 +83,7 @@ def kept_by(module: Any) -> Kept:
     """What BodyRun keeps of a position."""
     nets, layers = delta_nets(module), int(module.config.num_hidden_layers)
     if nets:
-        state = math.prod(state_size(nets[0]))
-        return Kept(layers - len(nets), len(nets), kept_width(nets[0]), state=state)
+        return Kept(layers - len(nets), len(nets), nets[0].kept_width)
     shape = _shape(module)
     convolutions = 0 if shape is None else sum(shape.convolutions)
     if shape is None or not convolutions:

@@ -32,8 +32,8 @@ from torch import nn
 from torch.nn import functional
 
 from server.engine.batch import Batch, Int32
-from server.model.cpu.records import Rows
-from server.model.states import DeltaNet, StatePlaces, StatePlan
+from server.model.draws import batch_rows
+from server.model.states import DeltaNet, StatePlaces, StatePlan, num_states
 
 NOTHING = -1
 """The slot of a position before the text."""
@@ -220,17 +220,13 @@ class DeltaStates:
         self._rule = rule
         self._block_size = block_size
         self._nets = nets
-        size = (len(nets), num_states(max_num_seqs), *state_size(nets[0]))
+        size = (len(nets), num_states(max_num_seqs), *nets[0].state_size)
         self.states = torch.zeros(size, device=device)
         self.is_warming = False
 
     def plan(self, batch: Batch) -> DeltaItems:
         """The items of a step; call `commit` once it is queued."""
-        rows = Rows(
-            batch.num_rows, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len,
-            batch.path_start, batch.path_len, batch.path_slots, batch.block_tables,
-        )  # fmt: skip
-        plan = self._places.plan(rows, replays=not self.is_warming)
+        plan = self._places.plan(batch_rows(batch), replays=not self.is_warming)
         return plan_items(batch, plan, self._nets[0].taps.shape[0], self._block_size)
 
     def commit(self) -> None:
@@ -249,21 +245,6 @@ class DeltaStates:
         return self._rule(net, mixed, step, memory)
 
 
-def num_states(max_num_seqs: int) -> int:
-    """Of every layer: a sequence's own, the one that takes its place, and some of prompts."""
-    return 2 * max_num_seqs + 4
-
-
-def state_size(net: DeltaNet) -> tuple[int, int, int]:
-    """(heads, dk, dv)."""
-    return net.rate.shape[0], net.dk, net.dv
-
-
-def kept_width(net: DeltaNet) -> int:
-    """Numbers that a net keeps of a position."""
-    return int(net.taps.shape[1] + 2 * net.rate.shape[0])
-
-
 class PagedDeltaNet(DeltaNet):
     """A DeltaNet on what the forward's keyword `paged` carries (attention.PagedStep)."""
 
@@ -278,7 +259,7 @@ def delta_torch(
 ) -> torch.Tensor:
     """DeltaRule in plain torch, item by item: the reference."""
     memory.inputs.index_copy_(0, memory.slots.long(), mixed)
-    heads, dk, dv = state_size(net)
+    heads, dk, dv = net.state_size
     out = torch.zeros((mixed.shape[0], heads, dv), dtype=mixed.dtype, device=mixed.device)
     state = torch.zeros((heads, dk, dv), device=mixed.device)
     for row, reload, save, *sources in step.items.tolist():
@@ -299,7 +280,7 @@ def delta_torch(
 
 def _inputs(net: DeltaNet, kept: torch.Tensor, sources: list[int]) -> tuple[torch.Tensor, ...]:
     """(q, k, v, decay, beta) of a position, all heads, float32."""
-    heads, dk, dv = state_size(net)
+    heads, dk, dv = net.state_size
     channels = net.taps.shape[1]
     filtered = torch.zeros(channels, device=kept.device)
     for source, weight in zip(sources, net.taps, strict=True):

@@ -35,7 +35,7 @@ from server.model.gpu.attention import (
     StepTensors,
     TileShape,
 )
-from server.model.gpu.recurrent import DeltaItems, DeltaMemory, state_size
+from server.model.gpu.recurrent import DeltaItems, DeltaMemory
 from server.model.states import DeltaNet
 
 # Said aloud because Triton is changing its default.
@@ -519,7 +519,7 @@ def delta_triton(
     net: DeltaNet, mixed: torch.Tensor, step: DeltaItems, memory: DeltaMemory
 ) -> torch.Tensor:
     """recurrent.DeltaRule by the kernel above."""
-    heads, dk, dv = state_size(net)
+    heads, dk, dv = net.state_size
     memory.inputs.index_copy_(0, memory.slots.long(), mixed)
     out = torch.empty((mixed.shape[0], heads * dv), dtype=mixed.dtype, device=mixed.device)
     block_v = min(_COLUMNS, triton.next_power_of_2(dv))

@@ -21,7 +21,7 @@ from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.generic import runner as generic_runner
 from server.model.cpu.generic.attention import StateStore
 from server.model.cpu.generic.runner import GenericRunner, generic_model
-from server.model.cpu.runner import batch_rows
+from server.model.draws import batch_rows
 from server.model.generic import is_generic
 from server.types import EngineSizes
 from server.wiring.model import served_model

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.batch import Batch
+from server.model.draws import batch_rows
 from server.model.gpu import recurrent
 from server.model.gpu.generic import take_over
 from server.model.gpu.recurrent import (
@@ -30,7 +30,6 @@ from server.model.gpu.recurrent import (
     DeltaMemory,
     delta_torch,
     plan_items,
-    state_size,
 )
 from server.model.gpu.runner import TorchRunner
 from server.model.states import StatePlaces
@@ -134,15 +133,8 @@ def test_a_step_may_run_twice_and_a_failed_one_leaves_nothing() -> None:
     def planned(first: int, num: int) -> Any:
         builder = BatchBuilder()
         builder.add_rows(table, [1] * num, first)
-        batch: Batch = builder.build()
-        rows: Any = SimpleNamespace(
-            num=batch.num_rows, tables=batch.block_tables,
-            **{name: getattr(batch, name) for name in (
-                "positions", "slots", "seq_ids", "prefix_len", "path_start", "path_len",
-                "path_slots",
-            )},
-        )  # fmt: skip
-        return plan_items(batch, places.plan(rows), 4, BLOCK_SIZE).items
+        batch = builder.build()
+        return plan_items(batch, places.plan(batch_rows(batch)), 4, BLOCK_SIZE).items
 
     items = planned(0, 20)
     assert items[0, RELOAD] == -1 and (items[:, SAVE] >= 0).tolist().count(True) == 2
@@ -170,7 +162,7 @@ def _problem(dtype: torch.dtype, seed: int = 3) -> tuple[Any, torch.Tensor, Delt
     channels = 2 * key_heads * dk + heads * dv
     net: Any = SimpleNamespace(
         taps=random(taps, channels), rate=random(heads).exp(), shift=random(heads),
-        key_heads=key_heads, dk=dk, dv=dv,
+        key_heads=key_heads, dk=dk, dv=dv, state_size=(heads, dk, dv),
     )  # fmt: skip
     pages, builder = Pages(32, seed=3), BatchBuilder()
     first, second = pages.sequence(40), pages.sequence(60)
@@ -178,14 +170,11 @@ def _problem(dtype: torch.dtype, seed: int = 3) -> tuple[Any, torch.Tensor, Delt
     builder.add_rows(second, [1], 5)
     builder.add_tree(second, 5, [1] * 6, [-1, 0, 1, 0, -1, 4])
     batch = builder.build()
-    rows: Any = SimpleNamespace(num=batch.num_rows, tables=batch.block_tables)
-    for name in ("positions", "slots", "seq_ids", "prefix_len", "path_start", "path_len"):
-        setattr(rows, name, getattr(batch, name))
-    rows.path_slots = batch.path_slots
-    items, lines = plan_items(batch, StatePlaces(5, BLOCK_SIZE).plan(rows), taps, BLOCK_SIZE)
+    plan = StatePlaces(5, BLOCK_SIZE).plan(batch_rows(batch))
+    items, lines = plan_items(batch, plan, taps, BLOCK_SIZE)
     width = channels + 2 * heads
     memory = (torch.from_numpy(batch.slots), random(33 * BLOCK_SIZE, width).to(dtype),
-              random(5, *state_size(net)))  # fmt: skip
+              random(5, *net.state_size))  # fmt: skip
     step = DeltaItems(torch.from_numpy(items), torch.from_numpy(lines))
     return net, (2 * random(batch.num_rows, width)).to(dtype), step, memory
 

@@ -26,7 +26,7 @@ from server.model.cpu.records import (
     Shape,
     Work,
 )
-from server.model.states import StatePlaces, StatePlan
+from server.model.states import DeltaNet, StatePlaces, StatePlan
 
 __all__ = ["NAME", "Call", "PagedStep", "StatePlan", "StateStore", "Step", "StepHolder", "register"]
 
@@ -50,27 +50,11 @@ class Call:
     cap: float
 
 
-class DeltaSizes(NamedTuple):
-    """The numbers of a gated delta net: records.DeltaLayer has their meaning."""
-
-    taps: Float32
-    rate: Float32
-    shift: Float32
-    key_heads: int
-    dk: int
-    dv: int
-
-    @property
-    def kept(self) -> int:
-        """Floats that are kept of a position."""
-        return int(self.taps.shape[1] + 2 * self.rate.shape[0])
-
-
 class Step(Protocol):
     """Attends for one step, and carries its recurrent states."""
 
-    def recur(self, layer: int, sizes: DeltaSizes, mixed: torch.Tensor) -> torch.Tensor:
-        """layer: among the recurrent ones. mixed float32 [R, sizes.kept]; returns [R, heads dv]."""
+    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
+        """mixed float32 [R, net.kept_width]; returns [R, heads dv]."""
 
     def attend(
         self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -187,19 +171,22 @@ class PagedStep:
         )  # fmt: skip
         return torch.from_numpy(self._scratch.attended)[:num].view(num, heads, head_dim).clone()
 
-    def recur(self, layer: int, sizes: DeltaSizes, mixed: torch.Tensor) -> torch.Tensor:
+    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
         """See Step."""
         assert self._states is not None and self._plan is not None
-        heads, dk, dv = sizes.rate.shape[0], sizes.dk, sizes.dv
+        heads, dk, dv = net.state_size
+        record = DeltaLayer(
+            net.taps.numpy(), net.rate.numpy(), net.shift.numpy(), net.key_heads, dk, dv,
+            self._cache.inputs[net.layer],
+        )  # fmt: skip
         if not self._stacks.size:
             depth = self._plan.deepest + 1
             self._stacks = np.zeros((self._work.threads, depth, dk, dv), np.float32)
         out = torch.empty((self._rows.num, heads * dv))
         plan = (self._plan.seqs, self._plan.order, self._plan.depths)
         delta_rule(
-            self._rows, plan, DeltaLayer(*sizes, self._cache.inputs[layer]),
-            mixed.contiguous().numpy(), self._states.states, layer, self._stacks, out.numpy(),
-            self._work,
+            self._rows, plan, record, mixed.contiguous().numpy(), self._states.states, net.layer,
+            self._stacks, out.numpy(), self._work,
         )  # fmt: skip
         return out
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
 from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
-from server.model.cpu.generic.attention import DeltaSizes, Memory, PagedStep, StateStore, StepHolder
+from server.model.cpu.generic.attention import Memory, PagedStep, StateStore, StepHolder
 from server.model.cpu.generic.soundness import called, check_rows, forward
 from server.model.cpu.head import FloatHead
 from server.model.cpu.kernels import product
@@ -41,8 +41,9 @@ from server.model.cpu.records import (
     Wanted,
     Work,
 )
-from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows
+from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
 from server.model.cpu.tensors import as_stored
+from server.model.draws import batch_rows
 from server.model.inspection import (
     NUM_PROBED,
     Inspected,
@@ -51,7 +52,7 @@ from server.model.inspection import (
     probe_ids,
 )
 from server.model.shape import ModelShape, generic_shape
-from server.model.states import DeltaNet, replace_delta_nets
+from server.model.states import DeltaNet, num_states, replace_delta_nets
 from server.types import ModelInfo
 
 __all__ = ["GenericModel", "GenericRunner", "generic_model"]
@@ -140,28 +141,18 @@ class HeldDeltaNet(DeltaNet):
     Raises ValueError for sizes that are no whole vectors.
     """
 
-    sizes: DeltaSizes
-
     def __init__(self, net: Any, layer: int, holder: StepHolder) -> None:
         super().__init__(net, layer)
         if self.dk % LANES or self.dv % LANES:
             raise ValueError("the heads of its delta net are no whole vectors")
         self._holder = holder
-        self.sizes = DeltaSizes(
-            taps=self.taps.numpy(),
-            rate=self.rate.numpy(),
-            shift=self.shift.numpy(),
-            key_heads=self.key_heads,
-            dk=self.dk,
-            dv=self.dv,
-        )
 
     def recur(self, mixed: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         """See DeltaNet."""
         step = self._holder.step
         if step is None:
             raise RuntimeError("the module runs outside a step")
-        return step.recur(self.layer, self.sizes, mixed)
+        return step.recur(self, mixed)
 
 
 def replace_modules(body: nn.Module, work: Work, num_positions: int, *, bf16: bool) -> None:
@@ -204,28 +195,19 @@ class _HeadWeights:
         raise NotImplementedError
 
 
-class GenericModel:
+class GenericModel(NamedTuple):
     """A module that was found to be sound, its sizes and what its head takes.
 
-    module: its matrices are packed. holder: where its attention finds a step. nets: of its
-    recurrent layers. shape: of the cache and the buffers. weights: the head.
+    module: its matrices are packed. holder: where its attention finds a step. nets: its recurrent
+    layers. shape: of the cache and the buffers. weights: the head.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        holder: StepHolder,
-        nets: list[DeltaSizes],
-        shape: ModelShape,
-        weights: _HeadWeights,
-        found: Inspected,
-    ) -> None:
-        self.module = module
-        self.holder = holder
-        self.nets = nets
-        self.shape = shape
-        self.weights = weights
-        self.found = found
+    module: nn.Module
+    holder: StepHolder
+    nets: list[HeldDeltaNet]
+    shape: ModelShape
+    weights: _HeadWeights
+    found: Inspected
 
 
 def generic_model(
@@ -246,10 +228,9 @@ def generic_model(
     work = new_work(threads or cores())
     holder = StepHolder()
     with failing_as_refusal(module):
-        held = replace_delta_nets(
+        nets = replace_delta_nets(
             model.base_model, lambda net, layer: HeldDeltaNet(net, layer, holder)
         )
-        nets = [net.sizes for net in held]
     replace_modules(model.base_model, work, num_positions, bf16=bf16)
     holder.give_to(model.base_model)
     heads, kv_heads, head_dim = called(module, holder, ids, found)
@@ -262,7 +243,7 @@ def generic_model(
         hidden_size=int(head.shape[1]),
         windows=found.windows,
         convolutions=tuple(kind == "linear_attention" for kind in _layer_types(module)),
-        kept_width=nets[0].kept if nets else 0,
+        kept_width=nets[0].kept_width if nets else 0,
         logit_cap=found.cap,
         vocab_size=num_token_ids,
     )
@@ -326,8 +307,8 @@ class GenericRunner(CpuRunner):
         )
         self._store: StateStore | None = None
         if model.nets:  # every sequence's own, a block boundary's, and some of prompts
-            sizes = model.nets[0].rate.shape[0], model.nets[0].dk, model.nets[0].dv
-            self._store = StateStore(2 * info.max_num_seqs + 4, (len(model.nets), *sizes))
+            sizes = len(model.nets), *model.nets[0].state_size
+            self._store = StateStore(num_states(info.max_num_seqs), sizes)
         self._torch_threads = torch.get_num_threads()
 
     def pack_adapter(self, folder: str) -> CpuAdapter:

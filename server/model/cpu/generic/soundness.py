@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from server.model.cpu.generic.attention import NAME, Call, DeltaSizes, Step, StepHolder, register
+from server.model.cpu.generic.attention import NAME, Call, Step, StepHolder, register
 from server.model.cpu.records import Rows
 from server.model.inspection import (
     NUM_PROBED,
@@ -30,6 +30,7 @@ from server.model.inspection import (
     failing_as_refusal,
     refusal,
 )
+from server.model.states import DeltaNet
 
 __all__ = ["VECTOR", "Forward", "Recorder", "called", "check_rows", "forward"]
 
@@ -152,10 +153,10 @@ class _Watching:
         self.recorder.is_on = True
         return out
 
-    def recur(self, layer: int, sizes: DeltaSizes, mixed: torch.Tensor) -> torch.Tensor:
+    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
         """See Step; the input is forgotten."""
         self.num_recurrent += 1
-        return torch.zeros((mixed.shape[0], sizes.rate.shape[0] * sizes.dv))
+        return torch.zeros((mixed.shape[0], net.rate.shape[0] * net.dv))
 
 
 def called(
