@@ -23,7 +23,7 @@ TORCH_INDEX ?=
 # More options for `tailor serve`: make serve ARGS="--port 9000"; for pytest: make test ARGS="-k lossless"
 ARGS ?=
 # Processes of a test run. A file's tests stay in one process; tests/conftest.py orders the files.
-JOBS ?= 3
+JOBS ?= 4
 # Bytecode is kept, whatever the shell says: tests start hundreds of Python processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CHECKED := tests/test_layering.py tests/test_lint.py tests/drafters tests/vocab_store tests/engine tests/api

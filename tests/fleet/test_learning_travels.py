@@ -389,6 +389,7 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
         replica.tend()
     assert len(list(fleet.folder.glob("engine-*/shared-*"))) == 2
     first.engine.controls["task_forget"]({"task": "task"})  # the second one is not reached
+    first.memory.wait()
     forget(fleet.storage, "task")
     assert [f.rpartition("/")[2] for f in fleet.storage.files()] == ["began"]
     second.ask([20, 21])

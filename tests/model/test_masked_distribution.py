@@ -32,6 +32,7 @@ from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model.cpu_models import cpu_runner
 from tests.model.test_structured_model import TOKENIZER, VOCAB, _module
+from tests.profiles import examples
 
 Path_ = tuple[int, ...]
 Logits = Callable[[list[int]], torch.Tensor]
@@ -231,7 +232,8 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
         runner, {"known": knowing(language, prompt)},
         EngineSettings(max_num_seqs=40, max_num_batched_tokens=512), grammars=compiler,
     )  # fmt: skip
-    texts, accepted = drawn(engine, prompt, grammar, drafts=True, num=600, top_k=0)
+    num = max(240, examples(600))
+    texts, accepted = drawn(engine, prompt, grammar, drafts=True, num=num, top_k=0)
     assert accepted
     check(language, texts)
     engine.close()
