@@ -28,7 +28,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
+from tests.waiting import wait_until
 
 KEYS = (
     {"id": "all", "key": "sk-all", "admin": True},
@@ -183,8 +183,7 @@ def _behead(keeper: HeadKeeper | None) -> int:
     assert keeper is not None
     before = keeper.num_restarts
     os.kill(keeper.pid(), signal.SIGKILL)
-    while keeper.num_restarts == before:
-        time.sleep(0.05)
+    wait_until(lambda: keeper.num_restarts != before, 120, pause_s=0.05)
     return keeper.num_restarts
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,7 @@ from server.commands.cli import main
 from tests.fleet.ray_parts import free_port
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.setup.pages import DOCS, ROOT
+from tests.waiting import wait_until
 
 PAGE = (DOCS / "fleet.md").read_text(encoding="utf-8")
 
@@ -111,11 +112,10 @@ def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    _wait = partial(wait_until, timeout_s=120, pause_s=0.2, told=log.read_text)
     try:
-        end_s = time.monotonic() + 240
-        while "The fleet is ready" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < end_s, log.read_text()
-            time.sleep(0.2)
+        _wait(lambda: process.poll() is not None or "The fleet is ready" in log.read_text())
+        assert process.poll() is None, log.read_text()
         body = {"model": "slots", "prompt": "Town 1:", "temperature": 0}
         answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
@@ -123,18 +123,13 @@ def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
         tasks = httpx.get(url + "/v1/models", timeout=30).json()
         assert "slots" in json.dumps(tasks)
         learned = r'^tailor_learned_version{engine="tiny/0",model="tiny",task="slots"} 1'
-        while not re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M):
-            assert time.monotonic() < end_s, log.read_text()
-            time.sleep(0.2)
+        _wait(lambda: re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M))
         (folder / "tasks" / "more.yaml").write_text("name: more\n")
         process.send_signal(signal.SIGHUP)  # new ingresses, the same engine
-        while "the fleet is up to date" not in log.read_text():
-            assert time.monotonic() < end_s, log.read_text()
-            time.sleep(0.2)
+        _wait(lambda: "the fleet is up to date" in log.read_text())
         more = {**body, "model": "more"}
-        while httpx.post(url + "/v1/completions", json=more, timeout=60).status_code != 200:
-            assert time.monotonic() < end_s, log.read_text()  # the old ingress ends what it has
-            time.sleep(0.2)
+        ask = partial(httpx.post, url + "/v1/completions", json=more, timeout=60)
+        _wait(lambda: ask().status_code == 200)  # the old ingress ends what it has
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from loadtest.fleet import NUM_TEXTS, FleetProcess, Flight, expected
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts
+from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
 
@@ -47,10 +47,12 @@ def _fly(fleet: FleetProcess, wanted: list[str], *events: Callable[[], object]) 
 
 
 def _wait_for_replicas(fleet: FleetProcess) -> None:
-    end_s = time.monotonic() + 60
-    while len(json.loads(fleet.ask("steps", "STEPS"))) != NUM_REPLICAS:
-        assert time.monotonic() < end_s, fleet.ask("status", "STATUS")
-        time.sleep(0.3)
+    wait_until(
+        lambda: len(json.loads(fleet.ask("steps", "STEPS"))) == NUM_REPLICAS,
+        60,
+        pause_s=0.3,
+        told=lambda: fleet.ask("status", "STATUS"),
+    )
 
 
 def test_the_head_dies_in_flight_and_comes_back(fleet: FleetProcess, wanted: list[str]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.fleet.fleet_process import FleetProcess
+from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
 
@@ -27,11 +29,7 @@ def _num_engines(fleet: FleetProcess) -> int:
     return len(re.findall(r'^tailor_engine_up{engine="tiny/\d+",[^}]*} 1.0$', text, re.MULTILINE))
 
 
-def _wait(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "the condition did not come true in time"
-        time.sleep(0.3)
+_wait = partial(wait_until, timeout_s=90.0, pause_s=0.3)
 
 
 def _ask(fleet: FleetProcess, i: int = 0, max_tokens: int = 8) -> Any:
@@ -57,9 +55,17 @@ def test_a_model_sleeps_wakes_and_grows(fleet: FleetProcess) -> None:
     first = _ask(fleet)
     _wait(lambda: _num_engines(fleet) == 0)
     assert _ask(fleet) == first  # it waited for a replica
+    grew = threading.Event()
+
+    def go_on(i: int) -> None:
+        while not grew.is_set():
+            assert _ask(fleet, i, 40)
+
     with ThreadPoolExecutor(48) as threads:
-        answers = [threads.submit(_ask, fleet, i, 200) for i in range(96)]
-        _wait(lambda: _num_engines(fleet) == 2 or all(a.done() for a in answers))
-        grew = _num_engines(fleet) == 2
-        assert all(answer.result() for answer in answers)
-    assert grew
+        answers = [threads.submit(go_on, i) for i in range(48)]
+        try:
+            _wait(lambda: _num_engines(fleet) == 2)
+        finally:
+            grew.set()
+        for answer in answers:
+            answer.result()

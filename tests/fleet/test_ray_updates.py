@@ -6,9 +6,9 @@ import itertools
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from server.machine_code import make_ready
 from tests.fleet.fleet_process import FleetProcess
+from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
 
@@ -55,11 +56,7 @@ def _told(fleet: FleetProcess, series: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in found}
 
 
-def _wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "the condition did not come true in time"
-        time.sleep(0.2)
+_wait = partial(wait_until, timeout_s=60.0, pause_s=0.2)
 
 
 def test_what_a_replica_learned_is_drafted_where_it_is_replaced(fleet: FleetProcess) -> None:

@@ -176,7 +176,8 @@ def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[s
 
 def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
     servers = [item for i, url in enumerate(urls) for item in ("--server", f"tailor-{i}={url}")]
-    usual = {"--mix": "alpha=3,beta", "--requests": "8", "--rounds": "2", "--tokens": "6"}
+    usual = {"--mix": "alpha=3,beta", "--requests": "8", "--rounds": "2", "--tokens": "6",
+             "--pause": "0"}  # fmt: skip
     rest = [word for item in usual.items() if item[0] not in more for word in item]
     return [*servers, "--data", str(data_dir), "--warmups", "0", *rest, *IDLE, *more]
 
@@ -209,7 +210,7 @@ def test_load_closed_and_open_loop(
 def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
     with ScriptedServer(pace_s=0.01) as base, ScriptedServer(pace_s=0.01) as other:
         arguments = load_args([base.url, other.url], data_dir, "--rate", "50%,200%")
-        assert load.main([*arguments, "--capacity-clients", "2", "--pause", "0"]) == 0
+        assert load.main([*arguments, "--capacity-clients", "2"]) == 0
         num_asked = len(base.bodies), len(other.bodies)
     result = last_json(capsys)
     half, twice = result["rates"]["50% of capacity"], result["rates"]["200% of capacity"]
@@ -231,7 +232,7 @@ def test_load_tells_the_draft_budget(capsys: pytest.CaptureFixture[str], data_di
     with ScriptedServer(pace_s=0.001, tokens_per_chunk=3) as server:
         arguments = load_args([server.url], data_dir, "--concurrency", "2")
         off = 'tailor-0={"speculation": {"drafter": "off"}}'
-        more = ["--server", "tailor-on=@tailor-0", "--extra", off, "--pause", "0"]
+        more = ["--server", "tailor-on=@tailor-0", "--extra", off]
         assert load.main([*arguments, *more]) == 0
     rows = last_json(capsys)["figures"]["2 clients"]
     assert (rows["tailor-on"]["nodes_per_step"], rows["tailor-on"]["tokens_per_step"]) == (2.0, 3.0)
@@ -302,7 +303,7 @@ def test_answers_are_judged_by_the_completions_of_the_data(
     (data_dir / "alpha" / "test.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with ScriptedServer() as server, ScriptedServer(answer=lambda _: ["one  two"]) as shorter:
         load.main(
-            load_args([server.url, shorter.url], data_dir, "--concurrency", "1", "--pause", "0",
+            load_args([server.url, shorter.url], data_dir, "--concurrency", "1",
                       "--mix", "alpha", "--tokens", "2")
         )  # fmt: skip
     rows = last_json(capsys)["figures"]["1 clients"]
