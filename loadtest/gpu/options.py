@@ -27,8 +27,8 @@ from loadtest.gpu.correct import (
 )
 from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch
-from server.model.adapter import TokenRows
-from server.model.gpu.adapters import GpuAdapter, adapted_sizes
+from server.model.adapter import TokenRows, linear_sizes
+from server.model.gpu.adapters import GpuAdapter
 from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.model.shape import shape_of
 
@@ -97,7 +97,7 @@ def _random_adapter(module: Any) -> GpuAdapter:
     """As adapters.pack_adapter makes one, of every linear layer."""
     seeds = torch.Generator().manual_seed(7)
     parts = {}
-    for name, (outputs, inputs) in adapted_sizes(shape_of(module.config)).items():
+    for name, (outputs, inputs) in linear_sizes(shape_of(module.config)).items():
         a = torch.randn((inputs, RANK), generator=seeds) * inputs**-0.5
         b = torch.randn((RANK, outputs), generator=seeds) * 0.05
         parts[name] = (a.to(module.dtype), b.to(module.dtype))

@@ -322,7 +322,8 @@ class LoraAdapter:
 
 
 def linear_sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of every matrix that a layer may have, by its name."""
+    """(outputs, inputs) of every matrix that the layers have, by its name: a short convolution's
+    layer has no attention."""
     hidden, attended = s.hidden_size, s.num_heads * s.head_dim
     keys = s.num_kv_heads * s.head_dim
     parts = {
@@ -337,12 +338,13 @@ def linear_sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
             of_module[names[0]] = sum(outputs), inputs
         else:
             of_module |= {name: (num, inputs) for name, num in zip(names, outputs, strict=True)}
-    if any(s.convolutions):
-        of_module |= {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
+    of_module |= {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
+    of_attention, of_convolution = {*s.names.qkv, s.names.out}, set(s.names.conv)
     return {
         f"model.layers.{layer}.{module}.weight": size
         for layer in range(s.num_layers)
         for module, size in of_module.items()
+        if module not in (of_attention if s.convolutions[layer] else of_convolution)
     }
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -141,8 +142,8 @@ class OwnRows:
         self.width = 0
         self._num_base, self._size = num_base, size
         self._product = product
-        self._embeddings: dict[int, TokenRows] = {}
-        self._heads: dict[int, TokenRows] = {}
+        self.embeddings: dict[int, TokenRows] = {}
+        self.heads: dict[int, TokenRows] = {}
         at = torch.zeros((0, 0), dtype=torch.int32, device=device)
         rows = torch.zeros((0, 0, size), dtype=dtype, device=device)
         self._embedding = self._head = OwnPart(at, rows)
@@ -162,8 +163,8 @@ class OwnRows:
             self._embedding = self._grown(self._embedding, *shape)
             self._head = self._grown(self._head, *shape)
         for own, held, part in (
-            (embedding, self._embeddings, self._embedding),
-            (head, self._heads, self._head),
+            (embedding, self.embeddings, self._embedding),
+            (head, self.heads, self._head),
         ):
             if own is not None:
                 num = own.ids.shape[0]
@@ -181,7 +182,7 @@ class OwnRows:
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine."""
-        for held, part in ((self._embeddings, self._embedding), (self._heads, self._head)):
+        for held, part in ((self.embeddings, self._embedding), (self.heads, self._head)):
             if held.pop(place, None) is not None:
                 part.at[place] = -1
 
@@ -193,20 +194,23 @@ class OwnRows:
 
     # -- which rows ---------------------------------------------------------------------------
 
-    def embedding_places(self, batch: Batch) -> Int32 | None:
-        """int32 [R]: the place of each row whose adapter has rows of the embedding, else -1; None
-        where no row has one."""
-        return _places(batch, slice(None), self._embeddings)
-
-    def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
-        """The same of rows [n] of the batch and of the head."""
-        return _places(batch, rows, self._heads)
+    @staticmethod
+    def places(
+        batch: Batch, held: Mapping[int, TokenRows], rows: Int32 | slice = slice(None)
+    ) -> Int32 | None:
+        """int32 [n]: the place of each of these rows of the batch whose adapter is in `held`
+        (`embeddings` or `heads`), else -1; None where no row has one."""
+        of_seq = batch.seq_adapters
+        if of_seq is None or not held:
+            return None
+        of_rows = np.where(np.isin(of_seq, list(held)), of_seq, -1)[batch.seq_ids[rows]]
+        return of_rows.astype(np.int32) if (of_rows >= 0).any() else None
 
     # -- the embedding ------------------------------------------------------------------------
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size]: rows of the base's table and own ones, not scaled yet. ids, places:
-        int32 [R], places as of embedding_places."""
+        int32 [R]."""
         part, ids, place = self._embedding, ids.long(), places.clamp(min=0).long()
         at = torch.where(places >= 0, part.at[place, ids.clamp(max=part.at.shape[1] - 1)], -1)
         base = table.index_select(0, ids.clamp(max=table.shape[0] - 1))
@@ -215,10 +219,10 @@ class OwnRows:
     def gathered(self, table: torch.Tensor, batch: Batch, token_ids: Int32) -> npt.NDArray[Any]:
         """The same where the base's table is in CPU memory: as lm_head.gathered has them."""
         found = gathered(table, np.where(token_ids < table.shape[0], token_ids, 0))
-        places = self.embedding_places(batch)
+        places = self.places(batch, self.embeddings)
         if places is not None:
             for place in np.unique(places[places >= 0]).tolist():
-                own, rows = self._embeddings[place], np.flatnonzero(places == place)
+                own, rows = self.embeddings[place], np.flatnonzero(places == place)
                 at, has_own = places_of(own.ids, token_ids[rows])
                 found[rows[has_own]] = gathered(own.rows, at)
         return found
@@ -235,7 +239,7 @@ class OwnRows:
     ) -> torch.Tensor:
         """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
 
-        places: of head_places; spans: their spans_of. cap: soft-capping of logits, 0 = none.
+        places: of `heads`; spans: their spans_of. cap: soft-capping of logits, 0 = none.
         """
         num, part = hidden.shape[0], self._head
         out = torch.empty((num, self.width), dtype=torch.float32, device=hidden.device)
@@ -248,14 +252,6 @@ class OwnRows:
         out[:, logits.shape[1] :] = float("-inf")
         mine = soft_capped(own, cap).gather(1, at.clamp(min=0).long())
         return out.copy_(torch.where(at >= 0, mine, out))
-
-
-def _places(batch: Batch, rows: Int32 | slice, held: dict[int, TokenRows]) -> Int32 | None:
-    of_seq = batch.seq_adapters
-    if of_seq is None or not held:
-        return None
-    places = np.where(np.isin(of_seq, list(held)), of_seq, -1)[batch.seq_ids[rows]].astype(np.int32)
-    return places if (places >= 0).any() else None
 
 
 class LoraTable(NamedTuple):
@@ -291,7 +287,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     lora, num_rows = opened_adapter(folder, shape, shape.vocab_size)
     known = lora.names()
     parts = {}
-    for name in adapted_sizes(shape):
+    for name in linear_sizes(shape):
         if name in known:
             a, b = lora.pair(name)
             b = lora.scale(name) * b.float()
@@ -307,19 +303,6 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     return GpuAdapter(parts, columns, num_ids_with(lora, num_ids), num_bytes, *own)
 
 
-def adapted_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """adapter.linear_sizes of the matrices that the layers have: a short convolution's layer has no
-    attention."""
-    of_attention, of_convolution = {*shape.names.qkv, shape.names.out}, set(shape.names.conv)
-
-    def is_there(name: str) -> bool:
-        _, _, layer, module = name.removesuffix(".weight").split(".", 3)
-        lacks = of_attention if shape.convolutions[int(layer)] else of_convolution
-        return module not in lacks
-
-    return {name: size for name, size in linear_sizes(shape).items() if is_there(name)}
-
-
 def _columns(lora: LoraAdapter) -> int:
     """GpuAdapter.columns of an adapter: its largest rank, rounded up."""
     ranks = [lora.rank(name) for name in lora.names()]
@@ -328,7 +311,7 @@ def _columns(lora: LoraAdapter) -> int:
 
 def _column_values(shape: ModelShape) -> int:
     """Numbers of A and of B that one column has at a place, in all layers."""
-    return sum(outputs + inputs for outputs, inputs in adapted_sizes(shape).values())
+    return sum(outputs + inputs for outputs, inputs in linear_sizes(shape).values())
 
 
 def lora_spans(batch: Batch) -> Int32:
@@ -360,28 +343,26 @@ class LoraBank:
         self.dtype = dtype
         self.spans: torch.Tensor | None = None
         self._product = product
-        self._sizes = adapted_sizes(shape)
+        self._sizes = linear_sizes(shape)
         self._held: dict[int, GpuAdapter] = {}
         none = torch.zeros((0, 0, 0), dtype=dtype, device=device)
         self._tables = {name: LoraTable(none, none) for name in self._sizes}
         self._places = self._columns = 0
         for name in self._sizes:
             linear = module.get_submodule(name.removesuffix(".weight"))
-            linear.register_forward_hook(self._adding(name))
+            linear.register_forward_hook(partial(self._add, name))
 
-    def _adding(self, name: str) -> Any:
+    def _add(
+        self, name: str, _: nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor
+    ) -> None:
         """The hook that adds a step's adapters to a linear layer's result, in place."""
-
-        def hook(_: nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
-            if self.spans is None:
-                return
-            x, y, table = given[0].flatten(0, -2), result.flatten(0, -2), self._tables[name]
-            shape = x.shape[0], table.a.shape[2]
-            t = torch.empty(shape, dtype=torch.float32, device=x.device)
-            self._product(x, self.spans, table.a, t)
-            self._product(t, self.spans, table.b, y, adds=True)
-
-        return hook
+        if self.spans is None:
+            return
+        x, y, table = given[0].flatten(0, -2), result.flatten(0, -2), self._tables[name]
+        shape = x.shape[0], table.a.shape[2]
+        t = torch.empty(shape, dtype=torch.float32, device=x.device)
+        self._product(x, self.spans, table.a, t)
+        self._product(t, self.spans, table.b, y, adds=True)
 
     def bytes_for(self, folders: Iterable[str], most: int) -> int:
         """Bytes of the tables once `most` adapters are held, in the lowest places, each as large as

@@ -470,51 +470,44 @@ class TorchAttention:
     ) -> torch.Tensor:
         """See Attention."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for run in self._runs:
-            own = out[run[0]]
-            own.copy_(self._of_run(run, query[run[0]], keys, values, masked).reshape(own.shape))
-        return out
-
-    def _of_run(
-        self, run: tuple[slice, int, int, int, int], query: torch.Tensor, keys: torch.Tensor,
-        values: torch.Tensor, masked: Masked,
-    ) -> torch.Tensor:  # fmt: skip
-        """float32 [rows, kv_heads, group, head_dim]."""
-        rows, seq_id, max_prefix, min_position, max_path = run
         window, step, device = masked.window, self._step, query.device
         assert step.path_start is not None
         assert step.path_len is not None and step.path_slots is not None
         num_kv_heads, head_dim = keys.shape[1:]
-        q = query.float().reshape(query.shape[0], num_kv_heads, -1, head_dim)
-        position = step.positions[rows, None]
-        path_len = step.path_len[rows, None]
+        for rows, seq_id, max_prefix, min_position, max_path in self._runs:
+            own = out[rows]
+            q = query[rows].float().reshape(own.shape[0], num_kv_heads, -1, head_dim)
+            position = step.positions[rows, None]
+            path_len = step.path_len[rows, None]
 
-        first = 0 if window is None else max(0, min_position - window + 1)
-        at = torch.arange(first, max(first, max_prefix), device=device)
-        slot = step.block_tables[seq_id, at // self._block_size].long() * self._block_size
-        slot = slot + at % self._block_size
-        visible = at[None, :] < step.prefix_len[rows, None]
-        if window is not None:
-            visible &= position - at[None, :] < window
-        scores = [torch.einsum("nkgd,lkd->nkgl", q, keys[slot].float())]
+            first = 0 if window is None else max(0, min_position - window + 1)
+            at = torch.arange(first, max(first, max_prefix), device=device)
+            slot = step.block_tables[seq_id, at // self._block_size].long() * self._block_size
+            slot = slot + at % self._block_size
+            visible = at[None, :] < step.prefix_len[rows, None]
+            if window is not None:
+                visible &= position - at[None, :] < window
+            scores = [torch.einsum("nkgd,lkd->nkgl", q, keys[slot].float())]
 
-        nth = torch.arange(max_path, device=device)
-        behind = path_len - 1 - nth[None, :]  # position difference; negative: past the path's end
-        on_path = (behind >= 0) if window is None else ((behind >= 0) & (behind < window))
-        index = torch.where(on_path, step.path_start[rows, None] + nth[None, :], 0).long()
-        path_slot = index
-        if max_path:  # behind its end a row reads itself: another row's NaN times 0 is NaN
-            path_slot = torch.where(on_path, step.path_slots[index].long(), self._slots[rows, None])
-        scores.append(torch.einsum("nkgd,npkd->nkgp", q, keys[path_slot].float()))
+            nth = torch.arange(max_path, device=device)
+            behind = path_len - 1 - nth[None, :]  # in positions; negative: past the path's end
+            on_path = (behind >= 0) if window is None else ((behind >= 0) & (behind < window))
+            index = torch.where(on_path, step.path_start[rows, None] + nth[None, :], 0).long()
+            path_slot = index
+            if max_path:  # behind its end a row reads itself: another row's NaN times 0 is NaN
+                found = step.path_slots[index].long()
+                path_slot = torch.where(on_path, found, self._slots[rows, None])
+            scores.append(torch.einsum("nkgd,npkd->nkgp", q, keys[path_slot].float()))
 
-        mask = torch.cat([visible, on_path], dim=1)[:, None, None, :]
-        score = torch.cat(scores, dim=-1).mul_(masked.scaling)
-        if masked.cap:
-            score = score.div_(masked.cap).tanh_().mul_(masked.cap)
-        score.masked_fill_(~mask, float("-inf"))
-        # A row without any key (padding) gets zeros, not NaN.
-        share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
-        num_prefix = at.shape[0]
-        result = torch.einsum("nkgl,lkd->nkgd", share[..., :num_prefix], values[slot].float())
-        of_path = share[..., num_prefix:]
-        return result + torch.einsum("nkgp,npkd->nkgd", of_path, values[path_slot].float())
+            mask = torch.cat([visible, on_path], dim=1)[:, None, None, :]
+            score = torch.cat(scores, dim=-1).mul_(masked.scaling)
+            if masked.cap:
+                score = score.div_(masked.cap).tanh_().mul_(masked.cap)
+            score.masked_fill_(~mask, float("-inf"))
+            # A row without any key (padding) gets zeros, not NaN.
+            share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
+            shares = share.split([at.shape[0], max_path], dim=-1)
+            result = torch.einsum("nkgl,lkd->nkgd", shares[0], values[slot].float())
+            result += torch.einsum("nkgp,npkd->nkgd", shares[1], values[path_slot].float())
+            own.copy_(result.reshape(own.shape))
+        return out

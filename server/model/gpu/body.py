@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from server.engine.batch import Batch
 from server.model.families import family_of
 from server.model.gpu import attention as paged
-from server.model.gpu.adapters import Grouped, LoraBank, lora_spans
+from server.model.gpu.adapters import Grouped, LoraBank, grouped_torch, lora_spans
 from server.model.gpu.attention import KvCache
 from server.model.gpu.lm_head import gathered
 from server.model.gpu.recurrent import (
@@ -48,6 +48,7 @@ from server.model.gpu.recurrent import (
     DeltaRule,
     DeltaStates,
     PagedDeltaNet,
+    delta_torch,
     input_slots,
     replace_convolutions,
 )
@@ -273,29 +274,36 @@ class BodyRun:
     """The body of one runner: everything between token ids and the LM head. All runs on the current
     stream.
 
-    module: taken over; its attention must be `paged` already. product: of adapters. rule: of gated
-    delta nets. dtype: of the head. embedding: the table in CPU memory that rows are gathered from,
-    None where it is on the device. shape: how attention is divided. attention: "triton" or "torch".
-    tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows of the
-    largest graph, 0 for none. adapters: beside the model; None for models of the generic path. The
-    partial results of split attention and the states of gated delta nets belong to it.
+    module: taken over; its attention must be `paged` already. kept: kept_by it. embedding: the
+    table in CPU memory that rows are gathered from, None where it is on the device. shape: how
+    attention is divided. attention: "triton" or "torch", which adapters' products and gated delta
+    nets follow. tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows
+    of the largest graph, 0 for none. adapters: beside the model; None for models of the generic
+    path. The partial results of split attention and the states of gated delta nets belong to it.
     """
 
     def __init__(
         self,
         module: PreTrainedModel,
+        kept: Kept,
         cache: KvCache,
         shape: paged.TileShape,
         *,
         attention: paged.AttentionName,
-        product: Grouped,
-        rule: DeltaRule,
-        dtype: torch.dtype,
         embedding: torch.Tensor | None,
         tables_shape: tuple[int, int],
         graph_rows: int,
     ) -> None:
-        device = cache.memory.device
+        device, dtype = cache.memory.device, cache.memory.dtype
+        product: Grouped = grouped_torch
+        rule: DeltaRule = delta_torch
+        self._partials: Any = None
+        if attention == "triton":
+            from server.model.gpu.triton_kernels import Partials, delta_triton, grouped_triton
+
+            product, rule = grouped_triton, delta_triton
+            num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
+            self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         embed: Any = module.get_input_embeddings()
         self._body = module.base_model
         self._table: torch.Tensor = embed.weight
@@ -303,7 +311,7 @@ class BodyRun:
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
         self.embedding = embedding
-        self._taps = kept_by(module).taps
+        self._taps = kept.taps
         nets = delta_nets(module)
         self.states: DeltaStates | None = None
         if nets:
@@ -319,45 +327,11 @@ class BodyRun:
         self._attention = attention
         self._cache = cache
         self._max_seqs, self._max_blocks = tables_shape
-        self._partials: Any = None
-        if attention == "triton":
-            from server.model.gpu.triton_kernels import Partials
-
-            num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
-            self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         self._num_graph = self._num_plain = 0
         self.graphs = StepGraphs(device, graph_rows) if graph_rows else None
 
     def plan(self, batch: Batch) -> BodyPlan:
         """What a step's body reads."""
-        arrays = self._row_arrays(batch)
-        if self._attention == "torch":
-            arrays |= {
-                "path_start": batch.path_start,
-                "path_len": batch.path_len,
-                "path_slots": batch.path_slots,
-            }
-            return BodyPlan(arrays, None, None)
-        arrays["ancestors"] = paged.ancestor_bits(batch)
-        tiles = paged.plan_tiles(batch, self.shape)
-        key = self._graph_key(batch, tiles)
-        if self.states is not None and key is not None:
-            if arrays["items"].shape[0] > ITEMS_A_ROW * key.rows:
-                key = None  # a history is replayed
-        if key is not None:
-            # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
-            num_blocks = key[1] * self.shape.split_size // self._cache.block_size
-            shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
-            has = {"has_adapters": "adapters" in arrays, "has_own_rows": "own_places" in arrays}
-            key = key._replace(**has)
-            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
-        for i, group in enumerate(tiles.groups):
-            arrays[f"tiles{i}"] = group.tiles
-        arrays["split_rows"] = tiles.split_rows
-        return BodyPlan(arrays, key, tiles)
-
-    def _row_arrays(self, batch: Batch) -> dict[str, Array]:
-        """What a step's layers read beside the attention's work."""
         arrays: dict[str, Array] = {
             "token_ids": batch.token_ids,
             "positions": batch.positions,
@@ -378,13 +352,33 @@ class BodyRun:
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans
-        own_places = None if self.own is None else self.own.embedding_places(batch)
+        own_places = None if self.own is None else self.own.places(batch, self.own.embeddings)
         if own_places is not None:
             arrays["own_places"] = own_places
-        return arrays
+        if self._attention == "torch":
+            arrays |= {
+                "path_start": batch.path_start,
+                "path_len": batch.path_len,
+                "path_slots": batch.path_slots,
+            }
+            return BodyPlan(arrays, None, None)
+        arrays["ancestors"] = paged.ancestor_bits(batch)
+        tiles = paged.plan_tiles(batch, self.shape)
+        key = self._graph_key(batch, tiles, arrays)
+        if key is not None:
+            # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
+            num_blocks = key[1] * self.shape.split_size // self._cache.block_size
+            shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
+            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
+        for i, group in enumerate(tiles.groups):
+            arrays[f"tiles{i}"] = group.tiles
+        arrays["split_rows"] = tiles.split_rows
+        return BodyPlan(arrays, key, tiles)
 
-    def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> GraphKey | None:
-        """The graph for a step of short runs, or None to run it plainly."""
+    def _graph_key(
+        self, batch: Batch, plan: paged.TilePlan, arrays: Mapping[str, Array]
+    ) -> GraphKey | None:
+        """The graph for a step of short runs with these arrays, or None to run it plainly."""
         if self.graphs is None or len(plan.groups) != 1:
             return None
         group = plan.groups[0]
@@ -397,7 +391,9 @@ class BodyRun:
             return None
         if num_splits > 1 and num_rows * num_splits > self.shape.max_partials:
             return None
-        return GraphKey(num_rows, num_splits)
+        if "items" in arrays and arrays["items"].shape[0] > ITEMS_A_ROW * num_rows:
+            return None  # a history is replayed
+        return GraphKey(num_rows, num_splits, "adapters" in arrays, "own_places" in arrays)
 
     def run(
         self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan
@@ -454,7 +450,7 @@ class BodyRun:
         token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
         memory, in their place, own ones among them; None where the table is on the device.
         adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places:
-        int32 [R], OwnRows.embedding_places, None where no row has one. step: with its rows.
+        int32 [R], OwnRows.places of its embeddings, None where no row has one. step: with its rows.
         """
         if self.adapters is not None:
             self.adapters.spans = adapters

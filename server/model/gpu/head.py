@@ -61,8 +61,8 @@ class Slab:
     """Rows (ascending, unique) that go through the head together, and what reads their logits.
 
     start: where its rows begin among the step's head rows; slabs of the same rows have the same.
-    view: None for the whole vocabulary. own_places: None; or int32 of the rows, head_places of
-    OwnRows: its draws and scores see the rows' wide logits.
+    view: None for the whole vocabulary. own_places: None; or int32 of the rows, OwnRows.places of
+    its heads: the slab's draws and scores see the rows' wide logits.
     """
 
     rows: Int32
@@ -126,9 +126,9 @@ class HeadRun:
         rows, their draws are a slab of their own over the same rows, so that the others' work is
         what it is without them."""
         all_rows = np.unique(np.concatenate([batch.draw_rows[draws], batch.score_rows]))
-        places = None if self._own is None else self._own.head_places(batch, all_rows)
-        if places is not None and not (places >= 0).any():
-            places = None
+        places = None
+        if self._own is not None:
+            places = self._own.places(batch, self._own.heads, all_rows)
         draw_at = np.searchsorted(all_rows, batch.draw_rows[draws])
         score_at = np.searchsorted(all_rows, batch.score_rows)
         width = self._vocab_size
@@ -380,13 +380,6 @@ def sharing(slabs: Sequence[Slab], head: LmHead) -> list[Slab]:
     return shared
 
 
-def kept_draws(batch: Batch) -> Array:
-    """int64: the draws whose row's hidden state is to be kept (`Batch.draw_keep`)."""
-    if batch.draw_keep is None:
-        return np.empty(0, np.int64)
-    return np.flatnonzero(batch.draw_keep >= 0)
-
-
 def bytes_per_logit(batch: Batch) -> int:
     """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken, two
     more float32 where the likeliest ids are wanted; LOGIT_BYTES where draws are processed."""
@@ -431,7 +424,6 @@ class Step:
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     model_s: float = 0.0
-    head_s: float = 0.0
     error: Exception | None = None
 
     def mark_begin(self, *, on_gpu: bool) -> None:
@@ -455,53 +447,48 @@ class Step:
             self.model_s = time.perf_counter() - self.begin_s
 
     def finish(self) -> Drawn:
-        """Its results, once they are there. Raises DrawError."""
+        """Its results, once they are there. Raises DrawError when a draw has no answer."""
         if self.done is not None and self.begin is not None:
             self.done.synchronize()
             self.model_s = self.begin.elapsed_time(self.done) / 1e3
-            self.head_s = sum(a.elapsed_time(b) for a, b in self.products) / 1e3
+            head_s = sum(a.elapsed_time(b) for a, b in self.products) / 1e3
         else:
-            self.head_s = sum(b - a for a, b in self.products)
-        return read_back(self)
-
-
-def read_back(step: Step) -> Drawn:
-    """Drawn from the downloaded results. Raises DrawError when a draw has no answer."""
-    batch, told = step.batch, Answers(step.batch)
-    flat = np.empty(0, np.int32) if step.results is None else step.results.numpy()
-    at = 0
-    for segment in step.segments:
-        parts = []
-        for tensor in segment.tensors:
-            size = tensor.numel()
-            part = flat[at : at + size].reshape(tuple(tensor.shape))
-            parts.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
-            at += size
-        index = segment.index
-        if segment.kind == "draw":
-            told.token_ids[index] = parts[0]
-        elif segment.kind == "likely":
-            assert told.likely is not None
-            num = parts[0].shape[1]  # a slice may have fewer ids than are asked for
-            told.likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
-            told.likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
-        elif segment.kind == "named":
-            for d, values in zip(index.tolist(), parts[0].tolist(), strict=True):
-                ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
-                if ids:
-                    told.top[d] = likeliest_first(ids, values[: len(ids)])
-        elif segment.kind == "logprob":
-            told.logprobs[index], told.ranks[index] = parts[:2]
-            asked = [batch.params[p].sampling for p in batch.draw_params[index].tolist()]
-            _tell_top(index, parts, [one.num_logprobs or 0 for one in asked], told.top)
-        else:
-            told.score_logprobs[index], told.score_ranks[index] = parts[:2]
-            _tell_top(index, parts, batch.score_top[index].tolist(), told.score_top)
-    for d in np.flatnonzero(told.token_ids < 0).tolist():
-        is_nan = told.token_ids[d] == NAN_LOGITS
-        told.failed.append((d, "the model produced NaN logits" if is_nan else NO_TOKEN_LEFT))
-    np.maximum(told.token_ids, -1, out=told.token_ids)
-    return told.drawn(step.model_s, step.head_s)
+            head_s = sum(b - a for a, b in self.products)
+        batch, told = self.batch, Answers(self.batch)
+        flat = np.empty(0, np.int32) if self.results is None else self.results.numpy()
+        at = 0
+        for segment in self.segments:
+            parts = []
+            for tensor in segment.tensors:
+                size = tensor.numel()
+                part = flat[at : at + size].reshape(tuple(tensor.shape))
+                parts.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
+                at += size
+            index = segment.index
+            if segment.kind == "draw":
+                told.token_ids[index] = parts[0]
+            elif segment.kind == "likely":
+                assert told.likely is not None
+                num = parts[0].shape[1]  # a slice may have fewer ids than are asked for
+                told.likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
+                told.likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
+            elif segment.kind == "named":
+                for d, values in zip(index.tolist(), parts[0].tolist(), strict=True):
+                    ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
+                    if ids:
+                        told.top[d] = likeliest_first(ids, values[: len(ids)])
+            elif segment.kind == "logprob":
+                told.logprobs[index], told.ranks[index] = parts[:2]
+                asked = [batch.params[p].sampling for p in batch.draw_params[index].tolist()]
+                _tell_top(index, parts, [one.num_logprobs or 0 for one in asked], told.top)
+            else:
+                told.score_logprobs[index], told.score_ranks[index] = parts[:2]
+                _tell_top(index, parts, batch.score_top[index].tolist(), told.score_top)
+        for d in np.flatnonzero(told.token_ids < 0).tolist():
+            is_nan = told.token_ids[d] == NAN_LOGITS
+            told.failed.append((d, "the model produced NaN logits" if is_nan else NO_TOKEN_LEFT))
+        np.maximum(told.token_ids, -1, out=told.token_ids)
+        return told.drawn(self.model_s, head_s)
 
 
 def _tell_top(index: Array, parts: Sequence[Array], nums: Sequence[int], top: list[Top]) -> None:

@@ -41,9 +41,8 @@ from server.model.gpu import attention as paged
 from server.model.gpu.attention import KvCache
 from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, kept_by, narrow_layers
 from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve, Trials
-from server.model.gpu.head import HeadRun, Step, kept_draws, slab_arrays
+from server.model.gpu.head import HeadRun, Step, slab_arrays
 from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices
-from server.model.gpu.recurrent import DeltaRule, delta_torch
 from server.model.gpu.transfers import HostTable, SideStream, Upload
 from server.types import DeviceFigures, ModelInfo, NarrowForm
 
@@ -138,7 +137,12 @@ class TorchRunner:
         self._body = self._make_body(module, dtype, embedding, ways)
         own, head_size = self._body.own, self._head.vocab_size
         self._head_run = HeadRun(self._slices, head_size, ways.head_bytes, own, on_gpu=self._on_gpu)
-        self._upload = self._make_upload(embedding is not None)
+        # Room for a step's arrays, and for its rows of the embedding where they travel along: as
+        # much as most steps need, since graphs are captured again when it moves.
+        row_bytes = 256 + self.head_row_bytes * (embedding is not None)
+        seq_bytes = 4 * self._max_blocks + info.vocab_size // 8  # its table and a grammar's mask
+        num_bytes = row_bytes * info.max_num_batched_tokens + seq_bytes * info.max_num_seqs
+        self._upload = Upload(device, num_bytes + (1 << 20), self.forget_graphs)
         self._stream: torch.cuda.Stream | None = None
         if self._on_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -161,12 +165,6 @@ class TorchRunner:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         if ways.weights is not None:
             narrow_layers(module)
-        product: adapters.Grouped = adapters.grouped_torch
-        rule: DeltaRule = delta_torch
-        if self._attention == "triton":
-            from server.model.gpu.triton_kernels import delta_triton, grouped_triton
-
-            product, rule = grouped_triton, delta_triton
         kept = kept_by(module)
         self._cache = KvCache(
             num_layers=kept.layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -175,28 +173,17 @@ class TorchRunner:
         )  # fmt: skip
         return BodyRun(
             module,
+            kept,
             self._cache,
             paged.TileShape.of(
                 num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                 max_model_len=info.max_model_len, num_bytes=PARTIAL_BYTES, dtype=dtype,
             ),
             attention=self._attention,
-            product=product,
-            rule=rule,
-            dtype=dtype,
             embedding=embedding,
             tables_shape=(info.max_num_seqs, self._max_blocks),
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
         )  # fmt: skip
-
-    def _make_upload(self, with_embedding: bool) -> Upload:
-        """Room for a step's arrays, and for its rows of the embedding where they travel along: as
-        much as most steps need, since graphs are captured again when it moves."""
-        info = self.info
-        row_bytes = 256 + self.head_row_bytes * with_embedding
-        seq_bytes = 4 * self._max_blocks + info.vocab_size // 8  # its table and a grammar's mask
-        num_bytes = row_bytes * info.max_num_batched_tokens + seq_bytes * info.max_num_seqs
-        return Upload(self._device, num_bytes + (1 << 20), self.forget_graphs)
 
     def _make_head(self, model: TorchModel) -> LmHead:
         own: Any = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -459,10 +446,9 @@ class TorchRunner:
         step.mark_begin(on_gpu=self._on_gpu)
         slabs, step.placed = self._head_run.plan(batch)
         plan = self._body.plan(batch)
-        keep = kept_draws(batch)
         arrays: dict[str, Array] = {}
-        if keep.shape[0]:
-            assert batch.draw_keep is not None
+        if batch.draw_keep is not None and (batch.draw_keep >= 0).any():
+            keep = np.flatnonzero(batch.draw_keep >= 0)
             arrays["keep_rows"] = batch.draw_rows[keep]
             arrays["keep_places"] = batch.draw_keep[keep]
             num, before = int(arrays["keep_places"].max()) + 1, self._kept
@@ -474,7 +460,7 @@ class TorchRunner:
         tensors = self._upload(plan.arrays | arrays)  # what graphs read comes first
         self._slices.write(step.placed, tensors)
         hidden = self._body.run(batch, tensors, plan)
-        if keep.shape[0]:
+        if "keep_rows" in arrays:
             rows = hidden.index_select(0, tensors["keep_rows"])
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
         self._head_run.run(step, slabs, hidden, tensors, self._head)

@@ -23,13 +23,6 @@ TURNS = 2
 """Page-locked buffers that an Upload takes in turn: as many copies may be under way."""
 
 _ALIGNMENT = 16
-_DTYPES = {
-    np.dtype(np.int16): torch.int16,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: locked for every context of the process
 
 
@@ -98,7 +91,7 @@ class Upload:
             self._events[turn] = event
         return {
             name: memory[offset : offset + array.nbytes]
-            .view(_DTYPES[array.dtype])
+            .view(getattr(torch, array.dtype.name))  # one name in both
             .view(array.shape)
             for (name, array), offset in zip(arrays.items(), offsets, strict=True)
         }

@@ -262,6 +262,21 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         runner.close()
 
 
+def test_a_matrix_that_its_layer_lacks_is_refused(tmp_path: Path) -> None:
+    """Layer 0 of this model is a convolution: attention's matrices there would change nothing."""
+    from safetensors.torch import load_file, save_file
+
+    lora(families.build("lfm2"), tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({k.replace("layers.1", "layers.0"): t for k, t in load_file(file).items()}, file)
+    runner = cpu_runner(families.build("lfm2"))
+    try:
+        with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.weight, which is not"):
+            runner.pack_adapter(str(tmp_path))
+    finally:
+        runner.close()
+
+
 def _stored_as(source: Path, target: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import load_file, save_file
 
