@@ -48,7 +48,7 @@ from server.api.faces.completions import Completions
 from server.api.faces.decisions import Decider, Decisions
 from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
-from server.api.gate import OPEN_PATHS, Gate, TraceSink, error_response
+from server.api.gate import OPEN_PATHS, Gate, Traces, error_response
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.openapi import described, document
 from server.api.order import Orders
@@ -79,7 +79,7 @@ def create_app(
     client: EngineClient,
     drafters: Sequence[str] = ("off",),
     task_admin: TaskAdmin | None = None,
-    traces: TraceSink | None = None,
+    traces: Traces | None = None,
     key_use: Callable[[ApiKey], KeyUse] = OwnUse,
 ) -> FastAPI:
     """The application. It owns only its tokenizing threads; see the top of this file.
@@ -165,7 +165,7 @@ def _middleware(
     config: ServerConfig,
     metrics: Metrics,
     paths: Set[str],
-    traces: TraceSink | None,
+    traces: Traces | None,
     keys: Keyring,
 ) -> list[Middleware]:
     """CORS where it is configured, and the gate. paths: those that metrics may name."""

@@ -26,9 +26,8 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -85,7 +84,7 @@ class Gate:
         admin_paths: frozenset[str] = frozenset(),
         metrics: Metrics,
         routes: Set[str],
-        traces: TraceSink | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.app = app
         self._keys = keys
@@ -182,10 +181,7 @@ class Gate:
         if scope.get("client"):
             fields["client"] = scope["client"][0]
         if self._traces is not None:
-            span = request_span(caller, ended_s, scope["method"], route, status, code)
-            parents = [value for name, value in scope["headers"] if name == b"traceparent"]
-            parent = parents[0].decode("latin-1") if parents else ""
-            fields["trace_id"] = self._traces.send(span, parent)
+            fields["trace_id"] = self._traces.send(caller, ended_s, scope, route, status, code)
         is_fault = status == ServerError.status
         log.log(logging.ERROR if is_fault else logging.INFO, "request", extra=fields)
 
@@ -229,119 +225,129 @@ def request_fields(caller: Caller, ended_s: float) -> dict[str, Any]:
     return fields
 
 
-def request_span(
-    caller: Caller, ended_s: float, method: str, route: str, status: int, code: str
-) -> Span:
-    """The tree of spans of a request."""
-    offset_ns = time.time_ns() - time.monotonic_ns()
-
-    def at(seconds: float) -> int:
-        return offset_ns + int(seconds * 1e9)
-
-    attributes: dict[str, Attribute] = {
-        "http.request.method": method if method.isascii() and method.isalpha() else "_OTHER",
-        "http.route": route,
-        "http.response.status_code": status,
-        "tailor.request_id": caller.request_id,
-    }
-    if caller.key is not None:
-        attributes["tailor.key"] = caller.key.key_id
-    return Span(
-        f"{attributes['http.request.method']} {route}",
-        at(caller.started_s),
-        at(ended_s),
-        attributes,
-        [_generate(a, ended_s, at) for a in _accounts(caller)[:MAX_PROMPT_SPANS]],
-        error=code if status >= 500 else "",
-        is_server=True,
-    )
-
-
 def _accounts(caller: Caller) -> list[RequestAccount]:
     return [account for submission in caller.submissions for account in submission.accounts]
 
 
-def _generate(account: RequestAccount, ended_s: float, at: Any) -> Span:
-    request = account.request
-    arrival_s = request.arrival_s
-    first_s, last_s = account.first_token_s, account.last_token_s
-    begun_s = arrival_s + account.queue_s if account.started else None
-    children = [Span("queue", at(arrival_s), at(ended_s if begun_s is None else begun_s))]
-    if begun_s is not None:
-        prompt = {
-            "gen_ai.usage.input_tokens": account.num_prompt_tokens,
-            "tailor.cached_tokens": account.num_cached_tokens,
-        }
-        end_s = ended_s if first_s is None else first_s
-        children.append(Span("prefill", at(begun_s), at(end_s), prompt))
-    if first_s is not None and last_s is not None:
-        drafting = {
-            "tailor.steps": account.num_steps,
-            "tailor.drafted_tokens": account.num_drafted,
-            "tailor.accepted_tokens": account.num_accepted,
-        }
-        verify = []
-        if account.verify_s > 0:
-            end_s = min(last_s, first_s + account.verify_s)
-            seconds = {"tailor.aggregate": True, "tailor.seconds": account.verify_s}
-            verify.append(Span("verify", at(first_s), at(end_s), {**drafting, **seconds}))
-        children.append(Span("decode", at(first_s), at(last_s), drafting, verify))
-    return Span(
-        "generate",
-        at(arrival_s),
-        at(ended_s if last_s is None else last_s),
-        {
-            "gen_ai.request.model": request.model,
-            "gen_ai.usage.input_tokens": account.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": account.num_completion_tokens,
-            "tailor.task": request.task,
-            "tailor.drafter": request.speculation.drafter,
-            "tailor.choices": request.num_choices,
-        },
-        children,
-    )
-
-
 # --- spans, sent to a collector -------------------------------------------------------------------
 
-# By OpenTelemetry, over OTLP/HTTP. Once a request has ended, a tree of `Span`s with their times
-# describes it; no token waits for this. `open_traces` alone imports the opentelemetry packages
-# (extra `tracing`).
-
-Attribute = str | int | float | bool
+# By OpenTelemetry, over OTLP/HTTP, once a request has ended: no token waits for this. Only what is
+# below imports the opentelemetry packages (extra `tracing`).
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What happened from start_ns to end_ns (Unix nanoseconds), and its parts.
+class Traces:
+    """Where the gate puts its spans: an OpenTelemetry provider."""
 
-    error: a code when it failed. is_server: it answers a request from outside.
-    """
+    def __init__(self, provider: TracerProvider) -> None:
+        from server import __version__
 
-    name: str
-    start_ns: int
-    end_ns: int
-    attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    children: Sequence[Span] = ()
-    error: str = ""
-    is_server: bool = False
+        self._provider = provider
+        self._tracer = provider.get_tracer("tailor", __version__)
 
+    def send(
+        self, caller: Caller, ended_s: float, scope: Scope, route: str, status: int, code: str
+    ) -> str:
+        """Queue a request's tree of spans; returns its trace id (32 hex digits), "" when not
+        sampled.
 
-class TraceSink(Protocol):
-    """Where the API puts its spans."""
-
-    def send(self, span: Span, traceparent: str) -> str:
-        """Queue a tree of spans; returns its trace id (32 hex digits), "" when not sampled.
-
-        traceparent: the caller's W3C header, or "": the spans join the caller's trace, and its
-        decision whether to sample holds. A malformed header is ignored.
+        With the W3C header `traceparent` they join the caller's trace, and its decision whether to
+        sample holds. A malformed one is ignored.
         """
+        from opentelemetry.trace import (
+            SpanKind,
+            Status,
+            StatusCode,
+            get_current_span,
+            set_span_in_context,
+        )
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        offset_ns = time.time_ns() - time.monotonic_ns()
+
+        def span(
+            name: str,
+            within: Context,
+            start_s: float,
+            end_s: float,
+            attributes: Mapping[str, str | int | float | bool] = {},
+            *,
+            kind: SpanKind = SpanKind.INTERNAL,
+            error: str = "",
+        ) -> Context:
+            start_ns = offset_ns + int(start_s * 1e9)
+            made = self._tracer.start_span(name, within, kind, attributes, start_time=start_ns)
+            if error:
+                made.set_status(Status(StatusCode.ERROR, error))
+            made.end(end_time=max(start_ns, offset_ns + int(end_s * 1e9)))
+            return set_span_in_context(made, within)
+
+        method = scope["method"]
+        known = method if method.isascii() and method.isalpha() else "_OTHER"
+        parents = [value for name, value in scope["headers"] if name == b"traceparent"]
+        parent = parents[0].decode("latin-1") if parents else ""
+        attributes: dict[str, str | int] = {
+            "http.request.method": known,
+            "http.route": route,
+            "http.response.status_code": status,
+            "tailor.request_id": caller.request_id,
+        }
+        if caller.key is not None:
+            attributes["tailor.key"] = caller.key.key_id
+        root = span(
+            f"{known} {route}",
+            TraceContextTextMapPropagator().extract({"traceparent": parent}),
+            caller.started_s,
+            ended_s,
+            attributes,
+            kind=SpanKind.SERVER,
+            error=code if status >= 500 else "",
+        )
+        identity = get_current_span(root).get_span_context()
+        if not identity.trace_flags.sampled:
+            return ""
+        for account in _accounts(caller)[:MAX_PROMPT_SPANS]:
+            request, first_s, last_s = account.request, account.first_token_s, account.last_token_s
+            prompt = {"gen_ai.usage.input_tokens": account.num_prompt_tokens}
+            generate = span(
+                "generate",
+                root,
+                request.arrival_s,
+                ended_s if last_s is None else last_s,
+                {
+                    "gen_ai.request.model": request.model,
+                    **prompt,
+                    "gen_ai.usage.output_tokens": account.num_completion_tokens,
+                    "tailor.task": request.task,
+                    "tailor.drafter": request.speculation.drafter,
+                    "tailor.choices": request.num_choices,
+                },
+            )
+            begun_s = request.arrival_s + account.queue_s if account.started else ended_s
+            span("queue", generate, request.arrival_s, begun_s)
+            if account.started:
+                end_s = ended_s if first_s is None else first_s
+                cached = {"tailor.cached_tokens": account.num_cached_tokens}
+                span("prefill", generate, begun_s, end_s, {**prompt, **cached})
+            if first_s is None or last_s is None:
+                continue
+            drafting = {
+                "tailor.steps": account.num_steps,
+                "tailor.drafted_tokens": account.num_drafted,
+                "tailor.accepted_tokens": account.num_accepted,
+            }
+            decode = span("decode", generate, first_s, last_s, drafting)
+            if account.verify_s > 0:
+                seconds = {"tailor.aggregate": True, "tailor.seconds": account.verify_s}
+                end_s = min(last_s, first_s + account.verify_s)
+                span("verify", decode, first_s, end_s, {**drafting, **seconds})
+        return format(identity.trace_id, "032x")
 
     def close(self) -> None:
         """Send what is queued and end the threads. May block for some seconds."""
+        self._provider.shutdown()
 
 
-def open_traces(config: TracingConfig) -> TraceSink | None:
+def open_traces(config: TracingConfig) -> Traces | None:
     """A sink for a collector, None without one. An endpoint without a path gets OTLP's own,
     /v1/traces.
 
@@ -369,43 +375,4 @@ def open_traces(config: TracingConfig) -> TraceSink | None:
         shutdown_on_exit=False,
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)))
-    return _Tracer(provider)
-
-
-class _Tracer:
-    """TraceSink over an OpenTelemetry provider."""
-
-    def __init__(self, provider: TracerProvider) -> None:
-        from server import __version__
-
-        self._provider = provider
-        self._tracer = provider.get_tracer("tailor", __version__)
-
-    def send(self, span: Span, traceparent: str) -> str:
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        context = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
-        return self._emit(span, context)
-
-    def _emit(self, span: Span, context: Context) -> str:
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
-
-        made = self._tracer.start_span(
-            span.name,
-            context=context,
-            kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
-            start_time=span.start_ns,
-            attributes=dict(span.attributes),
-        )
-        if span.error:
-            made.set_status(Status(StatusCode.ERROR, span.error))
-        identity = made.get_span_context()
-        if identity.trace_flags.sampled:
-            within = set_span_in_context(made, context)
-            for child in span.children:
-                self._emit(child, within)
-        made.end(end_time=max(span.start_ns, span.end_ns))
-        return format(identity.trace_id, "032x") if identity.trace_flags.sampled else ""
-
-    def close(self) -> None:
-        self._provider.shutdown()
+    return Traces(provider)

@@ -18,7 +18,7 @@ import httpx
 from server.api.admin import TaskAdmin
 from server.api.app import create_app
 from server.api.engines.client import EngineClient, EngineSpec
-from server.api.gate import TraceSink
+from server.api.gate import Traces
 from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve
 from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
@@ -73,7 +73,7 @@ class LiveServer:
         drain_s: float = 5.0,
         leave_s: float = 0.0,
         task_admin: TaskAdmin | None = None,
-        traces: TraceSink | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.config = config or ServerConfig()
         self.specs = [

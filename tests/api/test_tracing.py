@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.gate import Span, open_traces
+from server.api.gate import open_traces
+from server.api.keys import Caller
 from server.config import TracingConfig
 from server.errors import ConfigError
 from tests.api.live import LiveServer, encode
@@ -160,7 +161,8 @@ def test_a_collector_that_is_not_there_costs_nothing() -> None:
         with LiveServer([ScriptedEngine(saying([5]))], traces=traces) as live:
             for _ in range(20):
                 assert live.post(max_tokens=2).status_code == 200
-        assert len(traces.send(Span("x", 1, 2), "")) == 32
+        scope = {"method": "GET", "headers": []}
+        assert len(traces.send(Caller("x"), 2.0, scope, "/", 200, "")) == 32
         traces.close()  # its thread would go on, and draw its pauses in the midst of other tests
 
 
