@@ -53,6 +53,7 @@ from server.commands.tune_data import (
     Material,
     Progress,
     TuneSettings,
+    Tuning,
     gather,
     quality,
     quality_lines,
@@ -89,9 +90,7 @@ def tune(
 ) -> dict[str, Any]:
     """Tune a task and write its files; returns what the command prints, as plain values.
 
-    engine: idle, with a table of costs and all drafters. tokenizer: a tokenizers.Tokenizer. tokens:
-    its table. head: seconds of the LM head for one row and for each further one
-    (server.engine.probe.measure_head). Raises ConfigError for data that cannot be used (with file
+    The parameters are those of Tuning. Raises ConfigError for data that cannot be used (with file
     and line) and for files that cannot be written.
     """
     began = time.monotonic()
@@ -104,8 +103,16 @@ def tune(
     ):
         if kept.num_found:
             progress(f"going on with {kept.num_found} findings of an earlier run", 0, None)
-        material = gather(settings, engine, tokenizer, data, kept, progress)
-        corpora = _build_corpora(settings, material, Path(scratch), fingerprint, progress)
+        run = Tuning(settings, engine, tokenizer, tokens, head, progress, kept)
+        material = run.material
+        gather(run, data)
+        corpora: Corpora = {}
+        for i, (part, examples) in enumerate(material.parts.items()):
+            progress("building corpora", i, len(material.parts))
+            built, file = _corpus(run, examples), Path(scratch) / f"{i}.corpus"
+            built.save(file)
+            corpora[part] = (file, built)
+        progress("building corpora", len(material.parts), len(material.parts))
 
         def drafter_of(name: str, label: str | None, options: Options) -> Drafter:
             path = None if label is None else str(corpora[label][0])
@@ -113,30 +120,27 @@ def tune(
             return make_drafter(name, settings.name, SpeculationParams(name, 16, given, path))
 
         pricing = Pricing(engine, head[1])
-        choices = replay_all(settings, material, drafter_of, list(corpora), pricing, kept, progress)
+        choices = replay_all(run, drafter_of, list(corpora), pricing)
         best = best_of(choices)
         label = best.corpus if best is not None else None
         corpus = None if label is None else str(corpora[label][0])
         progress(f"replaying {MANY_STREAMS} streams", 0, None)
-        forecasts = forecast_gains(material, best, drafter_of, pricing, kept)
+        forecasts = forecast_gains(run, best, drafter_of, pricing)
         gains = {clients: expected_gain(told) for clients, told in forecasts.items()}
-        report = _report(settings, material, best, label, gains)
+        report = _report(run, best, gains)
         report["why"] = corpus_fit(choices) | _why(best, material, corpora)
-        told = partial(task_text, settings, material, engine, pricing.cost, choices, best)
+        told = partial(task_text, run, pricing.cost, choices, best)
         # The choice is made: from here on there is a task file, whatever ends the run.
         was_ours = kept.once("was ours", lambda: is_ours(settings.output))
         if label is not None:
             progress("building the corpus", 0, None)
-            whole = _corpus(settings, material.whole[label], fingerprint)
+            whole = _corpus(run, material.whole[label])
             save(settings.output.with_suffix(".corpus"), whole.save)
         _write(settings, told(report), {".corpus": label is not None} if was_ours else {})
         if best is not None:
-            gains = measured_gains(
-                settings, material, best, forecasts, pricing, corpus, kept, progress
-            )
-            report |= _gains_told(gains)
+            report |= _gains_told(measured_gains(run, best, forecasts, corpus))
         progress("vocabulary", 0, None)
-        slices, profile = vocabulary(material, best, engine, tokens, pricing.cost, head, settings)
+        slices, profile = vocabulary(run, best, pricing.cost)
         report["vocabulary"] = slices
         if settings.compare_forms is not None:
             held = [(r.prompt_ids, r.output_ids) for r in material.held]
@@ -150,33 +154,14 @@ def tune(
     return report
 
 
-def _corpus(settings: TuneSettings, examples: Sequence[Example], fingerprint: str) -> Corpus:
+def _corpus(run: Tuning, examples: Sequence[Example]) -> Corpus:
     """Of these examples, their prompts as drafters read them: in the model's own tokens."""
     from drafters.auto.held_out import build_calibrated
 
-    own = settings.enrichment
+    own = run.settings.enrichment
     read = list if own is None else own.segment
     spelled = ((read(prompt), list(output)) for prompt, output in examples)
-    return build_calibrated(spelled, fingerprint=fingerprint)
-
-
-def _build_corpora(
-    settings: TuneSettings,
-    material: Material,
-    scratch: Path,
-    fingerprint: str,
-    progress: Progress,
-) -> Corpora:
-    """A corpus of each part of the data, without what is held back, in files of `scratch`."""
-    corpora: Corpora = {}
-    for i, (part, examples) in enumerate(material.parts.items()):
-        progress("building corpora", i, len(material.parts))
-        built = _corpus(settings, examples, fingerprint)
-        file = scratch / f"{i}.corpus"
-        built.save(file)
-        corpora[part] = (file, built)
-    progress("building corpora", len(material.parts), len(material.parts))
-    return corpora
+    return build_calibrated(spelled, fingerprint=run.tokens.fingerprint.hex())
 
 
 def _why(best: Choice | None, material: Material, corpora: Corpora) -> dict[str, Any]:
@@ -204,18 +189,13 @@ def _why(best: Choice | None, material: Material, corpora: Corpora) -> dict[str,
     return why
 
 
-def _report(
-    settings: TuneSettings,
-    material: Material,
-    best: Choice | None,
-    label: str | None,
-    gains: dict[int, Expected],
-) -> dict[str, Any]:
-    corpus_file = settings.output.with_suffix(".corpus")
+def _report(run: Tuning, best: Choice | None, gains: dict[int, Expected]) -> dict[str, Any]:
+    settings, material = run.settings, run.material
+    corpus = None if best is None or best.corpus is None else settings.output.with_suffix(".corpus")
     return {
         "task": settings.name,
         "file": str(settings.output),
-        "corpus": None if label is None else str(corpus_file),
+        "corpus": None if corpus is None else str(corpus),
         "examples": material.num_lines,
         "held_back": len(material.held),
         "held_back_tokens": sum(len(r.output_ids) for r in material.held),
@@ -262,16 +242,14 @@ def _write(settings: TuneSettings, text: str, is_named: Mapping[str, bool]) -> N
 
 
 def task_text(
-    settings: TuneSettings,
-    material: Material,
-    engine: Engine,
+    run: Tuning,
     cost: CostTable,
     choices: Sequence[Choice],
     best: Choice | None,
     report: dict[str, Any],
 ) -> str:
     """The YAML text: reasons as comments, then what the server reads."""
-    lines = _origin_lines(settings, material, engine, cost, report)
+    lines = _origin_lines(run, cost, report["held_back_tokens"])
     if not report["is_whole"]:
         lines.append("Not whole: what drafts gain is forecast. The same command measures it.")
     lines += quality_lines(report["quality"])
@@ -288,11 +266,11 @@ def task_text(
         lines += _expected_lines(report)
     lines += _why_lines(report["why"])
     lines += _vocabulary_lines(report["vocabulary"])
-    lines += form_lines(report["weights"], engine.info.dtype)
+    lines += form_lines(report["weights"], run.engine.info.dtype)
     lines += ["", "Expected tokens a decode step / speedup of a request, by most draft tokens:"]
-    lines += _table(settings, choices, best)
+    lines += _table(run.settings.budgets, choices, best)
     comments = [f"# {_printable(line)}".rstrip() for line in lines]
-    return "\n".join([*comments, *_body(settings, material, best, report)]) + "\n"
+    return "\n".join([*comments, *_body(run, best, report)]) + "\n"
 
 
 def _expected_lines(report: dict[str, Any]) -> list[str]:
@@ -330,16 +308,11 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def _origin_lines(
-    settings: TuneSettings,
-    material: Material,
-    engine: Engine,
-    cost: CostTable,
-    report: dict[str, Any],
-) -> list[str]:
+def _origin_lines(run: Tuning, cost: CostTable, num_held_tokens: int) -> list[str]:
     """What the task was tuned on."""
     from server import __version__
 
+    settings, material, info = run.settings, run.material, run.engine.info
     data = hashlib.sha256(settings.data.read_bytes()).hexdigest()[:12]
     outputs = (
         f"the data's {settings.fields.output}s"
@@ -349,19 +322,18 @@ def _origin_lines(
     return [
         f"{_MADE_BY} {__version__} on {datetime.date.today().isoformat()}.",
         f"data      {settings.data.name} ({data}), {material.num_lines} lines",
-        f"model     {engine.info.name} ({engine.info.fingerprint[:12]}, {engine.info.dtype})",
+        f"model     {info.name} ({info.fingerprint[:12]}, {info.dtype})",
         f"outputs   {outputs}; {len(material.held)} held back and replayed, "
-        f"{report['held_back_tokens']} tokens",
+        f"{num_held_tokens} tokens",
         f"cost      1 row {cost.cost(1) * 1e3:.2f} ms, 8 rows {cost.cost(8) * 1e3:.2f} ms, "
-        f"16 rows {cost.cost(16) * 1e3:.2f} ms on {engine.info.device}",
+        f"16 rows {cost.cost(16) * 1e3:.2f} ms on {info.device}",
         "",
     ]
 
 
-def _body(
-    settings: TuneSettings, material: Material, best: Choice | None, report: dict[str, Any]
-) -> list[str]:
+def _body(run: Tuning, best: Choice | None, report: dict[str, Any]) -> list[str]:
     """The lines that the server reads."""
+    settings, material = run.settings, run.material
     body: list[str] = [f"name: {json.dumps(settings.name)}"]
     if settings.description:
         body.append(f"description: {json.dumps(settings.description, ensure_ascii=False)}")
@@ -455,7 +427,7 @@ def form_lines(found: dict[str, dict[str, float]], served: str) -> list[str]:
     return lines
 
 
-def _table(settings: TuneSettings, choices: Sequence[Choice], best: Choice | None) -> list[str]:
+def _table(budgets: Sequence[int], choices: Sequence[Choice], best: Choice | None) -> list[str]:
     rows: dict[tuple[str, str | None], dict[int, str]] = {}
     for choice in choices:
         mark = "*" if choice is best else ""
@@ -463,14 +435,11 @@ def _table(settings: TuneSettings, choices: Sequence[Choice], best: Choice | Non
             f"{choice.forecast.tokens_per_step:.2f} / {choice.forecast.speedup:.2f}{mark}"
         )
     wide = max(8, *(len(name) for name, _ in rows))
-    lines = [
-        f"{'drafter':<{wide}} corpus        "
-        + "".join(f"{budget:<14}" for budget in settings.budgets)
-    ]
+    lines = [f"{'drafter':<{wide}} corpus        " + "".join(f"{budget:<14}" for budget in budgets)]
     for (name, label), cells in rows.items():
         lines.append(
             f"{name:<{wide}} {label or '-':<13} "
-            + "".join(f"{cells.get(budget, '-'):<14}" for budget in settings.budgets)
+            + "".join(f"{cells.get(budget, '-'):<14}" for budget in budgets)
         )
     return lines
 

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,10 +24,7 @@ from server.commands.tune_data import (
     DATA,
     OWN,
     Example,
-    Kept,
-    Material,
-    Progress,
-    TuneSettings,
+    Tuning,
     sampling_of,
 )
 from server.config import SpeculationConfig
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from drafters.tree import DraftTree
     from server.engine.engine import Engine
     from server.engine.step_times import CostTable
-    from server.token_bytes import TokenBytes
     from vocab_store.cost import HeadCosts
     from vocab_store.profile import VocabProfile
 
@@ -309,13 +305,7 @@ class Choice:
 
 
 def replay_all(
-    settings: TuneSettings,
-    material: Material,
-    drafter_of: DrafterOf,
-    corpora: Sequence[str],
-    pricing: Pricing,
-    kept: Kept,
-    progress: Progress,
+    run: Tuning, drafter_of: DrafterOf, corpora: Sequence[str], pricing: Pricing
 ) -> list[Choice]:
     """Every drafter with every corpus it can use, at every budget, and where a published one is
     among the best its options; one stream. Those that are kept are not replayed again."""
@@ -323,12 +313,12 @@ def replay_all(
     def tried(name: str, label: str | None, budget: int, options: Options = ()) -> Choice:
         def replayed() -> dict[str, Any]:
             drafter = drafter_of(name, label, options)  # anew: a drafter learns from what it sees
-            return asdict(pricing.replay(drafter, material.held, budget))
+            return asdict(pricing.replay(drafter, run.material.held, budget))
 
-        found = kept.once(f"replay {(name, label, budget, options)}", replayed)
+        found = run.kept.once(f"replay {(name, label, budget, options)}", replayed)
         return Choice(name, label, budget, Forecast(**found), options)
 
-    budgets = settings.budgets
+    budgets = run.settings.budgets
     cells: list[tuple[str, str | None, int]] = [
         (spec.name, None, n) for spec in catalog().values() if spec.without_corpus for n in budgets
     ]
@@ -337,33 +327,27 @@ def replay_all(
     ]
     choices = []
     for i, (name, label, budget) in enumerate(cells):
-        progress("replaying drafters", i, len(cells))
+        run.progress("replaying drafters", i, len(cells))
         choices.append(tried(name, label, budget))
-    progress("replaying drafters", len(cells), len(cells))
-    return choices + list(_varied(choices, tried, progress))
-
-
-def _varied(
-    choices: Sequence[Choice], tried: Callable[..., Choice], progress: Progress
-) -> Iterator[Choice]:
-    """The best choice of each drafter of _VARIED that is near the best of all, with other options:
-    one after the other, each beside the best value of those before."""
+    run.progress("replaying drafters", len(cells), len(cells))
 
     def speedup(choice: Choice) -> float:
         return choice.forecast.speedup
 
-    top = max(map(speedup, choices))
+    # Options vary one after the other, each beside the best value of those before.
+    top, varied = max(map(speedup, choices)), []
     for name, options in _VARIED.items():
         best = max((c for c in choices if c.drafter == name), key=speedup, default=None)
         if best is None or top < WORTH or speedup(best) < _NEAR * top:
             continue
         for key, values in options.items():
-            progress(f"varying {name}'s {key}", 0, None)
+            run.progress(f"varying {name}'s {key}", 0, None)
             given = best.options
             for value in values:
                 choice = tried(name, best.corpus, best.budget, (*given, (key, value)))
-                yield choice
+                varied.append(choice)
                 best = max(best, choice, key=speedup)
+    return choices + varied
 
 
 def best_of(choices: Sequence[Choice]) -> Choice | None:
@@ -428,7 +412,7 @@ def expected_gain(told: Forecast | Served) -> Expected:
 
 
 def forecast_gains(
-    material: Material, best: Choice | None, drafter_of: DrafterOf, pricing: Pricing, kept: Kept
+    run: Tuning, best: Choice | None, drafter_of: DrafterOf, pricing: Pricing
 ) -> dict[int, Forecast]:
     """What a choice is expected to bring one client and MANY_STREAMS, by replay; {} for none."""
     if best is None:
@@ -436,21 +420,14 @@ def forecast_gains(
 
     def replayed() -> dict[str, Any]:
         drafter = drafter_of(best.drafter, best.corpus, best.options)
-        return asdict(pricing.replay(drafter, material.held, best.budget, MANY_STREAMS))
+        return asdict(pricing.replay(drafter, run.material.held, best.budget, MANY_STREAMS))
 
-    many = Forecast(**kept.once(f"replay {MANY_STREAMS} streams", replayed))
+    many = Forecast(**run.kept.once(f"replay {MANY_STREAMS} streams", replayed))
     return {1: best.forecast, MANY_STREAMS: many}
 
 
 def measured_gains(
-    settings: TuneSettings,
-    material: Material,
-    best: Choice,
-    forecasts: Mapping[int, Forecast],
-    pricing: Pricing,
-    corpus: str | None,
-    kept: Kept,
-    progress: Progress,
+    run: Tuning, best: Choice, forecasts: Mapping[int, Forecast], corpus: str | None
 ) -> dict[int, Expected]:
     """Of a choice, for so many clients as were forecast: measured where there are prompts and time
     for it. corpus: the file of the choice's, without what is held back."""
@@ -464,22 +441,22 @@ def measured_gains(
     )
     asked = Request(
         request_id="",
-        task=settings.name,
-        model=pricing.engine.info.name,
+        task=run.settings.name,
+        model=run.engine.info.name,
         prompt_ids=(),
-        sampling=sampling_of(settings, material),
+        sampling=sampling_of(run),
         speculation=speculation,
     )
 
     def measured(clients: int, told: Forecast) -> Expected:
         share = _ALONE_SHARE if clients == 1 else 1.0 - _ALONE_SHARE
-        most_s = share * settings.serve_s
+        most_s = share * run.settings.serve_s
         each_s = (sum(told.plain_s) + sum(told.seconds)) / len(told.seconds)
-        prompts = material.to_serve[: int(most_s / each_s)]
+        prompts = run.material.to_serve[: int(most_s / each_s)]
         if len(prompts) < _FEWEST:
             return expected_gain(told)
         try:
-            served = serve(pricing.engine, prompts, asked, num_clients=clients, most_s=most_s)
+            served = serve(run.engine, prompts, asked, num_clients=clients, most_s=most_s)
         except RuntimeError as error:
             _log.warning("a held-back prompt failed, so its gain is forecast: %s", error)
             return expected_gain(told)
@@ -487,8 +464,8 @@ def measured_gains(
 
     found = {}
     for clients, told in forecasts.items():
-        progress(f"serving {clients} at once with drafts and without", 0, None)
-        gain = kept.once(f"gain {clients}", lambda: asdict(measured(clients, told)))  # noqa: B023
+        run.progress(f"serving {clients} at once with drafts and without", 0, None)
+        gain = run.kept.once(f"gain {clients}", lambda: asdict(measured(clients, told)))  # noqa: B023
         found[clients] = Expected(**gain)
     return found
 
@@ -599,13 +576,7 @@ def _serve_turn(
 
 
 def vocabulary(
-    material: Material,
-    best: Choice | None,
-    engine: Engine,
-    tokens: TokenBytes,
-    cost: CostTable,
-    head: tuple[float, float],
-    settings: TuneSettings,
+    run: Tuning, best: Choice | None, cost: CostTable
 ) -> tuple[dict[str, Any], VocabProfile | None]:
     """How much a slice of the LM head would miss and save in the chosen way of drafting
     (VocabTailor's Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth
@@ -624,18 +595,19 @@ def vocabulary(
     def documents(examples: Iterable[Example]) -> list[Document]:
         return [Document(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in examples]
 
-    label = next((name for name in (BOTH, DATA, OWN) if material.parts.get(name)), None)
+    parts, tokens, info = run.material.parts, run.tokens, run.engine.info
+    label = next((name for name in (BOTH, DATA, OWN) if parts.get(name)), None)
     if label is None:
         return {}, None
     profile = build_profile(
-        documents(material.parts[label]),
+        documents(parts[label]),
         tokens,
-        RequiredIds.from_tokens(tokens, engine.info.eos_token_ids),
+        RequiredIds.from_tokens(tokens, info.eos_token_ids),
         ProfileSettings(),
-        heldout=documents((r.prompt_ids, r.output_ids) for r in material.held),
+        heldout=documents((r.prompt_ids, r.output_ids) for r in run.material.held),
     )
     held = profile.manifest["report"]["heldout"]
-    costs, share = _head_costs(best, tokens.vocab_size, cost, head, settings.head_share)
+    costs, share = _head_costs(best, tokens.vocab_size, cost, run.head, run.settings.head_share)
     fill = best_fill(
         costs,
         profile.slice.num_ids,
@@ -646,7 +618,7 @@ def vocabulary(
     slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
     speedup = fill.full_s / fill.cost_s
     # Slices are there on the CPU only; text that comes in groups should be worth the wait.
-    exact = engine.info.device == "cpu" and speedup >= _WORTH_EXACT and settings.busy <= BUSY
+    exact = info.device == "cpu" and speedup >= _WORTH_EXACT and run.settings.busy <= BUSY
     return {
         "mode": "exact" if exact else "full",
         "ids": profile.slice.num_ids,

@@ -22,6 +22,7 @@ from server.types import SamplingParams, SpeculationParams, TokenLogprob
 if TYPE_CHECKING:
     from drafters.replay import Recording
     from server.engine.engine import Engine
+    from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
 Ids = Sequence[int]
@@ -187,24 +188,36 @@ class Material:
     whole: dict[str, list[Example]] = field(default_factory=dict)
     num_lines: int = 0
     num_recorded: int = 0
-    num_failed: int = 0
     compared: list[Compared] = field(default_factory=list)
     has_plain_prompts: bool = False
     longest: int = 0
     max_tokens: int = 0
 
 
-def gather(
-    settings: TuneSettings,
-    engine: Engine,
-    tokenizer: Any,
-    data: Data,
-    kept: Kept,
-    progress: Progress,
-) -> Material:
-    """Record outputs where they are asked for, and hold a part of the data back."""
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """One run of the command, as all its parts take it.
+
+    engine: idle, with a table of costs and all drafters. tokenizer: a tokenizers.Tokenizer. tokens:
+    its table. head: seconds of the LM head for one row and for each further one
+    (server.engine.probe.measure_head).
+    """
+
+    settings: TuneSettings
+    engine: Engine
+    tokenizer: Any
+    tokens: TokenBytes
+    head: tuple[float, float]
+    progress: Progress
+    kept: Kept
+    material: Material = field(default_factory=Material)
+
+
+def gather(run: Tuning, data: Data) -> None:
+    """Record outputs where they are asked for, and hold a part of the data back: `material`."""
     gold, prompts, texts = data
-    material = Material(num_lines=len(gold))
+    settings, engine, tokenizer, material = run.settings, run.engine, run.tokenizer, run.material
+    material.num_lines = len(gold)
     enrichment = settings.enrichment
     # In base ids: an answer may be written without the tokens that it could have.
     outputs = [
@@ -227,9 +240,9 @@ def gather(
         rest = [example for example, out in pairs if not out]
         material.parts[DATA] = _without(rest, seen)
         material.whole[DATA] = examples
-        return material
+        return
     material.has_plain_prompts = any(prompt.text is not None for prompt in prompts)
-    answers = _record(settings, material, engine, tokenizer, prompts, kept, progress)
+    answers = _record(run, prompts)
     own: list[Example] = [(answer.prompt.ids or (), answer.output_ids) for answer in answers]
     own_lines = [answer.prompt.line for answer in answers]
     for answer in answers:  # beside the data's output, where it has one
@@ -260,7 +273,6 @@ def gather(
         whole[BOTH] = whole[DATA] + whole[OWN]
     material.parts = {label: part for label, part in parts.items() if part}
     material.whole = whole
-    return material
 
 
 def read_data(
@@ -364,29 +376,23 @@ def _without(examples: Sequence[Example], prompts: set[tuple[int, ...]]) -> list
     return [example for example in examples if tuple(example[0]) not in prompts]
 
 
-def sampling_of(settings: TuneSettings, material: Material) -> SamplingParams:
+def sampling_of(run: Tuning) -> SamplingParams:
     """As the task will have it."""
+    settings = run.settings
     return SamplingParams(
         temperature=settings.temperature,
-        max_tokens=material.max_tokens,
+        max_tokens=run.material.max_tokens,
         stop=tuple(s.encode() for s in settings.stop),
         seed=settings.seed,
     )
 
 
-def _record(
-    settings: TuneSettings,
-    material: Material,
-    engine: Engine,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    kept: Kept,
-    progress: Progress,
-) -> list[Answer]:
+def _record(run: Tuning, prompts: Sequence[Prompt]) -> list[Answer]:
     """The model's own outputs in the order of the data; `line` is the index of a line. Those to be
     held back come with what the model held likely. Those that are kept are not asked again."""
     from drafters.auto.likely import NUM_LIKELY
 
+    settings, kept, engine = run.settings, run.kept, run.engine
     num = min(settings.num_prompts, len(prompts))
     picked = [i * len(prompts) // num for i in range(num)]
     # In no order, so that some of each part are there should the time run out.
@@ -404,13 +410,12 @@ def _record(
                 return
             yield prompt
 
-    sampling = sampling_of(settings, material)
-    progress("recording", len(answers), num)
+    run.progress("recording", len(answers), num)
     for answer in ask_engine(
         engine,
-        tokenizer,
+        run.tokenizer,
         in_time(),
-        sampling,
+        sampling_of(run),
         speculation=SpeculationParams("auto", 8),
         num_open=min(16, engine.settings.max_num_seqs),
         num_likely=lambda prompt: (
@@ -422,8 +427,8 @@ def _record(
         else:
             answers[answer.prompt.line] = answer
             kept.note(_name(answer.prompt), asdict(answer))
-        progress("recording", len(answers) + len(failures), num)
-    material.num_recorded, material.num_failed = len(answers), len(failures)
+        run.progress("recording", len(answers) + len(failures), num)
+    run.material.num_recorded = len(answers)
     if len(answers) < _MIN_EXAMPLES:
         reason = f": {failures[0].message}" if failures else "; give it more time"
         raise ConfigError(f"only {len(answers)} outputs were recorded{reason}")
