@@ -46,15 +46,16 @@ class WeightNames:
     conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
 
 
-def _every_layer_rotates(config: Any) -> tuple[bool, ...]:
-    return (True,) * int(config.num_hidden_layers)
+def layer_types(config: Any) -> list[str]:
+    """Of each layer, as transformers' config has them; without them all attend to everything."""
+    types = getattr(config, "layer_types", None)
+    return list(types or ["full_attention"] * int(config.num_hidden_layers))
 
 
 def _layer_type_windows(config: Any) -> tuple[int, ...]:
     """Windows where layer_types says `sliding_attention`; none without layer_types."""
     window = getattr(config, "sliding_window", None) or 0
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types(config))
 
 
 def _same_window_everywhere(config: Any) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ class Family:
     qk_norm: QkNorm = "none"
     interleaved: bool = False
     ropes_differ: bool = False
-    rotary: Callable[[Any], tuple[bool, ...]] = _every_layer_rotates
+    rotary: Callable[[Any], tuple[bool, ...]] = lambda config: (True,) * config.num_hidden_layers
     windows: Callable[[Any], tuple[int, ...]] = _layer_type_windows
     embedding_scale: Callable[[Any], float] | None = None
     attention_scale: Callable[[Any], float] | None = None
@@ -124,7 +125,7 @@ _SANDWICH = WeightNames(
 _AFTER = WeightNames(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
 
 
-def _granite_scales(config: Any) -> float:
+def _granite_attention(config: Any) -> float:
     return float(config.attention_multiplier)
 
 
@@ -140,14 +141,6 @@ def _gemma_embedding(config: Any) -> float:
     return float(config.hidden_size**0.5)
 
 
-def _granite_hybrid_rotates(config: Any) -> tuple[bool, ...]:
-    return (config.position_embedding_type == "rope",) * int(config.num_hidden_layers)
-
-
-def _granite_hybrid_inner(config: Any) -> int:
-    return int(config.shared_intermediate_size)
-
-
 def _lfm2_inner(config: Any) -> int:
     """The MLP's width, by the rule of transformers' Lfm2MLP."""
     size = int(config.intermediate_size)
@@ -159,10 +152,6 @@ def _lfm2_inner(config: Any) -> int:
     size = int(config.block_ffn_dim_multiplier * size)
     multiple = int(config.block_multiple_of)
     return -(-size // multiple) * multiple
-
-
-def _smollm3_rotates(config: Any) -> tuple[bool, ...]:
-    return tuple(bool(on) for on in config.no_rope_layers[: config.num_hidden_layers])
 
 
 def _smollm3_windows(config: Any) -> tuple[int, ...]:
@@ -227,7 +216,7 @@ _ROWS = (
         "SmolLM3ForCausalLM",
         ("SmolLM3",),
         gguf=("smollm3",),
-        rotary=_smollm3_rotates,
+        rotary=lambda c: tuple(bool(on) for on in c.no_rope_layers[: c.num_hidden_layers]),
         windows=_smollm3_windows,
     ),
     Family(
@@ -246,7 +235,7 @@ _ROWS = (
         ("Granite 3.0 to 3.3",),
         gguf=("granite",),
         embedding_scale=_granite_embedding,
-        attention_scale=_granite_scales,
+        attention_scale=_granite_attention,
     ),
     Family(
         "granitemoehybrid",
@@ -254,10 +243,10 @@ _ROWS = (
         ("Granite 4.0 dense",),
         gguf=("granite", "granitehybrid"),
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
-        intermediate_size=_granite_hybrid_inner,
-        rotary=_granite_hybrid_rotates,
+        intermediate_size=lambda config: int(config.shared_intermediate_size),
+        rotary=lambda c: (c.position_embedding_type == "rope",) * c.num_hidden_layers,
         embedding_scale=_granite_embedding,
-        attention_scale=_granite_scales,
+        attention_scale=_granite_attention,
     ),
     Family(
         "olmo2",

@@ -122,27 +122,22 @@ class _Metadata:
 # --- rope -----------------------------------------------------------------------------------------
 
 
-def _fixed_factors(m: _Metadata, factors: list[float], theta: float) -> dict[str, Any]:
-    """Factors on the frequencies that are the same at every length: Llama 3's scaling, of which a
-    GGUF keeps no more than its result."""
-    return {
-        "rope_type": "longrope",
-        "rope_theta": theta,
-        "short_factor": factors,
-        "long_factor": factors,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": m.need("context_length"),
-    }
-
-
 def _rope(m: _Metadata) -> dict[str, Any]:
     """rope_parameters of layers that see everything."""
     theta = float(m.get("rope.freq_base", 10000.0))
     kind, factor = m.get("rope.scaling.type", "none"), float(m.get("rope.scaling.factor", 0.0))
     factors = m.values("rope_freqs.weight")
     if factors is not None:
-        return _fixed_factors(m, factors, theta)
+        # The same at every length: Llama 3's scaling, of which a GGUF keeps no more than its result
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "short_factor": factors,
+            "long_factor": factors,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": m.need("context_length"),
+        }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "yarn":
         rope |= {
@@ -164,6 +159,11 @@ def _rope(m: _Metadata) -> dict[str, Any]:
             f"rope scaling {kind[:40]!r} is not computed", "rope.scaling.type", "its folder"
         )
     return rope
+
+
+def _partial_rope(m: _Metadata) -> dict[str, Any]:
+    """The same where a part of a head rotates."""
+    return {**_rope(m), "partial_rotary_factor": m.rotated_share}
 
 
 # --- what all have --------------------------------------------------------------------------------
@@ -222,10 +222,6 @@ def _windows(m: _Metadata, period: int) -> list[str]:
 # --- architectures --------------------------------------------------------------------------------
 
 
-def _llama(m: _Metadata) -> dict[str, Any]:
-    return {"model_type": "llama", "mlp_bias": m.has("blk.ffn_down.bias")}
-
-
 def _named(model_type: str, **values: Any) -> Callable[[_Metadata], dict[str, Any]]:
     """An architecture with no metadata of its own."""
 
@@ -279,7 +275,7 @@ def _smollm3(m: _Metadata) -> dict[str, Any]:
 
 
 def _phi3(m: _Metadata) -> dict[str, Any]:
-    rope = {**_rope(m), "partial_rotary_factor": m.rotated_share}
+    rope = _partial_rope(m)
     original = m.get("rope.scaling.original_context_length", m.need("context_length"))
     short, long = (m.values(f"rope_factors_{which}.weight") for which in ("short", "long"))
     if short is not None and long is not None:
@@ -342,21 +338,12 @@ def _mistral3(m: _Metadata) -> dict[str, Any]:
     return {"model_type": "ministral3", "sliding_window": None, "rope_parameters": rope}
 
 
-def _ernie(m: _Metadata) -> dict[str, Any]:
-    return {"model_type": "ernie4_5", "use_bias": m.has("blk.attn_q.bias")}
-
-
 def _exaone4(m: _Metadata) -> dict[str, Any]:
     window = m.get("attention.sliding_window", 0)
     if not window:
         types = ["full_attention"] * m.need("block_count")
         return {"model_type": "exaone4", "sliding_window": None, "layer_types": types}
     return {"model_type": "exaone4", "sliding_window": window, "layer_types": _windows(m, 4)}
-
-
-def _glm4(m: _Metadata) -> dict[str, Any]:
-    rope = {**_rope(m), "partial_rotary_factor": m.rotated_share}
-    return {"model_type": "glm4", "rope_parameters": rope}
 
 
 def _lfm2(m: _Metadata) -> dict[str, Any]:
@@ -378,7 +365,7 @@ def _lfm2(m: _Metadata) -> dict[str, Any]:
 
 
 ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
-    "llama": _llama,
+    "llama": lambda m: {"model_type": "llama", "mlp_bias": m.has("blk.ffn_down.bias")},
     "qwen2": _named("qwen2", use_sliding_window=False),
     "qwen3": _named("qwen3", use_sliding_window=False),
     "gemma2": _gemma2,
@@ -389,10 +376,10 @@ ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "granitehybrid": _granite,
     "olmo2": _olmo2,
     "mistral3": _mistral3,
-    "ernie4_5": _ernie,
+    "ernie4_5": lambda m: {"model_type": "ernie4_5", "use_bias": m.has("blk.attn_q.bias")},
     "hunyuan-dense": _named("hunyuan_v1_dense"),  # the base of its rope is stretched already
     "exaone4": _exaone4,
-    "glm4": _glm4,
+    "glm4": lambda m: {"model_type": "glm4", "rope_parameters": _partial_rope(m)},
     "lfm2": _lfm2,
 }
 """`general.architecture` of files that are read -> what differs from the common values."""
@@ -405,7 +392,7 @@ def _qwen35(m: _Metadata) -> dict[str, Any]:
     interval, own = m.get("full_attention_interval", 4), m.layers("attention.recurrent_layers")
     recurrent = [own[i] if own else (i + 1) % interval != 0 for i in range(layers)]
     value_heads = m.need("ssm.time_step_rank")
-    rope = {**_rope(m), "partial_rotary_factor": m.rotated_share}
+    rope = _partial_rope(m)
     sections = m.get("rope.dimension_sections")
     if isinstance(sections, tuple):
         rope["mrope_section"] = list(sections[:3])
@@ -435,7 +422,7 @@ def _phi2(m: _Metadata) -> dict[str, Any]:
     return {
         "model_type": "phi",
         "layer_norm_eps": m.need("attention.layer_norm_epsilon"),
-        "rope_parameters": {**_rope(m), "partial_rotary_factor": m.rotated_share},
+        "rope_parameters": _partial_rope(m),
     }
 
 

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from server.model.families import NormPlacement, QkNorm, WeightNames, family_of, position_limit
+from server.model.families import (
+    NormPlacement,
+    QkNorm,
+    WeightNames,
+    family_of,
+    layer_types,
+    position_limit,
+)
 
 NO_ROPE = "no_rope"
 """The rope table of layers that do not rotate."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of a decoder.
+    """Sizes and switches of a decoder. Defaults are those of a model without the switch.
 
     vocab_size: real ids; rows past it (a padded table) are never drawn. windows: per layer, the
     sliding window in positions (a row attends to positions > its own - window), 0 = all. rope_ids:
@@ -44,33 +51,33 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
+    rotary_dim: int = 0
     intermediate_size: int
     vocab_size: int
-    norm_eps: float
-    norm_offset: float
-    activation: Literal["silu", "gelu_tanh"]
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     attention_scale: float
-    qk_norm: QkNorm
-    norms: NormPlacement
-    interleaved: bool
-    embedding_scale: float
-    residual_scale: float
-    logit_divisor: float
-    attention_cap: float
-    logit_cap: float
-    query_beta: float
-    query_period: int
+    qk_norm: QkNorm = "none"
+    norms: NormPlacement = "before"
+    interleaved: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    query_beta: float = 0.0
+    query_period: int = 1
     tied: bool
     windows: tuple[int, ...]
     rope_ids: tuple[int, ...]
     rope_layer_types: tuple[str | None, ...]
     max_position_embeddings: int
     longest_positions: int
-    names: WeightNames
+    names: WeightNames = field(default_factory=WeightNames)
     convolutions: tuple[bool, ...]
-    conv_taps: int
-    kept_width: int
+    conv_taps: int = 0
+    kept_width: int = 0
 
 
 def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
@@ -86,39 +93,46 @@ def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
     return tables, tuple(tables.index(name) for name in per_layer)
 
 
-def _layer_types(config: Any) -> list[str]:
-    types = getattr(config, "layer_types", None)
-    return list(types or ["full_attention"] * int(config.num_hidden_layers))
+def _sizes(config: Any) -> dict[str, Any]:
+    """Those fields of ModelShape that every transformers config of a decoder says."""
+    heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    return {
+        "family": str(config.model_type),
+        "num_layers": int(config.num_hidden_layers),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": head_dim,
+        "vocab_size": int(config.vocab_size),
+        "attention_scale": head_dim**-0.5,
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
+        "max_position_embeddings": position_limit(config),
+        "longest_positions": position_limit(config, sys.maxsize),
+    }
 
 
 def shape_of(config: Any) -> ModelShape:
     """The ModelShape of a (supported, text-only) transformers config."""
-    family = family_of(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    family, sizes = family_of(config), _sizes(config)
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     eps = getattr(config, "rms_norm_eps", None)
     tables, rope_ids = _ropes(config)
     rope = getattr(config, "rope_parameters", None) or {}
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
-    scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale(config)
+    if family.attention_scale is not None:
+        sizes["attention_scale"] = float(family.attention_scale(config))
     embedding = 1.0 if family.embedding_scale is None else family.embedding_scale(config)
     inner = config.intermediate_size
     if family.intermediate_size is not None:
         inner = family.intermediate_size(config)
     return ModelShape(
-        family=family.model_type,
-        num_layers=int(config.num_hidden_layers),
-        hidden_size=int(config.hidden_size),
-        num_heads=int(config.num_attention_heads),
-        num_kv_heads=int(config.num_key_value_heads),
-        head_dim=int(head_dim),
-        rotary_dim=int(head_dim * float(share or 1.0)),
+        **sizes,
+        rotary_dim=int(sizes["head_dim"] * float(share or 1.0)),
         intermediate_size=int(inner),
-        vocab_size=int(config.vocab_size),
         norm_eps=float(config.norm_eps if eps is None else eps),
         norm_offset=family.norm_offset,
         activation="silu" if activation == "silu" else "gelu_tanh",
-        attention_scale=float(scale),
         qk_norm=family.qk_norm,
         norms=family.norms,
         interleaved=family.interleaved,
@@ -129,14 +143,11 @@ def shape_of(config: Any) -> ModelShape:
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         query_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
         query_period=int(rope.get("original_max_position_embeddings") or 1),
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
         windows=family.windows(config),
         rope_ids=rope_ids,
         rope_layer_types=tables,
-        max_position_embeddings=position_limit(config),
-        longest_positions=position_limit(config, sys.maxsize),
         names=family.names,
-        convolutions=tuple(kind == "conv" for kind in _layer_types(config)),
+        convolutions=tuple(kind == "conv" for kind in layer_types(config)),
         conv_taps=int(getattr(config, "conv_L_cache", None) or 0),
         kept_width=int(config.hidden_size),
     )
@@ -145,45 +156,15 @@ def shape_of(config: Any) -> ModelShape:
 def generic_shape(config: Any) -> ModelShape:
     """The sizes of a model of the generic path, as its config has them; the switches are those of
     a model without any, because transformers' modules have them."""
-    heads = int(config.num_attention_heads)
     layers = int(config.num_hidden_layers)
-    hidden = int(config.hidden_size)
-    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
     inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
     return ModelShape(
-        family=str(config.model_type),
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=head_dim,
-        rotary_dim=0,
-        intermediate_size=int(inner or 4 * hidden),
-        vocab_size=int(config.vocab_size),
-        norm_eps=0.0,
-        norm_offset=0.0,
-        activation="silu",
-        attention_scale=head_dim**-0.5,
-        qk_norm="none",
-        norms="before",
-        interleaved=False,
-        embedding_scale=1.0,
-        residual_scale=1.0,
-        logit_divisor=1.0,
-        attention_cap=0.0,
-        logit_cap=0.0,
-        query_beta=0.0,
-        query_period=1,
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        **_sizes(config),
+        intermediate_size=int(inner or 4 * config.hidden_size),
         windows=(0,) * layers,
         rope_ids=(0,) * layers,
         rope_layer_types=(NO_ROPE,),
-        max_position_embeddings=position_limit(config),
-        longest_positions=position_limit(config, sys.maxsize),
-        names=WeightNames(),
         convolutions=(False,) * layers,
-        conv_taps=0,
-        kept_width=0,
     )
 
 

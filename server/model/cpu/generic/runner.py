@@ -44,6 +44,7 @@ from server.model.cpu.records import (
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
 from server.model.cpu.tensors import as_stored
 from server.model.draws import batch_rows
+from server.model.families import layer_types
 from server.model.inspection import (
     NUM_PROBED,
     Inspected,
@@ -242,7 +243,7 @@ def generic_model(
         head_dim=head_dim,
         hidden_size=int(head.shape[1]),
         windows=found.windows,
-        convolutions=tuple(kind == "linear_attention" for kind in _layer_types(module)),
+        convolutions=tuple(kind == "linear_attention" for kind in layer_types(model.config)),
         kept_width=nets[0].kept_width if nets else 0,
         logit_cap=found.cap,
         vocab_size=num_token_ids,
@@ -255,12 +256,6 @@ def generic_model(
     made = GenericModel(module, holder, nets, shape, weights, found)
     _check(made, ids[0].numpy())
     return made
-
-
-def _layer_types(module: nn.Module) -> list[str]:
-    config: Any = module.config
-    types = getattr(config, "layer_types", None)
-    return list(types or ["full_attention"] * int(config.num_hidden_layers))
 
 
 def _head_matrix(module: nn.Module) -> torch.Tensor:

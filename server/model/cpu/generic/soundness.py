@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.model.cpu.generic.attention import NAME, Call, Step, StepHolder, register
 from server.model.cpu.records import Rows
+from server.model.families import layer_types
 from server.model.inspection import (
     NUM_PROBED,
     Inspected,
@@ -177,10 +178,9 @@ def called(
         with recorder:
             forward(module, holder, ids, positions, watching)
     layers = [call.layer for call in watching.calls]
-    num = int(config.num_hidden_layers)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * num
-    attends = [i for i in range(num) if types[i] != "linear_attention"]
-    if sorted(layers) != attends or watching.num_recurrent != num - len(attends):
+    types = layer_types(config)
+    attends = [i for i, kind in enumerate(types) if kind != "linear_attention"]
+    if sorted(layers) != attends or watching.num_recurrent != len(types) - len(attends):
         told = f"{len(set(layers))} of {config.num_hidden_layers} layers"
         raise refusal(module, f"{told} call the attention interface once")
     if len(watching.sizes) != 1:
