@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from server.engine.batch import Batch, Drawn, HeadSlice, SlicingRunner
+from server.engine.batch import Batch, DrawError, Drawn, HeadSlice, SlicingRunner
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
@@ -132,3 +133,61 @@ def assert_likely(runner: SlicingRunner, batch: Batch, atol: float) -> None:
     for ids, chances, top in zip(got.likely.ids, got.likely.chances, want.top, strict=True):
         assert ids.tolist() == [i for i, _ in top]
         np.testing.assert_allclose(chances, np.exp([value for _, value in top]), atol=atol)
+
+
+def make_slices(runner: SlicingRunner) -> list[HeadSlice]:
+    """Slices over two tables, with dynamic rows that are shared, scattered and far apart."""
+    first, second = ids_of(1, 20), ids_of(2, 70)
+    runner.load_table(0, first.copy())
+    runner.load_table(1, second.copy())
+    extra = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.union1d(first, second))
+    return [
+        cached(runner, 0, first, extra[:3], np.array([5, 0, 66], np.int32)),
+        cached(runner, 0, first, extra[:0], np.empty(0, np.int32)),
+        cached(runner, 1, second, extra[[0, 9, 4]], np.array([5, 200, 3], np.int32)),
+    ]
+
+
+def check_neighbours(
+    runner: SlicingRunner, slices: list[HeadSlice], seed: int, atol: float
+) -> None:
+    """Rows with a full head, with other slices and with other tables in one batch, or alone."""
+    chosen = [0, -1, 2, 1, -1, 0, 2, -1]
+    batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
+    together = run(runner, batch)
+    for d in range(8):
+        got = run(runner, alone(batch, d))
+        assert got.token_ids[0] == together.token_ids[d]
+        np.testing.assert_allclose(got.logprobs[0], together.logprobs[d], 0, atol)
+        np.testing.assert_allclose(got.top[0], together.top[d], 0, atol)
+
+
+def check_where_nothing_is_allowed(runner: SlicingRunner, slice_: HeadSlice, atol: float) -> None:
+    """There the full head draws; logprobs are its own to `atol`."""
+    outside = sorted(set(range(3, V)) - set(slice_.ids.tolist()))[:5]
+    pages, builder = Pages(64), BatchBuilder()
+    plain = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
+    mask = builder.add_mask(outside, V)
+    rows = [builder.add_rows(pages.sequence(3), [5, 6, i + 9], 0)[-1] for i in range(3)]
+    for row in rows:
+        builder.draw(row, plain)
+        builder.draw(row, plain, mask=mask)
+    batch = builder.build()
+    want = run(runner, batch)
+    got = run(runner, replace(batch, draw_slice=np.zeros(6, np.int32), slices=(slice_,)))
+    assert np.array_equal(got.token_ids[1::2], want.token_ids[1::2])
+    np.testing.assert_allclose(got.logprobs[1::2], want.logprobs[1::2], 0, atol)
+    assert set(got.token_ids[1::2].tolist()) <= set(outside)
+    assert set(got.token_ids[0::2].tolist()) <= set(slice_.ids.tolist())
+    builder.draw(rows[0], plain, mask=builder.add_mask([], V))
+    banned = tuple((int(i), -100.0) for i in slice_.ids)
+    all_banned = builder.add_params(draw_params(SamplingParams(temperature=0.0, logit_bias=banned)))
+    builder.draw(rows[0], all_banned)
+    with pytest.raises(DrawError, match="draw 6: no token is left") as caught:
+        run(
+            runner,
+            replace(builder.build(), draw_slice=np.zeros(8, np.int32), slices=(slice_,)),
+        )
+    assert [d for d, _ in caught.value.failed] == [6]
+    assert np.array_equal(caught.value.drawn.token_ids[:6], got.token_ids)
+    assert caught.value.drawn.token_ids[7] not in slice_.ids

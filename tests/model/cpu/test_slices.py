@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.batch import DrawError, HeadSlice
+from server.engine.batch import HeadSlice
 from server.model.cpu.draws import takes_argmax
 from server.model.cpu.head import FloatHead, SlicedHead, gather, padded
 from server.model.cpu.kernels import argmax
@@ -23,12 +23,14 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
-    alone,
     assert_equal,
     assert_likely,
     batch_of,
     cached,
+    check_neighbours,
+    check_where_nothing_is_allowed,
     ids_of,
+    make_slices,
     run,
     uncached,
     verification,
@@ -79,16 +81,7 @@ def test_a_head_in_its_file_gives_the_same_bits(form: str, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def slices(runner: CpuRunner) -> list[HeadSlice]:
-    """Slices over two tables, with dynamic rows that are shared, scattered and far apart."""
-    first, second = ids_of(1, 20), ids_of(2, 70)
-    runner.load_table(0, first.copy())
-    runner.load_table(1, second.copy())
-    extra = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.union1d(first, second))
-    return [
-        cached(runner, 0, first, extra[:3], np.array([5, 0, 66], np.int32)),
-        cached(runner, 0, first, extra[:0], np.empty(0, np.int32)),
-        cached(runner, 1, second, extra[[0, 9, 4]], np.array([5, 200, 3], np.int32)),
-    ]
+    return make_slices(runner)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -167,15 +160,7 @@ def test_draws_are_the_reference_sampler_s_over_the_slice(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice], seed: int) -> None:
-    """Rows with a full head, with other slices and with other tables in one batch, or alone."""
-    chosen = [0, -1, 2, 1, -1, 0, 2, -1]
-    batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
-    together = run(runner, batch)
-    for d in range(8):
-        got = run(runner, alone(batch, d))
-        assert got.token_ids[0] == together.token_ids[d]
-        assert np.array_equal(got.logprobs[0], together.logprobs[d], equal_nan=True)
-        assert got.top[0] == together.top[d]
+    check_neighbours(runner, slices, seed, 0.0)
 
 
 def test_choices_of_one_prompt_share_a_row(runner: CpuRunner, slices: list[HeadSlice]) -> None:
@@ -193,29 +178,7 @@ def test_choices_of_one_prompt_share_a_row(runner: CpuRunner, slices: list[HeadS
 def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
     runner: CpuRunner, slices: list[HeadSlice]
 ) -> None:
-    outside = sorted(set(range(3, V)) - set(slices[1].ids.tolist()))[:5]
-    pages, builder = Pages(64), BatchBuilder()
-    plain = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
-    mask = builder.add_mask(outside, V)
-    rows = [builder.add_rows(pages.sequence(3), [5, 6, i + 9], 0)[-1] for i in range(3)]
-    for row in rows:
-        builder.draw(row, plain)
-        builder.draw(row, plain, mask=mask)
-    batch = builder.build()
-    want = run(runner, batch)
-    got = run(runner, replace(batch, draw_slice=np.zeros(6, np.int32), slices=(slices[1],)))
-    assert np.array_equal(got.token_ids[1::2], want.token_ids[1::2])
-    assert np.array_equal(got.logprobs[1::2], want.logprobs[1::2])
-    assert set(got.token_ids[1::2].tolist()) <= set(outside)
-    assert set(got.token_ids[0::2].tolist()) <= set(slices[1].ids.tolist())
-    none = builder.add_mask([], V)
-    builder.draw(rows[0], plain, mask=none)
-    with pytest.raises(DrawError, match="draw 6: no token is left") as caught:
-        run(
-            runner,
-            replace(builder.build(), draw_slice=np.zeros(7, np.int32), slices=(slices[1],)),
-        )
-    assert np.array_equal(caught.value.drawn.token_ids[:6], got.token_ids)
+    check_where_nothing_is_allowed(runner, slices[1], 0.0)
 
 
 def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlice]) -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import make_drafter
-from server.engine.batch import Batch, DrawError, HeadSlice, SlicingRunner
+from server.engine.batch import Batch, HeadSlice
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
@@ -35,11 +35,13 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
-    alone,
     assert_likely,
     batch_of,
     cached,
+    check_neighbours,
+    check_where_nothing_is_allowed,
     ids_of,
+    make_slices,
     run,
     uncached,
     verification,
@@ -113,19 +115,6 @@ def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
     made = make(families.build(family), place, name=family)
     yield made
     made.close()
-
-
-def make_slices(runner: SlicingRunner) -> list[HeadSlice]:
-    """Slices over two tables, with dynamic rows that are shared, scattered and far apart."""
-    first, second = ids_of(1, 20), ids_of(2, 70)
-    runner.load_table(0, first.copy())
-    runner.load_table(1, second.copy())
-    extra = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.union1d(first, second))
-    return [
-        cached(runner, 0, first, extra[:3], np.array([5, 0, 66], np.int32)),
-        cached(runner, 0, first, extra[:0], np.empty(0, np.int32)),
-        cached(runner, 1, second, extra[[0, 9, 4]], np.array([5, 200, 3], np.int32)),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -204,15 +193,7 @@ def test_it_draws_what_the_cpu_runner_draws(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice], seed: int) -> None:
-    """Rows with a full head, other slices, other tables and scores in one batch, or alone."""
-    chosen = [0, -1, 2, 1, -1, 0, 2, -1]
-    batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
-    together = run(runner, batch)
-    for d in range(8):
-        got = run(runner, alone(batch, d))
-        assert got.token_ids[0] == together.token_ids[d]
-        np.testing.assert_allclose(got.logprobs[0], together.logprobs[d], atol=2e-4)
-        assert [i for i, _ in got.top[0]] == [i for i, _ in together.top[d]]
+    check_neighbours(runner, slices, seed, 2e-4)
 
 
 @pytest.mark.parametrize("head_bytes", [1, 30_000])
@@ -271,33 +252,7 @@ def test_a_draft_tree_draws_from_its_slice_with_its_path_s_penalties(
 def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
     runner: TorchRunner, slices: list[HeadSlice]
 ) -> None:
-    outside = sorted(set(range(3, V)) - set(slices[1].ids.tolist()))[:5]
-    pages, builder = Pages(64), BatchBuilder()
-    plain = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
-    mask = builder.add_mask(outside, V)
-    rows = [builder.add_rows(pages.sequence(3), [5, 6, i + 9], 0)[-1] for i in range(3)]
-    for row in rows:
-        builder.draw(row, plain)
-        builder.draw(row, plain, mask=mask)
-    batch = builder.build()
-    want = run(runner, batch)
-    got = run(runner, replace(batch, draw_slice=np.zeros(6, np.int32), slices=(slices[1],)))
-    assert np.array_equal(got.token_ids[1::2], want.token_ids[1::2])
-    np.testing.assert_allclose(got.logprobs[1::2], want.logprobs[1::2], atol=2e-4)
-    assert set(got.token_ids[1::2].tolist()) <= set(outside)
-    assert set(got.token_ids[0::2].tolist()) <= set(slices[1].ids.tolist())
-    builder.draw(rows[0], plain, mask=builder.add_mask([], V))
-    banned = tuple((int(i), -100.0) for i in slices[1].ids)
-    all_banned = builder.add_params(draw_params(SamplingParams(temperature=0.0, logit_bias=banned)))
-    builder.draw(rows[0], all_banned)
-    with pytest.raises(DrawError, match="draw 6: no token is left") as caught:
-        run(
-            runner,
-            replace(builder.build(), draw_slice=np.zeros(8, np.int32), slices=(slices[1],)),
-        )
-    assert [d for d, _ in caught.value.failed] == [6]
-    assert np.array_equal(caught.value.drawn.token_ids[:6], got.token_ids)
-    assert caught.value.drawn.token_ids[7] not in slices[1].ids
+    check_where_nothing_is_allowed(runner, slices[1], 2e-4)
 
 
 def test_verify_is_the_full_head_s_draw(runner: TorchRunner, slices: list[HeadSlice]) -> None:
