@@ -33,6 +33,7 @@ ssl.create_default_context = functools.cache(  # type: ignore[assignment]
 def pytest_configure(config: pytest.Config) -> None:
     """With xdist (-n), make machine code once here, on all cores, instead of once in a worker."""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        gc.disable()  # until all is collected: next to nothing of that is garbage
         return
     if config.option.collectonly:
         return
@@ -94,15 +95,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: the garbage collector need not look at it
     each time that it runs (1.5 s, and tests of leaks ask for it again and again)."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """The same for what a file leaves behind: modules that it imported, and what they keep."""
     if nextitem is None or nextitem.path != item.path:
-        pytest_collection_finish()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -3,6 +3,7 @@ every route can answer, so that a new route has them without declaring them."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -78,6 +79,7 @@ def _of_answer(shown: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_LATER = "x-later"
 _NO_KEY = {"/health", "/ready", "/ping", "/openapi.json"}
 _MEANINGS = {
     "400": "A field, the body or the combination of fields is refused; `param` names the field",
@@ -103,7 +105,20 @@ def described(
     own_503: bool = False,
 ) -> dict[str, Any]:
     """Keywords for a route: what it does, the body that it reads by hand, its answer and what the
-    data of its events can be. own_503: whether that status has the answer, too."""
+    data of its events can be. own_503: whether that status has the answer, too. Schemas are made
+    when the document is asked for: all of them take longer than the rest of an app."""
+    later = partial(_operation, summary, answer, body, chunks, own_503)
+    return {"summary": summary, "openapi_extra": {_LATER: later}}
+
+
+def _operation(
+    summary: str,
+    answer: type[Struct] | None,
+    body: type[Any] | None,
+    chunks: tuple[type[Struct], ...],
+    own_503: bool,
+) -> dict[str, Any]:
+    """What the document says of a route beside what FastAPI finds."""
     content: dict[str, Any] = {}
     if answer is not None:
         content[JSON] = {"schema": answer_schema(answer)}
@@ -127,12 +142,16 @@ def described(
     if body is not None:
         shown = {JSON: {"schema": schema_of(body)}}
         extra["requestBody"] = {"required": True, "content": shown}
-    return {"summary": summary, "openapi_extra": extra}
+    return extra
 
 
 def document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     """The whole document; made once and kept, as FastAPI does. has_keys: are keys asked for?"""
     if app.openapi_schema is None:
+        for route in app.routes:
+            extra = getattr(route, "openapi_extra", None) or {}
+            if _LATER in extra:
+                extra |= extra.pop(_LATER)()
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path, operations in made["paths"].items():
             for method, operation in operations.items():

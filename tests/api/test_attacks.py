@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,33 +112,36 @@ MANY = 100_000
 
 
 @pytest.mark.parametrize(
-    "body",
+    "made",
     [
-        {"prompt": ["a"] * MANY},
-        {"prompt": [[1]] * MANY},
-        {"prompt": [[]] * MANY},
-        {"prompt": [1] * MANY},
-        {"prompt": list(range(MANY))},
-        {"prompt": ["a", *[1] * MANY]},
-        {"prompt": "a" * (4 << 20)},
-        {"prompt": "\U0001f600" * (1 << 19)},
-        {"prompt": ["a" * 100] * 256, "n": 128, "max_tokens": 100},
-        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(MANY)}},
-        {"prompt": "a", "logit_bias": {"1" * 1_000_000: 1}},
-        {"prompt": "a", "stop": "x" * (1 << 20)},
-        {"prompt": "a", "stop": ["x" * (1 << 20)] * 4},
-        {"prompt": "a", "stop": ["x"] * MANY},
-        {"prompt": "a", "stop_token_ids": [1] * MANY},
-        {"prompt": "a", "allowed_token_ids": [1] * 1_000_000},
-        {"prompt": "a", "model": "x" * (1 << 20)},
-        {"prompt": "a", "cache_salt": "x" * (1 << 20)},
-        {"prompt": "a", "context": {"after": "x" * (1 << 20)}},
-        {"prompt": "a", **{f"field{i}": 1 for i in range(MANY)}},
-        {"prompt": "a", "speculation": {f"field{i}": 1 for i in range(MANY)}},
+        lambda: {"prompt": ["a"] * MANY},
+        lambda: {"prompt": [[1]] * MANY},
+        lambda: {"prompt": [[]] * MANY},
+        lambda: {"prompt": [1] * MANY},
+        lambda: {"prompt": list(range(MANY))},
+        lambda: {"prompt": ["a", *[1] * MANY]},
+        lambda: {"prompt": "a" * (4 << 20)},
+        lambda: {"prompt": "\U0001f600" * (1 << 19)},
+        lambda: {"prompt": ["a" * 100] * 256, "n": 128, "max_tokens": 100},
+        lambda: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(MANY)}},
+        lambda: {"prompt": "a", "logit_bias": {"1" * 1_000_000: 1}},
+        lambda: {"prompt": "a", "stop": "x" * (1 << 20)},
+        lambda: {"prompt": "a", "stop": ["x" * (1 << 20)] * 4},
+        lambda: {"prompt": "a", "stop": ["x"] * MANY},
+        lambda: {"prompt": "a", "stop_token_ids": [1] * MANY},
+        lambda: {"prompt": "a", "allowed_token_ids": [1] * 1_000_000},
+        lambda: {"prompt": "a", "model": "x" * (1 << 20)},
+        lambda: {"prompt": "a", "cache_salt": "x" * (1 << 20)},
+        lambda: {"prompt": "a", "context": {"after": "x" * (1 << 20)}},
+        lambda: {"prompt": "a", **{f"field{i}": 1 for i in range(MANY)}},
+        lambda: {"prompt": "a", "speculation": {f"field{i}": 1 for i in range(MANY)}},
     ],
     ids=range(21),
 )
-def test_large_things_are_refused_quickly(server: LiveServer, body: dict[str, Any]) -> None:
+def test_large_things_are_refused_quickly(
+    server: LiveServer, made: Callable[[], dict[str, Any]]
+) -> None:
+    body = made()
     began_s = time.process_time()
     answer = post(server, **body)
     assert answer.status_code == (404 if len(str(body.get("model", ""))) > 512 else 400) or (

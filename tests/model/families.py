@@ -162,9 +162,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model in eval mode, with random weights."""
+    """A float32 model in eval mode, with random weights. "llama:1" has its first layer alone."""
     torch.manual_seed(seed)
-    return randomised(FAMILIES[family](), zero_norms=family.startswith("gemma"))
+    name, _, num_layers = family.partition(":")
+    module: Any = randomised(FAMILIES[name](), zero_norms=name.startswith("gemma"))
+    if num_layers:
+        module.config.num_hidden_layers = int(num_layers)
+        module.model.layers = module.model.layers[: int(num_layers)]
+    return module
 
 
 def randomised(module: PreTrainedModel, *, zero_norms: bool) -> PreTrainedModel:

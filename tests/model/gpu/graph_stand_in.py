@@ -49,7 +49,7 @@ def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
 
 def module_of(name: str) -> Any:
     """A family's module, or one of the generic path that was taken over."""
-    if name in families.FAMILIES:
+    if name.partition(":")[0] in families.FAMILIES:
         return families.build(name)
     module = generic_models.build(name)
     take_over(module, families.VOCAB_SIZE)

@@ -148,7 +148,7 @@ def decode_step(
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(
     ("family", "bucketed"),
-    [("llama", True), ("gemma3", False), ("lfm2", True)],
+    [("llama:1", True), ("gemma3", False), ("lfm2", True)],
 )
 def test_triton_runner_is_the_torch_runner(
     family: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch
@@ -201,7 +201,7 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Upload, "__call__", counted)
     for attention in ("torch", "triton"):
-        runner = runner_over(families.build("llama"), attention=attention)
+        runner = runner_over(families.build("llama:1"), attention=attention)
         runner._upload = Upload(CPU, 1 << 11, runner.forget_graphs)
         graphs = FirstCalls(16, num_runs=0)
         if attention == "triton":

@@ -210,8 +210,8 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
     """A graph is captured once; the next step's rows have other adapters, in other spans. Larger
     tables lie elsewhere, and are captured again."""
     for seed, rank in ((0, 4), (1, 3), (2, 20)):
-        lora(families.build("llama"), tmp_path / str(seed), seed, r=rank)
-    runner, plain = made(attention="triton"), made()
+        lora(families.build("llama:1"), tmp_path / str(seed), seed, r=rank)
+    runner, plain = made("llama:1", attention="triton"), made("llama:1")
     graphs = FirstCalls(16, num_runs=0)
     use_graphs(runner, graphs)
     packed = [plain.pack_adapter(str(tmp_path / str(seed))) for seed in range(3)]

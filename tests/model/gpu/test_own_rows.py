@@ -296,8 +296,8 @@ def decoded(num: int, places: Sequence[int], **settings: Any) -> Batch:
 def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
     """The embedding's are in the graph (eight rows, which fill their bucket), the head's behind it:
     the same ids and logprobs as on the plain path."""
-    adapters("llama", tmp_path)
-    runner, plain = (made("llama", tmp_path, attention="triton") for _ in range(2))
+    adapters("llama:1", tmp_path)
+    runner, plain = (made("llama:1", tmp_path, attention="triton") for _ in range(2))
     graphs = FirstCalls(16, num_runs=0)
     use_graphs(runner, graphs)
     for order, settings in (((1, -1), {}), ((2, 1), {"temperature": 0.9, "num_logprobs": 2})):

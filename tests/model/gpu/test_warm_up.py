@@ -105,7 +105,7 @@ def test_triton_nothing_is_compiled_or_captured_after_warming_up(
     with_graphs: bool, programs: set[Program]
 ) -> None:
     runner = runner_over(
-        families.build("llama"), attention="triton", max_model_len=64, num_blocks=16,
+        families.build("llama:1"), attention="triton", max_model_len=64, num_blocks=16,
         max_num_seqs=2, max_num_batched_tokens=16,
     )  # fmt: skip
     graphs = FirstCalls(4, num_runs=0)
