@@ -162,8 +162,11 @@ class LiveServer:
             return False
 
     def _all_ready(self) -> bool:
-        return self.answers("/ready") and all(
-            engine["state"] == "ready" for engine in self.client.engines()
+        client = getattr(self, "client", None)  # asked first: a request takes longer
+        return (
+            client is not None
+            and all(engine["state"] == "ready" for engine in client.engines())
+            and self.answers("/ready")
         )
 
     def __exit__(

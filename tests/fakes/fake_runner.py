@@ -401,7 +401,11 @@ class FakeRunner:
 
 def _fill_likely(likely: Likely, d: int, logits: Float32) -> None:
     """The likeliest ids of draw d."""
-    top = token_logprob(logits, 0, min(likely.ids.shape[1], logits.shape[0])).top
-    found = [(i, np.exp(value)) for i, value in top if value > -np.inf]
-    likely.ids[d, : len(found)] = [i for i, _ in found]
-    likely.chances[d, : len(found)] = [chance for _, chance in found]
+    num = min(likely.ids.shape[1], logits.shape[0])
+    if num:
+        x = logits.astype(np.float64)
+        chances = np.exp(x - x.max())
+        order = np.argsort(-x, kind="stable")[:num]
+        order = order[chances[order] > 0]
+        likely.ids[d, : order.shape[0]] = order
+        likely.chances[d, : order.shape[0]] = chances[order] / chances.sum()
