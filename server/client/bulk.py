@@ -17,7 +17,6 @@ server.client.http decides which requests are tried again, and when; any other e
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
@@ -191,15 +190,11 @@ class _Line:
     key: str
 
 
-class _Stopped(Exception):
-    """The run cannot go on; the message says why."""
-
-
 class BulkRun:
     """One input file through one task.
 
         run = BulkRun(endpoint, "tagging", Path("prompts.jsonl"), Path("answers.jsonl"))
-        outcome = asyncio.run(run.run(on_progress))
+        outcome = run.run(on_progress)
 
     concurrency: requests that are open at once. max_retries: times that one line is tried again.
     timeout_s: longest silence of the server during one request. prompt_field: where a prompt is.
@@ -231,33 +226,41 @@ class BulkRun:
         self._prompt_field = prompt_field
         self._defaults: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
-    async def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
+    def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
         """Answer every line that has no answer yet. on_progress: called after each line.
 
         Raises BulkError for files that cannot be used and CallFailedError when the server is not
         there or knows neither key nor task; what was answered until then is in the file.
         """
-        started_s = time.monotonic()
+        started_s, outcome = time.monotonic(), self.outcome
         try:
             with AnswerFile(self._target) as file:
                 keys = {line.number: line.key for line in self._lines()}
-                self.outcome.num_lines = len(keys)
+                outcome.num_lines = len(keys)
                 answered = set(file.take_up(keys))
-                self.outcome.num_before = len(answered)
-                async with Caller(
-                    self._endpoint,
-                    num_open=self._concurrency,
-                    max_retries=self._max_retries,
-                    timeout_s=self._timeout_s,
-                ) as caller:
-                    if len(answered) < self.outcome.num_lines:
-                        await caller.check_task(self._task)
-                    on_progress(self.outcome)
-                    await self._answer_all(caller, file, answered, on_progress)
+                outcome.num_before = len(answered)
+                todo = (line for line in self._lines() if line.number not in answered)
+                with (
+                    Caller(
+                        self._endpoint,
+                        num_open=self._concurrency,
+                        max_retries=self._max_retries,
+                        timeout_s=self._timeout_s,
+                    ) as caller,
+                    file.appending() as append,
+                ):
+                    if len(answered) < outcome.num_lines:
+                        caller.check_task(self._task)
+                    on_progress(outcome)
+                    asked = ((line, line.route, line.body) for line in todo)
+                    for line, answer in caller.answers(asked):
+                        outcome.num_retries = caller.num_retries
+                        append(self._record(line, answer))
+                        on_progress(outcome)
                 file.sort()
         finally:
-            self.outcome.wall_s = time.monotonic() - started_s
-        return self.outcome
+            outcome.wall_s = time.monotonic() - started_s
+        return outcome
 
     # -- files ------------------------------------------------------------------------------
 
@@ -297,53 +300,18 @@ class BulkRun:
 
     # -- requests ---------------------------------------------------------------------------
 
-    async def _answer_all(
-        self,
-        caller: Caller,
-        answers: AnswerFile,
-        answered: set[int],
-        on_progress: Callable[[BulkOutcome], None],
-    ) -> None:
-        todo = (line for line in self._lines() if line.number not in answered)
-
-        async def work(append: Callable[[dict[str, Any]], None]) -> None:
-            for line in todo:  # one generator, shared: every line is taken once
-                append(await self._answer(caller, line))
-                on_progress(self.outcome)
-
-        with answers.appending() as append:
-            workers = [asyncio.create_task(work(append)) for _ in range(self._concurrency)]
-            try:
-                await asyncio.gather(*workers)
-            except _Stopped as stopped:
-                raise CallFailedError(
-                    f"{stopped}; {self.outcome.num_done} of {self.outcome.num_lines} lines are "
-                    "done, the same command goes on from there"
-                ) from None
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _answer(self, caller: Caller, line: _Line) -> dict[str, Any]:
-        """One line's record. Raises _Stopped when the server is lost."""
+    def _record(self, line: _Line, response: httpx.Response | BaseException) -> dict[str, Any]:
+        """One line's record. Raises CallFailedError when the server is lost."""
         head = {"line": line.number, "id": line.caller_id}
-        try:
-            response = await caller.post(line.route, line.body)
-        except httpx.HTTPError as error:
-            raise _Stopped(f"the server is lost: {error or type(error).__name__}") from None
-        except RefusedError as error:
-            if error.refusal.status in (401, 403):
-                raise _Stopped(error.refusal.message) from None
+        if isinstance(response, httpx.HTTPError):
+            raise self._stopped(f"the server is lost: {response or type(response).__name__}")
+        if isinstance(response, RefusedError):
+            if response.refusal.status in (401, 403):
+                raise self._stopped(response.refusal.message)
             self.outcome.num_failed += 1
-            return {**head, "error": error.refusal.record(), "key": line.key}
-        finally:
-            self.outcome.num_retries = caller.num_retries
-        return self._answered(head, line, response)
-
-    def _answered(
-        self, head: dict[str, Any], line: _Line, response: httpx.Response
-    ) -> dict[str, Any]:
+            return {**head, "error": response.refusal.record(), "key": line.key}
+        if isinstance(response, BaseException):
+            raise response
         try:
             answer = response.json()
             choices = answer["choices"]
@@ -362,3 +330,9 @@ class BulkRun:
             else {f"{what}s": texts, "finish_reasons": reasons}
         )
         return {**head, **shown, "usage": answer.get("usage"), "key": line.key}
+
+    def _stopped(self, why: str) -> CallFailedError:
+        return CallFailedError(
+            f"{why}; {self.outcome.num_done} of {self.outcome.num_lines} lines are done, the same "
+            "command goes on from there"
+        )

@@ -15,9 +15,11 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from asyncio import FIRST_COMPLETED
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -25,6 +27,8 @@ import stamina
 import stamina.instrumentation
 
 from server.errors import TailorError
+
+_T = TypeVar("_T")
 
 MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
@@ -44,9 +48,9 @@ class RefusedError(Exception):
 
 
 class Caller:
-    """Requests to one server, with one pause for all of them. An async context manager.
+    """Requests to one server, with one pause for all of them. A context manager.
 
-    num_open: most connections. max_retries: times that one request is sent again. timeout_s:
+    num_open: requests at once. max_retries: times that one request is sent again. timeout_s:
     longest silence of the server during one request. num_retries: of all requests so far.
     """
 
@@ -55,7 +59,10 @@ class Caller:
     ) -> None:
         self.endpoint = endpoint
         self.num_retries = 0
+        self._num_open = num_open
         self._max_retries = max_retries
+        self._runner = asyncio.Runner()
+        self._open: dict[asyncio.Task[httpx.Response], Any] = {}
         self._resume_at_s = 0.0
         self._random = random.Random()
         self._client = httpx.AsyncClient(
@@ -64,28 +71,43 @@ class Caller:
             limits=httpx.Limits(max_connections=num_open, max_keepalive_connections=num_open),
         )
 
-    async def __aenter__(self) -> Caller:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+    def __exit__(self, *_: object) -> None:
+        for task in self._open:
+            task.cancel()
+        self._runner.run(self._client.aclose())
+        self._runner.close()
 
-    async def check_task(self, task: str) -> None:
+    def check_task(self, task: str) -> None:
         """Raise CallFailedError at once for a wrong address, key or task."""
         base = self.endpoint.base
+        url = f"{base}/models/{quote(task)}"
         try:
-            await self._send("GET", f"{base}/models/{quote(task)}", None, may_be_lost=False)
+            self._runner.run(self._send("GET", url, None, may_be_lost=False))
         except httpx.HTTPError as error:
             raise _unreachable(self.endpoint, error) from None
         except RefusedError as error:
             raise CallFailedError(f"{base}: {error}") from None
 
-    async def post(self, route: str, body: dict[str, Any]) -> httpx.Response:
-        """The successful answer to a body. route: below /v1.
+    def answers(
+        self, asked: Iterable[tuple[_T, str, dict[str, Any]]]
+    ) -> Iterator[tuple[_T, httpx.Response | BaseException]]:
+        """The answers to (whose, route below /v1, body), as they come.
 
-        Raises RefusedError, and httpx.HTTPError for a server that stayed lost.
+        An answer is a success, a RefusedError, or an httpx.HTTPError for a server that stayed lost.
         """
-        return await self._send("POST", self.endpoint.base + route, body, may_be_lost=True)
+        waiting, loop = iter(asked), self._runner.get_loop()
+        while True:
+            for whose, route, body in islice(waiting, self._num_open - len(self._open)):
+                sent = self._send("POST", self.endpoint.base + route, body, may_be_lost=True)
+                self._open[loop.create_task(sent)] = whose
+            if not self._open:
+                return
+            done, _ = self._runner.run(asyncio.wait(self._open, return_when=FIRST_COMPLETED))
+            for task in done:
+                yield self._open.pop(task), task.exception() or task.result()
 
     async def _send(
         self, method: str, url: str, body: dict[str, Any] | None, *, may_be_lost: bool

@@ -45,8 +45,6 @@ def run(
     prompt_field: PromptField = "prompt",
     call: CallOptions = _CALL,
 ) -> int:
-    import asyncio
-
     from server.client.bulk import BulkOutcome, BulkRun
     from server.commands.options import Bar
 
@@ -73,7 +71,7 @@ def run(
 
     with Bar() as bar:
         try:
-            asyncio.run(job.run(tell))
+            job.run(tell)
         except KeyboardInterrupt:
             bar.say("Stopped. The same command goes on from here.")
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
@@ -167,7 +166,7 @@ def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn
             max_tokens=source.max_tokens,
         )
         with Bar() as bar:
-            asyncio.run(run.run(lambda told: bar("answering", told.num_done, told.num_lines)))
+            run.run(lambda told: bar("answering", told.num_done, told.num_lines))
         texts = [_text_of(entry) for _, entry in json_lines(answers)]
     return [
         _Judged(line, turn.gold or "", text)

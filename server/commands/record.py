@@ -12,10 +12,8 @@ interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
-import itertools
 import json
 import sys
 import time
@@ -385,64 +383,45 @@ def ask_server(
     the server cannot be reached, refuses every request (a wrong key, an unknown model) or is no
     Tailor server.
     """
-    waiting = iter(prompts)
-    with asyncio.Runner() as runner:
-        caller = runner.run(_open(server, num_open))
-        asked: set[asyncio.Task[Answer | Failure]] = set()
-        try:
-            while True:
-                for prompt in itertools.islice(waiting, num_open - len(asked)):
-                    asked.add(runner.get_loop().create_task(_ask(server, caller, prompt)))
-                if not asked:
-                    return
-                done, asked = runner.run(_first(asked))
-                for task in done:
-                    yield task.result()
-        finally:
-            for task in asked:
-                task.cancel()
-            runner.run(caller.__aexit__(None, None, None))
-
-
-async def _open(server: ServerAddress, num_open: int) -> Caller:
-    caller = Caller(server.endpoint, num_open=num_open, timeout_s=server.timeout_s)
-    try:
-        await caller.check_task(server.model)
-    except BaseException:
-        await caller.__aexit__(None, None, None)
-        raise
-    return caller
-
-
-async def _first(
-    asked: set[asyncio.Task[Answer | Failure]],
-) -> tuple[set[asyncio.Task[Answer | Failure]], set[asyncio.Task[Answer | Failure]]]:
-    return await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _ask(server: ServerAddress, caller: Caller, prompt: Prompt) -> Answer | Failure:
-    body: dict[str, Any] = {
-        "model": server.model,
-        "prompt": prompt.text if prompt.ids is None else list(prompt.ids),
-        "return_token_ids": True,
-        **dict(server.fields),
-    }
     base = server.endpoint.base
+    with Caller(server.endpoint, num_open=num_open, timeout_s=server.timeout_s) as caller:
+        caller.check_task(server.model)
+        asked = (
+            (
+                prompt,
+                "/completions",
+                {
+                    "model": server.model,
+                    "prompt": prompt.text if prompt.ids is None else list(prompt.ids),
+                    "return_token_ids": True,
+                    **dict(server.fields),
+                },
+            )
+            for prompt in prompts
+        )
+        for prompt, answer in caller.answers(asked):
+            yield _answer(prompt, answer, base)
+
+
+def _answer(prompt: Prompt, answer: httpx.Response | BaseException, base: str) -> Answer | Failure:
+    """What a server answered. Raises CallFailedError where it would answer nothing else either."""
+    if isinstance(answer, httpx.HTTPError):
+        reason = str(answer) or type(answer).__name__
+        raise CallFailedError(f"{base}: the server is lost: {reason}")
+    if isinstance(answer, RefusedError):
+        if answer.refusal.status in (401, 403, 404, 405):
+            raise CallFailedError(f"{base}: {answer}")
+        return Failure(prompt, str(answer)[:300])
+    if isinstance(answer, BaseException):
+        raise answer
     try:
-        choice = (await caller.post("/completions", body)).json()["choices"][0]
+        choice = answer.json()["choices"][0]
         return Answer(
             replace(prompt, ids=tuple(choice["prompt_token_ids"])),
             tuple(choice["token_ids"]),
             str(choice["finish_reason"]),
             str(choice["text"]),
         )
-    except httpx.HTTPError as error:
-        reason = str(error) or type(error).__name__
-        raise CallFailedError(f"{base}: the server is lost: {reason}") from None
-    except RefusedError as error:
-        if error.refusal.status in (401, 403, 404, 405):
-            raise CallFailedError(f"{base}: {error}") from None
-        return Failure(prompt, str(error)[:300])
     except (KeyError, IndexError, TypeError, ValueError):
         raise CallFailedError(
             f"{base}: the answer has no token ids: only a Tailor server gives them"

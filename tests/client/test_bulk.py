@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -56,7 +55,7 @@ def read(path: Path) -> list[Any]:
 
 
 def go(url: str, source: Path, target: Path, task: str = "tiny", **options: Any) -> BulkOutcome:
-    return asyncio.run(BulkRun(Endpoint(url), task, source, target, **options).run())
+    return BulkRun(Endpoint(url), task, source, target, **options).run()
 
 
 def test_answers_come_in_order_with_ids_and_errors_on_their_lines(
