@@ -306,10 +306,10 @@ class BulkRun:
         if isinstance(response, httpx.HTTPError):
             raise self._stopped(f"the server is lost: {response or type(response).__name__}")
         if isinstance(response, RefusedError):
-            if response.refusal.status in (401, 403):
-                raise self._stopped(response.refusal.message)
+            if response.status in (401, 403):
+                raise self._stopped(str(response))
             self.outcome.num_failed += 1
-            return {**head, "error": response.refusal.record(), "key": line.key}
+            return {**head, "error": response.record, "key": line.key}
         if isinstance(response, BaseException):
             raise response
         try:

@@ -40,11 +40,26 @@ stamina.instrumentation.set_on_retry_hooks(())
 
 
 class RefusedError(Exception):
-    """The server refused one request for good; `refusal` says why."""
+    """The server refused one request: an answer, which was read, is an error.
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
+    record: its members in a line of answers. may_retry: trying again may help, after retry_after_s
+    if the server gives it. is_fault: it may help, or make the engine fail again.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        error: Any = None
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = response.json()["error"]
+        if not isinstance(error, dict):
+            error = {"message": f"{response.status_code} {response.reason_phrase}".strip()}
+        super().__init__(str(error.get("message", "")))
+        self.status = response.status_code
+        told = {name: error.get(name) for name in ("type", "param", "code")}
+        self.record: dict[str, Any] = {"message": str(self), **told, "status": self.status}
+        final = response.headers.get("x-should-retry") == "false"  # as OpenAI's clients read it
+        self.may_retry = self.status in RETRY_STATUS and not final
+        self.is_fault = self.status == FAULT_STATUS and not final
+        self.retry_after_s = _retry_after_s(response.headers.get("retry-after"))
 
 
 class Caller:
@@ -117,7 +132,7 @@ class Caller:
         def again_after(error: Exception) -> float | bool:
             """Seconds until the request is sent again; False: it failed for good."""
             nonlocal num_faults
-            refusal = error.refusal if isinstance(error, RefusedError) else None
+            refusal = error if isinstance(error, RefusedError) else None
             if refusal is None and not (may_be_lost and isinstance(error, httpx.HTTPError)):
                 return False
             num_faults += refusal is not None and refusal.is_fault
@@ -139,7 +154,7 @@ class Caller:
                 response = await self._client.request(method, url, json=body)
                 if response.is_success:
                     return response
-                raise RefusedError(refusal_of(response))
+                raise RefusedError(response)
         raise AssertionError("the loop returns or raises")
 
     def _wait_s(self, attempt: int, retry_after_s: float | None) -> float:
@@ -186,7 +201,7 @@ def tell(
     except httpx.HTTPError as error:
         raise _unreachable(endpoint, error) from None
     if not response.is_success:
-        raise CallFailedError(f"{endpoint.base}: {refusal_of(response).message}")
+        raise CallFailedError(f"{endpoint.base}: {RefusedError(response)}")
     return response.text
 
 
@@ -201,7 +216,7 @@ def events(
         ) as response:
             if not response.is_success:
                 response.read()
-                raise CallFailedError(refusal_of(response).message)
+                raise CallFailedError(str(RefusedError(response)))
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     return
@@ -254,51 +269,6 @@ class Endpoint:
     def headers(self) -> dict[str, str]:
         """What every request carries."""
         return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer that is an error. may_retry: trying again may help, after retry_after_s if the
-    server gives it. is_fault: it may help, or make the engine fail again."""
-
-    status: int
-    message: str
-    type: str | None
-    param: str | None
-    code: str | None
-    may_retry: bool
-    is_fault: bool
-    retry_after_s: float | None
-
-    def record(self) -> dict[str, Any]:
-        """Its members in a line of answers."""
-        return {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-            "status": self.status,
-        }
-
-
-def refusal_of(response: httpx.Response) -> Refusal:
-    """The refusal in a response that was read and is not a success."""
-    error: Any = None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        error = response.json()["error"]
-    if not isinstance(error, dict):
-        error = {"message": f"{response.status_code} {response.reason_phrase}".strip()}
-    final = response.headers.get("x-should-retry") == "false"  # as OpenAI's clients read it
-    return Refusal(
-        response.status_code,
-        str(error.get("message", "")),
-        error.get("type"),
-        error.get("param"),
-        error.get("code"),
-        response.status_code in RETRY_STATUS and not final,
-        response.status_code == FAULT_STATUS and not final,
-        _retry_after_s(response.headers.get("retry-after")),
-    )
 
 
 def _retry_after_s(value: str | None) -> float | None:

@@ -409,7 +409,7 @@ def _answer(prompt: Prompt, answer: httpx.Response | BaseException, base: str) -
         reason = str(answer) or type(answer).__name__
         raise CallFailedError(f"{base}: the server is lost: {reason}")
     if isinstance(answer, RefusedError):
-        if answer.refusal.status in (401, 403, 404, 405):
+        if answer.status in (401, 403, 404, 405):
             raise CallFailedError(f"{base}: {answer}")
         return Failure(prompt, str(answer)[:300])
     if isinstance(answer, BaseException):
