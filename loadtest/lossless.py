@@ -10,8 +10,8 @@ JSON schema) the completion is asked with every drafter and with none, x {alone,
 one with none, alone and with a cold prefix cache, is the reference; the others share a prefix
 cache. The drafter "prediction" is the task's own with the reference as `prediction`, some words of
 it changed, dropped or added. --together asks the drafters among others only, which takes half the
-time. Token ids, text, finish reasons and (unless --no-logprobs) the logprob of every token must be
-*equal*, to the last bit: JSON carries a double exactly.
+time. Token ids, text, finish reasons and the logprob of every token must be *equal*, to the last
+bit: JSON carries a double exactly.
 
 Without --server it starts Tailor itself, once for each form of the weights (--form), each with its
 own references. --exact adds two settings there: greedy and sampled requests that draw with a
@@ -109,7 +109,6 @@ class LosslessOptions:
     at_once: Annotated[str, Parameter(metavar="N,...", help="requests beside each other")] = "8"
     tokens: int = 48
     max_prompt_chars: int = 1500
-    no_logprobs: Annotated[bool, Parameter(help="compare ids and text only")] = False
 
 
 _SERVERS, _RESULTS = ServerOptions(), ResultOptions()
@@ -167,14 +166,13 @@ def job_body(
         "seed": 1_000_003 * (job.prompt_id + 1),
         "return_token_ids": True,
         "include_speculation": True,
+        "logprobs": 0,
         **(SETTINGS | EXACT_SETTINGS)[job.setting],
     }
     if job.drafter != PREDICTION:
         body["speculation"] = {"drafter": job.drafter}
     elif prediction:
         body["prediction"] = {"type": "content", "content": prediction}
-    if not options.no_logprobs:
-        body["logprobs"] = 0
     if salt is not None:
         body["cache_salt"] = salt
         body.pop("vocabulary", None)
@@ -410,7 +408,6 @@ def lossless(
         "drafters": listed(options.drafter),
         "at_once": options.at_once,
         "max_tokens": options.tokens,
-        "logprobs_compared": not options.no_logprobs,
         "num_different": sum(one["num_different"] for one in found.values()),
         "num_compared": sum(one["num_compared"] for one in found.values()),
         "forms": found,

@@ -1,14 +1,13 @@
 """The papers' experiments on the data sets that are here: the paper's figures beside ours.
 
     python -m loadtest.papers tasc --data DIR
-    python -m loadtest.papers trie --data DIR --served 20
+    python -m loadtest.papers trie --data DIR
     python -m loadtest.papers vocabtailor --data DIR --model gemma-3-270m
 
 All but times are counts, which do not depend on the machine: gold answers of test.jsonl are
 replayed, the first token given, with corpora of train answers; tokens a step are those after the
-first over the decode steps. With --served N the model, in this process, answers N prompts of each
-set with each drafter and without, in turns, one client. A set that is not in DIR is named and left
-out. What cannot be done here is in docs/benchmarks/papers.md. The last line is JSON.
+first over the decode steps. A set that is not in DIR is named and left out. What cannot be done
+here is in docs/benchmarks/papers.md. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,6 @@ import numpy as np
 from cyclopts import Parameter
 
 from drafters import make_drafter
-from drafters.auto.held_out import build_calibrated
 from drafters.base import Drafter
 from drafters.corpus import build_corpus
 from drafters.published.grammys import BigramTable
@@ -40,10 +36,7 @@ from loadtest.prompts import task_names
 from loadtest.recordings import SetOptions, open_ids
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.enrich import MiningOptions, Report, analyze_task, mine_tokens
-from server.commands.options import Bar, ModelOptions, WeightsForm
-from server.commands.own_engine import own_engine
-from server.commands.record import Answer, Prompt, ask_engine
-from server.types import SamplingParams, SpeculationParams
+from server.commands.options import Bar
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 N_MAX = (2, 3, 4, 5, 6, 8)
@@ -53,14 +46,11 @@ N = (8, 10, 13, 16)
 L_P = (2, 3, 4, 5)
 NUM_DRAFT = (8, 16, 32, 64, 128, 256)
 DEEPEST = 6  # position whose acceptance is told
-ROUNDS = 2
 SPEC_SETS = ("medquad", "eurlex57k", "massive_en", "hagrid")
 FT_SETS = ("eurlex57k", "massive_en", "snips", "advising_sql")
 TRIE_SETS = ("hagrid", "quotesum", "triviaqa_rag", "squad")
 SLICE_SETS = ("squad", "gsm8k", "mt_en_it", "humaneval_infill", "massive_en")
 # The papers' own figures, of other models, machines and examples.
-SPEC_FASTER = {"medquad": "1.78x", "eurlex57k": "2.17x"}
-TRIE_FASTER = {"hagrid": "1.61 to 1.94x", "triviaqa_rag": "1.75 to 1.92x"}
 TRIE_STEPS = {"hagrid": "2.34 to 3.07", "triviaqa_rag": "1.86 to 2.88"}
 SHORTER = {"eurlex57k": "0.423 to 0.592, 2.65"}
 SLICES = {"squad": "0 + [105]", "humaneval_infill": "SAFIM 3,521 + [58]",
@@ -72,14 +62,11 @@ app = program("papers", __doc__)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperOptions:
-    """What is run beside the replays, and where the JSON line goes too."""
+    """N-Grammys' table, and where the JSON line goes too."""
 
     bigrams: Annotated[
         Path | None, Parameter(help="`tailor corpus bigrams` of the model, for N-Grammys")
     ] = None
-    served: Annotated[int, Parameter(help="prompts of a set that the model answers (none)")] = 0
-    tokens: Annotated[int, Parameter(help="most tokens of such an answer")] = 48
-    weights: Annotated[WeightsForm, Parameter(help="the form that is served")] = "auto"
     json: Annotated[Path | None, Parameter(help="append the JSON line to this file too")] = None
 
 
@@ -165,49 +152,6 @@ def finish(paper: str, sets: Sets, tables: Iterable[Table], path: Path | None) -
     return 0
 
 
-def served(sets: Sets, options: PaperOptions, drafters: Sequence[str], paper: Any) -> Table:
-    """Seconds without drafts over those with each drafter, of the model's own answers. Raises
-    RuntimeError when a drafter changes one."""
-    drawn = SamplingParams(temperature=0.0, max_tokens=options.tokens)
-    with ExitStack() as stack:
-        bar = stack.enter_context(Bar())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papers-")))
-        model = ModelOptions(model=sets.model, weights=options.weights)
-        of_model, engine = stack.enter_context(own_engine(model, bar, tuple(drafters)))
-
-        def answers(prompts: Sequence[Prompt], how: SpeculationParams) -> dict[int, str]:
-            engine.pool.drop_cache()
-            found = ask_engine(
-                engine, of_model.tokenizer, prompts, drawn, speculation=how, num_open=1
-            )
-            return {one.prompt.line: one.text for one in found if isinstance(one, Answer)}
-
-        def line_of(name: str) -> Iterator[Any]:
-            corpus = folder / f"{name}.corpus"
-            fingerprint = of_model.table.fingerprint.hex()
-            build_calibrated(sets.train(name), fingerprint=fingerprint).save(corpus)
-            some = itertools.islice(sets.tests(name), options.served)
-            prompts = [Prompt(i, None, tuple(test.prompt_ids)) for i, test in enumerate(some)]
-            table = (("grammys.table", str(options.bigrams)),)
-            ways = {"off": SpeculationParams("off", 0)}
-            for drafter in drafters:
-                own = table if drafter == "grammys" else ()
-                ways[drafter] = SpeculationParams(drafter, 16, own, str(corpus))
-            plain, taken = answers(prompts, ways["off"]), dict.fromkeys(ways, 0.0)
-            for turn, (way, how) in enumerate(itertools.chain(*[ways.items()] * (1 + ROUNDS))):
-                began = time.perf_counter()
-                if answers(prompts, how) != plain:
-                    raise RuntimeError(f"{way} changed an answer of {name}")
-                if turn >= len(ways):  # what is loaded when it is first used is loaded now
-                    taken[way] += time.perf_counter() - began
-            bar(f"Served {name}", len(plain), len(prompts))
-            yield from (len(plain), paper.get(name, "-"))
-            yield from (taken["off"] / taken[drafter] for drafter in drafters)
-
-        title = f"Served (weights {options.weights}): times as fast as without drafts"
-        return sets.table(title, ("prompts", "paper", *drafters), line_of)
-
-
 # --- TASC -----------------------------------------------------------------------------------------
 
 
@@ -258,9 +202,6 @@ def speculative(sets: Sets, options: PaperOptions) -> Iterator[Table]:
             per_step(mix(name), sets.tests(name)),
         ],
     )
-    if options.served:
-        own = ("mix", "auto") if options.bigrams is None else ("mix", "grammys", "auto")
-        yield served(sets, options, own, SPEC_FASTER)
 
 
 def fine_tuned(sets: Sets) -> Iterator[Table]:
@@ -318,10 +259,10 @@ def trie(*, sets: SetOptions = _SETS, options: PaperOptions = _PAPER) -> int:
     Example: python -m loadtest.papers trie --data data
     """
     own = Sets(sets, TRIE_SETS)
-    return finish("trie", own, tries(own, options), options.json)
+    return finish("trie", own, tries(own), options.json)
 
 
-def tries(sets: Sets, options: PaperOptions) -> Iterator[Table]:
+def tries(sets: Sets) -> Iterator[Table]:
     """All of it."""
 
     def windows(name: str) -> Iterator[float]:
@@ -374,8 +315,6 @@ def tries(sets: Sets, options: PaperOptions) -> Iterator[Table]:
     yield sets.table(title, [*range(8), "8 or more"], histogram)
     title = "Context (paper, noisy and clean: RAG 1.22x, 1.87x, HAGRID 2.10x, 1.84x), tokens a step"
     yield sets.table(title, ("trie, clean", "trie, noisy", "auto, clean", "auto, noisy"), noisy)
-    if options.served:
-        yield served(sets, options, ("trie", "auto"), TRIE_FASTER)
 
 
 # --- VocabTailor ----------------------------------------------------------------------------------

@@ -32,8 +32,6 @@ from server.model.gpu.adapters import GpuAdapter
 from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
 from server.model.shape import shape_of
 
-__all__ = ["adapters", "eight_bits", "own_tokens"]
-
 RANK = 8
 NEW = 40
 """Tokens of an adapter's own."""

@@ -27,18 +27,6 @@ from server.types import SamplingParams
 MAX_ROWS = 2048
 KV_HEADROOM = 4 << 30  # bytes left for logits, activations and partial attention results
 
-__all__ = [
-    "Case",
-    "bandwidth",
-    "batch_of",
-    "blocks_needed",
-    "cases",
-    "make_runner",
-    "measure",
-    "named",
-    "time_shape",
-]
-
 
 @dataclass(frozen=True)
 class Case:

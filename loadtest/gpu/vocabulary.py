@@ -28,8 +28,6 @@ PLACES = ("device", "stream", "cpu")
 TOLERANCE = 0.02
 """Most that a logprob may differ between two products of the same numbers in another order."""
 
-__all__ = ["PLACES", "check"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -61,7 +61,7 @@ def test_tasc(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_trie(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("trie", "--data", data, "--model", folder, "--examples", 6, "--sets", "squad")
-    found = _tables(capsys, *words, "--served", 2, "--tokens", 6)
+    found = _tables(capsys, *words)
     grid, times = found["n/L_p"]["squad"], found["13/3"]["squad"]
     assert grid["13/3"] == times["ours"] > 2.0
     assert found["Context"]["squad"]["trie, clean"] == grid["13/3"]
@@ -70,7 +70,6 @@ def test_trie(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0.0
     nodes = found["num_draft"]["squad"]
     assert nodes["8"] <= nodes["256"]
-    assert found["Served"]["squad"]["prompts"] == 2 and found["Served"]["squad"]["auto"] > 0
 
 
 def test_vocabtailor(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
