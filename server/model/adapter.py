@@ -371,11 +371,11 @@ def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[Lora
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Rows of an adapter's own in a table: ids int64 [n], ascending; rows [n, hidden_size], as they
-    are stored."""
+    """Rows of an adapter's own in a table: ids int64 [n], ascending; rows [n, hidden_size], a
+    tensor as they are stored, until a runner has packed them in a form of its own."""
 
     ids: Int64
-    rows: torch.Tensor
+    rows: Any
 
 
 def token_rows(

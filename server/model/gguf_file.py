@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from server.errors import ModelError, UnsupportedModelError
+from server.model.adapter import HEAD
 from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, PERMUTED
 from server.model.gguf_index import GgufIndex, GgufTensor
 
-HEAD = "lm_head.weight"
 _TAPS = (".shortconv.conv.weight", ".ssm_conv1d.weight")
 _ONE_ADDED = ("gemma", "qwen35")  # architectures
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

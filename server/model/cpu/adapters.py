@@ -28,9 +28,9 @@ from server.model.adapter import (
     opened_adapter,
     token_rows,
 )
-from server.model.cpu.head import FullLogits
+from server.model.cpu.head import FullLogits, padded
 from server.model.cpu.kernels import product
-from server.model.cpu.linear import float_linear, pack_panels
+from server.model.cpu.linear import float_linear, packed
 from server.model.cpu.records import (
     ADAPTER_FORMS,
     ADAPTER_ROWS,
@@ -53,43 +53,23 @@ _NO_SPANS = np.zeros((0, 3), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
-    """Rows of an adapter's own: ids int64 [n], ascending; rows float32 [n, hidden_size]."""
-
-    ids: Int64
-    rows: Float32
-
-
-@dataclass(frozen=True, slots=True)
-class OwnHead:
-    """Head rows of an adapter's own: ids int64 [n], ascending; panels float32 [ceil(n / PANEL),
-    hidden_size, PANEL], padded with zeros."""
-
-    ids: Int64
-    panels: Float32
-
-
-@dataclass(frozen=True, slots=True)
 class CpuAdapter:
     """One adapter, packed. inputs, parts: a place of StepAdapters. arrays: what their
-    addresses point into. embedding, head: its own rows, or None. vocab_size: ids that a request
-    with it may have. num_bytes: memory of all of it."""
+    addresses point into. embedding, head: its own rows, or None: float32 [n, hidden_size], and
+    float32 panels [ceil(n / PANEL), hidden_size, PANEL]. vocab_size: ids that a request with it may
+    have. num_bytes: memory of all of it."""
 
     inputs: Int64
     parts: Int64
     arrays: tuple[npt.NDArray[Any], ...]
-    embedding: OwnRows | None
-    head: OwnHead | None
+    embedding: TokenRows | None
+    head: TokenRows | None
     vocab_size: int
 
     @property
     def num_bytes(self) -> int:
-        arrays = [self.inputs, self.parts, *self.arrays]
-        if self.embedding is not None:
-            arrays.append(self.embedding.rows)
-        if self.head is not None:
-            arrays.append(self.head.panels)
-        return sum(array.nbytes for array in arrays)
+        own = [part.rows for part in (self.embedding, self.head) if part is not None]
+        return sum(array.nbytes for array in (self.inputs, self.parts, *self.arrays, *own))
 
 
 class _Outputs:
@@ -123,27 +103,16 @@ def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers)
     lora, num_rows = opened_adapter(folder, shape, num_base)
     up = gate_up_layout(layers, shape)[1]
     packer = _Packer(lora, shape, up)
-    embedding, head = map(_own_rows, token_rows(lora, shape, num_rows))
+    embedding, head = (
+        None if own is None else TokenRows(own.ids, np.ascontiguousarray(own.rows.float().numpy()))
+        for own in token_rows(lora, shape, num_rows)
+    )
+    if head is not None:
+        head = TokenRows(head.ids, packed(head.rows))
     return CpuAdapter(
-        packer.inputs, packer.parts, tuple(packer.arrays), embedding, _own_head(head),
+        packer.inputs, packer.parts, tuple(packer.arrays), embedding, head,
         num_ids_with(lora, shape.vocab_size),
     )  # fmt: skip
-
-
-def _own_head(own: OwnRows | None) -> OwnHead | None:
-    """Its rows as products read them."""
-    if own is None:
-        return None
-    num, hidden = own.rows.shape
-    panels = np.zeros((-(-num // PANEL), hidden, PANEL), np.float32)
-    pack_panels(own.rows, panels)
-    return OwnHead(own.ids, panels)
-
-
-def _own_rows(own: TokenRows | None) -> OwnRows | None:
-    if own is None:
-        return None
-    return OwnRows(own.ids, np.ascontiguousarray(own.rows.float().numpy()))
 
 
 class _Packer:
@@ -181,7 +150,7 @@ class _Packer:
             num += a.shape[0]
             blocks.append(a.T)
             scales += [self._lora.scale(name)] * a.shape[0]
-        columns = _whole(num)
+        columns = padded(num)
         together = np.zeros((blocks[0].shape[0], columns), np.float32)
         together[:, :num] = np.concatenate(blocks, axis=1)
         factors = np.zeros(columns, np.float32)
@@ -191,7 +160,7 @@ class _Packer:
             self._form,
         )  # fmt: skip
         for i, (name, at, b) in enumerate(p for p in parts if p[0] in first):
-            wide = np.zeros((b.shape[0], _whole(b.shape[1])), np.float32)
+            wide = np.zeros((b.shape[0], padded(b.shape[1])), np.float32)
             wide[:, : b.shape[1]] = b
             self.parts[layer, kind, i] = (
                 first[name], b.shape[0], self._keep(self._narrow(in_blocks(wide))), at, b.shape[1],
@@ -218,10 +187,6 @@ def in_blocks(matrix: Float32) -> Float32:
     tile = ADAPTER_WIDE * LANES
     blocks = [matrix[:, at : at + tile].reshape(-1) for at in range(0, matrix.shape[1], tile)]
     return np.concatenate(blocks)
-
-
-def _whole(num: int) -> int:
-    return -(-num // LANES) * LANES
 
 
 def gate_up_layout(layers: Layers, shape: ModelShape) -> tuple[int, int]:
@@ -280,7 +245,7 @@ class AdapterBank:
         if not step.wide.size:
             inner = self._shape.intermediate_size
             width = max(2 * -(-inner // PANEL) * PANEL, 2 * inner + LANES)
-            step = step._replace(wide=np.zeros((self._max_rows, _whole(width)), np.float32))
+            step = step._replace(wide=np.zeros((self._max_rows, padded(width)), np.float32))
         step.inputs[place], step.parts[place] = adapter.inputs, adapter.parts
         self._step = step
         self._held[place] = adapter
@@ -341,12 +306,12 @@ class AdapterBank:
             if own is None:
                 continue
             mine = where[of_row == place]
-            width = own.panels.shape[0] * PANEL
+            width = own.rows.shape[0] * PANEL
             if self._head_logits.shape[0] < mine.shape[0] or self._head_logits.shape[1] != width:
                 self._head_logits = np.zeros((mine.shape[0], width), np.float32)
             states = np.ascontiguousarray(full.states[mine])
             cap = self._shape.logit_cap
-            record = float_linear(own.panels)
+            record = float_linear(own.rows)
             product(states, mine.shape[0], record, self._head_logits, cap, self._work)
             found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
             full.logits[np.ix_(mine, own.ids)] = found

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from server.engine.batch import Batch, HeadSlice, Int32
 from server.model.cpu.kernels import copy_bytes, gather_logits, greedy, likeliest, product
-from server.model.cpu.linear import float_linear
+from server.model.cpu.linear import empty_panels, float_linear
 from server.model.cpu.records import (
     FAILED,
     LANES,
@@ -182,11 +182,7 @@ class FloatHead:
 
     def empty(self, num_rows: int) -> Panels:
         """Zeroed panels for num_rows rows, on a cache line's boundary."""
-        num_panels = -(-num_rows // PANEL)
-        size = num_panels * self.width * PANEL
-        arena = np.zeros(size + 64, self.panels.dtype)
-        skip = (-arena.ctypes.data % 64) // arena.itemsize
-        return arena[skip : skip + size].reshape(num_panels, self.width, PANEL)
+        return empty_panels(num_rows, self.width, self.panels.dtype)
 
     def copy_rows(self, token_ids: Int64, out: Panels, places: Int64) -> None:
         """Row token_ids[i] of the head to row places[i] of `out`."""

@@ -4,6 +4,7 @@ a team share."""
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,19 @@ def pack_panels(weight: npt.NDArray[Any], out: npt.NDArray[Any], *, first_panel:
         target[:, : rows.shape[0]] = rows.T
         target[:, rows.shape[0] :] = 0
     assert out.shape[1:] == (k, PANEL)
+
+
+def empty_panels(num_outputs: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeroed panels for that many outputs, [panels, width, PANEL], on a cache line's boundary."""
+    shape = -(-num_outputs // PANEL), width, PANEL
+    return aligned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+
+def packed(weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A matrix [N, K], float32 or uint16 with bfloat16 bits, in panels of its own."""
+    panels = empty_panels(*weight.shape, weight.dtype)
+    pack_panels(weight, panels)
+    return panels
 
 
 def new_work(threads: int, team: Team | None = None, inputs: int = 0) -> Work:

@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from server.errors import UnsupportedModelError
+from server.model.adapter import EMBEDDING, HEAD
 from server.model.cpu.records import Float32, Int64
 from server.model.shape import ModelShape
-
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 
 class Weights(Protocol):

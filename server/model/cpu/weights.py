@@ -1,6 +1,6 @@
 """PackedWeights: a model's weights in the kernels' layout.
 
-It reads named tensors one at a time and packs them into panels (linear.py), in one arena. dtype is
+It reads named tensors one at a time and packs them into panels (linear.py), in one piece. dtype is
 float32, or bfloat16 for the *stored* weights: activations, sums and logits are float32 either way.
 """
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from server.model.cpu.head import FloatHead, HeadInFile, PackedHead
 from server.model.cpu.integers.forms import Form
 from server.model.cpu.kernels import embed_rows
-from server.model.cpu.linear import float_linears, pack_panels
+from server.model.cpu.linear import aligned, float_linears, pack_panels, packed
 from server.model.cpu.records import (
     BFLOATS,
     BLOCKS,
@@ -64,22 +64,6 @@ def _sizes(s: ModelShape) -> dict[str, _Size]:
     }
 
 
-class _Arena:
-    """One array that panels are cut from, on a cache line's boundary."""
-
-    def __init__(self, num_items: int, bf16: bool) -> None:
-        self._array = np.zeros(num_items + 64, np.uint16 if bf16 else np.float32)
-        # Vectors that straddle cache lines cost a tenth of the bandwidth.
-        self._at = (-self._array.ctypes.data % 64) // self._array.itemsize
-        self.num_bytes = self._array.nbytes
-
-    def take(self, num_panels: int, width: int) -> Panels:
-        """The next [num_panels, width, PANEL], zeros."""
-        first = self._at
-        self._at += num_panels * width * PANEL
-        return self._array[first : self._at].reshape(num_panels, width, PANEL)
-
-
 def float_table(tensor: Any) -> Table:
     """The table that a torch tensor [num_rows, H] is; NO_TABLE for one that no kernel reads."""
     kind = {"torch.float32": FLOATS, "torch.bfloat16": BFLOATS, "torch.float16": HALVES}
@@ -96,8 +80,10 @@ def block_table(form: Form, rows: UInt8) -> Table:
     return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.number)
 
 
-def embedded(table: Table, token_ids: Int64, width: int) -> Float32:
-    """float32 [n, width]: rows of a table that kernels read."""
+def embedded(table: Table, numbers: npt.NDArray[Any], token_ids: Int64, width: int) -> Float32:
+    """float32 [n, width]: rows of a table; of its `numbers`, where no kernel reads it."""
+    if table.kind == READY:
+        return widened(numbers[token_ids])
     num = token_ids.shape[0]
     rows = np.empty((num, width), np.float32)
     embed_rows(0, num, token_ids.astype(np.int32), table, rows, 1)
@@ -129,11 +115,11 @@ class RunnerWeights(Protocol):
 class PackedWeights:
     """All weights of a model in the kernels' layout. Read-only after construction.
 
-    Peak memory while packing is the arena and one tensor. num_bytes: arena and norms; head_bytes:
-    the LM head's panels, a second copy of a tied embedding table (which stays in its file).
-    layers: the records of the forward pass. head: the LM head's panels, [panels, hidden_size,
-    PANEL]; packed_head: the same for its users. head_in_file: there is no `head`, and its rows are
-    packed when they are asked for. embedding: the table as a torch tensor.
+    Peak memory while packing is the panels and one tensor. num_bytes: panels and norms. layers: the
+    records of the forward pass. head: the LM head's panels, [panels, hidden_size, PANEL], a second
+    copy of a tied embedding table (which stays in its file); packed_head: the same for its users.
+    head_in_file: there is no `head`, its rows are packed when they are asked for. embedding: the
+    table as a torch tensor.
     """
 
     def __init__(
@@ -157,7 +143,11 @@ class PackedWeights:
             for size in self._of(i).values()
         )
         head_panels = 0 if head_in_file else _num_panels(s.vocab_size)
-        self._arena = _Arena((items + head_panels * s.hidden_size) * PANEL, self.bf16)
+        # One piece, on a cache line's boundary: vectors that straddle lines cost a tenth of the
+        # bandwidth.
+        items, dtype_ = items + head_panels * s.hidden_size, np.uint16 if self.bf16 else np.float32
+        self._left = aligned(items * PANEL * np.dtype(dtype_).itemsize).view(dtype_)
+        self.num_bytes = self._left.nbytes
         self._addresses = {kind: np.zeros(s.num_layers, np.int64) for kind in self._sizes}
         for layer in range(s.num_layers):
             self._pack_layer(layer)
@@ -171,33 +161,33 @@ class PackedWeights:
         if head_in_file:
             self.packed_head = HeadInFile(s.vocab_size, partial(self._some_rows, table))
         else:
-            self.head = self._arena.take(head_panels, s.hidden_size)
+            self.head = self._take(_Size(head_panels, s.hidden_size))
             for first in range(0, head_panels, 256):
                 rows = table[first * PANEL : min((first + 256) * PANEL, s.vocab_size)]
                 pack_panels(as_stored(rows, self.bf16), self.head, first_panel=first)
             self.packed_head = FloatHead(self.head)
         self.embedding = self._tensors.embedding().tensor
+        self._numbers = numbers_of(self.embedding)
         self.num_embeddings = int(self.embedding.shape[0])
         self.table = float_table(self.embedding)
-        self.head_bytes = self.packed_head.row_bytes * s.vocab_size
-        self.num_bytes = self._arena.num_bytes + self.layers.norms.nbytes
+        self.num_bytes += self.layers.norms.nbytes
+
+    def _take(self, size: _Size) -> Panels:
+        """The next panels of the piece, zeros."""
+        num = size.num_panels * size.width * PANEL
+        taken, self._left = self._left[:num], self._left[num:]
+        return taken.reshape(size.num_panels, size.width, PANEL)
 
     def _some_rows(self, table: Any, token_ids: Int64) -> FloatHead:
         """A head of some rows of the model's."""
-        rows = as_stored(table[token_ids], self.bf16)
-        arena = _Arena(_num_panels(rows.shape[0]) * PANEL * rows.shape[1], self.bf16)
-        panels = arena.take(_num_panels(rows.shape[0]), rows.shape[1])
-        pack_panels(rows, panels)
-        return FloatHead(panels)
+        return FloatHead(packed(as_stored(table[token_ids], self.bf16)))
 
     def embed(self, token_ids: Int64) -> Float32:
         """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
 
         Without torch: its threads would go on spinning beside the team's for milliseconds.
         """
-        if self.table.kind == READY:
-            return widened(numbers_of(self.embedding)[token_ids])
-        return embedded(self.table, token_ids, self._shape.hidden_size)
+        return embedded(self.table, self._numbers, token_ids, self._shape.hidden_size)
 
     def _of(self, layer: int) -> dict[str, _Size]:
         """The matrices that a layer has."""
@@ -209,7 +199,7 @@ class PackedWeights:
         s = self._shape
         views = {}
         for kind, size in self._of(layer).items():
-            views[kind] = self._arena.take(size.num_panels, size.width)
+            views[kind] = self._take(size)
             self._addresses[kind][layer] = views[kind].ctypes.data
         for kind, parts in self._tensors.matrices(layer).items():
             stored = [as_stored(part.tensor, self.bf16) for part in parts]

@@ -29,7 +29,7 @@ from server.model.cpu.generic.attention import Memory, PagedStep, StateStore, St
 from server.model.cpu.generic.soundness import called, check_rows, forward
 from server.model.cpu.head import FloatHead
 from server.model.cpu.kernels import product
-from server.model.cpu.linear import float_linear, new_work, pack_panels
+from server.model.cpu.linear import float_linear, new_work, packed
 from server.model.cpu.records import (
     LANES,
     NO_TABLE,
@@ -61,18 +61,6 @@ __all__ = ["GenericModel", "GenericRunner", "generic_model"]
 # --- in the place of modules whose bits depend on the number of rows ------------------------------
 
 
-def packed(weight: torch.Tensor, bf16: bool) -> Any:
-    """[outputs, inputs] in panels (linear.py)."""
-    stored = as_stored(weight.detach().contiguous(), bf16)
-    num_panels = -(-stored.shape[0] // PANEL)
-    arena = np.zeros(num_panels * stored.shape[1] * PANEL + 64, stored.dtype)
-    skip = (-arena.ctypes.data % 64) // arena.itemsize
-    size = num_panels * stored.shape[1] * PANEL
-    panels = arena[skip : skip + size].reshape(num_panels, stored.shape[1], PANEL)
-    pack_panels(stored, panels)
-    return panels
-
-
 class RowLinear(nn.Module):
     """nn.Linear with our product: each row has the same bits whatever rows are beside it.
 
@@ -84,7 +72,7 @@ class RowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.panels = packed(weight, bf16)
+        self.panels = packed(as_stored(weight.detach(), bf16))
         self.bias = None if bias is None else bias.detach().float()
         self._record = float_linear(self.panels)
         self._work = work
@@ -248,7 +236,7 @@ def generic_model(
         logit_cap=found.cap,
         vocab_size=num_token_ids,
     )
-    panels = packed(head[:num_token_ids], bf16)
+    panels = packed(as_stored(head[:num_token_ids], bf16))
     num_bytes = panels.nbytes + sum(
         part.panels.nbytes for part in module.modules() if isinstance(part, RowLinear)
     )

@@ -41,7 +41,6 @@ from server.model.cpu.kernels import copy_bytes
 from server.model.cpu.linear import Arena, aligned
 from server.model.cpu.records import (
     INTEGERS,
-    READY,
     Activations,
     Float32,
     Int64,
@@ -49,7 +48,7 @@ from server.model.cpu.records import (
     Linear,
     Table,
 )
-from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
+from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of
 from server.model.cpu.weights import block_table, embedded, float_table
 from server.model.shape import ModelShape
 
@@ -134,7 +133,7 @@ class IntegerWeights:
     an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
     the embedding. head_in_file: the LM head's rows are packed when they are asked for; not with
     `kept`, whose pages are a file's already. parts: what the panels are, by layer and kind, "head"
-    is the head. num_bytes, head_bytes, layers, embed, table, packed_head, inner_size: as
+    is the head. num_bytes, layers, embed, table, packed_head, inner_size: as
     weights.PackedWeights. Peak memory while packing is the panels and one tensor.
     """
 
@@ -190,7 +189,6 @@ class IntegerWeights:
         else:
             self.parts["head"] = [self._head_part(tensors, shape.vocab_size)]
             self.packed_head = self._head_of(self.parts["head"][0])
-        self.head_bytes = self.packed_head.row_bytes * shape.vocab_size
         panels = sum(part.panels.nbytes for parts in self.parts.values() for part in parts)
         self.num_bytes = panels + self.layers.norms.nbytes
         if form == "file":
@@ -204,9 +202,7 @@ class IntegerWeights:
 
         Without torch: its threads would go on spinning beside the team's for milliseconds.
         """
-        if self.table.kind != READY:
-            return embedded(self.table, token_ids, self._hidden_size)
-        return widened(self._table[token_ids])
+        return embedded(self.table, self._table, token_ids, self._hidden_size)
 
     def _factors(self, name: str, num_inputs: int) -> Float32:
         """float32 [num_inputs]: what the inputs of a matrix are spread with."""
