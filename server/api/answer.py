@@ -98,16 +98,6 @@ class TextStream:
     dropped_last: set by `finish` when the last id only ended the choice and has no text.
     """
 
-    __slots__ = (
-        "_decode",
-        "_include_stop",
-        "_pending",
-        "_prefixes",
-        "_skip_special",
-        "_table",
-        "dropped_last",
-    )
-
     def __init__(
         self,
         table: TokenBytes,

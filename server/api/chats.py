@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from server.api.bodies import GenerationBody, parse_object
-from server.api.chat_template import ChatTemplate, RenderedChat
+from server.api.chat_template import ChatTemplate
 from server.api.grammars import OutputFormat, Wanted, grammar_of_prepared
 from server.api.order import Generation, Names, Orders, Target, rules_of
 from server.api.route_context import RouteContext, TextFace
@@ -176,16 +176,37 @@ class Chats:
                 at="tools",
             )
         forced, grammar = await self._forced(chat, tools, model, target)
-        messages = self._messages(chat, model.template, tools)
+        template, shown = model.template, tools.shown
+        messages = self._messages(chat, template, tools)
         num_chars = sum(len(message["content"]) for message in messages)
         # Templates may repeat messages; they hardly ever leave one out.
         orders.check_size(num_chars, target, chat.max_tokens, names)
+        variables = _variables(chat, template, shown is not None and not model.tells_tools)
+        if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
+            raise InvalidRequestError(
+                "the last message must be an assistant's text.", at="continue_final_message"
+            )
+        if model.tells_tools:
+            messages, shown = tell_tools(messages, shown), None
+        adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
         opening = "" if forced is None else forced.opening
+        num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
+        num_chars += sum(len(call.arguments) for turn in chat.turns for call in turn.calls)
         try:
-            rendered = await self._render(chat, messages, tools, model, opening)
+            rendered = await orders.work(
+                lambda: template.render(
+                    messages,
+                    tools=shown,
+                    add_generation_prompt=adds,
+                    continue_final_message=chat.continues,
+                    variables=variables,
+                    opening=opening,
+                ),
+                num_chars,
+            )
             orders.check_size(rendered.num_bytes, target, chat.max_tokens, names)
             ids = await orders.work(
-                lambda: target.model.prompt_ids(model.template.encode(rendered)),
+                lambda: target.model.prompt_ids(template.encode(rendered)),
                 rendered.num_bytes,
             )
         except RequestError as error:
@@ -250,40 +271,6 @@ class Chats:
                 shown["tool_call_id"] = turn.call_id
             messages.append(shown)
         return messages
-
-    async def _render(
-        self,
-        chat: Chat,
-        messages: list[dict[str, Any]],
-        tools: ChosenTools,
-        model: ChatModel,
-        opening: str,
-    ) -> RenderedChat:
-        template = model.template
-        with_tools = tools.shown is not None and not model.tells_tools
-        variables = _variables(chat, template, with_tools)
-        last = chat.turns[-1]
-        if chat.continues and (last.role != "assistant" or last.calls):
-            raise InvalidRequestError(
-                "the last message must be an assistant's text.", at="continue_final_message"
-            )
-        shown = tools.shown
-        if model.tells_tools:
-            messages, shown = tell_tools(messages, shown), None
-        adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
-        num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
-        num_chars += sum(len(call.arguments) for turn in chat.turns for call in turn.calls)
-        return await self._orders.work(
-            lambda: template.render(
-                messages,
-                tools=shown,
-                add_generation_prompt=adds,
-                continue_final_message=chat.continues,
-                variables=variables,
-                opening=opening,
-            ),
-            num_chars,
-        )
 
 
 class ChatFace(TextFace[_B]):

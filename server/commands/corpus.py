@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -116,9 +116,16 @@ def corpus_of(
     """
     from drafters.auto.copying import Pieces
     from drafters.auto.held_out import build_calibrated
+    from server.token_bytes import enriched
+    from server.wiring.model import enrichment_of
 
     text = open_text(model, fields)
-    fingerprint, spelled = _spelling(text.tokenizer, adapter, text.fingerprint)
+    fingerprint = text.fingerprint
+    spelled: Callable[[list[int]], list[int]] = list
+    own = enrichment_of(adapter, text.table)
+    if own is not None:
+        wide = enriched(text.table, own.ids, own.parts, own.hash)
+        fingerprint, spelled = wide.fingerprint.hex(), own.segment
     # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
     examples = text.reader.read(data)
     first = next(examples, None)
@@ -139,23 +146,6 @@ def corpus_of(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _spelling(
-    tokenizer: Any, adapter: str | None, fingerprint: str
-) -> tuple[str, Callable[[list[int]], list[int]]]:
-    """(fingerprint of the ids, how base ids are written) for a model with `adapter`."""
-    from server import token_bytes
-    from server.wiring.model import enrichment_of
-
-    if adapter is None:  # the table is not needed, and takes a second for a large vocabulary
-        return fingerprint, list
-    table = token_bytes.build(tokenizer)
-    enrichment = enrichment_of(adapter, table)
-    if enrichment is None:
-        return fingerprint, list
-    wide = token_bytes.enriched(table, enrichment.ids, enrichment.parts, enrichment.hash)
-    return wide.fingerprint.hex(), enrichment.segment
 
 
 def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:

@@ -36,11 +36,9 @@ from server.config import DEFAULT_TASKS
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.api.served_model import ServedModel
     from server.commands.options import ModelOptions
-    from server.commands.tune_data import Example, Progress, TuneSettings
+    from server.commands.tune_data import Example, Progress
     from server.engine.batch import Runner
-    from server.engine.engine import Engine
 
 
 _MODEL, _FIELDS, _SAMPLING = ModelOptions(), FieldOptions(), SamplingOptions()
@@ -178,7 +176,12 @@ def tune_task(
     skip_forms: bool = False,
 ) -> dict[str, Any]:
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
+    from drafters.auto.copying import Pieces
+    from server.commands.tune import tune as run
     from server.commands.tune_data import TuneSettings, check_data
+    from server.model.catalog import model_folder
+    from server.model.gguf_folder import file_folder
+    from server.wiring.drafter import make_task_drafter
     from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
@@ -207,6 +210,10 @@ def tune_task(
         busy = others.share()  # while the model was loaded and its steps were measured
         if not even_if_busy:
             refuse_if_busy(busy)
+        # Of floats that were rounded to integers, the head to others than the rest, it is unknown.
+        form, share = engine.info.dtype, None
+        if form in ("file", "float32", "bfloat16"):
+            share = head_share((file_folder if form == "file" else model_folder)(model.model))
         settings = TuneSettings(
             name=file.name,
             data=data,
@@ -223,7 +230,7 @@ def tune_task(
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
             seed=drawn.seed,
-            head_share=_head_share(model.model, engine.info.dtype),
+            head_share=share,
             busy=busy,
             render=None if served.chat is None else chat_render(served.chat),
             compare_forms=(
@@ -231,43 +238,24 @@ def tune_task(
             ),
             enrichment=enrichment_of(model.adapter),
         )
-        return _tuned(settings, served, engine, bar)
-
-
-def _head_share(model: str, form: str) -> float | None:
-    """The LM head's share of the bytes of a step; None where floats were rounded to integers, the
-    head to others than the rest. form: ModelInfo.dtype."""
-    from server.model.catalog import model_folder
-    from server.model.gguf_folder import file_folder
-
-    if form not in ("file", "float32", "bfloat16"):
-        return None
-    return head_share((file_folder if form == "file" else model_folder)(model))
-
-
-def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
-    from drafters.auto.copying import Pieces
-    from server.commands.tune import tune
-    from server.wiring.drafter import make_task_drafter
-
-    pieces = Pieces(served.table.offsets, served.table.blob)
-    return tune(
-        settings,
-        engine,
-        OwnTokenizer(served),
-        served.table,
-        lambda name, task, speculation: make_task_drafter(
-            name,
-            served.table.fingerprint.hex(),
-            engine.info.eos_token_ids,
-            task,
-            speculation,
-            enrichment=settings.enrichment,
-            pieces=pieces,
-        ),
-        head_seconds(engine.runner),
-        bar,
-    )
+        pieces = Pieces(served.table.offsets, served.table.blob)
+        return run(
+            settings,
+            engine,
+            OwnTokenizer(served),
+            served.table,
+            lambda name, task, speculation: make_task_drafter(
+                name,
+                served.table.fingerprint.hex(),
+                engine.info.eos_token_ids,
+                task,
+                speculation,
+                enrichment=settings.enrichment,
+                pieces=pieces,
+            ),
+            head_seconds(engine.runner),
+            bar,
+        )
 
 
 def _tell(output: Path, report: dict[str, Any]) -> None:
