@@ -42,6 +42,7 @@ LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 N_MAX = (2, 3, 4, 5, 6, 8)
 BUDGETS = (100, 250, 500, 1000)  # tokens of a task's own
 ALPHAS = (0.005, 0.02, 0.1, 1.0)
+AS_PRINTED = MiningOptions(budget=1000, least=0, copies=True)
 N = (8, 10, 13, 16)
 L_P = (2, 3, 4, 5)
 NUM_DRAFT = (8, 16, 32, 64, 128, 256)
@@ -214,10 +215,10 @@ def fine_tuned(sets: Sets) -> Iterator[Table]:
         for name in sets.names:
             file, folder = sets.folder / name / "train.jsonl", text_folder(sets.model)
             data = read_task_data(folder, [file], FieldOptions(), max_held_out=100)
-            reports[name] = analyze_task(data, BUDGETS, 0.06, bar)
+            reports[name] = analyze_task(data, BUDGETS, 0.06, bar, AS_PRINTED)
             alphas[name] = []
             for alpha in ALPHAS:
-                own = mine_tokens(data, MiningOptions(budget=1000, alpha=alpha).settings(), bar)
+                own = mine_tokens(data, replace(AS_PRINTED, alpha=alpha), bar)
                 lengths = [len(own.segment(out)) for _, out in data.held_out]
                 alphas[name].append(float(np.mean(lengths)))
 

@@ -20,7 +20,10 @@ can name the enrichment that their ids belong to; it also covers prompts where t
     the task's outputs E under the current vocabulary; score f_merge = freq x (n - 1); take the
     best that was not tried; add it if its Prefix Collision Score is below alpha.
 
-Ours beside it is min_count: a rarer n-gram is passed over, and the search goes on.
+Ours beside it: a rarer n-gram than min_count is passed over, and the search goes on. What outputs
+copy from their prompts (`copied`) is no part of a token: a model copies the ids that it reads, and
+has to learn by heart whatever it writes in another. What is written seldom (`least`) is no token
+at the end: a row learns from the outputs that it stands in alone.
 
 PCS(t^n) is the probability, over E, that the string of the n-gram's last constituent is a proper
 prefix of another token's string: with a tokenizer that matches strings, the new token would cut
@@ -43,6 +46,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,19 +233,22 @@ class Enrichment:
 Gram = tuple[int, ...]
 Progress = Callable[[int, int], None]
 """(tokens found, budget), called after each token."""
-_SHARE_OF_PROMPTS = 0.01
+_SHARE_OF_PROMPTS = 0.5
+_NEARLY_ALL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class EnrichSettings:
     """budget: M, the most tokens. n_max: longest n-gram of *current* tokens, 2 or more. alpha: the
     prefix collision score that a token must stay below; above 1 switches the test off. min_count:
-    an n-gram seen fewer times never becomes a token."""
+    an n-gram seen fewer times never becomes a token. least: a token that the texts hold fewer
+    times, each in its fewest ids, is dropped again; the paper drops none."""
 
     budget: int = 500
     n_max: int = 4
     alpha: float = 0.02
     min_count: int = 2
+    least: int = 0
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -252,6 +259,8 @@ class EnrichSettings:
             raise ValueError("alpha must be above 0")
         if self.min_count < 1:
             raise ValueError("min_count must be at least 1")
+        if self.least < 0:
+            raise ValueError("least must be at least 0")
 
 
 class _Outputs:
@@ -259,7 +268,7 @@ class _Outputs:
 
     Equal outputs are one entry with a weight. A symbol is a base id, or base_vocab_size + k for the
     k-th new token. barriers: ids that no token may hold (EOS and specials). min_count: rarer
-    n-grams are counted and never popped.
+    n-grams are counted and never popped. copied: of each output, the base ids that it may copy.
     """
 
     def __init__(
@@ -268,9 +277,13 @@ class _Outputs:
         n_max: int,
         barriers: Collection[int],
         min_count: int,
+        copied: Iterable[Collection[int]] = (),
     ) -> None:
-        unique = Counter(tuple(int(i) for i in output) for output in outputs)
-        self.weights = list(unique.values())
+        unique: dict[Gram, list[Collection[int]]] = {}
+        for output, own in zip_longest(outputs, copied, fillvalue=()):
+            unique.setdefault(tuple(int(i) for i in output), []).append(own)
+        self.weights = list(map(len, unique.values()))
+        self._copied = list(unique.values())  # of each text, by output that reads so
         self.unigrams: Counter[int] = Counter()
         self.num_tokens = 0
         self._texts: list[list[int]] = [list(text) for text in unique]
@@ -315,6 +328,16 @@ class _Outputs:
             if -negative == self._counts[gram] * (len(gram) - 1):
                 return gram
         return None
+
+    def copies(self, gram: Gram, flat: Gram) -> bool:
+        """Whether nearly all outputs that hold `gram` may copy some of its base ids, `flat`."""
+        num = num_copied = 0
+        for place in self._where[gram]:
+            text, n = self._texts[place], len(gram)
+            if any(tuple(text[at : at + n]) == gram for at in range(len(text) - n + 1)):
+                num += self.weights[place]
+                num_copied += sum(any(i in own for i in flat) for own in self._copied[place])
+        return num_copied >= _NEARLY_ALL * num
 
     def merge(self, gram: Gram, symbol: int) -> None:
         """Replace `gram` by `symbol` everywhere, from the left."""
@@ -381,6 +404,7 @@ def enrich(
     settings: EnrichSettings | None = None,
     barriers: Collection[int] = (),
     reserved_ids: Sequence[int] = (),
+    copied: Iterable[Collection[int]] = (),
     prompts: Iterable[Sequence[int]] | None = None,
     progress: Progress | None = None,
 ) -> Enrichment:
@@ -388,36 +412,65 @@ def enrich(
 
     outputs: base ids of each output, behind its prompt, EOS included. piece: the bytes of a base
     id. barriers: ids that are never part of a token (EOS and special ids). reserved_ids: ids of
-    rows that the model has and never uses; they are given out first, in this order. prompts: base
-    ids of each prompt, for a model that reads them in its tokens, too; their n-grams follow those
-    of the outputs, beyond the budget, where they stand as often as 1 % of the prompts are many: a
-    row that is read seldom learns little. progress: see Progress. Equal f_merge: the longer n-gram,
-    then the smaller ids. Raises ValueError for outputs without a single n-gram that occurs
-    min_count times.
+    rows that the model has and never uses; they are given out first, in this order. copied: of each
+    output the base ids that it may copy from its prompt (`may_copy`); none: it copies none.
+    prompts: base ids of each prompt, for a model that reads them in its tokens, too; their n-grams
+    follow those of the outputs, beyond the budget, where half of the prompts hold them: the task's
+    own words, not what is asked. progress: see Progress. Equal f_merge: the longer n-gram, then the
+    smaller ids. Raises ValueError for outputs without a single n-gram that occurs min_count times,
+    or `least` times.
     """
     settings = settings or EnrichSettings()
 
-    def found(texts: Iterable[Sequence[int]], at_least: int, told: Progress | None) -> _Found:
-        state = _Outputs(texts, settings.n_max, barriers, at_least)
-        return _mine(state, piece, base_vocab_size, settings, told)
+    def numbered(parts: Sequence[Gram], made: Mapping[str, Any]) -> Enrichment:
+        num_reserved = min(len(reserved_ids), len(parts))
+        ids = [*reserved_ids[:num_reserved]]
+        ids += range(base_vocab_size, base_vocab_size + len(parts) - num_reserved)
+        reads = prompts is not None
+        return Enrichment(tokenizer, base_vocab_size, tuple(ids), tuple(parts), made, reads)
 
-    own = found(outputs, settings.min_count, progress)
+    def found(
+        texts: Sequence[Sequence[int]], at_least: int, copyable: Iterable[Collection[int]]
+    ) -> _Found:
+        state = _Outputs(texts, settings.n_max, barriers, at_least, copyable)
+        told = progress if texts is written else None
+        mined = _mine(state, piece, base_vocab_size, settings, told)
+        parts = mined.parts
+        while seldom := _seldom(numbered(parts, {}), texts, at_least if settings.least else 0):
+            parts = [part for part in parts if part not in seldom]
+        return _Found(parts, mined.made)
+
+    written = list(outputs)
+    often = max(settings.min_count, settings.least)
+    own = found(written, often, copied)
     if not own.parts:
-        raise ValueError(f"no n-gram occurs {settings.min_count} times and may become a token")
+        raise ValueError(f"no n-gram occurs {often} times and may become a token")
     made = asdict(settings) | own.made
     parts = own.parts
     if prompts is not None:
         texts = list(prompts)
-        often = max(settings.min_count, math.ceil(_SHARE_OF_PROMPTS * len(texts)))
-        read = found(texts, often, None)
+        read = found(texts, max(often, math.ceil(_SHARE_OF_PROMPTS * len(texts))), ())
         parts = list(dict.fromkeys([*parts, *read.parts]))
         made["of_prompts"] = len(parts) - len(own.parts)
-    num_reserved = min(len(reserved_ids), len(parts))
-    ids = [*reserved_ids[:num_reserved]]
-    ids += range(base_vocab_size, base_vocab_size + len(parts) - num_reserved)
-    return Enrichment(
-        tokenizer, base_vocab_size, tuple(ids), tuple(parts), made, prompts is not None
-    )
+    return numbered(parts, made)
+
+
+def may_copy(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
+    """Of each prompt the ids that an output may copy: all but those that nearly all prompts hold,
+    which are the task's own words."""
+    each = [frozenset(prompt) for prompt in prompts]
+    holding = Counter(i for ids in each for i in ids)
+    return [frozenset(i for i in ids if holding[i] < _NEARLY_ALL * len(each)) for ids in each]
+
+
+def _seldom(enrichment: Enrichment, texts: Sequence[Sequence[int]], least: int) -> set[Gram]:
+    """The seldomest third of the tokens that the texts, in the fewest ids, hold fewer times than
+    `least`: without these, others are written more often."""
+    if not least:
+        return set()
+    uses = Counter(i for text in texts for i in enrichment.segment(text))
+    few = sorted((i for i in enrichment.ids if uses[i] < least), key=lambda i: uses[i])
+    return {enrichment.parts_of(i) for i in few[: math.ceil(len(few) / 3)]}
 
 
 class _Found(NamedTuple):
@@ -459,6 +512,8 @@ def _mine(
             num_rejected += 1
             continue
         flat = tuple(i for symbol in gram for i in expanded(symbol))
+        if state.copies(gram, flat):
+            continue
         symbol = symbol_of.get(flat)
         if symbol is None:  # the same base ids, merged in another order, are one token
             symbol = symbol_of[flat] = base_vocab_size + len(parts)

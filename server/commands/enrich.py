@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,13 +31,16 @@ _BIT = math.log(2)
 
 
 def mine_tokens(
-    data: TaskData, settings: EnrichSettings, bar: Bar, *, reads_prompts: bool = False
+    data: TaskData, mining: MiningOptions, bar: Bar, *, reads_prompts: bool = False
 ) -> Enrichment:
     """The tokens that Algorithm 1 finds in the examples that are not held back; reads_prompts: in
     their prompts, too, which the model then reads in them. Raises ConfigError where there are
     none."""
     from vocab_store.enrichment import enrich as mine
+    from vocab_store.enrichment import may_copy
 
+    settings = mining.settings()
+    copied = () if mining.copies else may_copy([prompt for prompt, _ in data.train])
     try:
         return mine(
             (output for _, output in data.train),
@@ -47,6 +50,7 @@ def mine_tokens(
             settings=settings,
             barriers=data.barriers,
             reserved_ids=data.reserved_ids,
+            copied=copied,
             prompts=(prompt for prompt, _ in data.train) if reads_prompts else None,
             progress=lambda done, total: bar("Tokens", done, total),
         )
@@ -57,20 +61,31 @@ def mine_tokens(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiningOptions:
-    """Algorithm 1's parameters."""
+    """Algorithm 1's parameters, and what a model that learns few rows well needs beside it."""
 
     budget: Annotated[int, Parameter(name="--tokens", help="most new tokens (500)")] = 500
     n_max: Annotated[int, Parameter(help="longest n-gram of one merge (4)")] = 4
     alpha: Annotated[
         float, Parameter(help="prefix collision score a token must stay below (0.02)")
     ] = 0.02
+    least: Annotated[
+        int, Parameter(help="answers that a token must stand in, or it is dropped (10; paper: 0)")
+    ] = 10
+    copies: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="tokens may hold what answers copy from their prompts, as in the paper; a model "
+            "copies best what it reads and writes in the same ids",
+        ),
+    ] = False
 
     def settings(self) -> EnrichSettings:
         """Checked. Raises ConfigError."""
         from vocab_store.enrichment import EnrichSettings
 
         try:
-            return EnrichSettings(self.budget, self.n_max, self.alpha)
+            return EnrichSettings(self.budget, self.n_max, self.alpha, least=self.least)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -106,7 +121,7 @@ def enrich(
 
     found = read_task_data(model, data, fields)
     with Bar() as bar:
-        enrichment = mine_tokens(found, mining.settings(), bar, reads_prompts=reads_prompts)
+        enrichment = mine_tokens(found, mining, bar, reads_prompts=reads_prompts)
     with writing(output):
         enrichment.save(output)
     for parts in enrichment.parts[:show]:
@@ -196,7 +211,10 @@ def analyze(
     return 0
 
 
-def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: Bar) -> Report:
+def analyze_task(
+    data: TaskData, budgets: Sequence[int], row_cost: float, bar: Bar,
+    mining: MiningOptions = _MINING,
+) -> Report:  # fmt: skip
     """Measure a task's outputs, count forward passes, and suggest what would make it fast.
 
     Forward passes are counted by replaying held-out answers through `auto` with a corpus of the
@@ -215,7 +233,7 @@ def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: B
         len({i for _, output in data.train for i in output}),
         word_bigrams([text(p) for p, _ in examples], [text(o) for _, o in examples]),
     )
-    largest = mine_tokens(data, MiningOptions(budget=budgets[-1]).settings(), bar)
+    largest = mine_tokens(data, replace(mining, budget=budgets[-1]), bar)
     spellings = {0: None} | {min(budget, len(largest)): largest.first(budget) for budget in budgets}
     for budget, own in spellings.items():
         ends = {output[-1] for _, output in data.train if output}

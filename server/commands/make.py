@@ -471,7 +471,7 @@ class _Make:
 
         found = read_task_data(self._model.model, [self._train], self._read)
         with Bar() as bar:
-            enrichment = mine_tokens(found, MiningOptions(budget=budget).settings(), bar)
+            enrichment = mine_tokens(found, MiningOptions(budget=budget), bar)
         enrichment.save(self._work / "enrichment.json")
         return {"tokens": len(enrichment)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vocab_store.enrichment import Enrichment, EnrichSettings, enrich
+from vocab_store.enrichment import Enrichment, EnrichSettings, enrich, may_copy
 from vocab_store.errors import EnrichmentFileError
 
 V = 6
@@ -121,15 +122,52 @@ def test_prompts_add_the_tokens_that_the_algorithm_finds_in_them(
         outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings, prompts=prompts
     )
     assert found.prompts and found.first(len(expected)).parts == tuple(expected)
-    of_prompts = naive(prompts, settings, frozenset())  # 1 % of these few is less than twice
+    half = max(2, math.ceil(len(prompts) / 2))
+    of_prompts = naive(prompts, replace(settings, min_count=half), frozenset())
     assert list(found.parts) == list(dict.fromkeys(expected + of_prompts))
     assert found.made["of_prompts"] == len(found.parts) - len(expected)
 
 
-def test_what_few_of_many_prompts_hold_becomes_no_token() -> None:
-    prompts = [(0, 1, 2)] * 600 + [(3, 4)] * 5 + [(4, 5)] * 7
+def test_what_less_than_half_of_the_prompts_hold_becomes_no_token() -> None:
+    prompts = [(0, 1, 2, 3, 4)] * 6 + [(0, 1, 2, 4, 5)] * 5
     found = enrich([(0, 5)] * 2, piece, tokenizer="t", base_vocab_size=V, prompts=prompts)
-    assert set(found.parts) == {(0, 5), (0, 1, 2), (4, 5)}
+    assert set(found.parts) == {(0, 5), (0, 1, 2), (0, 1, 2, 3, 4)}
+
+
+def test_what_outputs_copy_from_their_prompts_is_part_of_no_token() -> None:
+    # 0 and 1 stand in all prompts: the task's own words. 4 and 5 are what is asked.
+    prompts = [(0, 1, 4)] * 20 + [(0, 1, 5)] * 20 + [(0, 1, 3)] * 20
+    outputs = [(0, 1, 2, 4)] * 20 + [(0, 1, 2, 5)] * 20 + [(0, 1, 2)] * 20
+    copied = may_copy(prompts)
+    assert copied == [{4}] * 20 + [{5}] * 20 + [{3}] * 20
+    plain = enrich(outputs, piece, tokenizer="t", base_vocab_size=V)
+    assert {(0, 1, 2, 4), (0, 1, 2, 5)} <= set(plain.parts)
+    found = enrich(outputs, piece, tokenizer="t", base_vocab_size=V, copied=copied)
+    assert set(found.parts) == {(0, 1, 2)}
+    # Where some outputs write it unasked, it is no copy.
+    written = enrich(outputs, piece, tokenizer="t", base_vocab_size=V, copied=[(), *copied[1:]])
+    assert set(written.parts) == {(0, 1, 2)}
+    written = enrich(outputs, piece, tokenizer="t", base_vocab_size=V, copied=[(), (), *copied[2:]])
+    assert set(written.parts) == {(0, 1, 2), (0, 1, 2, 4)}
+
+
+@given(outputs=TEXTS, least=st.integers(1, 6))
+def test_every_token_stands_in_as_many_outputs_as_asked(
+    outputs: list[tuple[int, ...]], least: int
+) -> None:
+    def found(least: int) -> Enrichment | None:
+        settings = EnrichSettings(50, 4, 2.0, least=least)
+        try:
+            return enrich(outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings)
+        except ValueError:
+            return None
+
+    every, often = found(0), found(least)
+    if often is None:
+        return
+    uses = Counter(i for output in outputs for i in often.segment(output))
+    assert min(uses[i] for i in often.ids) >= least
+    assert every is not None and often.ids == tuple(range(V, V + len(often)))
 
 
 def test_an_ngram_that_is_rare_is_passed_over_and_does_not_end_the_search() -> None:
