@@ -160,7 +160,7 @@ class Report:
     of H_2 and ids an answer over these budgets; direction: the share of steps where H_2 rises and
     ids fall. recommended: the fewest tokens whose answers are within 2 % of the shortest. passes:
     forward passes an answer by draft nodes. gains: answers a second against base ids without
-    drafts, by clients.
+    drafts, by clients. lack: why it needs no tokens, "" where they pay.
     """
 
     examples: int
@@ -174,6 +174,7 @@ class Report:
     recommended: int = 0
     passes: dict[str, dict[int, float]] = field(default_factory=dict)
     gains: dict[int, dict[str, float]] = field(default_factory=dict)
+    lack: str = ""
     advice: list[str] = field(default_factory=list)
 
     @property
@@ -233,8 +234,12 @@ def analyze_task(
         len({i for _, output in data.train for i in output}),
         word_bigrams([text(p) for p, _ in examples], [text(o) for _, o in examples]),
     )
-    largest = mine_tokens(data, replace(mining, budget=budgets[-1]), bar)
-    spellings = {0: None} | {min(budget, len(largest)): largest.first(budget) for budget in budgets}
+    spellings: dict[int, Enrichment | None] = {0: None}
+    try:
+        largest = mine_tokens(data, replace(mining, budget=budgets[-1]), bar)
+        spellings |= {min(budget, len(largest)): largest.first(budget) for budget in budgets}
+    except ConfigError:  # no n-gram becomes a token
+        pass
     for budget, own in spellings.items():
         ends = {output[-1] for _, output in data.train if output}
         outputs = [output for _, output in spelled(data.train, own)]
@@ -254,8 +259,34 @@ def analyze_task(
         )  # fmt: skip
     for clients in _CLIENTS:
         report.gains[clients] = _gains(report.passes, clients, row_cost)
+    if not report.tokens_pay:
+        report.lack = what_tokens_lack(data, bar, mining) or "drafts alone are nearly as fast"
     report.advice = _advice(report, data.vocab_size)
     return report
+
+
+def what_tokens_lack(data: TaskData, bar: Bar, mining: MiningOptions = _MINING) -> str:
+    """Why a model would learn no tokens of this data that make its answers much shorter: too few
+    examples, with the number that is wanted, or answers that do not repeat; "" where it would."""
+
+    def is_enough(least: int) -> bool:
+        try:
+            own = mine_tokens(data, replace(mining, least=least), bar)
+        except ConfigError:
+            return False
+        outputs = [output for _, output in data.held_out]
+        return _mean(outputs) >= _WORTH_TRAINING * _mean([own.segment(out) for out in outputs])
+
+    if is_enough(mining.least):
+        return ""
+    for fewer in (mining.least // 2, 2):
+        if 1 < fewer < mining.least and is_enough(fewer):
+            wanted = math.ceil(len(data.train) * mining.least / fewer)
+            return (
+                f"too few rows for tokens: each is learned from {mining.least} answers, "
+                f"about {wanted:,} rows are wanted"
+            )
+    return "answers repeat too little for tokens"
 
 
 def count_passes(
@@ -333,6 +364,8 @@ def _advice(report: Report, vocab_size: int) -> list[str]:
             f"a slice of the LM head: answers use {share:.1%} of the vocabulary; "
             "`tailor vocab profile`"
         )
+    if report.lack:
+        advice.append(f"no tokens of its own: {report.lack}")
     return advice or ["nothing: these answers neither repeat nor concentrate"]
 
 

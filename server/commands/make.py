@@ -45,6 +45,7 @@ _MOST_JUDGED = 200  # rows that are held out
 _LEAST_JUDGED = 5
 _OPEN = 16  # prompts that are answered at once
 _BUDGETS = (50, 100, 250, 500, 1000)
+_MOST_LOOKED_AT = 2000  # rows, before the plan: some seconds
 _FIRST_MAX_TOKENS = 256  # until `tune` takes the data's
 _EVALUATED = "# Evaluated on"
 _ROW_COST = 0.06  # of `analyze`
@@ -304,6 +305,7 @@ class _Make:
         self._source = _digest([[asdict(turn) for turn in turns], found.joint, model.model])
         if "train" not in self._skip or self._proposal.chats:
             self._skip.add("form")
+        self._lack = ""  # why it has no tokens of its own
         self._heed(self._figures("analyze"))
         self._ask(self._figures("form"))
         # The model that the task's file is for: with the adapter once there is one.
@@ -327,6 +329,7 @@ class _Make:
     def _heed(self, analysis: Mapping[str, Any] | None) -> None:
         if analysis is not None and not analysis["tokens"]:
             self._skip.add("enrich")
+            self._lack = analysis["lack"]
 
     def _ask(self, form: Mapping[str, Any] | None) -> None:
         if form and form["chats"]:
@@ -383,13 +386,28 @@ class _Make:
             "tune": ("drafter, corpus and nodes on this machine", 120.0 + record + served),
             "evaluate": (f"{len(self._held)} held-out rows answered", 5.0 + 0.3 * len(self._held)),
         }
+        lack = self._lack or self._lack_at_first_sight()
         for step, (what, seconds) in steps.items():
             if step == "form" and step in self._skip:
                 continue
             why = "left out" if step in self._skip else None
+            if step == "enrich" and lack:
+                what, why = lack, "left out"
             if self._figures(step) is not None:
                 why = "done"
             yield Planned(step, what, seconds, why)
+
+    def _lack_at_first_sight(self) -> str:
+        """Why few rows will have no tokens of their own; "" of many, which `analyze` looks at."""
+        from server.commands.enrich import what_tokens_lack
+
+        num = len(self._learned) + len(self._held)
+        if "enrich" in self._skip or self._figures("enrich") or num > _MOST_LOOKED_AT:
+            return ""
+        fields = self._proposal.fields
+        found = read_task_data(self._model.model, [self._data], fields, max_held_out=100)
+        with Bar() as bar:
+            return what_tokens_lack(found, bar)
 
     def _training_s(self) -> float:
         """By the size of the model's layers and what this machine multiplies a second."""
@@ -464,7 +482,8 @@ class _Make:
         with Bar() as bar:
             report = analyze_task(found, _BUDGETS, _ROW_COST, bar)
         self._write_first()
-        return {"tokens": report.recommended if report.tokens_pay else 0, "advice": report.advice}
+        tokens = report.recommended if report.tokens_pay else 0
+        return {"tokens": tokens, "lack": report.lack, "advice": report.advice}
 
     def _enrich(self, budget: int) -> dict[str, Any]:
         from server.commands.enrich import MiningOptions, mine_tokens

@@ -40,7 +40,7 @@ def test_from_data_to_a_served_adapter(
     shared = ["--model", str(folder), "--data", str(data)]
     assert main(["tasks", "analyze", *shared, "--tokens", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["ids_per_answer"]["4"] < 0.6 * report["ids_per_answer"]["0"]
+    assert min(report["ids_per_answer"].values()) < 0.6 * report["ids_per_answer"]["0"]
     assert report["passes"]["base"]["0"] == pytest.approx(report["ids_per_answer"]["0"])
     assert report["passes"]["base"]["4"] < report["passes"]["base"]["0"]
     assert report["gains"]["1"]["drafting"] > 1.5

@@ -179,6 +179,23 @@ def test_plain_prompts_are_asked_as_chats_where_answers_are_likelier_there(
         assert ("messages" in json.loads(first)) == figures["chats"]
 
 
+def test_too_few_rows_for_tokens_are_said_with_the_number_wanted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "few.csv"
+    # Words without a common pair of letters, each in 8 rows.
+    words = ["".join("abcdefghijk"[at * far % 11] for at in range(7)) for far in range(1, 9)]
+    with data.open("w", newline="") as out:
+        table = csv.writer(out)
+        table.writerow(["question", "answer"])
+        table.writerows([f"#{i}:", words[i % 8]] for i in range(64))
+    words_of = ["tasks", "make", str(data), "--name", "few", "-o", str(tmp_path / "few.yaml")]
+    assert main([*words_of, "--model", str(folder), "--plan"]) == 0
+    (line,) = (row for row in capsys.readouterr().out.splitlines() if " enrich " in row)
+    assert "left out" in line and "too few rows for tokens" in line
+    assert "learned from 10 answers, about 116 rows are wanted" in line
+
+
 def test_what_cannot_be_made_is_said(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
