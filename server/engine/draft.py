@@ -255,7 +255,7 @@ class Drafts:
                 rest.num_done += 1
                 return rest.trees
             self._rest = None
-            self._gain.rested(rest.gain_seats, rest.shape, rest.num_done)
+            self._gain.rested(rest.gain_seats, rest.num_done)
         began = time.perf_counter()
         found, left = np.empty((2, num), np.int32)
         num_draws = consider(self._table.numbers, rows.seats, rows.draws, found, left)

@@ -13,14 +13,15 @@ many nodes of which claimed survival an ask brings (the supply), and how often s
 at any number of choices and any load, because neither supply nor calibration depends on them. A
 scope is asked where V is above 0 by a standard deviation of its evidence, and where it may be and
 its account can bear what an ask may lose: SHARE of all plain decoding comes in, and what nodes
-earn; out goes what nodes lose, and what an ask may lose that does not surely pay. So a scope never
-loses much more than SHARE of its time to find out, beginning with its first request (conservative
-bandits: Wu et al., ICML 2016).
+earn; out goes what nodes lose, and what asking takes. So a scope never loses much more than SHARE
+of its time to find out, beginning with its first request (conservative bandits: Wu et al., ICML
+2016).
 
 A scope that is not asked is *watched* meanwhile: of each token that comes it is seen whether it
-repeats what followed the same two ids before, in its prompt or answer. That costs microseconds, and
-says nearly as much as an ask. All evidence fades, by asks and by plain tokens, so that a scope is
-asked again once it is unsure what would come of it.
+repeats what followed the same two ids before, in its prompt or answer. That costs microseconds.
+Each that does promises REPEAT tokens, and its account gets them: a text that has begun to repeat
+is asked at once, and one that never does is hardly ever. All evidence fades, by asks and by plain
+tokens, so that a scope is asked again once it is unsure what would come of it.
 
 A node is taken for what it adds to tokens a second: S nodes of all choices together maximise
 
@@ -62,12 +63,12 @@ SHARE = 0.0075
 """Of a scope's plain decoding, what it may lose to find out whether drafts pay: less than the one
 hundredth that a first request of 24 tokens may be slower."""
 
-MOST = 32.0
-"""Asks that an account saves up for: an unlucky streak of a scope that pays is shorter."""
+MOST = 3.2
+"""Plain tokens that an account saves up: an unlucky streak of a scope that pays takes less."""
 
-LEAST = 2.0
-"""Asks that an account may owe: whoever claims much and is wrong stops after the first nodes, and a
-scope that pays goes on after some tens of tokens."""
+LEAST = 0.2
+"""Plain tokens that an account may owe: whoever claims much and is wrong stops after the first
+nodes, and a scope that pays goes on after some tens of tokens."""
 
 EDGES = (0.15, 0.35, 0.6, 0.85)
 """Of claimed survivals: each part is calibrated for itself, because high claims are wrong in other
@@ -84,13 +85,16 @@ is unsure what would come of it, after some hundreds."""
 DOUBT = 0.2
 """Accepted tokens an ask that one ask without any does not rule out."""
 
+REPEAT = 0.4
+"""Plain tokens that are believed to be won for each that repeats what stood before: a text that
+does that once goes on to."""
+
 REST = 4
 """Of steps in which nobody is asked, one in so many is looked at (draft.py) and learned from
 (figures.py): they are alike, and a look takes as long as a plain step's host."""
 
 _NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)
 _PARTS = len(EDGES) + 1
-_DEPTH = 3  # nodes of a path that is watched
 _MIDDLES = tuple(0.5 * (low + high) for low, high in pairwise((0.0, *EDGES, 1.0)))
 
 
@@ -126,13 +130,11 @@ class _Rows:
         return row
 
 
-# Columns of a scope: its account in asks, whether it was asked last, and its seats. Of plain tokens
-# that were watched: how many, those that stood behind two ids that were known, and with how many of
-# them that token, the two and the three from there on were repeated. Of asks: how many, and of each
-# part of claims the nodes offered, tokens claimed by nodes that were verified, tokens that came.
-_ACCOUNT, _IS_ASKED, _SEATS, _SEEN, _KNOWN, _REPEATED = range(6)
-_ASKS = _REPEATED + _DEPTH
-_OFFERED = _ASKS + 1
+# Columns of a scope: its account in plain tokens, whether it was asked last, and its seats; of
+# plain tokens that were watched those that repeated what stood before. Of asks: how many, and of
+# each part of claims the nodes offered, tokens claimed by nodes that were verified, tokens that
+# came.
+_ACCOUNT, _IS_ASKED, _SEATS, _REPEATED, _ASKS, _OFFERED = range(6)
 _CLAIMED, _CAME, _NUM_COLUMNS = (_OFFERED + i * _PARTS for i in (1, 2, 3))
 # Columns of a seat: its scope's row; ids that it was watched for; tokens that its own drafts were
 # expected to bring, and brought.
@@ -172,9 +174,16 @@ def _num_came(scopes: Float64x2, row: int) -> float:
 
 
 @inlined
-def _fade(scopes: Float64x2, row: int, share: float) -> None:
-    """Keep this share of what asks have told."""
-    for column in range(_ASKS, _NUM_COLUMNS):
+def _may_take(scopes: Float64x2, row: int) -> float:
+    """Most nodes of a tree of this scope: what was claimed of more is not known to be true."""
+    came = _num_came(scopes, row)
+    return 1.0 + came * came
+
+
+@inlined
+def _fade(scopes: Float64x2, row: int, share: float, first: int) -> None:
+    """Keep this share of what asks have told, and from the column `first` on what was watched."""
+    for column in range(first, _NUM_COLUMNS):
         scopes[row, column] *= share
 
 
@@ -262,13 +271,13 @@ def weigh(
     shape: StepShape,
     most: int,
     verdicts: Float64x2,
-    in_asks: Float64,
+    in_tokens: Float64,
 ) -> int:
     """Decide which of these seats are asked, and book it; returns how many are.
 
     curve, host: of CostTable, of HostTimes. most: nodes that could pay. verdicts: float64 [seats,
     3], written: 1 where a seat is asked and else 0; 1 where it would be, if there is room; and what
-    an ask is expected to lose, in asks. in_asks: float64 [2], written: what a token saves and a
+    an ask is expected to lose. in_tokens: float64 [2], written: what an accepted token saves and a
     node takes.
     """
     likely = 0.0
@@ -276,43 +285,37 @@ def weigh(
         row = int(seats[asked[i], _SCOPE])
         likely += _num_came(scopes, row) / max(scopes[row, _ASKS], 1.0)
     token_s, ask_s, node_s, worth = _prices(curve, host, shape, likely)
-    in_asks[0], in_asks[1] = token_s / ask_s * worth, node_s / ask_s
-    price = node_s / token_s
+    price, ask = node_s / token_s, ask_s / token_s
+    in_tokens[0], in_tokens[1] = worth, price
     for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
         row = int(seats[asked[i], _SCOPE])
         asks = max(scopes[row, _ASKS], 1e-3)
-        offered = 0.0
-        for part in range(_PARTS):
-            offered += scopes[row, _OFFERED + part]
-        # No more than may be taken (`choose`): what was claimed of more is not known to be true.
-        taken = min(1.0, (1.0 + _num_came(scopes, row)) / max(1.0, offered / asks)) / asks
+        left = _may_take(scopes, row)
         own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
-        for part in range(_PARTS):
-            supply = scopes[row, _OFFERED + part] * taken
+        for part in range(_PARTS - 1, -1, -1):
+            supply = min(left, scopes[row, _OFFERED + part] / asks)
+            left -= supply
             chance = _trust(scopes, row, part) * _MIDDLES[part] * own
             drafted += supply * max(0.0, chance * worth - price)
             came += supply * chance
-        known, seen, repeated = scopes[row, _KNOWN], scopes[row, _SEEN], 0.0
-        for depth in range(_DEPTH):
-            chance = scopes[row, _REPEATED + depth] / max(known, 1e-3)
-            repeated += max(0.0, chance * worth - price)
-        repeated *= known / max(seen, 1.0)
-        value = (asks * drafted + repeated) / (asks + 1.0) - ask_s / token_s
+        repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT
+        value = (asks * drafted + repeated) / (asks + 1.0) - ask
         doubt = math.sqrt((came + DOUBT) / asks)
         verdicts[i, 0] = value > doubt
         verdicts[i, 1] = value + doubt > 0.0
-        verdicts[i, 2] = min(max(-value * (token_s / ask_s), 0.0), 1.0)
+        verdicts[i, 2] = min(max(-value, 0.0), ask)
     num_asked = 0
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
-        account = min(scopes[row, _ACCOUNT] + SHARE * token_s / ask_s, MOST)
+        account = min(scopes[row, _ACCOUNT] + SHARE, MOST)
         loss = verdicts[i, 2]
         would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= loss)
         is_asked = most > 0 and would_be
         if is_asked:
-            account -= 1.0
+            account -= ask
             num_asked += 1
-        _fade(scopes, row, 1.0 - 1.0 / ((MEMORY if is_asked else IDLE) * scopes[row, _SEATS]))
+        memory = (MEMORY if is_asked else IDLE) * scopes[row, _SEATS]
+        _fade(scopes, row, 1.0 - 1.0 / memory, _REPEATED if is_asked else _ASKS)
         scopes[row, _ACCOUNT], scopes[row, _IS_ASKED] = account, would_be
         verdicts[i, 0], verdicts[i, 1] = is_asked, would_be
     return num_asked
@@ -320,18 +323,13 @@ def weigh(
 
 @entry
 @compiled
-def rest(
-    scopes: Float64x2, seats: Float64x2, resting: Int64, curve: Curve, host: Float64,
-    shape: StepShape, num_steps: int,
-) -> None:  # fmt: skip
+def rest(scopes: Float64x2, seats: Float64x2, resting: Int64, num_steps: int) -> None:
     """Book steps that these seats rested."""
-    token_s, ask_s, _, _ = _prices(curve, host, shape, 0.0)
     for i in range(resting.shape[0]):
         row = int(seats[resting[i], _SCOPE])
         share = (1.0 - 1.0 / (IDLE * scopes[row, _SEATS])) ** num_steps
-        income = num_steps * SHARE * token_s / ask_s
-        scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + income, MOST)
-        _fade(scopes, row, share)
+        scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + num_steps * SHARE, MOST)
+        _fade(scopes, row, share, _ASKS)
 
 
 @entry
@@ -373,17 +371,17 @@ def take(
     num_asked: int,
     taken: Int64,
 ) -> None:
-    """Take the nodes that pay, of those that their scopes may have.
+    """Take the nodes that pay, of those that their scopes may have (_may_take) beside the certain
+    ones.
 
-    A scope of which little came true yet has few nodes: 1, and one for each that did, beside the
-    certain ones. owners: int64 [nodes], the tree of each. order: int64 [nodes], by descending
-    chance; used up. taken: int64 [trees], zeros, written.
+    owners: int64 [nodes], the tree of each. order: int64 [nodes], by descending chance; used up.
+    taken: int64 [trees], zeros, written.
     """
     num = 0
     for i in range(order.shape[0]):
         tree = owners[order[i]]
-        came = _num_came(scopes, int(seats[heard[tree], _SCOPE]))
-        if num < room and taken[tree] < int(1.0 + came) + certain[tree]:
+        most = int(_may_take(scopes, int(seats[heard[tree], _SCOPE]))) + certain[tree]
+        if num < room and taken[tree] < most:
             order[num] = order[i]
             taken[tree] += 1
             num += 1
@@ -422,9 +420,9 @@ def note_drafts(
     certain: Int32,
     claims: Float64,
     came: Int32,
-    in_asks: Float64,
+    in_tokens: Float64,
 ) -> None:
-    """See Gain.observe_drafts. in_asks: what a token saves and a node takes."""
+    """See Gain.observe_drafts. in_tokens: what an accepted token saves and a node takes."""
     for tree in range(drafted.shape[0]):
         first, end, seat = start[tree] + certain[tree], start[tree + 1], drafted[tree]
         if first >= end or seat < 0 or came[first] < 0:
@@ -440,22 +438,22 @@ def note_drafts(
         share = 1.0 - 1.0 / MEMORY
         seats[seat, _OWN_CLAIMED] = seats[seat, _OWN_CLAIMED] * share + expected
         seats[seat, _OWN_CAME] = seats[seat, _OWN_CAME] * share + num_came
-        account = scopes[row, _ACCOUNT] + in_asks[0] * num_came - in_asks[1] * (end - first)
+        account = scopes[row, _ACCOUNT] + in_tokens[0] * num_came - in_tokens[1] * (end - first)
         scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
 
 
-def repeats(ids: Int32, start: int) -> npt.NDArray[np.int8]:
-    """Of each of ids[start:], 1 where it followed the two ids before it when they last stood
-    before, 0 where another id did, -1 where they are new: what a lookup would have drafted."""
+def repeats(ids: Int32, start: int) -> npt.NDArray[np.bool_]:
+    """Of each of ids[start:], whether it followed the two ids before it when they last stood
+    before: what a lookup would have drafted."""
     at = np.arange(max(start, 2), ids.shape[0])
-    hits = np.full(max(0, ids.shape[0] - start), -1, np.int8)
+    hits = np.zeros(max(0, ids.shape[0] - start), np.bool_)
     if not at.shape[0] or ids.shape[0] < 4:
         return hits
     first, second, third = ids[:-2], ids[1:-1], ids[2:]
     found = (first == ids[at - 2, None]) & (second == ids[at - 1, None])
     found &= np.arange(first.shape[0]) < at[:, None] - 2
     last = first.shape[0] - 1 - np.argmax(found[:, ::-1], axis=1)
-    hits[-at.shape[0] :] = np.where(found.any(axis=1), third[last] == ids[at], -1)
+    hits[-at.shape[0] :] = found.any(axis=1) & (third[last] == ids[at])
     return hits
 
 
@@ -470,7 +468,7 @@ class Gain:
         self.cost = cost
         self.host = HostTimes(0.0 if cost is None else cost.cost(1))
         self._capacity = capacity
-        self._in_asks = np.zeros(2)  # what a token saves and a node takes, at the last step
+        self._in_tokens = np.zeros(2)  # what a token saves and a node takes, at the last step
         self._scopes = _Rows(_NUM_COLUMNS)
         self._seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
@@ -529,7 +527,7 @@ class Gain:
         most = most_nodes(curve, host, shape, room, _NO_CHANCES, _NO_ORDER)
         num = weigh(
             self._scopes.table, self._seats.table, np.array(seats, np.int64), curve, host, shape,
-            most, verdicts, self._in_asks,
+            most, verdicts, self._in_tokens,
         )  # fmt: skip
         why = ["" if is_asked else "cooldown" for is_asked in verdicts[:, 0].tolist()]
         return why, most if num else 0
@@ -538,14 +536,10 @@ class Gain:
         """Whether a choice of this scope would be asked, if there is room, as last weighed."""
         return self.cost is None or bool(self._scope_of(seat)[_IS_ASKED])
 
-    def rested(self, seats: Sequence[int], shape: StepShape, num_steps: int) -> None:
+    def rested(self, seats: Sequence[int], num_steps: int) -> None:
         """So many steps of these choices were taken without `ask`, and without drafts."""
-        if self.cost is None or not num_steps:
-            return
-        rest(
-            self._scopes.table, self._seats.table, np.array(seats, np.int64), self.cost.curve,
-            self.host.numbers, shape, num_steps,
-        )  # fmt: skip
+        if self.cost is not None and num_steps:
+            rest(self._scopes.table, self._seats.table, np.array(seats, np.int64), num_steps)
 
     def choose(
         self, seats: Int64, start: Int32, certain: Int32, claims: Float64, shape: StepShape,
@@ -590,7 +584,7 @@ class Gain:
         choose."""
         note_drafts(
             self._scopes.table, self._seats.table, seats, start, certain, claims, came,
-            self._in_asks,
+            self._in_tokens,
         )  # fmt: skip
 
     def watch(self, seat: int, ids: Int32, start: int) -> None:
@@ -601,13 +595,9 @@ class Gain:
         own, scope = self._seats.table[seat], self._scope_of(seat)
         start, own[_WATCHED] = max(start, int(own[_WATCHED])), ids.shape[0]
         hits = repeats(ids, start)
-        scope[_SEEN:_ASKS] *= max(0.0, 1.0 - hits.shape[0] / MEMORY)
-        scope[_SEEN] += hits.shape[0]
-        scope[_KNOWN] += (hits >= 0).sum()
-        runs = hits > 0
-        for depth in range(min(_DEPTH, hits.shape[0])):
-            scope[_REPEATED + depth] += runs.sum()
-            runs = runs[:-1] & (hits[depth + 1 :] > 0)
+        num = int(hits.sum())
+        scope[_REPEATED] = scope[_REPEATED] * max(0.0, 1.0 - hits.shape[0] / MEMORY) + num
+        scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * REPEAT, MOST)
 
     # -- the estimate -----------------------------------------------------------------------
 

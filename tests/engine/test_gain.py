@@ -221,7 +221,7 @@ def _serve(
         elif resting:
             resting, asked = resting - 1, []
             if not resting:
-                gain.rested(seats, shape, REST - 1)
+                gain.rested(seats, REST - 1)
         else:
             asked = [i for i, why in enumerate(gain.ask(seats, shape, 64)[0]) if not why]
             resting = 0 if asked else REST - 1
@@ -428,9 +428,9 @@ def test_drafts_of_which_nothing_is_known_change_nothing() -> None:
 
 def test_what_repeats_is_seen_without_an_ask() -> None:
     ids = np.array([5, 6, 7, 8, 5, 6, 7, 9, 1, 2, 5, 6, 7], np.int32)
-    assert repeats(ids, 4).tolist() == [-1, -1, 1, 0, -1, -1, -1, -1, 1]
+    assert repeats(ids, 4).tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 1]
     assert repeats(ids, 12).tolist() == [1] and repeats(ids, 13).tolist() == []
-    assert repeats(ids[:2], 0).tolist() == [-1, -1]
+    assert repeats(ids[:2], 0).tolist() == [0, 0]
     copies, news = np.tile(np.arange(9, dtype=np.int32), 6), np.arange(54, dtype=np.int32)
     first = []
     for text in (copies, news):
@@ -488,4 +488,4 @@ def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
         known = [full.seat("k", knows=True), full.seat("k", knows=True)]
         assert full.ask(known, _alone(2), 0) == (["room"] * 2, 0), "the step is full of rows"
     gain.watch(seats[0], np.arange(9, dtype=np.int32), 4)
-    gain.rested(seats, _alone(2), 3)
+    gain.rested(seats, 3)
