@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -190,6 +190,7 @@ class _Line:
     key: str
 
 
+@dataclass(slots=True)
 class BulkRun:
     """One input file through one task.
 
@@ -200,31 +201,21 @@ class BulkRun:
     timeout_s: longest silence of the server during one request. prompt_field: where a prompt is.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        task: str,
-        source: Path,
-        target: Path,
-        *,
-        concurrency: int = 8,
-        max_retries: int = 10,
-        timeout_s: float = 600.0,
-        max_tokens: int | None = None,
-        prompt_field: str = "prompt",
-    ) -> None:
-        if concurrency < 1 or max_retries < 0:
+    endpoint: Endpoint
+    task: str
+    source: Path
+    target: Path
+    _: KW_ONLY
+    concurrency: int = 8
+    max_retries: int = 10
+    timeout_s: float = 600.0
+    max_tokens: int | None = None
+    prompt_field: str = "prompt"
+    outcome: BulkOutcome = field(default_factory=BulkOutcome)
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.max_retries < 0:
             raise ValueError("concurrency must be at least 1 and max_retries at least 0")
-        self.outcome = BulkOutcome()
-        self._endpoint = endpoint
-        self._task = task
-        self._source = source
-        self._target = target
-        self._concurrency = concurrency
-        self._max_retries = max_retries
-        self._timeout_s = timeout_s
-        self._prompt_field = prompt_field
-        self._defaults: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
         """Answer every line that has no answer yet. on_progress: called after each line.
@@ -234,7 +225,7 @@ class BulkRun:
         """
         started_s, outcome = time.monotonic(), self.outcome
         try:
-            with AnswerFile(self._target) as file:
+            with AnswerFile(self.target) as file:
                 keys = {line.number: line.key for line in self._lines()}
                 outcome.num_lines = len(keys)
                 answered = set(file.take_up(keys))
@@ -242,15 +233,15 @@ class BulkRun:
                 todo = (line for line in self._lines() if line.number not in answered)
                 with (
                     Caller(
-                        self._endpoint,
-                        num_open=self._concurrency,
-                        max_retries=self._max_retries,
-                        timeout_s=self._timeout_s,
+                        self.endpoint,
+                        num_open=self.concurrency,
+                        max_retries=self.max_retries,
+                        timeout_s=self.timeout_s,
                     ) as caller,
                     file.appending() as append,
                 ):
                     if len(answered) < outcome.num_lines:
-                        caller.check_task(self._task)
+                        caller.check_task(self.task)
                     on_progress(outcome)
                     asked = ((line, line.route, line.body) for line in todo)
                     for line, answer in caller.answers(asked):
@@ -267,12 +258,12 @@ class BulkRun:
     def _lines(self) -> Iterator[_Line]:
         """The lines of the input; blank ones count but are passed over. Raises BulkError and
         ConfigError, which name file and line."""
-        for number, row in rows(self._source):
+        for number, row in rows(self.source):
             yield self._line(number, row)
 
     def _line(self, number: int, row: dict[str, Any]) -> _Line:
-        at, field = f"{self._source}:{number}", self._prompt_field
-        is_table = self._source.suffix in TABLES  # which has texts, no objects
+        at, field = f"{self.source}:{number}", self.prompt_field
+        is_table = self.source.suffix in TABLES  # which has texts, no objects
         has_messages = "messages" in row and not is_table
         if has_messages and field in row:
             raise BulkError(f"{at}: a line needs either a prompt or messages")
@@ -284,9 +275,9 @@ class BulkRun:
         if not isinstance(extra, dict) or extra.get("stream"):
             raise BulkError(f"{at}: request must be an object of request fields, without stream")
         body = {
-            **self._defaults,
+            **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}),
             **extra,
-            "model": self._task,
+            "model": self.task,
             named: asked,
             "include_speculation": True,
         }

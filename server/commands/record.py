@@ -17,7 +17,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,8 +91,10 @@ def record(
     endpoint = call.endpoint()
     fields = tuple(sampling.fields().items())
     name = task or _first_model(endpoint)
-    address = ServerAddress(endpoint, name, fields, call.timeout)
-    ask = functools.partial(ask_server, address, num_open=prompts.concurrency)
+    ask = functools.partial(
+        ask_server, endpoint, name,
+        fields=dict(fields), timeout_s=call.timeout, num_open=prompts.concurrency,
+    )  # fmt: skip
     with Bar() as bar:
         return _record(prompts, asked, output, ask, json.dumps([endpoint.url, name, fields]), bar)
 
@@ -360,47 +362,31 @@ def _request(
 # --- a running server -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """A running server. model: what the `model` field says, a task's name or a model's.
-
-    fields: further fields of each body; what is left out is the task's own. timeout_s: longest
-    silence of the server during one request.
-    """
-
-    endpoint: Endpoint
-    model: str
-    fields: tuple[tuple[str, Any], ...] = ()
-    timeout_s: float = 600.0
-
-
 def ask_server(
-    server: ServerAddress, prompts: Iterable[Prompt], *, num_open: int = 16
+    endpoint: Endpoint,
+    model: str,
+    prompts: Iterable[Prompt],
+    *,
+    fields: Mapping[str, Any] = {},
+    timeout_s: float = 600.0,
+    num_open: int = 16,
 ) -> Iterator[Answer | Failure]:
     """Answers as they finish, at most `num_open` requests at once.
 
-    server.client.http decides which requests are tried again, and when. Raises CallFailedError when
-    the server cannot be reached, refuses every request (a wrong key, an unknown model) or is no
-    Tailor server.
+    model: what the `model` field says, a task's name or a model's. fields: further ones of each
+    body; what is left out is the task's own. timeout_s: longest silence of the server during one
+    request. server.client.http decides which requests are tried again, and when.
+
+    Raises CallFailedError when the server cannot be reached, refuses every request (a wrong key, an
+    unknown model) or is no Tailor server.
     """
-    base = server.endpoint.base
-    with Caller(server.endpoint, num_open=num_open, timeout_s=server.timeout_s) as caller:
-        caller.check_task(server.model)
-        asked = (
-            (
-                prompt,
-                "/completions",
-                {
-                    "model": server.model,
-                    "prompt": prompt.text if prompt.ids is None else list(prompt.ids),
-                    "return_token_ids": True,
-                    **dict(server.fields),
-                },
-            )
-            for prompt in prompts
-        )
+    body = {"model": model, "return_token_ids": True, **fields}
+    with Caller(endpoint, num_open=num_open, timeout_s=timeout_s) as caller:
+        caller.check_task(model)
+        texts = ((prompt, prompt.text if prompt.ids is None else prompt.ids) for prompt in prompts)
+        asked = ((prompt, "/completions", {**body, "prompt": text}) for prompt, text in texts)
         for prompt, answer in caller.answers(asked):
-            yield _answer(prompt, answer, base)
+            yield _answer(prompt, answer, endpoint.base)
 
 
 def _answer(prompt: Prompt, answer: httpx.Response | BaseException, base: str) -> Answer | Failure:

@@ -19,7 +19,6 @@ from server.commands.record import (
     Failure,
     Prompt,
     PromptOptions,
-    ServerAddress,
     ask_engine,
     ask_server,
     write_recordings,
@@ -282,8 +281,8 @@ def url() -> Iterator[str]:
 
 def test_a_server_is_asked_again_when_it_is_busy(url: str) -> None:
     prompts = [*_prompts(5), Prompt(6, "a bad one"), Prompt(7, "q", None)]
-    server = ServerAddress(Endpoint(url, "key"), "task", (("max_tokens", 9),))
-    answers = {a.prompt.line: a for a in ask_server(server, prompts, num_open=3)}
+    asked = ask_server(Endpoint(url, "key"), "task", prompts, fields={"max_tokens": 9}, num_open=3)
+    answers = {a.prompt.line: a for a in asked}
     failure = answers.pop(6)
     assert isinstance(failure, Failure) and failure.message == "prompt: too long"
     for answer in answers.values():
@@ -310,9 +309,9 @@ def test_the_record_command_asks_the_running_server(url: str, tmp_path: Path) ->
 )
 def test_a_server_that_cannot_help_ends_it(url: str, model: str, told: str) -> None:
     with pytest.raises(CallFailedError, match=told):
-        list(ask_server(ServerAddress(Endpoint(url), model), [Prompt(1, "x")]))
+        list(ask_server(Endpoint(url), model, [Prompt(1, "x")]))
 
 
 def test_no_server_at_all() -> None:
     with pytest.raises(CallFailedError, match=r"127\.0\.0\.1:9/.*cannot be reached"):
-        list(ask_server(ServerAddress(Endpoint("http://127.0.0.1:9"), "m"), [Prompt(1, "x")]))
+        list(ask_server(Endpoint("http://127.0.0.1:9"), "m", [Prompt(1, "x")]))

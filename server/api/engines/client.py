@@ -28,7 +28,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -168,6 +168,7 @@ class WaitingRoom:
             self._held[request.tenant] = (num + sign, num_tokens + more)
 
 
+@dataclass(eq=False, slots=True)
 class EngineSlot:
     """One engine that should run, and its handle while it does.
 
@@ -176,34 +177,25 @@ class EngineSlot:
     called when no Request is open any more.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        waiting: WaitingRoom,
-        pulse: Pulse,
-        *,
-        on_message: Callable[[EngineSlot, int, channel.Message], None],
-        on_idle: Callable[[], None],
-    ) -> None:
-        self.spec = spec
-        self.pulse = pulse
-        self.state: SlotState = "loading"
-        self.info: ModelInfo | None = None
-        self.handle: EngineHandle | None = None
-        self.generation = 0
-        self.was_ready = False
-        self.deaths_s: list[float] = []
-        self.num_restarts = 0
-        self.retry_at_s = 0.0
-        self.told_s = 0.0  # when it told its figures, in this life or an earlier one
-        self.open: dict[str, tuple[Submission, int]] = {}  # with its number of choices
-        self.load = 0
-        self._on_message = on_message
-        self._on_idle = on_idle
-        self._waiting = waiting
-        self._send: Callable[[channel.Message], None] | None = None
-        self._outbox: queue.SimpleQueue[channel.Message | None] | None = None
-        self.reader: threading.Thread | None = None
+    spec: EngineSpec
+    waiting: WaitingRoom
+    pulse: Pulse
+    on_message: Callable[[EngineSlot, int, channel.Message], None]
+    on_idle: Callable[[], None]
+    state: SlotState = "loading"
+    info: ModelInfo | None = None
+    handle: EngineHandle | None = None
+    generation: int = 0
+    was_ready: bool = False
+    deaths_s: list[float] = field(default_factory=list)
+    num_restarts: int = 0
+    retry_at_s: float = 0.0
+    told_s: float = 0.0  # when it told its figures, in this life or an earlier one
+    open: dict[str, tuple[Submission, int]] = field(default_factory=dict)  # and how many choices
+    load: int = 0
+    reader: threading.Thread | None = None
+    _send: Callable[[channel.Message], None] | None = None
+    _outbox: queue.SimpleQueue[channel.Message | None] | None = None
 
     @property
     def is_stuck(self) -> bool:
@@ -226,7 +218,7 @@ class EngineSlot:
         """Serve a Request from now on."""
         self.open[request.request_id] = (submission, request.num_choices)
         self.load += request.num_choices
-        self._waiting.add(request)
+        self.waiting.add(request)
         submission.placed(request.request_id, self)
 
     def forget(self, request_id: str) -> None:
@@ -234,9 +226,9 @@ class EngineSlot:
         held = self.open.pop(request_id, None)
         if held is not None:
             self.load -= held[1]
-        self._waiting.remove(request_id)
+        self.waiting.remove(request_id)
         if not self.open:
-            self._on_idle()
+            self.on_idle()
 
     # Its threads.
 
@@ -246,7 +238,7 @@ class EngineSlot:
         self.generation += 1
         if isinstance(handle, LoopHandle):
             self._send = handle.send
-            handle.open(partial(self._on_message, self, self.generation))
+            handle.open(partial(self.on_message, self, self.generation))
             return
         piped = cast(PipedHandle, handle)
         outbox: queue.SimpleQueue[channel.Message | None] = queue.SimpleQueue()
@@ -284,7 +276,7 @@ class EngineSlot:
                 if message[0] == "failed":
                     reason, final = str(message[1]), bool(message[2])
                 else:
-                    loop.call_soon_threadsafe(self._on_message, self, generation, message)
+                    loop.call_soon_threadsafe(self.on_message, self, generation, message)
         except (EOFError, OSError):
             pass
         except RuntimeError:
@@ -292,7 +284,7 @@ class EngineSlot:
         except Exception as error:  # not a message: treat the engine as broken
             reason = f"it sent a message that cannot be read ({type(error).__name__})"
         try:
-            loop.call_soon_threadsafe(self._on_message, self, generation, ("died", reason, final))
+            loop.call_soon_threadsafe(self.on_message, self, generation, ("died", reason, final))
         except RuntimeError:
             return
 
@@ -346,12 +338,9 @@ class EngineClient:
         stuck_after_s = self._restart.stuck_after_s
         self._idle = asyncio.Event()
         self.slots = [
-            EngineSlot(
-                spec, self.waiting, Pulse(stuck_after_s),
-                on_message=self._on_message, on_idle=self._idle.set,
-            )
+            EngineSlot(spec, self.waiting, Pulse(stuck_after_s), self._on_message, self._idle.set)
             for spec in specs
-        ]  # fmt: skip
+        ]
         limits = limits or LimitsConfig()
         self._max_queued = (limits.max_queued_requests, limits.max_queued_tokens)
         self._stop_timeout_s = stop_timeout_s
