@@ -168,6 +168,7 @@ def test_a_formatted_answer_and_its_logprobs(server: LiveServer) -> None:
     assert b"".join(bytes(token["bytes"]) for token in content).decode() == text
 
 
+@pytest.mark.slow
 def test_a_tenth_of_a_million_messages_and_marks_leave_the_server_alive(
     server: LiveServer,
 ) -> None:

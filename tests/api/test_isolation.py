@@ -146,12 +146,16 @@ def _seen(folder: Path, probe: Probe, before: Probe | None) -> Any:
         return probe(server)
 
 
-@pytest.mark.parametrize("salted", [False, True])
+@pytest.mark.parametrize("salted", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("task", "extra"),
     [
         ("sliced", {"ignore_eos": True}),
-        ("exact", {"ignore_eos": True, "vocabulary": {"mode": "exact", "verify_every": 4}}),
+        pytest.param(
+            "exact",
+            {"ignore_eos": True, "vocabulary": {"mode": "exact", "verify_every": 4}},
+            marks=pytest.mark.slow,
+        ),
         ("exact", {"ignore_eos": True}),
         ("drafted", {"ignore_eos": True}),
         ("plain", {"ignore_eos": True}),

@@ -274,6 +274,7 @@ def two_engines(**options: Any) -> list[ScriptedEngine]:
 
 
 @pytest.mark.server_error
+@pytest.mark.slow
 def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
     engines = two_engines(step_s=0.05)
     with LiveServer(engines) as live, ThreadPoolExecutor(8) as threads:
@@ -527,6 +528,7 @@ def under_way(port: int, answer: Future[httpx.Response]) -> None:
     wait_until(lambda: answer.done() or running(), 20)
 
 
+@pytest.mark.slow
 def test_sigterm_drains_and_exits_0() -> None:
     with server_process() as (process, port), ThreadPoolExecutor(1) as threads:
         url = f"http://127.0.0.1:{port}/v1/completions"
@@ -538,6 +540,7 @@ def test_sigterm_drains_and_exits_0() -> None:
         assert process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_does_not_wait() -> None:
     with server_process() as (process, port), ThreadPoolExecutor(1) as threads:
         url = f"http://127.0.0.1:{port}/v1/completions"

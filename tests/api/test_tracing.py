@@ -153,6 +153,7 @@ def test_sampling_follows_the_caller(collector: Collector) -> None:
     assert [s.trace_id.hex() for s in collector.spans] == [PARENT.split("-")[1]]
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_costs_nothing() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_EXPORT_TIMEOUT", "200")

@@ -318,6 +318,7 @@ def test_stop_kills_an_engine_that_hangs_in_a_step(start_own: Start) -> None:
 
 
 @pytest.mark.parametrize("busy", ["idle", "working", "hanging"])
+@pytest.mark.slow
 def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
     """The "API" is a process that is killed; its engine must be gone soon after."""
     program = textwrap.dedent(
@@ -360,6 +361,7 @@ def _exists(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_heartbeat_says_how_long_the_loop_has_been_at_it(start: Start) -> None:
     handle = start(factory(step_s=3.6))
     _ready(handle)

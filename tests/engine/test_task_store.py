@@ -111,6 +111,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: list[Engine]) -> None:
     """Memory stays bounded, tokens per step rise, aborted requests teach nothing."""
     outputs_alone = replace(LEARN, options=(("auto.logits", 0),))
