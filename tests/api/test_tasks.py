@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -35,7 +36,7 @@ from server.errors import ConfigError
 from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
 from server.wiring.drafter import make_task_drafter
-from server.wiring.task_set import BuildOrder, TaskSet, build_upload
+from server.wiring.task_set import TaskSet, build_upload
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -520,11 +521,9 @@ def test_a_damaged_corpus_is_named_with_its_task_set_aside_and_harms_nobody(
 def test_building_runs_in_a_process_and_says_what_is_wrong(place: Place) -> None:
     """The build as it is composed: a spawned process, whose error comes back whole."""
     task_set = place.task_set(build=None)
-    source = place.model / "examples.json"
-    source.write_text(json.dumps([{"prompt_ids": [], "output_ids": [9999]}]))
-    order = BuildOrder(str(place.model), str(source), None, str(place.kept))
+    examples = [{"prompt_ids": [], "output_ids": [9999]}]
     with pytest.raises(ConfigError, match=r"examples\[0\]: output_ids: 9999 is not below"):
-        task_set._run(order)
+        asyncio.run(task_set.upload("sql", examples, append=False))
 
 
 # --- reload ---

@@ -337,4 +337,12 @@ class OwnLogits(AutoDrafter):
     @property
     def num_open(self) -> int:
         """Sessions that were never closed."""
-        return sum(session._drafter is not None for session in self.sessions)
+        return sum(_is_open(session) for session in self.sessions)
+
+
+def _is_open(session: AutoSession) -> bool:
+    try:
+        session.context()
+    except SessionClosedError:
+        return False
+    return True

@@ -42,8 +42,3 @@ def head_of(runner: TorchRunner) -> Any:
 def cache_of(runner: TorchRunner) -> Any:
     """K and V by block."""
     return runner._cache
-
-
-def upload_of(runner: TorchRunner) -> Any:
-    """The one copy of a step's numbers to the device."""
-    return runner._upload

@@ -30,7 +30,7 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
-from tests.model.torch_runners import body_of, runner_over, upload_of
+from tests.model.torch_runners import body_of, runner_over
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -202,7 +202,8 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Upload, "__call__", counted)
     for attention in ("torch", "triton"):
         runner = runner_over(families.build("llama:1"), attention=attention)
-        runner._upload = Upload(CPU, 1 << 11, runner.forget_graphs)
+        own = Upload(CPU, 1 << 11, runner.forget_graphs)
+        monkeypatch.setattr(runner, "_upload", own)
         graphs = FirstCalls(16, num_runs=0)
         if attention == "triton":
             use_graphs(runner, graphs)
@@ -225,7 +226,7 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
         for batch in (tree.build(), biased_step(tables, ids[-1]), tree.build()):
             runner.launch(batch)
             ids.append(runner.wait().token_ids.tolist())
-        assert uploads == [upload_of(runner)] * 7
+        assert uploads == [own] * 7
         uploads.clear()
         if attention == "triton":
             assert graphs.keys == [GraphKey(4, 1)] * 6

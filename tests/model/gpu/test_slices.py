@@ -27,7 +27,7 @@ from server.engine.stops import StopTable
 from server.model.build import RunnerSpec, _build_torch_runner
 from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices, product
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.transfers import Fence, HostTable, SideStream
+from server.model.gpu.transfers import Fence, HostTable, SideStream, Upload
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Result, run_requests
 from tests.fakes import reference_sampler as sampling
@@ -47,7 +47,7 @@ from tests.model.slice_cases import (
     verification,
 )
 from tests.model.tiny_models import save_tiny
-from tests.model.torch_runners import body_of, head_of, runner_over, upload_of
+from tests.model.torch_runners import body_of, head_of, runner_over
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -315,16 +315,16 @@ def test_a_step_that_fails_leaves_no_slice_half_placed(
     """The same slices are drawn from when the step is done again."""
     fresh = [replace(s) for s in slices]
     batch = replace(batch_of(6, 1, [0, 1, 2, 0, 1, 2]), slices=tuple(fresh))
-    upload = upload_of(runner)
+    upload = Upload.__call__
     left = [1]
 
-    def fail_once(arrays: Any) -> Any:
+    def fail_once(self: Upload, arrays: Any) -> Any:
         if left[0]:
             left[0] -= 1
             raise MemoryError("no room")
-        return upload(arrays)
+        return upload(self, arrays)
 
-    monkeypatch.setattr(runner, "_upload", fail_once)
+    monkeypatch.setattr(Upload, "__call__", fail_once)
     with pytest.raises(MemoryError):
         run(runner, batch)
     assert_close(run(runner, batch), run(runner, replace(batch, slices=tuple(slices))))
