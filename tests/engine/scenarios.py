@@ -458,3 +458,25 @@ def compare(
         assert got.stop_reason == want.stop_reason
         assert got.logprobs == want.logprobs
         assert list(got.prompt_logprobs) == want.prompt_logprobs
+
+
+def run_workload(
+    work: Workload,
+    prepare: Callable[[Engine, FakeRunner], Callable[[int], None] | None] | None = None,
+) -> tuple[Engine, dict[tuple[str, int], Result]]:
+    """Every choice gives what the one-token loop gives, and nothing is left behind. prepare: is
+    given the engine, and may give back what is called before each step."""
+    expected = work.expected()
+    drafter = make_drafter(work, expected)
+    engine, runner = make_engine(work, drafter)
+    each_step = None if prepare is None else prepare(engine, runner)
+    results = drive(work, engine, each_step or (lambda _: None))
+    compare(work, expected, results)
+    assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
+    assert engine.num_open == 0
+    assert engine.pool.num_free == work.num_blocks, "a block was lost"
+    engine.pool.check([])
+    assert drafter.num_open == 0, "a draft session was never closed"
+    if work.drafter != "broken":
+        assert engine.num_drafter_errors == 0
+    return engine, results

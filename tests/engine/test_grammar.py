@@ -31,11 +31,8 @@ from tests.engine.scenarios import (
     Collector,
     Result,
     Workload,
-    compare,
-    drive,
-    make_drafter,
-    make_engine,
     random_workload,
+    run_workload,
     verifying_every,
     with_own_logits,
     with_slices,
@@ -80,17 +77,7 @@ def _constrained_workload(rng: Random) -> Workload:
 
 def _run(work: Workload, *, sliced: bool = False) -> None:
     note(f"{work}")
-    expected = work.expected()
-    drafter = make_drafter(work, expected)
-    engine, _ = make_engine(work, drafter)
-    results = drive(work, engine)
-    compare(work, expected, results)
-    assert engine.num_failed_steps == 0
-    assert engine.num_open == 0
-    assert engine.pool.num_free == work.num_blocks
-    assert drafter.num_open == 0
-    if work.drafter != "broken":
-        assert engine.num_drafter_errors == 0
+    _, results = run_workload(work)
     for result in results.values():
         assert result.error_code in (None, "constraint_unsatisfiable")
         if not sliced and result.finish_reason in ("stop", "length"):

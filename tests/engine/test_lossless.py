@@ -19,6 +19,7 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    run_workload,
     verifying_every,
     with_own_logits,
     with_slices,
@@ -30,18 +31,7 @@ SEEDS = st.integers(0, 2**48)
 
 def _run(work: Workload, *, waits: bool = False) -> dict[tuple[str, int], Result]:
     """waits: whether tokens wait for the full head and may be taken back: counts are no sums."""
-    expected = work.expected()
-    drafter = make_drafter(work, expected)
-    engine, _ = make_engine(work, drafter)
-    results = drive(work, engine)
-    compare(work, expected, results)
-    assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
-    assert engine.num_open == 0
-    assert engine.pool.num_free == work.num_blocks, "a block was lost"
-    engine.pool.check([])
-    assert drafter.num_open == 0, "a draft session was never closed"
-    if work.drafter != "broken":
-        assert engine.num_drafter_errors == 0
+    _, results = run_workload(work)
     asked = {r.request_id for _, r, _ in work.requests if r.report_sources}
     for (request_id, _), result in results.items():
         assert len(result.sources) == (len(result.ids) if request_id in asked else 0)
