@@ -27,6 +27,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -67,6 +68,7 @@ def error_response(
     return error.status, body, headers
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Gate:
     """app: what is behind it. keys: empty lets everyone in. routes: paths that metrics may name
     where no route was found (a client cannot make series by inventing paths). open_paths: need no
@@ -74,26 +76,14 @@ class Gate:
     Keyring.find), but are neither logged nor counted against its limits. admin_paths: need an admin
     key, beside those that always do. traces: where spans go, None is nowhere."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: Keyring,
-        open_paths: frozenset[str] = OPEN_PATHS,
-        browser_paths: frozenset[str] = frozenset(),
-        admin_paths: frozenset[str] = frozenset(),
-        metrics: Metrics,
-        routes: Set[str],
-        traces: Traces | None = None,
-    ) -> None:
-        self.app = app
-        self._keys = keys
-        self._open = open_paths
-        self._browser = browser_paths
-        self._admin = admin_paths
-        self._metrics = metrics
-        self._routes = routes
-        self._traces = traces
+    app: ASGIApp
+    keys: Keyring
+    metrics: Metrics
+    routes: Set[str]
+    open_paths: Set[str] = OPEN_PATHS
+    browser_paths: Set[str] = frozenset()
+    admin_paths: frozenset[str] = frozenset()
+    traces: Traces | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -128,14 +118,14 @@ class Gate:
             await send(message)
 
         try:
-            if scope["path"] not in self._open:
-                from_browser = scope["path"] in self._browser
-                key = self._keys.find(scope, from_browser) if self._keys else None
-                check_admin(scope["path"], key, self._admin)
+            if scope["path"] not in self.open_paths:
+                from_browser = scope["path"] in self.browser_paths
+                key = self.keys.find(scope, from_browser) if self.keys else None
+                check_admin(scope["path"], key, self.admin_paths)
                 if key is not None and from_browser:
                     caller.key = key
                 elif key is not None:
-                    await self._keys.enter(caller, key)
+                    await self.keys.enter(caller, key)
             await self.app(scope, receive_on, send_on)
         except (ClientDisconnect, ClientGoneError):
             has_left = True
@@ -168,10 +158,10 @@ class Gate:
     def _tell(self, scope: Scope, caller: Caller, status: int, code: str) -> None:
         """Count, trace and log a request that has ended, without its prompt and output."""
         path = scope["path"]
-        known: str = path if path in self._routes else "other"
+        known: str = path if path in self.routes else "other"
         route: str = getattr(scope.get("route"), "path_format", known)
-        self._metrics.count_response(route, status, code)
-        if path in self._open or path in self._browser:
+        self.metrics.count_response(route, status, code)
+        if path in self.open_paths or path in self.browser_paths:
             return
         ended_s = time.monotonic()
         fields = request_fields(caller, ended_s)
@@ -180,8 +170,8 @@ class Gate:
             fields["code"] = code
         if scope.get("client"):
             fields["client"] = scope["client"][0]
-        if self._traces is not None:
-            fields["trace_id"] = self._traces.send(caller, ended_s, scope, route, status, code)
+        if self.traces is not None:
+            fields["trace_id"] = self.traces.send(caller, ended_s, scope, route, status, code)
         is_fault = status == ServerError.status
         log.log(logging.ERROR if is_fault else logging.INFO, "request", extra=fields)
 

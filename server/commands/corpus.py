@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, OutputFile, Stages, writing
+from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, Stages, writing
 from server.commands.own_engine import own_engine
 from server.datasets import open_tokenizer
 from server.errors import ConfigError
@@ -19,26 +19,23 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
 
-_FIELDS, _MODEL = FieldOptions(), ModelOptions()
+_FIELDS, _MODEL, _IDS = FieldOptions(), ModelOptions(), IdOptions()
 
 
 def build(
     *,
     data: DataFiles,
     output: OutputFile,
-    model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
-    adapter: Annotated[
-        str | None, Parameter(metavar="DIR", help="written in the ids of this adapter's own tokens")
-    ] = None,
+    ids: IdOptions = _IDS,
     fields: FieldOptions = _FIELDS,
     n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
     p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
 ) -> int:
     with Stages() as stages:
         corpus = corpus_of(
-            model,
+            ids.model,
             list(data),
-            adapter=adapter,
+            adapter=ids.adapter,
             fields=fields,
             n_max=n_max,
             p_min=p_min,

@@ -64,6 +64,17 @@ class ModelOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IdOptions:
+    """Whose ids a file holds."""
+
+    model: Annotated[str, Parameter(help=f"the model ({DEFAULT_MODEL})")] = DEFAULT_MODEL
+    adapter: Annotated[
+        str | None, Parameter(metavar="DIR", help="a PEFT LoRA whose own tokens are in the ids")
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
     """How outputs are drawn. None: the default of the command or task."""
 

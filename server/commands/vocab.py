@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, Stages
+from server.commands.options import Bar, IdOptions, OutputFile, Stages
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,17 +41,6 @@ class FilterOptions:
         float,
         Parameter(metavar="TAU", help="share of documents that may lose a token (0.01)"),
     ] = 0.01
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdOptions:
-    """Whose ids a profile holds."""
-
-    model: Annotated[str, Parameter(help=f"the model ({DEFAULT_MODEL})")] = DEFAULT_MODEL
-    adapter: Annotated[
-        str | None, Parameter(metavar="DIR", help="merged into it; its own tokens are in the ids")
-    ] = None
 
 
 _FILTERS, _FIELDS, _IDS = FilterOptions(), FieldOptions(), IdOptions()
