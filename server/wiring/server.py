@@ -63,7 +63,11 @@ def plan_server(
 
     models: dict[str, ServedModel] = {}
     orders: list[EngineOrder] = []
-    engine = _shared_threads(config)
+    # Engines on the CPU share its cores unless threads is set.
+    engine = config.engine
+    num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
+    if engine.threads is None and num_on_cpu > 1:
+        engine = engine.model_copy(update={"threads": max(1, cores() // num_on_cpu)})
     for model in config.models:
         folder = folders[model.name]
         max_model_len = model.max_model_len or config.engine.max_model_len
@@ -125,15 +129,6 @@ def _check_adapters(
         raise ConfigError("\n".join(problems))
 
 
-def _shared_threads(config: ServerConfig) -> EngineConfig:
-    """The engines' settings; those on the CPU share its cores unless threads is set."""
-    num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
-    if config.engine.threads is not None or num_on_cpu < 2:
-        return config.engine
-    threads = max(1, cores() // num_on_cpu)
-    return config.engine.model_copy(update={"threads": threads})
-
-
 def _tasks_of(
     model: ModelConfig, config: ServerConfig, tasks: Mapping[str, TaskConfig]
 ) -> list[TaskConfig]:
@@ -162,6 +157,10 @@ def _orders(
         for mode in (task.vocabulary.mode, *(() if slices_only else ("exact",)))
         if task.vocabulary.profile is not None and mode != "full" and mode in task.vocabulary.modes
     )
+    # Adapters that may come to be in memory at once; admins may load any.
+    places = engine.max_adapters
+    if not any(key.admin for key in config.keys):
+        places = min(places, len(model.adapters))
     return [
         EngineOrder(
             name=f"{model.name}/{i}",
@@ -178,7 +177,7 @@ def _orders(
                 threads=engine.threads,
                 full_head="stream" if slices_only else engine.full_head,
                 cuda_graphs=engine.cuda_graphs != "off",
-                adapter_places=_adapter_places(config, model),
+                adapter_places=places,
             ),
             table=str(table.path),
             drafters=DRAFTER_NAMES,
@@ -191,12 +190,6 @@ def _orders(
         )
         for i, device in enumerate(model.devices)
     ]
-
-
-def _adapter_places(config: ServerConfig, model: ModelConfig) -> int:
-    """How many adapters of a model may come to be in memory at once; admins may load any."""
-    may_load, most = any(key.admin for key in config.keys), config.engine.max_adapters
-    return most if may_load else min(most, len(model.adapters))
 
 
 def _namespace(config: ServerConfig) -> str:

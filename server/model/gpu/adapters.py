@@ -393,8 +393,13 @@ class LoraBank:
             raise ValueError(f"place {place} is taken")
         moves = place >= self._places or adapter.columns > self._columns
         if moves:
-            places = max(self._places, power_of_two(place + 1))
-            self._grow(places, max(adapter.columns, self._columns))
+            self._places = places = max(self._places, power_of_two(place + 1))
+            self._columns = columns = max(adapter.columns, self._columns)
+            for name, (outputs, inputs) in self._sizes.items():  # one at a time is there twice
+                a, b = self._tables[name]
+                self._tables[name] = LoraTable(
+                    _larger(a, places, inputs, columns), _larger(b, places, columns, outputs)
+                )
         for name, table in self._tables.items():
             for part in table:
                 part[place] = 0
@@ -421,12 +426,3 @@ class LoraBank:
                 raise ValueError(f"no adapter is held at place {place}")
         nums = [of_base if place < 0 else self._held[place].vocab_size for place in places]
         return np.array(nums, np.int32)[batch.seq_ids]
-
-    def _grow(self, places: int, columns: int) -> None:
-        """Larger tables with what the old ones hold; one at a time is there twice."""
-        for name, (outputs, inputs) in self._sizes.items():
-            a, b = self._tables[name]
-            self._tables[name] = LoraTable(
-                _larger(a, places, inputs, columns), _larger(b, places, columns, outputs)
-            )
-        self._places, self._columns = places, columns

@@ -52,7 +52,8 @@ from server.model.gpu.recurrent import (
     input_slots,
     replace_convolutions,
 )
-from server.model.shape import ModelShape, shape_of
+from server.model.shape import ModelShape, generic_shape, shape_of
+from server.types import ModelInfo
 
 
 class Kept(NamedTuple):
@@ -142,6 +143,8 @@ def narrow_layers(module: nn.Module) -> None:
 
 Array = npt.NDArray[Any]
 
+PARTIAL_BYTES = 256 << 20
+"""Memory for split attention's partial results."""
 WARM_UP_RUNS = 2
 MAX_GRAPH_ROWS = 256
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_GRAPH_ROWS)
@@ -274,27 +277,35 @@ class BodyRun:
     """The body of one runner: everything between token ids and the LM head. All runs on the current
     stream.
 
-    module: taken over; its attention must be `paged` already. kept: kept_by it. embedding: the
-    table in CPU memory that rows are gathered from, None where it is on the device. shape: how
-    attention is divided. attention: "triton" or "torch", which adapters' products and gated delta
-    nets follow. tables_shape: most sequences and blocks of a step's block tables. graph_rows: rows
-    of the largest graph, 0 for none. adapters: beside the model; None for models of the generic
-    path. The partial results of split attention and the states of gated delta nets belong to it.
+    module: taken over; its attention must be `paged` already. info: the sizes. dtype: of what is
+    computed. attention: "triton" or "torch", which adapters' products and gated delta nets follow.
+    embedding: the table in CPU memory that rows are gathered from, None where it is on the device.
+    graph_rows: rows of the largest graph, 0 for none. cache: its own KV. shape: how attention is
+    divided. adapters: beside the model; None for models of the generic path. The partial results of
+    split attention and the states of gated delta nets belong to it.
     """
 
     def __init__(
         self,
         module: PreTrainedModel,
-        kept: Kept,
-        cache: KvCache,
-        shape: paged.TileShape,
+        info: ModelInfo,
+        dtype: torch.dtype,
         *,
         attention: paged.AttentionName,
         embedding: torch.Tensor | None,
-        tables_shape: tuple[int, int],
         graph_rows: int,
     ) -> None:
-        device, dtype = cache.memory.device, cache.memory.dtype
+        device, kept = torch.device(info.device), kept_by(module)
+        sizes = generic_shape(module.config)
+        self.cache = KvCache(
+            num_layers=kept.layers, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
+            num_blocks=info.num_blocks, block_size=info.block_size, dtype=dtype, device=device,
+            inputs=(kept.convolutions, kept.width),
+        )  # fmt: skip
+        self.shape = paged.TileShape.of(
+            num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
+            max_model_len=info.max_model_len, num_bytes=PARTIAL_BYTES, dtype=dtype,
+        )  # fmt: skip
         product: Grouped = grouped_torch
         rule: DeltaRule = delta_torch
         self._partials: Any = None
@@ -302,8 +313,7 @@ class BodyRun:
             from server.model.gpu.triton_kernels import Partials, delta_triton, grouped_triton
 
             product, rule = grouped_triton, delta_triton
-            num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
-            self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
+            self._partials = Partials(self.shape, sizes.num_heads, sizes.head_dim, device)
         embed: Any = module.get_input_embeddings()
         self._body = module.base_model
         self._table: torch.Tensor = embed.weight
@@ -315,7 +325,7 @@ class BodyRun:
         nets = delta_nets(module)
         self.states: DeltaStates | None = None
         if nets:
-            self.states = DeltaStates(nets, tables_shape[0], cache.block_size, rule, device)
+            self.states = DeltaStates(nets, info.max_num_seqs, info.block_size, rule, device)
         if replace_convolutions(self._body):
             place_attention(self._body)
         self.adapters: LoraBank | None = None
@@ -323,10 +333,9 @@ class BodyRun:
         if of_family is not None:
             self.adapters = LoraBank(module, of_family, dtype, device, product)
         self.own = None if self.adapters is None else self.adapters.own
-        self.shape = shape
         self._attention = attention
-        self._cache = cache
-        self._max_seqs, self._max_blocks = tables_shape
+        self._max_seqs = info.max_num_seqs
+        self._max_blocks = -(-info.max_model_len // info.block_size)
         self._num_graph = self._num_plain = 0
         self.graphs = StepGraphs(device, graph_rows) if graph_rows else None
 
@@ -346,7 +355,7 @@ class BodyRun:
             else:
                 arrays["embeds"] = self.own.gathered(self.embedding, batch, batch.token_ids)
         if self._taps:
-            arrays["sources"] = input_slots(batch, self._taps, self._cache.block_size)
+            arrays["sources"] = input_slots(batch, self._taps, self.cache.block_size)
         if self.states is not None:
             arrays |= self.states.plan(batch)._asdict()
         spans = lora_spans(batch)
@@ -367,9 +376,9 @@ class BodyRun:
         key = self._graph_key(batch, tiles, arrays)
         if key is not None:
             # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
-            num_blocks = key[1] * self.shape.split_size // self._cache.block_size
+            num_blocks = key[1] * self.shape.split_size // self.cache.block_size
             shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
-            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
+            tiles = pad_to_bucket(arrays, tiles, key, self.cache.trash_slot, shape)
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
@@ -404,7 +413,7 @@ class BodyRun:
         step = paged.StepTensors(**{name: tensors[name] for name in names if name in tensors})
         attention: paged.Attention
         if plan.tiles is None:
-            attention = paged.TorchAttention(batch, step, self._cache.block_size)
+            attention = paged.TorchAttention(batch, step, self.cache.block_size)
         else:
             from server.model.gpu.triton_kernels import TritonAttention
 
@@ -414,18 +423,18 @@ class BodyRun:
             ]
             attention = TritonAttention(
                 step, groups, tensors["split_rows"], plan.tiles.num_splits, self.shape,
-                self._partials, self._cache.block_size,
+                self._partials, self.cache.block_size,
             )  # fmt: skip
         recur = None
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])
-            recur = partial(self.states.recur, items, step.slots, self._cache.inputs)
+            recur = partial(self.states.recur, items, step.slots, self.cache.inputs)
         embeds = None
         if self.embedding is not None:
             embeds = tensors["embeds"].view(self.embedding.dtype)
         forward = partial(
             self._forward, tensors["token_ids"], embeds, tensors.get("adapters"),
-            tensors.get("own_places"), paged.PagedStep(self._cache, attention, step, recur),
+            tensors.get("own_places"), paged.PagedStep(self.cache, attention, step, recur),
         )  # fmt: skip
         if plan.graph_key is None or self.graphs is None:
             self._num_plain += 1

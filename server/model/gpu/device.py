@@ -44,25 +44,21 @@ class DeviceMeter:
         now_s = self._clock()
         if self._last is None or now_s - self._read_s >= INTERVAL_S:
             free, total = torch.cuda.mem_get_info(self._device)
+            used = None  # the share of the last sample period in which a kernel ran
+            if self._knows_use:
+                try:
+                    used = torch.cuda.utilization(self._device) / 100
+                except Exception:  # pynvml's own kinds, which are known only where it is installed
+                    self._knows_use = False
             self._last = DeviceFigures(
                 reserved=torch.cuda.memory_reserved(self._device),
                 allocated=torch.cuda.memory_allocated(self._device),
                 free=free,
                 total=total,
-                utilisation=self._utilisation(),
+                utilisation=used,
             )
             self._read_s = now_s
         return self._last
-
-    def _utilisation(self) -> float | None:
-        """Share of the last sample period in which a kernel ran; None without NVML's bindings."""
-        if not self._knows_use:
-            return None
-        try:
-            return torch.cuda.utilization(self._device) / 100
-        except Exception:  # pynvml's own kinds, which are known only where it is installed
-            self._knows_use = False
-            return None
 
 
 class DeviceMemory:
@@ -140,11 +136,6 @@ class Trials:
         """One for each of the largest graphs: smaller ones fit into the memory that they took."""
         largest = [b for b in ROW_BUCKETS if b <= self.graph_rows][-1:]
         yield from self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
-
-    @property
-    def graphs_a_size(self) -> int:
-        """How many graphs there are for each that `graphs` has."""
-        return sum(bucket <= self.graph_rows for bucket in ROW_BUCKETS)
 
     def largest(self) -> Iterator[Batch]:
         """The steps that take the most memory: all rows are of prompts. In the

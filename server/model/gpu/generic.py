@@ -94,8 +94,13 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     model.config._attn_implementation = paged.NAME
     probe = _Probe(ids, nets)
     step: Any = paged.PagedStep(probe, probe, probe.rows, probe.recur)  # type: ignore[arg-type]
-    if found.factor != 1.0:
-        model.base_model.register_forward_hook(_scaled(found.factor))
+    if found.factor != 1.0:  # the last states times what their logits are scaled by
+
+        def scale(_module: Any, _args: Any, result: Any) -> Any:
+            result.last_hidden_state = result.last_hidden_state * found.factor
+            return result
+
+        model.base_model.register_forward_hook(scale)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     with torch.no_grad(), failing_as_refusal(module):
         result = model.base_model(
@@ -108,13 +113,3 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     dtype = result.last_hidden_state.dtype
     check_logits(module, result.last_hidden_state[0], found, _TOLERANCES.get(dtype, 1e-2))
     return found
-
-
-def _scaled(factor: float) -> Any:
-    """A hook: the last states times what their logits are scaled by."""
-
-    def hook(_module: Any, _args: Any, result: Any) -> Any:
-        result.last_hidden_state = result.last_hidden_state * factor
-        return result
-
-    return hook

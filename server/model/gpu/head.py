@@ -79,6 +79,7 @@ class Slab:
         return self.start + int(self.rows.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
 class HeadRun:
     """Divides a step's head rows into slabs, and runs them.
 
@@ -86,27 +87,18 @@ class HeadRun:
     more rows go through the head in several slabs. own: adapters' own rows, if there may be some.
     """
 
-    def __init__(
-        self,
-        slices: TorchSlices,
-        vocab_size: int,
-        head_bytes: int,
-        own: OwnRows | None,
-        *,
-        on_gpu: bool,
-    ) -> None:
-        self._slices = slices
-        self._own = own
-        self._vocab_size = vocab_size
-        self._head_bytes = head_bytes
-        self._on_gpu = on_gpu
+    slices: TorchSlices
+    vocab_size: int
+    head_bytes: int
+    own: OwnRows | None
+    on_gpu: bool
 
     def plan(self, batch: Batch) -> tuple[list[Slab], list[Placed]]:
         """(what goes through the head, in order; slices whose slots must be written first)."""
         draws = np.arange(batch.num_draws)
         if batch.draw_slice is None:
             return self.full(batch, draws, 0), []
-        cached, new = self._slices.place(batch.slices)
+        cached, new = self.slices.place(batch.slices)
         places = {id(p.slice): p for p in cached}
         by_table: dict[int, list[int]] = {}
         full: list[int] = []
@@ -127,14 +119,14 @@ class HeadRun:
         what it is without them."""
         all_rows = np.unique(np.concatenate([batch.draw_rows[draws], batch.score_rows]))
         places = None
-        if self._own is not None:
-            places = self._own.places(batch, self._own.heads, all_rows)
+        if self.own is not None:
+            places = self.own.places(batch, self.own.heads, all_rows)
         draw_at = np.searchsorted(all_rows, batch.draw_rows[draws])
         score_at = np.searchsorted(all_rows, batch.score_rows)
-        width = self._vocab_size
-        if self._own is not None and places is not None:
-            width += 2 * self._own.width  # logits, and wide ones beside them
-        at_once = max(1, self._head_bytes // (width * bytes_per_logit(batch)))
+        width = self.vocab_size
+        if self.own is not None and places is not None:
+            width += 2 * self.own.width  # logits, and wide ones beside them
+        at_once = max(1, self.head_bytes // (width * bytes_per_logit(batch)))
         slabs: list[Slab] = []
         for start in range(0, all_rows.shape[0], at_once):
             rows = all_rows[start : start + at_once].astype(np.int32)
@@ -157,12 +149,12 @@ class HeadRun:
                 )
 
             own = None if places is None else places[start : start + rows.shape[0]]
-            if self._own is None or own is None or not (own >= 0).any():
-                add(self._vocab_size, np.ones(rows.shape[0], bool))
+            if self.own is None or own is None or not (own >= 0).any():
+                add(self.vocab_size, np.ones(rows.shape[0], bool))
                 continue
             if not (own >= 0).all():
-                add(self._vocab_size, own < 0)
-            add(self._own.width, own >= 0, own)
+                add(self.vocab_size, own < 0)
+            add(self.own.width, own >= 0, own)
         return slabs
 
     def _sliced(
@@ -181,10 +173,10 @@ class HeadRun:
         pool_width = max(p.pool_width for p in own)
         per_row = width * (bytes_per_logit(batch) + 24)
         if table >= 0:
-            per_row += 4 * self._slices.num_columns(table, pool_width)
+            per_row += 4 * self.slices.num_columns(table, pool_width)
         else:
-            per_row += 4 * self._vocab_size
-        at_once = max(1, self._head_bytes // per_row)
+            per_row += 4 * self.vocab_size
+        at_once = max(1, self.head_bytes // per_row)
         order = np.argsort(batch.draw_rows[draws], kind="stable")
         none = np.empty(0, np.int64)
         slabs: list[Slab] = []
@@ -224,7 +216,7 @@ class HeadRun:
             own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
             if slab.view is not None and slab.view.table >= 0:
                 with self._timed(step):
-                    seen = self._slices.logits(
+                    seen = self.slices.logits(
                         rows_of(hidden, [slab], tensors), slab.view.table, slab.view.pool_width
                     )
             else:
@@ -233,13 +225,13 @@ class HeadRun:
                     with self._timed(step):
                         logits = head.logits(rows_of(hidden, shared, tensors))
                 seen = logits[slab.start - shared[0].start : slab.end - shared[0].start]
-                if self._own is not None and slab.own_places is not None:
+                if self.own is not None and slab.own_places is not None:
                     states = rows_of(hidden, [slab], tensors)
                     of_rows = own["own_spans"], own["own_places"]
-                    seen = self._own.widened(states, seen, *of_rows, head.cap)
+                    seen = self.own.widened(states, seen, *of_rows, head.cap)
             ids = None
             if slab.view is not None:
-                seen, ids = self._slices.pick(
+                seen, ids = self.slices.pick(
                     seen, own["slice_rows"], own["slice_slots"], own["slice_nums"], slab.view.width
                 )
             self._finish(step, slab, seen, ids, own)
@@ -247,7 +239,7 @@ class HeadRun:
     @contextlib.contextmanager
     def _timed(self, step: Step) -> Iterator[None]:
         """Around a product of the head."""
-        if self._on_gpu:
+        if self.on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             yield
@@ -318,9 +310,20 @@ def slab_arrays(batch: Batch, slabs: Sequence[Slab]) -> dict[str, Array]:
         if slab.own_places is not None:
             arrays[f"{i}.own_places"] = slab.own_places
             arrays[f"{i}.own_spans"] = spans_of(slab.own_places)
-        named = _named_columns(batch, slab)
-        if named.shape[1]:
-            arrays[f"{i}.named_columns"] = named
+        # The columns of logprob_token_ids: -1 where a slice lacks one, and behind the last.
+        draws = slab.draw_ids[slab.plan.arrays["logprob_at"]].tolist()
+        named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
+        columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
+        for row, d, token_ids in zip(columns, draws, named, strict=True):
+            own = row[: len(token_ids)]
+            if slab.view is not None and batch.draw_slice is not None:
+                ids = batch.slices[int(batch.draw_slice[d])].ids
+                at, found = places_of(ids, np.asarray(token_ids))
+                own[found] = at
+            else:
+                own[:] = token_ids
+        if columns.shape[1]:
+            arrays[f"{i}.named_columns"] = columns
         if slab.view is not None:
             arrays[f"{i}.slice_rows"] = slab.view.rows
             arrays[f"{i}.slice_slots"] = slab.view.slots
@@ -335,23 +338,6 @@ def slab_arrays(batch: Batch, slabs: Sequence[Slab]) -> dict[str, Array]:
             at = np.searchsorted(slab.rows, batch.draw_rows[slab.draw_ids])
             arrays[f"{i}.likely_rows"] = at.astype(np.int32)
     return arrays
-
-
-def _named_columns(batch: Batch, slab: Slab) -> Array:
-    """int32 [draws with logprobs, k]: the columns of their logprob_token_ids in the slab's logits,
-    -1 where a slice lacks one and behind the last."""
-    draws = slab.draw_ids[slab.plan.arrays["logprob_at"]].tolist()
-    named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
-    columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
-    for row, d, token_ids in zip(columns, draws, named, strict=True):
-        own = row[: len(token_ids)]
-        if slab.view is not None and batch.draw_slice is not None:
-            ids = batch.slices[int(batch.draw_slice[d])].ids
-            at, found = places_of(ids, np.asarray(token_ids))
-            own[found] = at
-        else:
-            own[:] = token_ids
-    return columns
 
 
 def rows_of(

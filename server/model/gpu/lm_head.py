@@ -308,11 +308,17 @@ class TorchSlices:
             self._placed[key] = placed
             new.append(placed)
         result = [self._placed[key] for key in wanted]
-        try:
-            self._make_room(max((p.num_ids for p in result), default=0))
-        except torch.OutOfMemoryError:
-            self.forget(new)
-            raise
+        num_ids = max((p.num_ids for p in result), default=0)
+        rows, width = self._ids.shape
+        if num_ids and (rows < self._num_slots or width < num_ids):
+            shape = self._num_slots, max(width, _round_up(num_ids + num_ids // 4))
+            try:
+                ids, columns = self._ids.new_zeros(shape), self._ids.new_zeros(shape)
+            except torch.OutOfMemoryError:
+                self.forget(new)
+                raise
+            ids[:rows, :width], columns[:rows, :width] = self._ids, self._columns
+            self._ids, self._columns = ids, columns
         return result, new
 
     def forget(self, placed: Iterable[Placed]) -> None:
@@ -346,16 +352,6 @@ class TorchSlices:
         self._free.extend(range(slot + 1, 2 * slot))
         self._num_slots = 2 * slot
         return slot
-
-    def _make_room(self, num_ids: int) -> None:
-        rows, width = self._ids.shape
-        if num_ids and (rows < self._num_slots or width < num_ids):
-            shape = (self._num_slots, max(width, _round_up(num_ids + num_ids // 4)))
-            ids, columns = self._ids, self._columns
-            self._ids = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._columns = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._ids[:rows, :width] = ids
-            self._columns[:rows, :width] = columns
 
     def arrays(self, new: Sequence[Placed]) -> dict[str, Array]:
         """What the step's upload carries for `write`."""

@@ -38,8 +38,7 @@ from server.errors import UnsupportedModelError
 from server.model.adapter import check_adapter
 from server.model.gpu import adapters
 from server.model.gpu import attention as paged
-from server.model.gpu.attention import KvCache
-from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, kept_by, narrow_layers
+from server.model.gpu.body import MAX_GRAPH_ROWS, ROW_BUCKETS, BodyRun, narrow_layers
 from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve, Trials
 from server.model.gpu.head import HeadRun, Step, slab_arrays
 from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices
@@ -49,8 +48,6 @@ from server.types import DeviceFigures, ModelInfo, NarrowForm
 Array = npt.NDArray[Any]
 
 HEAD_BYTES = 512 << 20
-PARTIAL_BYTES = 256 << 20
-"""Memory for split attention's partial results."""
 FEW_SLOTS = MAX_GRAPH_ROWS
 """Of the KV cache that measured steps have; the rows of a larger step share them."""
 
@@ -134,9 +131,15 @@ class TorchRunner:
         self._max_blocks = -(-info.max_model_len // info.block_size)
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
-        self._body = self._make_body(module, dtype, embedding, ways)
+        if ways.weights is not None:
+            narrow_layers(module)
+        self._body = BodyRun(
+            module, info, dtype, attention=self._attention, embedding=embedding,
+            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
+        )  # fmt: skip
+        self._cache = self._body.cache
         own, head_size = self._body.own, self._head.vocab_size
-        self._head_run = HeadRun(self._slices, head_size, ways.head_bytes, own, on_gpu=self._on_gpu)
+        self._head_run = HeadRun(self._slices, head_size, ways.head_bytes, own, self._on_gpu)
         # Room for a step's arrays, and for its rows of the embedding where they travel along: as
         # much as most steps need, since graphs are captured again when it moves.
         row_bytes = 256 + self.head_row_bytes * (embedding is not None)
@@ -150,40 +153,6 @@ class TorchRunner:
         self._meter = DeviceMeter(device) if self._on_gpu else None
         self._in_flight: Step | None = None
         self._closed = False
-
-    def _make_body(
-        self,
-        module: PreTrainedModel,
-        dtype: torch.dtype,
-        embedding: torch.Tensor | None,
-        ways: GpuOptions,
-    ) -> BodyRun:
-        """The body over a KV cache of its own, for the sizes of `info`."""
-        config, info = module.config, self.info
-        num_heads = config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        if ways.weights is not None:
-            narrow_layers(module)
-        kept = kept_by(module)
-        self._cache = KvCache(
-            num_layers=kept.layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            num_blocks=info.num_blocks, block_size=info.block_size, dtype=dtype,
-            device=self._device, inputs=(kept.convolutions, kept.width),
-        )  # fmt: skip
-        return BodyRun(
-            module,
-            kept,
-            self._cache,
-            paged.TileShape.of(
-                num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                max_model_len=info.max_model_len, num_bytes=PARTIAL_BYTES, dtype=dtype,
-            ),
-            attention=self._attention,
-            embedding=embedding,
-            tables_shape=(info.max_num_seqs, self._max_blocks),
-            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
-        )  # fmt: skip
 
     def _make_head(self, model: TorchModel) -> LmHead:
         own: Any = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -397,7 +366,7 @@ class TorchRunner:
         bank = self._body.adapters
         return Reserve(
             steps=max(0, held - memory.held()),
-            graphs=each * num * trials.graphs_a_size,
+            graphs=each * num * sum(bucket <= trials.graph_rows for bucket in ROW_BUCKETS),
             adapters=0 if bank is None else bank.bytes_for(folders, most),
         )
 
