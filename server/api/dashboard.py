@@ -128,76 +128,87 @@ def add_dashboard(
         return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
-# Short names of the answer, and the series behind them (without `tailor_` and `_total`).
-_PER_DRAFTER = {
-    "prompt_tokens": "prompt_tokens",
-    "cached_tokens": "prompt_tokens_cached",
-    "tokens": "generation_tokens",
-    "steps": "spec_decode_num_decode_steps",
-    "drafts": "spec_decode_num_drafts",
-    "drafted": "spec_decode_num_draft_tokens",
-    "accepted": "spec_decode_num_accepted_tokens",
-    "expected": "spec_decode_expected_accepted_tokens",
-    "wasted": "spec_decode_num_wasted_rows",
+_KEYS = {
+    "drafts": ("task", "drafter", "model"),
+    "tasks": ("task", "model"),
+    "slices": ("task", "mode", "model"),
+    "engines": ("engine",),
 }
-_PER_LABEL = {
-    "offered_by_position": ("spec_decode_num_offered_per_pos", "position"),
-    "accepted_by_position": ("spec_decode_num_accepted_tokens_per_pos", "position"),
-    "drafted_by_source": ("spec_decode_num_draft_tokens_by_source", "source"),
-    "accepted_by_source": ("spec_decode_num_accepted_tokens_by_source", "source"),
-    "drafted_by_survival": ("spec_decode_num_draft_tokens_by_survival", "survival"),
-    "accepted_by_survival": ("spec_decode_num_accepted_tokens_by_survival", "survival"),
-    "no_draft": ("spec_decode_num_no_draft", "reason"),
-}
-_LATENCIES = {
-    "ttft": "time_to_first_token",
-    "inter_token": "inter_token_latency",
-    "end_to_end": "e2e_request_latency",
-    "queue": "request_queue_time",
-}
-_GAUGES = {
-    "up": "engine_up",
-    "running": "num_requests_running",
-    "waiting": "num_requests_waiting",
-    "waiting_tokens": "num_tokens_waiting",
-    "kv_usage": "kv_cache_usage_perc",
-    "draft_budget": "draft_budget",
-    "vocab_size": "model_vocab_size",
-}
-_ENGINE_SUMS = {
-    "steps": "engine_steps_total",
-    "step_s": "step_time_seconds_sum",
-    "model_s": "step_model_time_seconds_sum",
-    "propose_s": "propose_time_seconds_sum",
-    "preemptions": "num_preemptions_total",
-    "prefix_queries": "prefix_cache_queries_total",
-    "prefix_hits": "prefix_cache_hits_total",
-}
+"""The lists of a snapshot, and the labels that an entry of theirs is found by."""
 
-_DRAFTER_OF = {f"tailor_{series}_total": name for name, series in _PER_DRAFTER.items()}
-_LABEL_OF = {
-    f"tailor_{series}_total": (name, label) for name, (series, label) in _PER_LABEL.items()
-}
-_BUCKETS_OF = {f"tailor_{series}_seconds_bucket": name for name, series in _LATENCIES.items()}
-_ENGINE_OF = {f"tailor_{series}": name for name, series in (_GAUGES | _ENGINE_SUMS).items()}
-_PER_SLICE = {
-    "ids": "vocab_slice_ids",
-    "slice_steps": "vocab_slice_steps_total",
-    "full_steps": "vocab_full_steps_total",
-    "head_rows": "vocab_head_rows_total",
-    "windows": "vocab_verify_windows_total",
-    "verified": "vocab_verified_tokens_total",
-    "misses": "vocab_slice_misses_total",
-    "dropped": "vocab_dropped_tokens_total",
-}
-_SLICE_OF = {f"tailor_{series}": name for name, series in _PER_SLICE.items()}
-_ROWS, _OUTCOMES = "tailor_engine_rows_total", "tailor_request_outcomes_total"
-_NAMES = (*_DRAFTER_OF, *_LABEL_OF, *_BUCKETS_OF, *_ENGINE_OF, *_SLICE_OF, _ROWS, _OUTCOMES)
-_NUM_BUCKETS = len(LATENCY_BUCKETS_S) + 1
+_SERIES: Mapping[str, tuple[str, str, str]] = {
+    f"tailor_{series}": (section, member, label)
+    for section, label, members in (
+        ("drafts", "", {
+            "prompt_tokens": "prompt_tokens_total",
+            "cached_tokens": "prompt_tokens_cached_total",
+            "tokens": "generation_tokens_total",
+            "steps": "spec_decode_num_decode_steps_total",
+            "drafts": "spec_decode_num_drafts_total",
+            "drafted": "spec_decode_num_draft_tokens_total",
+            "accepted": "spec_decode_num_accepted_tokens_total",
+            "expected": "spec_decode_expected_accepted_tokens_total",
+            "wasted": "spec_decode_num_wasted_rows_total",
+        }),
+        ("drafts", "position", {
+            "offered_by_position": "spec_decode_num_offered_per_pos_total",
+            "accepted_by_position": "spec_decode_num_accepted_tokens_per_pos_total",
+        }),
+        ("drafts", "source", {
+            "drafted_by_source": "spec_decode_num_draft_tokens_by_source_total",
+            "accepted_by_source": "spec_decode_num_accepted_tokens_by_source_total",
+        }),
+        ("drafts", "survival", {
+            "drafted_by_survival": "spec_decode_num_draft_tokens_by_survival_total",
+            "accepted_by_survival": "spec_decode_num_accepted_tokens_by_survival_total",
+        }),
+        ("drafts", "reason", {"no_draft": "spec_decode_num_no_draft_total"}),
+        ("tasks", "outcome", {"outcomes": "request_outcomes_total"}),
+        ("tasks", "le", {
+            "ttft": "time_to_first_token_seconds_bucket",
+            "inter_token": "inter_token_latency_seconds_bucket",
+            "end_to_end": "e2e_request_latency_seconds_bucket",
+            "queue": "request_queue_time_seconds_bucket",
+        }),
+        ("slices", "", {
+            "ids": "vocab_slice_ids",
+            "slice_steps": "vocab_slice_steps_total",
+            "full_steps": "vocab_full_steps_total",
+            "head_rows": "vocab_head_rows_total",
+            "windows": "vocab_verify_windows_total",
+            "verified": "vocab_verified_tokens_total",
+            "misses": "vocab_slice_misses_total",
+            "dropped": "vocab_dropped_tokens_total",
+        }),
+        ("engines", "", {
+            "up": "engine_up",
+            "running": "num_requests_running",
+            "waiting": "num_requests_waiting",
+            "waiting_tokens": "num_tokens_waiting",
+            "kv_usage": "kv_cache_usage_perc",
+            "draft_budget": "draft_budget",
+            "vocab_size": "model_vocab_size",
+            "steps": "engine_steps_total",
+            "step_s": "step_time_seconds_sum",
+            "model_s": "step_model_time_seconds_sum",
+            "propose_s": "propose_time_seconds_sum",
+            "preemptions": "num_preemptions_total",
+            "prefix_queries": "prefix_cache_queries_total",
+            "prefix_hits": "prefix_cache_hits_total",
+        }),
+        ("engines", "kind", {"rows": "engine_rows_total"}),
+    )
+    for member, series in members.items()
+}  # fmt: skip
+"""By series: the list of a snapshot, the member of an entry, and the label by whose values it
+holds several numbers, "" for one; of a histogram ("le") one a bucket."""
 
-
-_LOAD = frozenset(f"tailor_{_GAUGES[name]}" for name in ("up", "running", "waiting", "kv_usage"))
-"""Members of `snapshot` that every key may see: how busy the engines are."""
+_LOAD = frozenset(
+    name
+    for name, (section, member, _) in _SERIES.items()
+    if section == "engines" and member in ("up", "running", "waiting", "kv_usage")
+)
+"""Series that every key may see: how busy the engines are."""
 
 
 def snapshot(
@@ -215,13 +226,11 @@ def snapshot(
     key that is no admin's sees the sums over all keys; if not, only how busy the engines are.
     """
     is_cut = tells_load_only(key, tells_sums)
-    drafts: dict[tuple[str, ...], dict[str, Any]] = {}
-    tasks: dict[tuple[str, ...], dict[str, Any]] = {}
-    slices: dict[tuple[str, ...], dict[str, Any]] = {}
-    engines: dict[str, dict[str, Any]] = {
-        engine["name"]: {**engine, "rows": {}} for engine in client.engines()
-    }
-    for family in metrics.families(_NAMES):
+    told: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {section: {} for section in _KEYS}
+    engines = told["engines"]
+    for engine in client.engines():
+        engines[(engine["name"],)] = {**engine, "rows": {}}
+    for family in metrics.families(_SERIES):
         for sample in family.samples:
             name, labels, value = sample.name, sample.labels, sample.value
             if is_cut and name not in _LOAD:
@@ -229,55 +238,32 @@ def snapshot(
             task = labels.get("task")
             if task is not None and key is not None and not key.may_use(task, labels["model"]):
                 continue
-            if name in _ENGINE_OF or name == _ROWS:
-                engine = engines.get(labels["engine"])
-                if engine is None:
-                    continue
-                if name == _ROWS:
-                    engine["rows"][labels["kind"]] = value
-                else:
-                    engine[_ENGINE_OF[name]] = value
-            elif name in _BUCKETS_OF or name == _OUTCOMES:
-                entry = _entry(tasks, labels, ("task", "model"))
-                if name == _OUTCOMES:
-                    entry.setdefault("outcomes", {})[labels["outcome"]] = value
-                else:
-                    entry.setdefault(_BUCKETS_OF[name], []).append(value)
-            elif name in _SLICE_OF:
-                _entry(slices, labels, ("task", "mode", "model"))[_SLICE_OF[name]] = value
-            elif name in _DRAFTER_OF:
-                _entry(drafts, labels, ("task", "drafter", "model"))[_DRAFTER_OF[name]] = value
+            section, member, label = _SERIES[name]
+            found_by = {by: labels[by] for by in _KEYS[section]}
+            at = tuple(found_by.values())
+            if section == "engines" and at not in engines:
+                continue
+            entry = told[section].setdefault(at, found_by)
+            if not label:
+                entry[member] = value
+            elif label == "le":
+                entry.setdefault(member, []).append(value)
             else:
-                short, label = _LABEL_OF[name]
-                entry = _entry(drafts, labels, ("task", "drafter", "model"))
-                entry.setdefault(short, {})[labels[label]] = value
-    for entry in tasks.values():
-        for short in _LATENCIES:
-            counts = entry.get(short, [0.0] * _NUM_BUCKETS)
-            entry[short] = [
+                entry.setdefault(member, {})[labels[label]] = value
+    for section, member, label in _SERIES.values():
+        for entry in told[section].values() if label == "le" else ():
+            counts = entry.get(member, [0.0] * (len(LATENCY_BUCKETS_S) + 1))
+            entry[member] = [
                 int(count - before) for count, before in zip(counts, [0.0, *counts], strict=False)
             ]
     open_requests = client.open_requests(None if key is None or key.admin else key.key_id)
     return {
         "now_s": time.monotonic(),
         "edges_s": LATENCY_BUCKETS_S,
-        "drafts": list(drafts.values()),
-        "tasks": list(tasks.values()),
-        "slices": list(slices.values()),
-        "engines": list(engines.values()),
+        **{section: list(entries.values()) for section, entries in told.items()},
         "num_open": len(open_requests),
         "open": open_requests[:MAX_OPEN_SHOWN],
     }
-
-
-def _entry(
-    entries: dict[tuple[str, ...], dict[str, Any]], labels: dict[str, str], names: tuple[str, ...]
-) -> dict[str, Any]:
-    key = tuple(labels[name] for name in names)
-    entry = entries.get(key)
-    if entry is None:
-        entry = entries[key] = {name: labels[name] for name in names}
-    return entry
 
 
 # --- the last hour --------------------------------------------------------------------------------
