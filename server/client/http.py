@@ -121,7 +121,8 @@ class Caller:
             if not self._open:
                 return
             done, _ = self._runner.run(asyncio.wait(self._open, return_when=FIRST_COMPLETED))
-            for task in done:
+            # What was answered comes first: whoever stops at an error has it.
+            for task in sorted(done, key=lambda task: task.exception() is not None):
                 yield self._open.pop(task), task.exception() or task.result()
 
     async def _send(

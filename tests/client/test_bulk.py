@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -15,10 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from server.client.bulk import BulkError, BulkOutcome, BulkRun
-from server.client.http import CallFailedError, Endpoint
+from server.client.http import Caller, CallFailedError, Endpoint
 from server.commands.cli import main
 from server.errors import TailorError
 from tests.api.live import LiveServer, encode
@@ -335,6 +337,25 @@ def test_a_server_that_is_gone_ends_the_run_and_costs_no_line(tmp_path: Path) ->
     with answering(lambda i, body: (200, {}, GOOD)) as (url, times):
         outcome = go(url, source, target)
     assert (outcome.num_before, outcome.num_answered, len(times)) == (1, 2, 2)
+
+
+def test_what_was_answered_comes_before_what_was_lost_and_nothing_is_told_behind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(self: Caller, method: str, url: str, body: Any, *, may_be_lost: bool) -> Any:
+        if body["prompt"] == "good":
+            return httpx.Response(200)
+        raise httpx.ReadError("lost")
+
+    monkeypatch.setattr(Caller, "_send", send)
+    asked = [(i, "/completions", {"prompt": "good" if i == 7 else "bad"}) for i in range(8)]
+    with Caller(Endpoint("http://127.0.0.1:9"), num_open=8) as caller:
+        answers = caller.answers(asked)
+        assert next(answers)[0] == 7
+        assert isinstance(next(answers)[1], httpx.ReadError)
+    del caller, answers
+    gc.collect()
+    assert not caplog.records
 
 
 # -- the command -----------------------------------------------------------------------------------
