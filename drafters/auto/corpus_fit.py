@@ -32,7 +32,7 @@ class CorpusFit:
     MIN_TOKENS: ClassVar[int] = 100
     MEMORY: ClassVar[float] = 4000.0
     MARGIN: ClassVar[float] = 0.002  # a token: differences below it are none
-    MIN_STEPS: ClassVar[int] = 60
+    MIN_STEPS: ClassVar[int] = 24
     STEP_MEMORY: ClassVar[float] = 4000.0
 
     num_tokens: float = 0.0
@@ -69,7 +69,7 @@ class CorpusFit:
     def helps(self) -> bool:
         """Whether to draft from the corpus; true until enough was compared."""
         if self.num_steps >= self.MIN_STEPS:
-            # Few steps say little: 1 % is believed of 60, 0.3 % of 400.
+            # Few steps say little: 2 % is believed of 24, 0.3 % of 400.
             margin = self.MARGIN + 0.5 / self.num_steps
             return self.tokens_with >= (1.0 - margin) * self.tokens_without
         return not self.is_known or self.gain >= -self.MARGIN * self.num_tokens
