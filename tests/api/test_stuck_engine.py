@@ -39,6 +39,7 @@ def _health(live: LiveServer) -> tuple[int, str, dict[str, str]]:
 
 
 @pytest.mark.server_error
+@pytest.mark.slow
 def test_a_stopped_engine_is_killed_and_started_again_and_its_request_fails_in_time() -> None:
     with LiveServer([spec(start_process, drafts=False)], restart=POLICY) as live:
         assert live.post(**OFF).status_code == 200
@@ -56,6 +57,7 @@ def test_a_stopped_engine_is_killed_and_started_again_and_its_request_fails_in_t
         wait_until(lambda: live.sample(age) < POLICY.stuck_after_s, 10.0)
 
 
+@pytest.mark.slow
 def test_while_one_engine_is_stopped_the_other_serves() -> None:
     specs = [spec(start_process, i, drafts=False) for i in range(2)]
     with LiveServer(specs, restart=RestartConfig(stuck_after_s=2.5, max_restarts=0)) as live:
@@ -68,6 +70,7 @@ def test_while_one_engine_is_stopped_the_other_serves() -> None:
 
 
 @pytest.mark.server_error
+@pytest.mark.slow
 def test_a_step_that_never_ends_is_ended_although_its_process_speaks() -> None:
     engine = spec(start_process, drafts=False, fail=hang)
     with LiveServer([engine], restart=POLICY) as live:
