@@ -45,6 +45,16 @@ def test_odd_sizes(name: str, outputs: int, width: int) -> None:
     assert np.array_equal(multiplied(x, [weights], 2), want)
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("width", [32, 192, 224])
+def test_blocks_that_are_no_multiple_of_those_added_at_once(name: str, width: int) -> None:
+    weights = stored(name, 70, width, seed=21)
+    x = inputs(75, width, seed=22)
+    want = reference.product(reference.inputs_of(x, per_row=False), weights)
+    for rows in (16, 32, 40, 75):
+        assert np.array_equal(multiplied(x[:rows].copy(), [weights], 2), want[:rows]), rows
+
+
 def test_parts_of_different_forms_stand_side_by_side() -> None:
     parts = [stored("q5_0", 40, 512, 5), stored("q8_0", 64, 512, 6), stored("q6_k", 9, 512, 7)]
     x = inputs(17, 512, seed=8)

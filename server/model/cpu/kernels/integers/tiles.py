@@ -9,8 +9,8 @@ panels and rows a thread takes (kernels/integer_linear.py).
 Both lie in memory as it wants them: rows of activations, and panels, whose groups of 4 inputs by
 outputs are its rows of weights. Of `int8` the sums run over all inputs. Of the forms in blocks a
 tile holds the inputs that share a scale (32, or 16), so that it is filled in part only; fewer bits
-than 8 are spread to bytes once for up to 32 rows. The sums go through memory to the arithmetic in
-float32, which is that of vectors.py, operation by operation.
+than 8 are spread to bytes once for up to 32 rows. The sums of up to 4 blocks go through memory to
+the arithmetic in float32, which is that of vectors.py, operation by operation.
 
 Tiles are laid out as a job begins and released as it ends, by the thread that multiplies: no other
 code sees them, and a thread without a job has none for the system to save. Rows that do not fill a
@@ -47,14 +47,16 @@ from server.model.cpu.records import JOB_ITEMS, TILES
 _ROWS = 16  # of a tile; a row has 64 bytes
 _VECTORS = PANEL // _ROWS
 _LINE = 4 * PANEL  # bytes of one row of sums or accumulators, and of a group of 4 inputs in a panel
-# Tiles by number: 0..3 sums, 2 * row tile + vector of outputs; the activations of a row tile; the
-# weights of a vector of outputs.
+# Tiles by number: 0..3 sums, 2 * row tile (of blocks: each in turn) + vector of outputs; the
+# activations of a row tile; the weights of a vector of outputs.
 _ACTIVATIONS, _WEIGHTS = 4, 6
 # Bytes of a kernel's room: what lies in it, from where on.
-_SUMS = 64  # behind the layout of the tiles: up to 2 parts of a block, 32 rows each
-_TOTALS = _SUMS + 2 * 32 * _LINE  # accumulators, 32 rows
-_SPREAD = _TOTALS + 32 * _LINE  # weights as bytes, one block
-_ROOM = _SPREAD + BLOCK * PANEL
+_PLANE = 32 * _LINE  # sums of 32 rows
+_PLANES = 4  # whose sums are added together: of 4 blocks, or of 2 in 2 parts each
+_SUMS = 64  # behind the layout of the tiles
+_TOTALS = _SUMS + _PLANES * _PLANE  # accumulators, 32 rows
+_SPREAD = _TOTALS + 32 * _LINE  # weights of those blocks as bytes
+_ROOM = _SPREAD + _PLANES * BLOCK * PANEL
 
 
 def _tile(b: Any, name: str, *arguments: Any) -> None:
@@ -157,28 +159,21 @@ class _TileKernel:
         row.close([])
 
     def _blocks(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, rows, panel, count, out, ldo, following, quarters, room = args
-        form, per = self.form, self.form.blocks_per_super
+        _, _, _, _, rows, _, count, out, ldo, _, _, room = args
         totals = b.add(room, i64(_TOTALS))
         zeros = const(0.0, FLOATS)
         row = Loop(b, rows, [])
         for v in range(_VECTORS):
             store(b, zeros, b.add(totals, b.mul(row.index, i64(_LINE))), 64 * v)
         row.close([])
-        outer = Loop(b, count, [])
-        offset = b.mul(outer.index, i64(form.header_bytes + per * form.record_bytes))
-        top = b.add(panel, offset)
-        head = header(b, form, _VECTORS, top)
-        inner = Loop(b, i64(per), [])
-        block = b.add(b.mul(outer.index, i64(per)), inner.index)
-        within = b.mul(inner.index, i64(form.record_bytes))
-        fetch_quarters(b, following, quarters, b.add(offset, within), form.record_bytes)
-        record = b.add(b.add(top, i64(form.header_bytes)), within)
-        self._block_sums(b, record, b.add(x, b.mul(block, i64(BLOCK))), ldx, room)
-        own = b.add(figures, b.mul(block, i64(16)))
-        self._add_block(b, record, head, own, ldf, rows, room)
-        inner.close([])
-        outer.close([])
+        num = b.mul(count, i64(self.form.blocks_per_super))
+        group = _PLANES // (BLOCK // self.form.sub)
+        whole, rest = b.udiv(num, i64(group)), b.urem(num, i64(group))
+        for begin, times, size in ((i64(0), whole, group), (b.sub(num, rest), rest, 1)):
+            with b.if_then(b.icmp_signed(">", times, i64(0))):
+                loop = Loop(b, times, [])
+                self._add_blocks(b, args, b.add(begin, b.mul(loop.index, i64(size))), size)
+                loop.close([])
         row = Loop(b, rows, [])
         line = b.add(totals, b.mul(row.index, i64(_LINE)))
         target = b.add(out, b.mul(row.index, ldo))
@@ -186,54 +181,99 @@ class _TileKernel:
             store(b, at(b, line, 64 * v, FLOATS, 64), target, 64 * v)
         row.close([])
 
-    def _block_sums(self, b: Any, record: Any, inputs: Any, ldx: Any, room: Any) -> None:
-        """The sums of one block, part by part, in the room."""
-        form, words = self.form, record
-        if form.bits < 8:
-            words = b.add(room, i64(_SPREAD))
-            for step in range(BLOCK // 4):
-                for v in range(_VECTORS):
-                    spread = load_stored(b, form, record, step, v)
-                    put(b, spread, words, _LINE * step + 64 * v, 64)
-        for part in range(BLOCK // form.sub):
-            self._zero(b)
-            first = part * form.sub
-            own = b.add(words, i64(_LINE * first // 4))
-            self._multiply(b, b.add(inputs, i64(first)), ldx, own)
-            self._store_sums(b, b.add(room, i64(_SUMS + part * 32 * _LINE)))
+    def _add_blocks(self, b: Any, args: Any, first: Any, num: int) -> None:
+        """Add the products of `num` blocks from one on, of one super-block, to the accumulators.
 
-    def _add_block(
-        self, b: Any, record: Any, head: list[list[Any]], figures: Any, ldf: Any, rows: Any,
-        room: Any,
-    ) -> None:  # fmt: skip
-        """Add one block's sums to the accumulators of all rows."""
-        form, parts = self.form, BLOCK // self.form.sub
-        tail = b.add(record, i64(form.low_bytes + form.high_bytes))
+        The sums of all of them are made before any is added: an accumulator is read and written
+        once for them, and tiles and vectors work at the same time.
+        """
+        x, ldx, figures, ldf, rows, panel, _, _, _, following, quarters, room = args
+        form, per, parts = self.form, self.form.blocks_per_super, BLOCK // self.form.sub
+        size = form.header_bytes + per * form.record_bytes
+        offset = b.mul(b.udiv(first, i64(per)), i64(size))
+        head = header(b, form, _VECTORS, b.add(panel, offset))
+        offset = b.add(offset, b.mul(b.urem(first, i64(per)), i64(form.record_bytes)))
+        fetch_quarters(b, following, quarters, offset, num * form.record_bytes)
+        records = b.add(b.add(panel, offset), i64(form.header_bytes))
+        inputs = b.add(x, b.mul(first, i64(BLOCK)))
+        blocks = [b.add(records, i64(nth * form.record_bytes)) for nth in range(num)]
+        self._block_sums(b, blocks, inputs, ldx, room)
+        tails = [b.add(record, i64(form.low_bytes + form.high_bytes)) for record in blocks]
         w_scales = [
-            [scale(b, form, tail, part, v, head) for v in range(_VECTORS)] for part in range(parts)
+            [
+                [scale(b, form, tail, part, v, head) for v in range(_VECTORS)]
+                for part in range(parts)
+            ]
+            for tail in tails
         ]
         w_mins = []
         if form.has_min:
-            behind = b.add(tail, i64(form.scale_bytes))
-            w_mins = [minimum(b, form, behind, v, head) for v in range(_VECTORS)]
+            behind = [b.add(tail, i64(form.scale_bytes)) for tail in tails]
+            w_mins = [[minimum(b, form, one, v, head) for v in range(_VECTORS)] for one in behind]
         row = Loop(b, rows, [])
-        figure = figures_at(b, b.add(figures, b.mul(row.index, ldf)))
-        x_scale = splat(b, figure.scale, FLOATS)
-        line = b.mul(row.index, i64(_LINE))
-        totals = b.add(b.add(room, i64(_TOTALS)), line)
-        for v in range(_VECTORS):
-            acc = at(b, totals, 64 * v, FLOATS, 64)
+        line = b.add(room, b.mul(row.index, i64(_LINE)))
+        own = b.add(b.add(figures, b.mul(first, i64(16))), b.mul(row.index, ldf))
+        totals = [at(b, line, _TOTALS + 64 * v, FLOATS, 64) for v in range(_VECTORS)]
+        for nth in range(num):
+            figure = figures_at(b, b.add(own, i64(16 * nth)))
+            x_scale = splat(b, figure.scale, FLOATS)
             for part in range(parts):
                 part_sum = figure.whole
                 if parts == 2:
                     part_sum = figure.first if part == 0 else b.sub(figure.whole, figure.first)
-                sums = b.add(b.add(room, i64(_SUMS + part * 32 * _LINE)), line)
-                factor = b.fmul(w_scales[part][v], x_scale)
-                acc = fma(b, self._total(b, sums, v, part_sum), factor, acc)
-            if form.has_min:
-                acc = fma(b, w_mins[v], splat(b, figure.scale_sum, FLOATS), acc)
-            store(b, acc, totals, 64 * v)
+                sums = b.add(line, i64(_SUMS + (nth * parts + part) * _PLANE))
+                for v in range(_VECTORS):
+                    factor = b.fmul(w_scales[nth][part][v], x_scale)
+                    totals[v] = fma(b, self._total(b, sums, v, part_sum), factor, totals[v])
+            for v in range(_VECTORS if form.has_min else 0):
+                scale_sum = splat(b, figure.scale_sum, FLOATS)
+                totals[v] = fma(b, w_mins[nth][v], scale_sum, totals[v])
+        for v in range(_VECTORS):
+            store(b, totals[v], line, _TOTALS + 64 * v)
         row.close([])
+
+    def _block_sums(self, b: Any, blocks: list[Any], inputs: Any, ldx: Any, room: Any) -> None:
+        """The sums of blocks that follow each other, a plane of the room for each part.
+
+        blocks: addresses of their records. Sums are stored while the next ones are multiplied, in
+        two other tiles: a tile's sums take 50 cycles and more to come out of it.
+        """
+        form = self.form
+        if form.bits < 8:
+            spread = [b.add(room, i64(_SPREAD + nth * BLOCK * PANEL)) for nth in range(len(blocks))]
+            for record, words in zip(blocks, spread, strict=True):
+                for step in range(BLOCK // 4):
+                    for v in range(_VECTORS):
+                        four = load_stored(b, form, record, step, v)
+                        put(b, four, words, _LINE * step + 64 * v, 64)
+            blocks = spread
+        waiting: list[tuple[int, int]] = []  # a tile, where its sums go in the room
+
+        def store_sums() -> None:
+            for tile, offset in waiting:
+                where = _pointer(b, b.add(room, i64(offset)))
+                _tile(b, "tilestored64", tile, where, i64(_LINE))
+
+        turn = 0
+        for plane in range(len(blocks) * BLOCK // form.sub):
+            nth, first = divmod(plane * form.sub, BLOCK)
+            words = b.add(blocks[nth], i64(_LINE * first // 4))
+            for v in range(_VECTORS):
+                where = _pointer(b, b.add(words, i64(64 * v)))
+                _tile(b, "tileloadd64", _WEIGHTS + v, where, i64(_LINE))
+            for r in range(self.row_tiles):
+                rows = b.add(inputs, b.mul(ldx, i64(_ROWS * r)))
+                where = _pointer(b, b.add(rows, i64(plane * form.sub)))
+                _tile(b, "tileloadd64", _ACTIVATIONS + turn, where, ldx)
+                own = range(_VECTORS * turn, _VECTORS * (turn + 1))
+                for v, tile in enumerate(own):
+                    _tile(b, "tilezero", tile)
+                    _tile(b, "tdpbsud", tile, _ACTIVATIONS + turn, _WEIGHTS + v)
+                store_sums()
+                line = _SUMS + plane * _PLANE + _ROWS * r * _LINE
+                waiting = [(tile, line + 64 * v) for v, tile in enumerate(own)]
+                turn = 1 - turn
+        store_sums()
 
 
 def define_tiled_rows(module: Any, form: Form) -> Any:
