@@ -92,7 +92,7 @@ class Builder:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._seats: Int32 | None = None  # of `_last`, a step of plain choices without drafts
+        self._seats: Int32 | None = None  # of `_last`, a step of plain choices without nodes
         self._last: Built | None = None
 
     def build(self, rows: Rows, trees: Trees) -> Built:
@@ -104,12 +104,12 @@ class Builder:
             built is None
             or self._seats is not rows.seats
             or has_nodes
-            or trees.num_likely
+            or trees.num_likely != built.batch.num_likely
             or width > built.batch.block_tables.shape[1]
         ):
             built = self._new(rows, trees, width)
-            is_plain = rows.is_plain and not has_nodes and not trees.num_likely
-            self._seats, self._last = rows.seats, built if is_plain else None
+            if rows.is_plain and not has_nodes:
+                self._seats, self._last = rows.seats, built
         batch = built.batch
         built.num_keys = lay(
             table.numbers, table.blocks, table.block_size, rows.start, built.items, trees.start,

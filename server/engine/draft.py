@@ -22,7 +22,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -163,7 +163,6 @@ class _Rest:
     seats: Int32
     trees: Trees
     gain_seats: list[int]
-    shape: StepShape
     num_left: int
     num_done: int = 0
 
@@ -258,15 +257,19 @@ class Drafts:
             self._gain.rested(rest.gain_seats, rest.num_done)
         began = time.perf_counter()
         found, left = np.empty((2, num), np.int32)
-        num_draws = consider(self._table.numbers, rows.seats, rows.draws, found, left)
-        codes = found.tolist()
+        num_draws, num_keys = consider(self._table.numbers, rows.seats, rows.draws, found, left)
+        codes, num_left = found.tolist(), left.tolist()
         why = [_REASONS[code] for code in codes]
-        for i in np.flatnonzero(found == FIRST).tolist():
-            why[i] = self._why_not_first(rows.sequences[i], int(left[i]))
+        if FIRST in codes:
+            for i, code in enumerate(codes):
+                if code == FIRST:
+                    why[i] = self._why_not_first(rows.sequences[i], num_left[i])
         places = [i for i, reason in enumerate(why) if not reason]
-        trees = replace(no_trees(num), why=why)
         if places and not is_plain:
-            trees = self._asked(rows, why, places, left.tolist(), num_draws, began)
+            shape = StepShape(num_draws, rows.num_rows, num_keys / num_draws, 0)
+            trees = self._asked(rows, why, places, num_left, shape, began)
+        else:
+            trees = no_trees(num).told(why)
         wanted = 0
         for sequence, code in zip(rows.sequences, codes, strict=True):
             if sequence.session is not None and code != NOT_DRAWN and not sequence.is_resting:
@@ -297,19 +300,16 @@ class Drafts:
         why: list[str],
         places: list[int],
         left: list[int],
-        num_draws: int,
+        shape: StepShape,
         began: float,
     ) -> Trees:
         """The trees of the items `places`, which may draft. why: of all items, written to. left:
-        tokens that may come. began: when drafting did."""
+        tokens that may come. shape: nobody waits in it yet. began: when drafting did."""
         table, scheduler, gain = self._table, self._scheduler, self._gain
         choices = [rows.sequences[i] for i in places]
         decodes = not rows.num_prefill_rows and len(rows.sequences) == len(scheduler.running)
-        num_waiting = 0
         if scheduler.num_waiting_tokens or not decodes:
-            num_waiting = scheduler.num_awaiting_first
-        ends = (rows.start + rows.num)[rows.draws > 0]
-        shape = StepShape(num_draws, rows.num_rows, float(ends.mean()), num_waiting)
+            shape = shape._replace(num_waiting=scheduler.num_awaiting_first)
         room = min(self._max_rows, scheduler.max_num_batched_tokens - rows.num_rows)
         wanted = 0
         for choice in choices:
@@ -318,8 +318,7 @@ class Drafts:
                 gain.watch(choice.gain_seat, choice.ids[: choice.num_tokens], told)
             wanted += choice.request.speculation.max_draft_tokens
         seats = table.gain_seat[rows.seats].astype(np.int64)
-        of_places = seats[places]
-        reasons, ceiling = gain.ask(of_places, shape, min(wanted, room))
+        reasons, ceiling = gain.ask(seats[places], shape, min(wanted, room))
         num = len(rows.sequences)
         each: list[DraftTree | None] = [None] * num
         bounds = np.zeros((num, 2), np.int64)
@@ -364,9 +363,10 @@ class Drafts:
             except Exception as error:
                 self.disable(choice, error)
         if not is_planned:
-            trees = replace(no_trees(num), why=why)
-            self._begin_rest(rows, choices, trees, shape, left)
-            return replace(trees, seconds=time.perf_counter() - began)
+            trees = no_trees(num).told(why)
+            self._begin_rest(rows, choices, trees, left)
+            trees.seconds = time.perf_counter() - began
+            return trees
         trees, errors = checked(each, bounds)
         for i, fault in errors:
             self.disable(rows.sequences[i], fault)
@@ -449,7 +449,6 @@ class Drafts:
         rows: Rows,
         choices: list[Sequence],
         trees: Trees,
-        shape: StepShape,
         left: list[int],
     ) -> None:
         """Nobody drafts in this step. Some like it follow without a look at each choice, none that
@@ -459,7 +458,7 @@ class Drafts:
         num_left = min(REST - 1, min(left) - 2)
         if num_left > 0 and all(choice.is_resting for choice in choices):
             gain_seats = [choice.gain_seat for choice in choices]
-            self._rest = _Rest(rows.seats, trees, gain_seats, shape, num_left)
+            self._rest = _Rest(rows.seats, trees, gain_seats, num_left)
 
     # -- while it computes ------------------------------------------------------------------
 

@@ -45,7 +45,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from drafters.arrays import Float64, Float64x2, Int32, Int64
 from drafters.jit import compiled, entry, inlined
@@ -442,19 +441,18 @@ def note_drafts(
         scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
 
 
-def repeats(ids: Int32, start: int) -> npt.NDArray[np.bool_]:
-    """Of each of ids[start:], whether it followed the two ids before it when they last stood
-    before: what a lookup would have drafted."""
-    at = np.arange(max(start, 2), ids.shape[0])
-    hits = np.zeros(max(0, ids.shape[0] - start), np.bool_)
-    if not at.shape[0] or ids.shape[0] < 4:
-        return hits
-    first, second, third = ids[:-2], ids[1:-1], ids[2:]
-    found = (first == ids[at - 2, None]) & (second == ids[at - 1, None])
-    found &= np.arange(first.shape[0]) < at[:, None] - 2
-    last = first.shape[0] - 1 - np.argmax(found[:, ::-1], axis=1)
-    hits[-at.shape[0] :] = found.any(axis=1) & (third[last] == ids[at])
-    return hits
+@entry
+@compiled
+def num_repeats(ids: Int32, start: int) -> int:
+    """How many of ids[start:] followed the two ids before them when these last stood before: what a
+    lookup would have drafted."""
+    num = 0
+    for at in range(max(start, 2), ids.shape[0]):
+        for before in range(at - 3, -1, -1):
+            if ids[before] == ids[at - 2] and ids[before + 1] == ids[at - 1]:
+                num += ids[before + 2] == ids[at]
+                break
+    return num
 
 
 class Gain:
@@ -594,9 +592,8 @@ class Gain:
             return
         own, scope = self._seats.table[seat], self._scope_of(seat)
         start, own[_WATCHED] = max(start, int(own[_WATCHED])), ids.shape[0]
-        hits = repeats(ids, start)
-        num = int(hits.sum())
-        scope[_REPEATED] = scope[_REPEATED] * max(0.0, 1.0 - hits.shape[0] / MEMORY) + num
+        num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
+        scope[_REPEATED] = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY) + num
         scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * REPEAT, MOST)
 
     # -- the estimate -----------------------------------------------------------------------

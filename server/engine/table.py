@@ -149,16 +149,20 @@ MAY_DRAFT, NOT_DRAWN, NO_DRAFTER, TOO_SHORT, FIRST = range(5)
 
 @entry
 @compiled
-def consider(numbers: Int32x2, seats: Int32, draws: Int32, found: Int32, left: Int32) -> int:
+def consider(
+    numbers: Int32x2, seats: Int32, draws: Int32, found: Int32, left: Int32
+) -> tuple[int, int]:
     """Look for whom to draft. numbers: of the Table. draws: 1 where a seat's last row is drawn
     from. found: int32 [seats], written. left: int32 [seats], written: tokens that may come. Returns
-    how many draw."""
-    num_draws = 0
+    how many draw, and the tokens of all that do."""
+    num_draws, num_keys = 0, 0
     for i in range(seats.shape[0]):
         seat = seats[i]
         num_output = numbers[NUM_TOKENS, seat] - numbers[PROMPT_LEN, seat]
         left[i] = numbers[MAX_OUTPUT, seat] - num_output
-        num_draws += draws[i]
+        if draws[i]:
+            num_draws += 1
+            num_keys += numbers[NUM_TOKENS, seat]
         if not draws[i]:
             found[i] = NOT_DRAWN
         elif num_output == 0:
@@ -167,7 +171,7 @@ def consider(numbers: Int32x2, seats: Int32, draws: Int32, found: Int32, left: I
             found[i] = NO_DRAFTER
         else:
             found[i] = TOO_SHORT if left[i] <= 1 else MAY_DRAFT
-    return num_draws
+    return num_draws, num_keys
 
 
 @entry

@@ -9,7 +9,7 @@ trees (`follow`). What not: which nodes are drafted (draft.py), what becomes of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -95,20 +95,23 @@ class Trees:
             if bool((sizes <= most).all()):
                 return self
             stays = np.ones(total, np.uint8)
-        keep(self.start, self.nodes, self.survival, most, stays)
-        start, num = np.zeros_like(self.start), int(stays.sum())
+        num = keep(self.start, self.nodes, self.survival, most, stays)
+        if num == 0:
+            return no_trees(sizes.shape[0]).told(self.why)
+        start, certain = np.zeros_like(self.start), self.certain.copy()
         nodes: Int32x2 = np.empty((3, num), np.int32)
         survival, source = np.empty(num), np.empty(num, np.int64)
         cell: Int32 = np.empty(num, np.int32)
         compress(
             (self.start, self.nodes, self.survival, self.source, self.cell), stays,
-            np.empty(total, np.int32), (start, nodes, survival, source, cell),
+            np.empty(total, np.int32), (start, nodes, survival, source, cell), certain,
         )  # fmt: skip
-        certain = np.minimum(self.certain, np.diff(start))
-        return replace(
-            self, start=start, nodes=nodes, certain=certain, survival=survival, source=source,
-            cell=cell,
-        )  # fmt: skip
+        return Trees(start, nodes, certain, survival, source, cell, self.why)
+
+    def told(self, why: Sequence[str]) -> Trees:
+        """The same, with these reasons."""
+        columns = self.nodes, self.certain, self.survival, self.source, self.cell
+        return Trees(self.start, *columns, why)
 
     def proposed(
         self, item: int, accepted: list[int], forced: int = -1
@@ -204,7 +207,7 @@ def checked(
             errors.append((i, error))
     np.cumsum(start, out=start)
     if not parts:
-        return replace(no_trees(num)), errors
+        return no_trees(num).told(()), errors
     if len(parts) > 1:
         parts = [map(np.concatenate, zip(*parts, strict=True))]
     ids, parents, survival, source, cell = parts[0]
@@ -265,8 +268,9 @@ def check(
 
 @entry
 @compiled
-def keep(start: Int32, nodes: Int32x2, survival: Float64, most: Int64, stays: UInt8) -> None:
-    """Write 0 for the nodes that do not stay: see Trees.prune."""
+def keep(start: Int32, nodes: Int32x2, survival: Float64, most: Int64, stays: UInt8) -> int:
+    """Write 0 for the nodes that do not stay: see Trees.prune. Returns how many do."""
+    total = 0
     for item in range(start.shape[0] - 1):
         first, end, num = start[item], start[item + 1], 0
         if most[item] <= 0:  # maybe a tree that cannot be verified, of which nothing is known
@@ -284,6 +288,8 @@ def keep(start: Int32, nodes: Int32x2, survival: Float64, most: Int64, stays: UI
                     worst = at
             stays[worst] = 0
             num -= 1
+        total += num
+    return total
 
 
 Columns = tuple[Int32, Int32x2, Float64, Int64, Int32]
@@ -292,9 +298,11 @@ Columns = tuple[Int32, Int32x2, Float64, Int64, Int32]
 
 @entry
 @compiled
-def compress(old: Columns, stays: UInt8, places: Int32, new: Columns) -> None:
+def compress(
+    old: Columns, stays: UInt8, places: Int32, new: Columns, certain: Int32
+) -> None:  # fmt: skip
     """Write the nodes that stay, one after the other. places: scratch, int32 [N]. new: written; its
-    first start is 0."""
+    first start is 0. certain: of Trees, made no more than an item has."""
     start, nodes, survival, source, cell = old
     num = 0
     for item in range(start.shape[0] - 1):
@@ -308,6 +316,7 @@ def compress(old: Columns, stays: UInt8, places: Int32, new: Columns) -> None:
                 new[2][num], new[3][num], new[4][num] = survival[at], source[at], cell[at]
                 num += 1
         new[0][item + 1] = num
+        certain[item] = min(certain[item], num - first)
 
 
 @entry

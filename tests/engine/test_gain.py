@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.gain import REST, Gain, StepShape, repeats
+from server.engine.gain import REST, Gain, StepShape, num_repeats
 from server.engine.step_times import CostTable, row_grid
 from tests.engine.gain_calls import choose, note_ask, note_drafts
 from tests.profiles import examples
@@ -428,9 +428,10 @@ def test_drafts_of_which_nothing_is_known_change_nothing() -> None:
 
 def test_what_repeats_is_seen_without_an_ask() -> None:
     ids = np.array([5, 6, 7, 8, 5, 6, 7, 9, 1, 2, 5, 6, 7], np.int32)
-    assert repeats(ids, 4).tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 1]
-    assert repeats(ids, 12).tolist() == [1] and repeats(ids, 13).tolist() == []
-    assert repeats(ids[:2], 0).tolist() == [0, 0]
+    found = [num_repeats(ids[:end], end - 1) for end in range(5, 14)]
+    assert found == [0, 0, 1, 0, 0, 0, 0, 0, 1]
+    assert [num_repeats(ids, start) for start in (4, 12, 13)] == [2, 1, 0]
+    assert num_repeats(ids[:2], 0) == 0
     copies, news = np.tile(np.arange(9, dtype=np.int32), 6), np.arange(54, dtype=np.int32)
     first = []
     for text in (copies, news):
