@@ -51,9 +51,11 @@ def test_steps_decide_over_chances(with_it: int, without_it: int, helps: bool) -
 
 def test_few_steps_and_small_differences_say_nothing() -> None:
     fit = CorpusFit()
-    for _ in range(50):
+    for _ in range(23):
         fit.compare_steps(0, 3)
     assert fit.helps, "too few"
+    fit.compare_steps(0, 3)
+    assert not fit.helps
     fit = CorpusFit()
     for step in range(100):
         fit.compare_steps(2, 2 + (step == 0))
