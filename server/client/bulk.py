@@ -258,36 +258,34 @@ class BulkRun:
     def _lines(self) -> Iterator[_Line]:
         """The lines of the input; blank ones count but are passed over. Raises BulkError and
         ConfigError, which name file and line."""
+        named, is_table = self.prompt_field, self.source.suffix in TABLES  # which has texts alone
         for number, row in rows(self.source):
-            yield self._line(number, row)
-
-    def _line(self, number: int, row: dict[str, Any]) -> _Line:
-        at, field = f"{self.source}:{number}", self.prompt_field
-        is_table = self.source.suffix in TABLES  # which has texts, no objects
-        has_messages = "messages" in row and not is_table
-        if has_messages and field in row:
-            raise BulkError(f"{at}: a line needs either a prompt or messages")
-        named = "messages" if has_messages else "prompt"
-        asked = row["messages"] if has_messages else row.get(field)
-        if asked is None or isinstance(asked, str):
-            asked = Fields(prompt=field).prompt_of(row, at)
-        extra = {} if is_table else row.get("request", {})
-        if not isinstance(extra, dict) or extra.get("stream"):
-            raise BulkError(f"{at}: request must be an object of request fields, without stream")
-        body = {
-            **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}),
-            **extra,
-            "model": self.task,
-            named: asked,
-            "include_speculation": True,
-        }
-        try:
-            sent = json.dumps(body, sort_keys=True, allow_nan=False)
-        except ValueError:
-            raise BulkError(f"{at}: holds a number that JSON does not have") from None
-        digest = hashlib.sha256(sent.encode()).hexdigest()[:16]
-        route = "/chat/completions" if has_messages else "/completions"
-        return _Line(number, row.get("id"), route, body, digest)
+            at = f"{self.source}:{number}"
+            has_messages = "messages" in row and not is_table
+            if has_messages and named in row:
+                raise BulkError(f"{at}: a line needs either a prompt or messages")
+            asked = row["messages"] if has_messages else row.get(named)
+            if asked is None or isinstance(asked, str):
+                asked = Fields(prompt=named).prompt_of(row, at)
+            extra = {} if is_table else row.get("request", {})
+            if not isinstance(extra, dict) or extra.get("stream"):
+                raise BulkError(
+                    f"{at}: request must be an object of request fields, without stream"
+                )
+            body = {
+                **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}),
+                **extra,
+                "model": self.task,
+                "messages" if has_messages else "prompt": asked,
+                "include_speculation": True,
+            }
+            try:
+                sent = json.dumps(body, sort_keys=True, allow_nan=False)
+            except ValueError:
+                raise BulkError(f"{at}: holds a number that JSON does not have") from None
+            digest = hashlib.sha256(sent.encode()).hexdigest()[:16]
+            route = "/chat/completions" if has_messages else "/completions"
+            yield _Line(number, row.get("id"), route, body, digest)
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class _Here:
 
 def list_models() -> int:
     from server.model.catalog import BUILT_IN
+    from server.model.families import FAMILIES
 
     here = {model.name: model for model in _all_here()}
     for model in BUILT_IN.values():
@@ -53,14 +54,6 @@ def list_models() -> int:
         state = f"{told_size(other.num_bytes)} here"
         print(f"{other.name:24} {state:18}")
         print(f"{'':24} {other.folder}")
-    _print_families()
-    return 0
-
-
-def _print_families() -> None:
-    """Print the families that `--model` takes, by their usual names, and how each was tested."""
-    from server.model.families import FAMILIES
-
     print("\nFamilies that --model takes as a folder, a Hugging Face id or a GGUF file:")
     for family in FAMILIES.values():
         where = "CPU, CUDA, GGUF" if family.gguf else "CPU, CUDA"
@@ -73,11 +66,11 @@ def _print_families() -> None:
         "Qwen3.5, StarCoder2, Command R, Pythia, Phi-2, GPT-2, OPT, Nemotron, Gemma 1, "
         "Seed-OSS, ..."
     )
+    return 0
 
 
 def show(model: ModelName, /) -> int:
-    folder = _folder_of(model)
-    found = next((one for one in _all_here() if folder in (one.folder, *one.remove)), None)
+    folder, found = _find(model)
     config = _json(folder / "config.json")
     text = config.get("text_config") or config
     facts: dict[str, Any] = {
@@ -240,8 +233,7 @@ def prior(
 
 
 def remove(model: ModelName, /) -> int:
-    folder = _folder_of(model)
-    found = next((one for one in _all_here() if folder in (one.folder, *one.remove)), None)
+    folder, found = _find(model)
     if found is None:
         raise ConfigError(
             f"{folder} is a folder of your own and no copy that Tailor made; it stays"
@@ -290,8 +282,9 @@ def _hub_models() -> Iterator[tuple[str, Path, Path]]:
             yield f"{organisation}/{name}", snapshots[-1].parent, folder
 
 
-def _folder_of(model: str) -> Path:
-    """Where a model is. Raises ConfigError when it is not on this machine."""
+def _find(model: str) -> tuple[Path, _Here | None]:
+    """Where a model is, and what was made or fetched of it. Raises ConfigError when it is not on
+    this machine."""
     from server.model.catalog import cached_folder
     from server.model.gguf_folder import cached_file_folder
 
@@ -307,7 +300,7 @@ def _folder_of(model: str) -> Path:
             f"{model}: not on this machine; `tailor models list` says which are, "
             "`tailor models fetch` gets one"
         )
-    return folder
+    return folder, next((o for o in _all_here() if folder in (o.folder, *o.remove)), None)
 
 
 def folder_size(folder: Path) -> int:

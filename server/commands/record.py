@@ -295,15 +295,29 @@ def ask_engine(
                 if prompt is None:
                     more = False
                     break
-                drawn = replace(sampling, num_logprobs=num_likely(prompt) or None)
-                request = _request(engine, tokenizer, prompt, drawn, speculation)
-                if isinstance(request, Failure):
-                    yield request
+                ids, info = prompt.ids, engine.info
+                if ids is None:
+                    ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
+                prompt = replace(prompt, ids=ids)
+                room = info.max_model_len - len(ids)
+                if not ids or room < 1 or max(ids) >= info.vocab_size:
+                    told = f"(context {info.max_model_len}, vocabulary {info.vocab_size})"
+                    yield Failure(prompt, f"{len(ids)} tokens do not fit the model {told}")
                     continue
-                name = request.request_id
-                asked[name] = replace(prompt, ids=request.prompt_ids)
-                outputs[name], likely[name] = [], []
-                engine.submit(request)
+                drawn = replace(
+                    sampling,
+                    num_logprobs=num_likely(prompt) or None,
+                    max_tokens=min(sampling.max_tokens, room),
+                    seed=(sampling.seed + prompt.line) % (1 << 63),
+                )
+                name = f"record-{prompt.line}"
+                asked[name], outputs[name], likely[name] = prompt, [], []
+                engine.submit(
+                    Request(
+                        name, "record", info.name, ids, drawn,
+                        speculation=speculation, arrival_s=time.monotonic(),
+                    )
+                )  # fmt: skip
             if not asked:
                 return
             for delta in engine.take_deltas() or engine.step():
@@ -324,39 +338,6 @@ def ask_engine(
         for name in asked:
             engine.abort(name)
         engine.take_deltas()
-
-
-def _request(
-    engine: Engine,
-    tokenizer: Any,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-) -> Request | Failure:
-    """The Request of one prompt; a Failure where it does not fit the model."""
-    ids = prompt.ids
-    if ids is None:
-        ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
-    room = engine.info.max_model_len - len(ids)
-    if not ids or room < 1 or max(ids) >= engine.info.vocab_size:
-        return Failure(
-            replace(prompt, ids=ids),
-            f"{len(ids)} tokens do not fit the model (context {engine.info.max_model_len}, "
-            f"vocabulary {engine.info.vocab_size})",
-        )
-    return Request(
-        request_id=f"record-{prompt.line}",
-        task="record",
-        model=engine.info.name,
-        prompt_ids=ids,
-        sampling=replace(
-            sampling,
-            max_tokens=min(sampling.max_tokens, room),
-            seed=(sampling.seed + prompt.line) % (1 << 63),
-        ),
-        speculation=speculation,
-        arrival_s=time.monotonic(),
-    )
 
 
 # --- a running server -----------------------------------------------------------------------------

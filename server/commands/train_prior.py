@@ -98,40 +98,29 @@ def own_texts(
     num = min(NUM_TEXTS, info.max_num_batched_tokens)
     length = min(TEXT_TOKENS, info.max_model_len)
     texts: list[Written] = []
+    every = np.arange(num, dtype=np.int32)
     while (done := len(texts) * length) < num_tokens:
         rng = np.random.default_rng((seed, done))
         num_drawn = NUM_DRAWN if len(texts) // num % 2 else length
-        rows = _Rows(runner, num, length)
-        texts += _write(rows, rng, num, length, num_drawn, info.vocab_size, info.eos_token_ids)
+        rows, told = _Rows(runner, num, length), []
+        ids = np.zeros((num, length), np.int32)
+        ids[:, 0] = rng.integers(0, info.vocab_size, num)
+        for at in range(length):
+            told.append(rows.compute(every, np.full(num, at, np.int32), ids[:, at].copy()))
+            _, likely, chances = told[-1]
+            if at + 1 < length:
+                ends = np.isin(likely, info.eos_token_ids)
+                weights = np.where(ends, 0.0, chances.astype(np.float64)) + 1e-9
+                column = weights.argmax(axis=1)
+                if at < num_drawn:
+                    summed = (weights / weights.sum(axis=1, keepdims=True)).cumsum(axis=1)
+                    column = (summed < rng.random((num, 1))).sum(axis=1).clip(max=NUM_LIKELY - 1)
+                ids[:, at + 1] = likely[every, column].clip(min=0)
+        states, likelies, shares = (np.stack(part, axis=1) for part in zip(*told, strict=True))
+        halves = states.astype(np.float16)
+        texts += [Written(ids[i], halves[i], likelies[i], shares[i]) for i in range(num)]
         progress("texts of the model's own", min(done + num * length, num_tokens), num_tokens)
     return texts
-
-
-def _write(
-    rows: _Rows,
-    rng: np.random.Generator,
-    num: int,
-    length: int,
-    num_drawn: int,
-    vocab_size: int,
-    ends: Sequence[int],
-) -> list[Written]:
-    ids = np.zeros((num, length), np.int32)
-    ids[:, 0] = rng.integers(0, vocab_size, num)
-    every, told = np.arange(num, dtype=np.int32), []
-    for at in range(length):
-        told.append(rows.compute(every, np.full(num, at, np.int32), ids[:, at].copy()))
-        _, likely, chances = told[-1]
-        if at + 1 < length:
-            weights = np.where(np.isin(likely, ends), 0.0, chances.astype(np.float64)) + 1e-9
-            column = weights.argmax(axis=1)
-            if at < num_drawn:
-                summed = (weights / weights.sum(axis=1, keepdims=True)).cumsum(axis=1)
-                column = (summed < rng.random((num, 1))).sum(axis=1).clip(max=NUM_LIKELY - 1)
-            ids[:, at + 1] = likely[every, column].clip(min=0)
-    states, likelies, chances_ = (np.stack(part, axis=1) for part in zip(*told, strict=True))
-    halves = states.astype(np.float16)
-    return [Written(ids[i], halves[i], likelies[i], chances_[i]) for i in range(num)]
 
 
 def read_texts(

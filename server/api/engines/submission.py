@@ -281,16 +281,12 @@ class Submission:
             holder = self._holders[delta.request_id]
             holder.forget(delta.request_id)
             holder.send(("abort", delta.request_id))  # its other choices
-            del self._open[delta.request_id]
-            account.close(delta.finish_reason)
             error = (
                 UnavailableError("The request was aborted by the engine.", retry_after_s=1.0)
                 if delta.finish_reason == "abort"
                 else _engine_error(delta, account.request, self.grammar_field)
             )
-            self.abort(error)
-            self._error = error
-            self._arrived.clear()
+            self._end(delta.request_id, delta.finish_reason, error)
             return True
         self._arrived.append((i, delta))
         if delta.finish_reason is not None:
@@ -305,12 +301,16 @@ class Submission:
 
     def fail(self, request_id: str, error: TailorError) -> None:
         """The engine of an open Request has died: the iteration raises `error`."""
+        self._end(request_id, "error", error)
+        self.wake()
+
+    def _end(self, request_id: str, outcome: str, error: TailorError) -> None:
+        """A Request has failed, and the others with it."""
         i, _ = self._open.pop(request_id)
-        self.accounts[i].close("error")
+        self.accounts[i].close(outcome)
         self.abort(error)
         self._error = error
         self._arrived.clear()
-        self.wake()
 
 
 def _engine_error(delta: Delta, request: Request, grammar_field: str) -> TailorError:
