@@ -279,7 +279,7 @@ class StepFigures:
             self._cost.observe(num_rows, built.num_keys, model_s - likely_s)
         host, num_decode = self._gain.host, rows.num_rows - rows.num_prefill_rows
         if num_decode:
-            host.observe_mix(rows.num_prefill_rows > 0, num_alike)
+            host.observe_prompts(rows.num_prefill_rows, num_alike)
         if not rows.num_prefill_rows:
             host.observe(num_decode, trees.num_asked, host_s)
         head_s, has_prompt = results.drawn.head_s, rows.num_prefill_rows > 0

@@ -190,14 +190,17 @@ def _fade(scopes: Float64x2, row: int, share: float, first: int) -> None:
 def _worth(curve: Curve, host: Float64, shape: StepShape, token_s: float) -> float:
     """What an accepted token saves, in tokens of plain decoding, 0..1.
 
-    Where prompts come all the time, steps are taken for their sake: a token less to decode saves
-    its row there, and no step.
+    Rows of prompts are computed whatever is drafted: of two steps that become one, it has the
+    prompts of both. Where these are long, a step is little more than its rows, and so is what a
+    token saves.
     """
     rows, seconds, key_s, _ = curve
-    num = float(shape.num_draws)
+    num, beside = float(shape.num_draws), float(host[4])
+    saved_s = 2.0 * seconds_of(rows, seconds, num + beside)
+    saved_s -= seconds_of(rows, seconds, num + 2.0 * beside)
     row_s = seconds_of(rows, seconds, num + 1.0) - seconds_of(rows, seconds, num)
-    row_s += key_s * shape.mean_len
-    return float(1.0 - host[4] * (1.0 - min(1.0, row_s / token_s)))
+    saved_s = max(row_s, (saved_s + plain_host_s(host, num)) / num) + key_s * shape.mean_len
+    return float(min(1.0, saved_s / token_s))
 
 
 @inlined

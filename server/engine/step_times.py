@@ -319,7 +319,7 @@ class HostTimes:
     """Seconds that a step takes beside the model: plain, and more where sessions are asked.
 
     numbers: float64 [5], a line in (1, choices that draw, whether any session is asked, sessions
-    asked); and of the steps in which somebody decodes, the share that has rows of prompts as well.
+    asked); and the rows of prompts in a step in which somebody decodes.
     """
 
     def __init__(self, row_s: float) -> None:
@@ -331,18 +331,18 @@ class HostTimes:
         self._most = float(np.trace(self._fit[1]))
 
     @property
-    def mixed(self) -> float:
-        """Of the steps in which somebody decodes, the share that has rows of prompts as well."""
+    def prompt_rows(self) -> float:
+        """Rows of prompts in a step in which somebody decodes."""
         return float(self.numbers[4])
 
     def observe(self, num_draws: int, num_asked: int, seconds: float) -> None:
         """A step without rows of prompts."""
         note_host(self._fit, self._most, float(num_draws), float(num_asked), seconds)
 
-    def observe_mix(self, has_prompt: bool, num_steps: int = 1) -> None:
-        """So many steps in which somebody decodes."""
+    def observe_prompts(self, num_rows: int, num_steps: int = 1) -> None:
+        """So many steps in which somebody decodes beside so many rows of prompts."""
         is_known = 1.0 - (1.0 - 1.0 / MEMORY) ** num_steps
-        self.numbers[4] += (has_prompt - self.numbers[4]) * is_known
+        self.numbers[4] += (num_rows - self.numbers[4]) * is_known
 
     def plain(self, num_draws: int) -> float:
         """Seconds of a step without drafts."""

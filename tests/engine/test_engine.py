@@ -452,6 +452,17 @@ def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
     assert reasons == {"cooldown", "length"}
 
 
+def test_a_lone_request_drafts_beside_its_prompt() -> None:
+    """It waits for its own first token, which this step draws: nobody else is kept waiting."""
+    request = _request("a", speculation=SpeculationParams("d", 8))
+    drafter = oracle_drafter([[*request.prompt_ids, *_alone(request)]])
+    cost = CostTable([1, 16, 64], [5e-3, 15.5e-3, 40e-3])
+    engine, _ = _engine(drafters={"d": drafter}, cost=cost)
+    engine.submit(request)
+    first, *_ = _finish(engine)["a"]
+    assert first.counts.num_accepted > 0 and first.counts.no_draft_reason == ""
+
+
 def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
     """A node that comes true in one of ten steps takes two tenths of a step."""
     drafter = FakeDrafter(lambda tokens, budget, depth: DraftTree.chain([1], [0.1]))

@@ -142,13 +142,16 @@ def test_nodes_are_dearer_while_somebody_waits_for_a_first_token() -> None:
     assert nodes[0] > 0 and nodes == sorted(nodes, reverse=True) and nodes[-1] < nodes[0]
 
 
-def test_a_token_saves_little_where_prompts_come_all_the_time() -> None:
-    """The steps are taken for the prompts: a token less to decode saves its row."""
-    quiet, busy = (Gain(_line(4e-3, 0.4e-3)) for _ in range(2))
+def test_a_token_saves_little_where_long_prompts_come_all_the_time() -> None:
+    """Two steps that become one have both prompts: short ones share what a step takes at least,
+    and past the last measured step a row is as dear as any."""
+    quiet, short, long = (Gain(_line(4e-3, 0.4e-3)) for _ in range(3))
     for _ in range(200):
-        busy.host.observe_mix(True)
+        short.host.observe_prompts(8)
+        long.host.observe_prompts(2000)
     trees = [[0.9, 0.5, 0.45]] * 4
-    assert sum(_choose(quiet, trees, _alone(4))) > sum(_choose(busy, trees, _alone(4)))
+    num = [sum(_choose(gain, trees, _alone(4))) for gain in (quiet, short, long)]
+    assert num[0] == num[1] > num[2]
 
 
 # -- who is asked ---------------------------------------------------------------------------------

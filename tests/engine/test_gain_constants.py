@@ -181,11 +181,11 @@ def host_after_twenty_quick_steps() -> float:
     return times.plain(1)
 
 
-def mixed_after_32_prompts() -> float:
+def rows_after_32_prompts() -> float:
     times = HostTimes(1.0)
     for _ in range(32):
-        times.observe_mix(True)
-    return times.mixed
+        times.observe_prompts(1)
+    return times.prompt_rows
 
 
 CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
@@ -204,7 +204,7 @@ CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
     (step_times, "DRIFT", 0.02, ten_steps_after_others_came, 1.18, 1.22),
     (step_times, "HOST", (0.1, 0.02, 0.1, 0.1), host_at_the_start, 0.1, 0.2),
     (step_times, "HOST_NOISE", 0.25, host_after_twenty_quick_steps, 0.04, 0.045),
-    (step_times, "MEMORY", 64.0, mixed_after_32_prompts, 0.55, 0.75),
+    (step_times, "MEMORY", 64.0, rows_after_32_prompts, 0.55, 0.75),
 ]
 """(module, constant, another value, what it decides, from, to)"""
 
