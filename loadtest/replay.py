@@ -52,9 +52,7 @@ every data set counts for the same number of tokens. Expectation maximisation fo
 the factors that correct what they claim.
 
 With --recorded it fits what the model's own logits are worth, and leaves the rest as it is:
-DIR/SET/train.jsonl are a model's own answers with what it held likely (`record`). With --fresh it
-fits the factors of prompt, output and copies alone, on the answers of --data and of --recorded:
-with a corpus a task has factors of its own, so that the defaults are those of requests alone.
+DIR/SET/train.jsonl are a model's own answers with what it held likely (`record`).
 
 The last line is JSON.
 """
@@ -88,8 +86,6 @@ from drafters.auto.cells import (
     NUM_FACTORS,
     NUM_LEVELS,
     NUM_SOURCES,
-    OUTPUT,
-    PROMPT,
     SOURCES,
 )
 from drafters.auto.copying import Pieces
@@ -890,39 +886,33 @@ def edited(held: Sequence[Recording], example: Recording, rng: random.Random) ->
     return out
 
 
-def fit_alone(
-    parts: Sequence[Sequence[Recording]],
-    ids: Ids,
-    weighed: Sequence[int],
-    claimed: Sequence[int],
-    *,
-    shared: bool,
-) -> tuple[Floats, Floats]:
-    """(weights, factors) with those of some sources fitted anew where nothing but the request is
-    known. weighed, claimed: the sources. shared: half of the runs share what the model held likely
-    among a set's requests."""
+def fit_logits(folder: Path) -> tuple[Floats, Floats]:
+    """(weights, factors) with those of the logits fitted anew: half of the runs share what the
+    model held likely among a set's requests, half of them do not."""
     start = Trust()
     weights, factors = start.weights.copy(), start.factors.copy()
-    own_weights = np.isin(np.arange(NUM_CELLS) // (NUM_CELLS // NUM_SOURCES), weighed)
-    own_factors = np.isin(np.arange(NUM_FACTORS) // (NUM_FACTORS // NUM_SOURCES), claimed)
-    for turn in range(ROUNDS if weighed else 1):
+    own_weights = slice(LOGITS * NUM_CELLS // NUM_SOURCES, COPIED * NUM_CELLS // NUM_SOURCES)
+    own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, COPIED * NUM_FACTORS // NUM_SOURCES)
+    parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
+    if not parts:
+        raise ValueError(f"{folder} has no SET/train.jsonl")
+    for turn in range(ROUNDS):
         evidence = np.zeros((2, NUM_CELLS))
         outcomes = np.zeros((3, NUM_FACTORS))
         for recordings in parts:
-            scale = min(1.0, TOKENS_PER_SET / max(1, sum(len(e.output_ids) for e in recordings)))
-            for seen in (Seen(), None) if shared else (None,):
+            for seen in (Seen(), None):
                 trust = Trust(weights, factors, memory=1e12)
-                drafter = AutoDrafter(trust=trust, seen=seen, **ids.own)
+                drafter = AutoDrafter(trust=trust, seen=seen)
                 for recording in recordings:
                     _teach(drafter, recording)
-                evidence += scale * trust.evidence
-                outcomes += scale * trust.outcomes
+                evidence += trust.evidence
+                outcomes += trust.outcomes
         fitted = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
         weights[own_weights] = fitted[own_weights]
-        corrected = (outcomes[1] + SMOOTHING * start.factors) / (outcomes[0] + SMOOTHING)
-        factors[own_factors] = corrected[own_factors]
-        came, said = outcomes[1, own_factors].sum(), (outcomes[0] * factors)[own_factors].sum()
-        print(f"round {turn + 1}: {said:.0f} claimed, {came:.0f} came")
+        factors[own_factors] = ((outcomes[1] + 2.0) / (outcomes[0] + 2.0))[own_factors]
+        asked = evidence[0, own_weights]
+        mean = np.average(weights[own_weights], weights=asked)
+        print(f"round {turn + 1}: mean weight asked {mean:.4f}")
     return weights, factors
 
 
@@ -999,30 +989,15 @@ def fit(
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = DEFAULT_TRUST,
     held_out: Annotated[int, Parameter(help="train examples of a set to fit on")] = 100,
     only: Annotated[str, Parameter(help="source that is fitted, with those behind it")] = "corpus",
-    fresh: Annotated[
-        bool, Parameter(help="what requests alone claim, of both, and no more")
-    ] = False,
 ) -> int:
     """Fit the trust that drafters start with, from train splits; see loadtest.replay.
 
     Example: python -m loadtest.replay fit --data data -o trust.json
     """
-    ids, parts = open_ids(sets.model), []
-    if fresh or sets.recorded is not None:
-        answers = (
-            [list(read_recordings(path)) for path in sorted(sets.recorded.glob("*/train.jsonl"))]
-            if sets.recorded is not None
-            else []
-        )
-        if fresh and sets.data is not None:
-            gold = replace(sets, recorded=None)
-            answers += [gold.read(ids, name, "train", held_out) for name in gold.names()]
-        if not any(answers):
-            raise ValueError(f"{sets.recorded} has no SET/train.jsonl")
-        of = (PROMPT, OUTPUT, COPIED) if fresh else (LOGITS,)
-        answers = [part for part in answers if part]
-        _write(output, *fit_alone(answers, ids, () if fresh else of, of, shared=not fresh))
+    if sets.recorded is not None:
+        _write(output, *fit_logits(sets.recorded))
         return 0
+    ids, parts = open_ids(sets.model), []
     for name in sets.names():
         examples = sets.read(ids, name, "train", sets.corpus_examples + 4 * held_out)
         num_held = max(10, min(held_out, len(examples) // 4))

@@ -272,11 +272,7 @@ def test_a_fit_moves_what_was_asked_and_is_trust_that_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(replay, "ROUNDS", 1)
-    for name, words in (
-        ("sources", ["--data", data]),
-        ("logits", ["--recorded", recorded]),
-        ("fresh", ["--fresh", "--data", data, "--recorded", recorded]),
-    ):
+    for name, words in (("sources", ["--data", data]), ("logits", ["--recorded", recorded])):
         out = tmp_path / f"{name}.json"
         assert run("fit", "--model", model[0], *words, "--held-out", 10, "-o", out) == 0
         monkeypatch.setattr("drafters.auto.trust.DEFAULT_TRUST", out)
