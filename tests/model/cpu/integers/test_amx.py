@@ -109,7 +109,7 @@ def _jobs() -> list[tuple[Job, int]]:
     jobs += [(job("int8", rows, width=96), 1) for rows in (16, 40)]  # three blocks: by vectors
     jobs += [(job("int8", rows, width=576, outputs=96), 8) for rows in (7, 8, 33, 96)]
     for form in FORMS[1:]:
-        jobs += [(job(form.name, rows, outputs=32), 1) for rows in (1, 9, 16, 31, 33)]
+        jobs += [(job(form.name, rows, outputs=32), 1) for rows in (1, 9, 16, 22, 23, 31, 33)]
     jobs += [(job(name, 33, width=192), 1) for name in ("q8_0", "q4_1")]  # 4 blocks, and 2
     return [*jobs, (job("q8_0", 200, width=64), 8), (job("int8", 40), amx.NO_TILES)]
 

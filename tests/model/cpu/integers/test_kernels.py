@@ -29,7 +29,7 @@ def test_products_have_the_references_bits_at_every_row_and_thread_count(name: s
     weights = stored(name, 102, 512, seed=1)
     x = inputs(131, 512, seed=2)
     want = reference.product(reference.inputs_of(x, per_row=weights.form.per_output), weights)
-    for rows in [*range(1, 15), 24, 31, 97, 131]:
+    for rows in [*range(1, 15), 17, 24, 31, 38, 97, 131]:
         for threads in (1, 2):
             got = multiplied(x[:rows].copy(), [weights], threads)
             assert np.array_equal(got, want[:rows]), (rows, threads)

@@ -14,7 +14,8 @@ the arithmetic in float32, which is that of vectors.py, operation by operation.
 
 Tiles are laid out as a job begins and released as it ends, by the thread that multiplies: no other
 code sees them, and a thread without a job has none for the system to save. Rows that do not fill a
-last tile are computed twice: it begins 16 rows from the end. Fewer than 16 rows are one tile of so
+last tile are computed twice: it begins 16 rows from the end; of forms in blocks a few are left to
+vectors. Fewer than 16 rows are one tile of so
 many.
 """
 
@@ -45,6 +46,8 @@ from server.model.cpu.kernels.ir import I8, I64, Loop, at, call, const, fma, i32
 from server.model.cpu.records import JOB_ITEMS, TILES
 
 _ROWS = 16  # of a tile; a row has 64 bytes
+_FEW = 6
+"""Rows left over that vectors multiply sooner, of forms in blocks, than 16 rows of tiles do."""
 _VECTORS = PANEL // _ROWS
 _LINE = 4 * PANEL  # bytes of one row of sums or accumulators, and of a group of 4 inputs in a panel
 # Tiles by number: 0..3 sums, 2 * row tile (of blocks: each in turn) + vector of outputs; the
@@ -300,32 +303,38 @@ def define_tiled_rows(module: Any, form: Form) -> Any:
     memory.align = 64
     with b.if_else(many) as (tiles, rest):
         with tiles:
-            _all_tiles(b, form, fn.args[:10], b.ptrtoint(memory, I64))
+            _all_tiles(b, form, fn.args[:10], b.ptrtoint(memory, I64), vectors)
         with rest:
             b.call(vectors, fn.args[:10])
     b.ret_void()
     return fn
 
 
-def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
-    """All rows, 32 at a time, then 16, in the tiles' own layout."""
+def _all_tiles(b: Any, form: Form, args: Any, room: Any, vectors: Any) -> None:
+    """All rows, 32 at a time, then 16, in the tiles' own layout; a few that are left by vectors."""
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = args
     one, two = (_TileKernel(form, n).define(b.module) for n in (1, 2))
 
     def less(left: Any, right: Any) -> Any:
         return b.select(b.icmp_signed("<", left, right), left, right)
 
+    def rows_from(first: Any) -> list[Any]:
+        return [
+            b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))
+        ]
+
     rows = less(num_rows, i64(_ROWS))
     _lay_out(b, room, rows, 2 * BLOCK if form.per_output else form.sub)
     pairs = b.lshr(num_rows, i64(5))
     left = b.and_(num_rows, i64(31))
-    chunks = b.add(pairs, b.lshr(b.add(left, i64(_ROWS - 1)), i64(4)))
+    few = 0 if form.per_output else _FEW
+    chunks = b.add(pairs, b.lshr(b.add(left, i64(_ROWS - 1 - few)), i64(4)))
     loop = Loop(b, chunks, [])
     is_pair = b.icmp_signed("<", loop.index, pairs)
     # 16 rows behind `pairs` pairs begin at row 16 * (index + pairs): a pair is two of them.
     behind = b.mul(b.add(loop.index, pairs), i64(_ROWS))
     first = b.select(is_pair, b.mul(loop.index, i64(32)), less(behind, b.sub(num_rows, rows)))
-    own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
+    own = rows_from(first)
     quarters = share_of(b, loop.index, chunks, following)
     tail = [panel, count, own[2], ldo, following, quarters, room]
     with b.if_else(is_pair) as (by_two, by_one):
@@ -335,6 +344,12 @@ def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
             b.call(one, [own[0], ldx, own[1], ldf, rows, *tail])
     loop.close([])
     _tile(b, "tilerelease")
+    done = b.mul(b.add(chunks, pairs), i64(_ROWS))
+    with b.if_then(b.icmp_signed("<", done, num_rows)):
+        own = rows_from(done)
+        then = b.select(b.icmp_signed("==", chunks, i64(0)), following, i64(0))
+        rest = b.sub(num_rows, done)
+        b.call(vectors, [own[0], ldx, own[1], ldf, rest, panel, count, own[2], ldo, then])
 
 
 # -- The functions that are called ----------------------------------------------------------------
