@@ -98,8 +98,15 @@ class LoraAdapter:
             )
         if not self._pairs and not self._rows:
             raise ModelError(f"adapter {folder} changes nothing")
-        for key in sorted(keys):
-            self._check_values(key)
+        for key in sorted(keys):  # numbers that a weight may change by
+            stored = self._reader.get_slice(key).get_dtype()
+            if stored not in _STORED:
+                raise UnsupportedModelError(
+                    f"adapter {folder}: {key} is stored as {stored}, and not as one of "
+                    f"{', '.join(_STORED)}"
+                )
+            if not self._largest[key] <= _MOST_VALUE:
+                raise self._wrong(f"{key} holds {self._largest[key]:g}, which is no weight")
         if EMBEDDING in self._pairs or (tied and HEAD in self._pairs):
             raise UnsupportedModelError(
                 f"adapter {folder}: a LoRA on the embedding or on a tied head is not supported"
@@ -170,9 +177,12 @@ class LoraAdapter:
             if value and key not in _LORA_PLAIN_KEYS and key != "bias":
                 refuse(f"{key[:80]} is set")
         for key, name, fits in (
-            ("r", "rank_pattern", _is_rank),
-            ("lora_alpha", "alpha_pattern", _is_alpha),
-        ):
+            ("r", "rank_pattern", lambda v: type(v) is int and 1 <= v <= 1 << 14),
+            (
+                "lora_alpha", "alpha_pattern",
+                lambda v: type(v) in (int, float) and -_MOST_VALUE <= v <= _MOST_VALUE,
+            ),
+        ):  # fmt: skip
             patterns = config.get(name) or {}
             if not isinstance(patterns, dict):
                 raise self._wrong(f"{name} is no object")
@@ -288,17 +298,6 @@ class LoraAdapter:
             if module == name or (module.endswith(f".{name}") and not pattern.startswith("^")):
                 return value
         return default
-
-    def _check_values(self, key: str) -> None:
-        """Raise unless a tensor holds numbers that a weight may change by."""
-        stored = self._reader.get_slice(key).get_dtype()
-        if stored not in _STORED:
-            raise UnsupportedModelError(
-                f"adapter {self.folder}: {key} is stored as {stored}, and not as one of "
-                f"{', '.join(_STORED)}"
-            )
-        if not self._largest[key] <= _MOST_VALUE:
-            raise self._wrong(f"{key} holds {self._largest[key]:g}, which is no weight")
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless the adapter fits a weight of this shape, rank and all."""
@@ -431,14 +430,6 @@ def adapter_spans(places: Int32, most_rows: int) -> list[tuple[int, int, int]]:
             spans += [(at, min(most_rows, end - at), place) for at in starts]
         first = end
     return spans
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= 1 << 14
-
-
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and -_MOST_VALUE <= value <= _MOST_VALUE
 
 
 def largest_values(path: Path) -> dict[str, float]:

@@ -450,7 +450,16 @@ def write_floats(
         size += values.nbytes
     parts.append(_save(part, out, len(parts)))
     weights.close()
-    _name_shards(parts, out)
+    if len(parts) == 1:
+        (out / "part0").rename(out / "model.safetensors")
+        return
+    places: dict[str, str] = {}  # the names that transformers gives, and their index
+    for number, names in enumerate(parts):
+        file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
+        (out / f"part{number}").rename(out / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": places}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def _save(part: Mapping[str, npt.NDArray[np.float32]], out: Path, number: int) -> list[str]:
@@ -459,17 +468,3 @@ def _save(part: Mapping[str, npt.NDArray[np.float32]], out: Path, number: int) -
     whole = {name: np.ascontiguousarray(values) for name, values in part.items()}
     save_file(whole, out / f"part{number}", metadata={"format": "pt"})
     return list(part)
-
-
-def _name_shards(parts: list[list[str]], out: Path) -> None:
-    """The names that transformers gives to one file, or to several and their index."""
-    if len(parts) == 1:
-        (out / "part0").rename(out / "model.safetensors")
-        return
-    places: dict[str, str] = {}
-    for number, names in enumerate(parts):
-        file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
-        (out / f"part{number}").rename(out / file)
-        places |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": places}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

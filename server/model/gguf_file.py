@@ -89,19 +89,14 @@ class GgufWeights:
             self._tensors[name] = tensor
         read = {tensor.name for tensor in self._tensors.values()}
         for extra in sorted(set(stored) - read - set(_OF_ROPE)):
-            if not self._is_left_out(extra):
+            if extra.endswith(".attn_rot_embd.weight"):  # a table that is computed
+                continue
+            layer = extra.partition("blk.")[2].partition(".")[0]
+            drafts = layer.isdecimal() and int(layer) >= int(config.num_hidden_layers)
+            if not (drafts and self._architecture == "qwen35"):
                 raise UnsupportedModelError(
                     f"{path.name} has tensors that are not computed, first {extra}"
                 )
-
-    def _is_left_out(self, stored: str) -> bool:
-        """Whether a tensor is no part of the model: a table that is computed, or a layer behind the
-        last one, which drafts (Qwen3.5)."""
-        if stored.endswith(".attn_rot_embd.weight"):
-            return True
-        layer = stored.partition("blk.")[2].partition(".")[0]
-        behind = layer.isdecimal() and int(layer) >= int(self._config.num_hidden_layers)
-        return behind and self._architecture == "qwen35"
 
     def names(self) -> tuple[str, ...]:
         """All names, ascending, `lm_head.weight` included when it is tied."""

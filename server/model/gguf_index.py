@@ -254,7 +254,13 @@ class GgufIndex:
                 raise ValueError(f"the key {key[:80]} stands twice")
             self._read_value(cursor, key, cursor.count("<I"))
         self._check_fields()
-        found = [self._read_tensor(cursor) for _ in range(num_tensors)]
+        found = []
+        for _ in range(num_tensors):
+            name, num = cursor.text(1 << 10), cursor.count("<I")
+            if not 1 <= num <= 4:
+                raise ValueError(f"the tensor {name[:80]} has {num} dimensions")
+            sizes = tuple(cursor.count() for _ in range(num))
+            found.append((name, sizes[::-1], cursor.count("<I"), cursor.count()))
         unit = self.fields.get("general.alignment", 32)
         start = -(-cursor.at // unit) * unit
         for name, shape, kind, offset in found:
@@ -290,14 +296,6 @@ class GgufIndex:
                 bounds += "" if math.isinf(rule.high) else f" and at most {rule.high:g}"
                 name = {int: "a whole number", float: "a number", bool: "a flag", str: "a text"}
                 raise ValueError(f"{key} is {told}, which is not {name[rule.kind]}{bounds}")
-
-    @staticmethod
-    def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-        name, num = cursor.text(1 << 10), cursor.count("<I")
-        if not 1 <= num <= 4:
-            raise ValueError(f"the tensor {name[:80]} has {num} dimensions")
-        sizes = tuple(cursor.count() for _ in range(num))
-        return name, sizes[::-1], cursor.count("<I"), cursor.count()
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

@@ -39,8 +39,12 @@ def num_blocks_for(
             fraction = DEFAULT_FRACTIONS[kind]
         if not 0.0 < fraction <= 1.0:
             raise ValueError(f"the KV memory fraction must be in (0, 1], not {fraction}")
-        if free is None:
-            free = _free_memory(device)
+        if free is None and kind == "cuda":
+            import torch
+
+            free = torch.cuda.mem_get_info(device)[0]
+        elif free is None:
+            free = available_memory()
         num_bytes = int((free - min(reserve, free // 2)) * fraction)
     num_blocks = num_bytes // per_block - 1  # one block more is allocated for padded rows
     if num_blocks < 1:
@@ -49,11 +53,3 @@ def num_blocks_for(
             "beside the one kept for padding"
         )
     return num_blocks
-
-
-def _free_memory(device: torch.device | str) -> int:
-    if str(device).startswith("cuda"):
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()

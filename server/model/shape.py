@@ -80,19 +80,6 @@ class ModelShape:
     kept_width: int = 0
 
 
-def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """(the rope tables, which of them each layer uses)."""
-    family = family_of(config)
-    per_layer: list[str | None] = []
-    for i, rotates in enumerate(family.rotary(config)):
-        if not rotates:
-            per_layer.append(NO_ROPE)
-        else:
-            per_layer.append(config.layer_types[i] if family.ropes_differ else None)
-    tables = tuple(sorted(set(per_layer), key=lambda name: name or ""))
-    return tables, tuple(tables.index(name) for name in per_layer)
-
-
 def _sizes(config: Any) -> dict[str, Any]:
     """Those fields of ModelShape that every transformers config of a decoder says."""
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
@@ -117,7 +104,11 @@ def shape_of(config: Any) -> ModelShape:
     family, sizes = family_of(config), _sizes(config)
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     eps = getattr(config, "rms_norm_eps", None)
-    tables, rope_ids = _ropes(config)
+    tables: list[str | None] = [
+        NO_ROPE if not rotates else config.layer_types[i] if family.ropes_differ else None
+        for i, rotates in enumerate(family.rotary(config))
+    ]
+    rope_layer_types = tuple(sorted(set(tables), key=lambda name: name or ""))
     rope = getattr(config, "rope_parameters", None) or {}
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     if family.attention_scale is not None:
@@ -144,8 +135,8 @@ def shape_of(config: Any) -> ModelShape:
         query_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
         query_period=int(rope.get("original_max_position_embeddings") or 1),
         windows=family.windows(config),
-        rope_ids=rope_ids,
-        rope_layer_types=tables,
+        rope_ids=tuple(rope_layer_types.index(name) for name in tables),
+        rope_layer_types=rope_layer_types,
         names=family.names,
         convolutions=tuple(kind == "conv" for kind in layer_types(config)),
         conv_taps=int(getattr(config, "conv_L_cache", None) or 0),

@@ -137,20 +137,17 @@ def _key_reasons(values: Mapping[str, Any]) -> list[str]:
     """What keys that are set say against a model, each reason once with its keys."""
     keys: dict[str, list[str]] = {}
     for key in _REFUSED_KEYS:
-        if values.get(key) and not (key == "quantization_config" and nf4.is_read(values[key])):
-            keys.setdefault(_key_reason(key, values[key]), []).append(key)
+        value, reason = values.get(key), _REFUSED_KEYS[key]
+        if not value or (key == "quantization_config" and nf4.is_read(value)):
+            continue
+        if key == "quantization_config":
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            if method is None:
+                method = getattr(value, "quant_method", None)
+            if method is not None:
+                reason += f" with {str(getattr(method, 'value', method))[:40]}"
+        keys.setdefault(reason, []).append(key)
     return [f"{reason} ({', '.join(named)})" for reason, named in keys.items()]
-
-
-def _key_reason(key: str, value: Any) -> str:
-    reason = _REFUSED_KEYS[key]
-    if key == "quantization_config":
-        method = value.get("quant_method") if isinstance(value, Mapping) else None
-        if method is None:
-            method = getattr(value, "quant_method", None)
-        if method is not None:
-            reason += f" with {str(getattr(method, 'value', method))[:40]}"
-    return reason
 
 
 def _unknown(architecture: str, model_type: str) -> str:
@@ -213,19 +210,6 @@ def _check_wrapper(name: str, raw: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError(_refusal(name, reasons, kind))
 
 
-def _check_size(key: str, value: Any) -> None:
-    if value is None or not (key in _SIZES or key in _NUMBERS):
-        return
-    if key in _SIZES:
-        fits = type(value) is int and 1 <= value <= _SIZES[key]
-        wanted = f"a whole number from 1 to {_SIZES[key]}"
-    else:
-        fits = type(value) in (int, float) and 0 < value <= _NUMBERS[key]
-        wanted = f"a number above 0 and at most {_NUMBERS[key]:g}"
-    if not fits:
-        raise ModelError(f"config.json: {key} is {str(value)[:60]}, which is not {wanted}")
-
-
 def check_raw(raw: Mapping[str, Any]) -> None:
     """Refuse a config.json whose architecture is not on the list.
 
@@ -234,7 +218,16 @@ def check_raw(raw: Mapping[str, Any]) -> None:
     """
     for values in (raw, raw.get("text_config")):
         for key, value in values.items() if isinstance(values, Mapping) else ():
-            _check_size(key, value)
+            if value is None or not (key in _SIZES or key in _NUMBERS):
+                continue
+            if key in _SIZES:
+                fits = type(value) is int and 1 <= value <= _SIZES[key]
+                wanted = f"a whole number from 1 to {_SIZES[key]}"
+            else:
+                fits = type(value) in (int, float) and 0 < value <= _NUMBERS[key]
+                wanted = f"a number above 0 and at most {_NUMBERS[key]:g}"
+            if not fits:
+                raise ModelError(f"config.json: {key} is {str(value)[:60]}, which is not {wanted}")
     architectures = raw.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else "a model"
     family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None

@@ -80,15 +80,12 @@ class KvPages:
 
     def use(self, block: int) -> None:
         """Note that `block` is in use: pages up to a stretch after it are made ready soon."""
-        wanted = min(self._num_blocks, block + 1 + self._after(block))
+        ahead = self._short if block < (_SHORTS - 1) * self._short else self._stretch
+        wanted = min(self._num_blocks, block + 1 + ahead)
         if wanted > self._wanted:
             with self._news:
                 self._wanted = wanted
                 self._news.notify()
-
-    def _after(self, block: int) -> int:
-        """How far ahead of a block in use pages are made ready, in blocks."""
-        return self._short if block < (_SHORTS - 1) * self._short else self._stretch
 
     def close(self) -> None:
         """End the thread; the arrays may go away afterwards. Idempotent."""

@@ -91,7 +91,12 @@ class ModelTensors:
         """The matrices that a layer has by the names of records.Layers, each the parts that its
         outputs are made of: q, k and v; gate and up; one else."""
         s = self._shape
-        found = {"gate_up": self._gate_up(layer), "down": [self._rows(layer, s.names.down)]}
+        gate_up = [self._rows(layer, name) for name in s.names.gate_up]
+        if len(gate_up) == 1:
+            (both,), middle = gate_up, s.intermediate_size
+            parts = both.tensor[:middle], both.tensor[middle:]
+            gate_up = [Rows(both.name, part) for part in parts]
+        found = {"gate_up": gate_up, "down": [self._rows(layer, s.names.down)]}
         if s.convolutions[layer]:
             found["conv_in"] = [self._rows(layer, s.names.conv[0])]
             found["conv_out"] = [self._rows(layer, s.names.conv[2])]
@@ -99,15 +104,6 @@ class ModelTensors:
             found["qkv"] = self._qkv(layer, "weight")
             found["out"] = [self._rows(layer, s.names.out)]
         return found
-
-    def _gate_up(self, layer: int) -> list[Rows]:
-        """gate and up, each [intermediate_size, hidden_size]."""
-        parts = [self._rows(layer, name) for name in self._shape.names.gate_up]
-        if len(parts) == 2:
-            return parts
-        (both,) = parts
-        middle = self._shape.intermediate_size
-        return [Rows(both.name, both.tensor[:middle]), Rows(both.name, both.tensor[middle:])]
 
     def head(self) -> Rows:
         """The LM head: a tied one is the embedding table."""

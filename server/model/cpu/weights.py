@@ -150,7 +150,21 @@ class PackedWeights:
         self.num_bytes = self._left.nbytes
         self._addresses = {kind: np.zeros(s.num_layers, np.int64) for kind in self._sizes}
         for layer in range(s.num_layers):
-            self._pack_layer(layer)
+            views = {}
+            for kind, size in self._of(layer).items():
+                views[kind] = self._take(size)
+                self._addresses[kind][layer] = views[kind].ctypes.data
+            for kind, parts in self._tensors.matrices(layer).items():
+                stored = [as_stored(part.tensor, self.bf16) for part in parts]
+                if kind == "gate_up":
+                    for half, part in enumerate(stored):
+                        pack_panels(part, views[kind][half::2])
+                elif kind == "down":
+                    wide = np.zeros((s.hidden_size, self.inner_size), stored[0].dtype)
+                    wide[:, : s.intermediate_size] = stored[0]
+                    pack_panels(wide, views[kind])
+                else:
+                    pack_panels(np.concatenate(stored), views[kind])
         matrices: dict[str, Any] = {
             kind: float_linears(self._addresses[kind], size.num_panels, size.width, self.bf16)
             for kind, size in self._sizes.items()
@@ -193,22 +207,3 @@ class PackedWeights:
         """The matrices that a layer has."""
         absent = ("qkv", "out") if self._shape.convolutions[layer] else ("conv_in", "conv_out")
         return {kind: size for kind, size in self._sizes.items() if kind not in absent}
-
-    def _pack_layer(self, layer: int) -> None:
-        """The matrices of a layer."""
-        s = self._shape
-        views = {}
-        for kind, size in self._of(layer).items():
-            views[kind] = self._take(size)
-            self._addresses[kind][layer] = views[kind].ctypes.data
-        for kind, parts in self._tensors.matrices(layer).items():
-            stored = [as_stored(part.tensor, self.bf16) for part in parts]
-            if kind == "gate_up":
-                for half, part in enumerate(stored):
-                    pack_panels(part, views[kind][half::2])
-            elif kind == "down":
-                padded = np.zeros((s.hidden_size, self.inner_size), stored[0].dtype)
-                padded[:, : s.intermediate_size] = stored[0]
-                pack_panels(padded, views[kind])
-            else:
-                pack_panels(np.concatenate(stored), views[kind])

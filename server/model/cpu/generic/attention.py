@@ -65,15 +65,11 @@ class Step(Protocol):
 
 @dataclass(slots=True)
 class StepHolder:
-    """Where a module's attention finds the step that it runs in. Not a keyword of the forward:
-    some modules hand no keywords on. One writer: the function that calls the forward."""
+    """Where a module's attention finds the step that it runs in, as its `tailor_holder`. Not a
+    keyword of the forward: some modules hand no keywords on. One writer: the function that calls
+    the forward."""
 
     step: Step | None = None
-
-    def give_to(self, body: torch.nn.Module) -> None:
-        """Make every module of a body find it."""
-        for module in body.modules():
-            module.tailor_holder = self  # type: ignore[assignment]
 
 
 def paged_attention(

@@ -11,8 +11,6 @@ computed once, for all positions, and read.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -221,9 +219,15 @@ def generic_model(
             model.base_model, lambda net, layer: HeldDeltaNet(net, layer, holder)
         )
     replace_modules(model.base_model, work, num_positions, bf16=bf16)
-    holder.give_to(model.base_model)
+    for part in model.base_model.modules():
+        part.tailor_holder = holder
     heads, kv_heads, head_dim = called(module, holder, ids, found)
-    head = _head_matrix(module)
+    table = model.get_output_embeddings()
+    head: torch.Tensor = table.weight.detach()
+    if getattr(table, "bias", None) is not None:
+        # Its bias is a column more, which the states' last column of ones takes in, so that slices
+        # need not know of it.
+        head = torch.cat([head, table.bias.detach()[:, None]], dim=1)
     shape = replace(
         generic_shape(module.config),
         num_heads=heads,
@@ -244,16 +248,6 @@ def generic_model(
     made = GenericModel(module, holder, nets, shape, weights, found)
     _check(made, ids[0].numpy())
     return made
-
-
-def _head_matrix(module: nn.Module) -> torch.Tensor:
-    """[V, H] of the LM head; [V, H + 1] with its bias, which the states' last column of ones takes
-    in, so that slices need not know of it."""
-    model: Any = module
-    head = model.get_output_embeddings()
-    weight: torch.Tensor = head.weight.detach()
-    bias = getattr(head, "bias", None)
-    return weight if bias is None else torch.cat([weight, bias.detach()[:, None]], dim=1)
 
 
 def _check(made: GenericModel, ids: Any) -> None:
@@ -318,27 +312,23 @@ class GenericRunner(CpuRunner):
         """float32 [R, H]: the final states of rows, times what their logits are scaled by."""
         return self._worker.submit(self._states, ids, rows).result()
 
-    @contextlib.contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        """torch on one thread: the number of rows must not decide where an array is cut
-        (soundness.py). The number is partly the process's, so it is put back after each step."""
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(self._torch_threads)
-
     def _states(self, ids: Int64, rows: Rows) -> Float32:
         memory = Memory(self._cache, self._scratch, self._kv_ids, self._store)
         step = PagedStep(rows, memory, self._record_shape, self._work)
         positions = torch.from_numpy(rows.positions.astype(np.int64))[None]
-        with torch.no_grad(), self._one_thread():
-            tokens = torch.from_numpy(ids)[None]
-            hidden = forward(self._model.module, self._model.holder, tokens, positions, step)
-            hidden = hidden * self._model.found.factor
+        # torch on one thread: the number of rows must not decide where an array is cut
+        # (soundness.py). The number is partly the process's, so it is put back after each step.
+        torch.set_num_threads(1)
+        try:
+            with torch.no_grad():
+                tokens = torch.from_numpy(ids)[None]
+                hidden = forward(self._model.module, self._model.holder, tokens, positions, step)
+                hidden = hidden * self._model.found.factor
+        finally:
+            torch.set_num_threads(self._torch_threads)
         if self._store is not None:
             self._store.commit()
-        states = np.ones((rows.num, self._shape.hidden_size), np.float32)  # see _head_matrix
+        states = np.ones((rows.num, self._shape.hidden_size), np.float32)  # see generic_model
         states[:, : hidden.shape[1]] = hidden.numpy()
         return states
 
