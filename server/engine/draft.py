@@ -156,9 +156,9 @@ class DrafterRegistry:
 
 @dataclass(slots=True)
 class _Rest:
-    """Steps of the same choices in which nobody is asked, so that none is looked at. trees: of each
-    such step. gain_seats: of those that have a drafter. num_left: of them that are still to come;
-    num_done: that were."""
+    """Steps of the same choices in which nobody is asked, until a scope begins to repeat what stood
+    before: they are watched in turn, one a step. trees: of each such step. gain_seats: of those
+    that have a drafter. num_left: of them that are still to come; num_done: that were."""
 
     seats: Int32
     trees: Trees
@@ -250,9 +250,11 @@ class Drafts:
         rest = self._rest
         if rest is not None:
             if rest.num_left and rest.seats is rows.seats:
-                rest.num_left -= 1
-                rest.num_done += 1
-                return rest.trees
+                choice = rows.sequences[rest.num_done % num]
+                if not self._watch(choice):
+                    rest.num_left -= 1
+                    rest.num_done += 1
+                    return rest.trees
             self._rest = None
             self._gain.rested(rest.gain_seats, rest.num_done)
         began = time.perf_counter()
@@ -317,8 +319,7 @@ class Drafts:
         wanted = 0
         for choice in choices:
             if choice.is_resting:
-                told = choice.prompt_len + choice.num_told
-                gain.watch(choice.gain_seat, choice.ids[: choice.num_tokens], told)
+                self._watch(choice)
             wanted += choice.request.speculation.max_draft_tokens
         seats = table.gain_seat[rows.seats].astype(np.int64)
         reasons, ceiling = gain.ask(seats[places], shape, min(wanted, room))
@@ -392,6 +393,12 @@ class Drafts:
         trees.why, trees.ceiling, trees.num_asked = why, ceiling, num_asked
         trees.seconds = time.perf_counter() - began
         return trees
+
+    def _watch(self, choice: Sequence) -> bool:
+        """Let Gain see what a choice drew while it was not asked; whether its scope begins to
+        repeat what stood before."""
+        told = choice.prompt_len + choice.num_told
+        return self._gain.watch(choice.gain_seat, choice.ids[: choice.num_tokens], told)
 
     def _fitted(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> Trees:
         """As much of the chosen nodes as gets blocks; drafts never preempt anybody for theirs."""

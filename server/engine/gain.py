@@ -588,16 +588,18 @@ class Gain:
             self._in_tokens,
         )  # fmt: skip
 
-    def watch(self, seat: int, ids: Int32, start: int) -> None:
+    def watch(self, seat: int, ids: Int32, start: int) -> bool:
         """A choice was not asked for what follows ids[:start], prompt and output. Tokens that it
-        was watched for already are left out."""
+        was watched for already are left out. Returns whether its scope begins to repeat."""
         if self.cost is None:
-            return
+            return False
         own, scope = self._seats.table[seat], self._scope_of(seat)
         start, own[_WATCHED] = max(start, int(own[_WATCHED])), ids.shape[0]
         num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
-        scope[_REPEATED] = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY) + num
+        before = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY)
+        scope[_REPEATED] = before + num
         scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * REPEAT, MOST)
+        return num > 0 and bool(before < 1.0)
 
     # -- the estimate -----------------------------------------------------------------------
 
