@@ -1,6 +1,6 @@
 # make serve    everything from a clone to a served model: environment, model, server
-# make check    the tests to run while you work: under three minutes on two cores
-# make test     every test, on two processes
+# make check    the tests to run while you work: under two minutes on two cores
+# make test     every test, on four processes
 # make nightly  every test, with the property tests at their largest
 # make lint     ruff and mypy
 # make docs     the documentation's site, into site/; a broken link fails
@@ -22,7 +22,8 @@ TORCH_INDEX ?=
 
 # More options for `tailor serve`: make serve ARGS="--port 9000"; for pytest: make test ARGS="-k lossless"
 ARGS ?=
-# Processes of a test run. A file's tests stay in one process; tests/conftest.py orders the files.
+# Processes of a test run: two a core, as many tests wait. A file's tests stay in one process;
+# tests/conftest.py orders the files.
 JOBS ?= 4
 # Bytecode is kept, whatever the shell says: tests start hundreds of Python processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
