@@ -167,8 +167,11 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
     name, _, num_layers = family.partition(":")
     module: Any = randomised(FAMILIES[name](), zero_norms=name.startswith("gemma"))
     if num_layers:
-        module.config.num_hidden_layers = int(num_layers)
-        module.model.layers = module.model.layers[: int(num_layers)]
+        config, first = module.config, slice(int(num_layers))
+        module.model.layers = module.model.layers[first]
+        config.num_hidden_layers = int(num_layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[first]
     return module
 
 

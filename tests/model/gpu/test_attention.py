@@ -148,7 +148,7 @@ def decode_step(
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(
     ("family", "bucketed"),
-    [("llama:1", True), ("gemma3", False), ("lfm2", True)],
+    [("llama:1", True), ("gemma3:2", False), ("lfm2:2", True)],
 )
 def test_triton_runner_is_the_torch_runner(
     family: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch
