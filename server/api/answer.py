@@ -210,9 +210,10 @@ class Choice:
         self.stop_reason: int | bytes | None = None
         new_reader = order.generation.new_reader
         self._reader = None if new_reader is None else new_reader()
-        self._rejected: RejectedDrafts | None = None
-        if request.report_rejected:
-            self._rejected = RejectedDrafts(order.table, skip_special=sampling.skip_special_tokens)
+        self._table = order.table
+        # Where rejected drafts are told: of the tokens so far.
+        self._chars = CharCounter() if request.report_rejected else None
+        self._num_tokens = 0
         self._stream = TextStream(
             order.table,
             stop=sampling.stop,
@@ -246,8 +247,25 @@ class Choice:
             len(delta.logprobs) - self._stream.dropped_last,
             delta.token_ids,
             sources,
-            [] if self._rejected is None else self._rejected.take(delta),
+            [] if self._chars is None else self._rejected(delta, self._chars),
         )
+
+    def _rejected(self, delta: Delta, chars: CharCounter) -> list[RejectedDraft]:
+        skips, before = self.request.sampling.skip_special_tokens, self._num_tokens
+        offsets = [
+            chars.push(self._table.join((token,), skip_special=skips)) for token in delta.token_ids
+        ]
+        self._num_tokens += len(offsets)
+        return [
+            RejectedDraft(
+                token=before + at,
+                offset=offsets[at],
+                source=source,
+                tokens=len(ids),
+                text=self._table.join(ids, skip_special=False).decode(errors="replace"),
+            )
+            for at, source, ids in delta.rejected_drafts
+        ]
 
     def end(self, shown: Extras) -> FinishReason:
         """The finish_reason of a choice that is shown; `shown` gets its stop_reason."""
@@ -363,37 +381,6 @@ def _text_by_source(stream: TextStream, delta: Delta) -> tuple[str, list[SourceR
             text = stream.push(part)
         runs.append(SourceRun(source=name or None, tokens=num_tokens, text=text))
     return "".join(run.text for run in runs), runs
-
-
-class RejectedDrafts:
-    """The rejected drafts of one choice, Delta by Delta."""
-
-    __slots__ = ("_counter", "_num_tokens", "_skip_special", "_table")
-
-    def __init__(self, table: TokenBytes, *, skip_special: bool) -> None:
-        self._table = table
-        self._skip_special = skip_special
-        self._counter = CharCounter()
-        self._num_tokens = 0
-
-    def take(self, delta: Delta) -> list[RejectedDraft]:
-        """The rejected drafts of one Delta. Called for each, in order."""
-        offsets = [
-            self._counter.push(self._table.join((token,), skip_special=self._skip_special))
-            for token in delta.token_ids
-        ]
-        before = self._num_tokens
-        self._num_tokens += len(offsets)
-        return [
-            RejectedDraft(
-                token=before + at,
-                offset=offsets[at],
-                source=source,
-                tokens=len(ids),
-                text=self._table.join(ids, skip_special=False).decode(errors="replace"),
-            )
-            for at, source, ids in delta.rejected_drafts
-        ]
 
 
 # --- streams --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 One rule holds for every object that a client sends: types are strict, a member that is null counts
 as absent, and any other member is honoured, or refused by its name, or holds the value that applies
-anyway (NEUTRAL). Members that change nothing at all are NO_OP_FIELDS. What other servers' clients
+anyway (NEUTRAL), or changes nothing at all (user, metadata, ...). What other servers' clients
 call by another name is taken under that name, too (ALIASES), and errors have the name that was
 sent.
 
@@ -52,8 +52,6 @@ from server.types import INT31, PARAMETERS
 Neutral = tuple[tuple[Any, ...], str]
 """Values that apply anyway, and why no other one is taken ("" where there is nothing to say)."""
 Path = tuple[str, ...]
-
-NO_OP_FIELDS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000

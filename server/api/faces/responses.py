@@ -184,6 +184,14 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], _Item | None] = lambda _:
         raise UnsupportedFieldError(
             f"{text.verbosity} is not available here, only medium.", at="text.verbosity"
         )
+    form, output = text.format, None
+    if form is not None:
+        at = "text.format" if form.schema_value is None else "text.format.schema"
+        if form.schema_value is not None and form.type == "text":
+            raise InvalidRequestError(
+                "allowed only with the types json_schema and json_object.", at=at
+            )
+        output = OutputFormat(form.type, form.schema_value, at, "text.format")
     return Chat(
         body=body,
         names=Names(
@@ -202,21 +210,10 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], _Item | None] = lambda _:
         tool_choice=body.tool_choice,
         nests=False,
         parallel=body.parallel_tool_calls is not False,
-        form=_format(text.format),
+        form=output,
         effort=None if body.reasoning is None else body.reasoning.effort,
         variables=body.chat_template_kwargs,
     )
-
-
-def _format(form: FormatBody | None) -> OutputFormat | None:
-    if form is None:
-        return None
-    if form.schema_value is not None and form.type == "text":
-        raise InvalidRequestError(
-            "allowed only with the types json_schema and json_object.", at="text.format.schema"
-        )
-    at = "text.format" if form.schema_value is None else "text.format.schema"
-    return OutputFormat(form.type, form.schema_value, at, "text.format")
 
 
 _TEXTS: Mapping[str, str] = {
