@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ __all__ = [
     "WRAPPERS",
     "has_class",
     "is_generic",
-    "layer_reasons",
 ]
 
 IMPLEMENTATION = "transformers"
@@ -44,8 +43,6 @@ RECURRENT = frozenset({"qwen3_5_text"})
 
 WRAPPERS = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}
 """Multimodal classes, and the class of their text part, which is opened alone."""
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @cache
@@ -87,14 +84,3 @@ def is_generic(raw: Mapping[str, Any] | Any) -> bool:
         and ("_supports_attention_backend = True" in source or kind in RECURRENT)
         and "ALL_ATTENTION_FUNCTIONS" in source
     )
-
-
-def layer_reasons(config: Any) -> Iterator[str]:
-    """Why a config's layer_types rule the generic path out."""
-    allowed = _LAYER_TYPES
-    if config.model_type in RECURRENT:
-        allowed = allowed | {"linear_attention"}
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
-    if unknown:
-        kinds = ", ".join(sorted(allowed))
-        yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"

@@ -8,7 +8,7 @@ import torch: the command line uses it before it starts an engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from server.errors import ModelError, UnsupportedModelError
@@ -110,7 +110,8 @@ def _reasons(config: Any) -> Iterator[str]:
     yield from _key_reasons(values)
     if family is None:
         if is_generic:
-            yield from generic.layer_reasons(config)
+            recurrent = config.model_type in generic.RECURRENT
+            yield from _unknown_layers(config, {"linear_attention"} if recurrent else set())
             yield from _rope_reasons(config, generic.ALLOWED_KEYS, frozenset())
         else:
             yield _unknown(architectures[0], str(config.model_type))
@@ -157,15 +158,20 @@ def _unknown(architecture: str, model_type: str) -> str:
     return f"it is none of the families that `tailor models list` shows{known}"
 
 
+def _unknown_layers(config: Any, beside: Set[str]) -> Iterator[str]:
+    """beside: types of layers that are computed beside the usual ones."""
+    allowed = _LAYER_TYPES | beside
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
+    if unknown:
+        kinds = ", ".join(sorted(allowed))
+        yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"
+
+
 def _layer_reasons(config: Any, family: Family) -> Iterator[str]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return
-    allowed = _LAYER_TYPES | family.layer_types
-    unknown = sorted(set(layer_types) - allowed)
-    if unknown:
-        kinds = ", ".join(sorted(allowed))
-        yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"
+    yield from _unknown_layers(config, family.layer_types)
     if len(layer_types) != config.num_hidden_layers:
         yield "layer_types and num_hidden_layers disagree (layer_types)"
     if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -222,23 +222,6 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
             raise ConfigError(f"task {task.name}: vocabulary.profile: {error}") from None
 
 
-def _learning_lines(tasks: Iterable[TaskConfig]) -> Iterator[str]:
-    """Log lines about what is kept of requests, where and for how long, in memory and on disk."""
-    for persists in (False, True):
-        told = sorted(
-            f"{task.name} ({task.speculation.learn_max_tokens:,} tokens)"
-            for task in tasks
-            if task.speculation.learns and (task.speculation.learn == "persist") == persists
-        )
-        if told:
-            where = "and on disk" if persists else "until the server stops"
-            yield (
-                f"outputs of finished requests are drafted from, by API key and cache_salt: in "
-                f"memory {where}; speculation.learn: false turns it off. Tasks, with the most that "
-                f"is held of a key: {', '.join(told)}"
-            )
-
-
 def run_server(
     plan: ServerPlan,
     listener: socket.socket,
@@ -260,8 +243,19 @@ def run_server(
     traces = open_traces(config.tracing)
     for order in plan.orders:
         log.info("loading %s on %s", order.runner.name, order.runner.device)
-    for line in _learning_lines(plan.tasks.values()):
-        log.info(line)
+    for persists in (False, True):  # what is kept of requests, where and for how long
+        told = sorted(
+            f"{task.name} ({task.speculation.learn_max_tokens:,} tokens)"
+            for task in plan.tasks.values()
+            if task.speculation.learns and (task.speculation.learn == "persist") == persists
+        )
+        if told:
+            where = "and on disk" if persists else "until the server stops"
+            log.info(
+                f"outputs of finished requests are drafted from, by API key and cache_salt: in "
+                f"memory {where}; speculation.learn: false turns it off. Tasks, with the most that "
+                f"is held of a key: {', '.join(told)}"
+            )
 
     async def main() -> int:
         metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)

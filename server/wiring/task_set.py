@@ -321,7 +321,12 @@ class TaskSet:
                 Path(source).unlink(missing_ok=True)
             _write_json(folder / "current.json", {"task": task.name, **figures})
         except OSError as error:
-            _leave_only(folder, before)
+            with contextlib.suppress(OSError):  # what it has written, and the folder if it is empty
+                for path in folder.iterdir():
+                    if path.name not in before:
+                        path.unlink(missing_ok=True)
+                if not before:
+                    folder.rmdir()
             what = error.strerror or type(error).__name__
             log.error("task %s: an uploaded corpus could not be written: %s", task.name, error)
             raise StorageError(
@@ -362,16 +367,6 @@ class TaskSet:
         for path in (folder / "current.json", *folder.iterdir()):
             path.unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _leave_only(folder: Path, names: set[str]) -> None:
-    """Delete what a failed upload has written, and the folder if it is empty."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.name not in names:
-                path.unlink(missing_ok=True)
-        if not names:
-            folder.rmdir()
 
 
 def _lower_priority() -> None:

@@ -50,8 +50,9 @@ class Draws:
     ) -> Answers:
         """All draws and scores of a batch.
 
-        hidden: final states of the batch's rows. full: logits of full_rows(batch) and the score
-        rows. full_logits: those of other rows; called last, because it may overwrite `full`.
+        hidden: final states of the batch's rows. full: logits of the rows whose draws need the full
+        head's, and of the score rows. full_logits: those of other rows; called last, because it may
+        overwrite `full`.
         """
         num = batch.num_draws
         result = Answers(batch)
@@ -284,12 +285,3 @@ def takes_argmax(batch: Batch) -> bool:
         and not batch.masks.shape[0]
         and all(params.is_greedy for params in batch.params)
     )
-
-
-def full_rows(batch: Batch) -> Int32:
-    """Rows whose draws need the full head's logits."""
-    if batch.draw_slice is None:
-        return batch.draw_rows
-    uncached = np.array([s.table < 0 for s in batch.slices] + [True])  # -1 is the full head
-    rows: Int32 = batch.draw_rows[uncached[batch.draw_slice]]
-    return rows

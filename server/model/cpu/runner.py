@@ -23,7 +23,7 @@ from server.machine import cores
 from server.model.adapter import check_adapter
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
-from server.model.cpu.draws import Draws, full_rows, takes_argmax
+from server.model.cpu.draws import Draws, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits, SlicedHead
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
@@ -357,7 +357,11 @@ class CpuRunner:
                 *(NO_LIKELY if likely is None else (likely.ids, likely.chances)), self._clock,
             )  # fmt: skip
         else:
-            rows = np.unique(np.concatenate((full_rows(batch), batch.score_rows)))
+            rows = batch.draw_rows
+            if batch.draw_slice is not None:  # -1 is the full head
+                uncached = np.array([s.table < 0 for s in batch.slices] + [True])
+                rows = rows[uncached[batch.draw_slice]]
+            rows = np.unique(np.concatenate((rows, batch.score_rows)))
             wanted = Wanted(rows, _NOTHING, *NO_LIKELY, self._clock)
         try:
             self._compute(batch, wanted, held)
