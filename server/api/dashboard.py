@@ -274,24 +274,6 @@ NUM_RECENT = 31
 """Points whose figures are kept whole: the page's longest period, five minutes."""
 
 
-def _point(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts at the moment of a snapshot that was made without a key: by task and model (task,
-    model, tokens, steps, drafted, accepted), and of all engines together."""
-    sums: dict[tuple[str, str], list[float]] = {}
-    for entry in figures["drafts"]:
-        own = sums.setdefault((entry["task"], entry["model"]), [0.0] * 4)
-        for i, name in enumerate(("tokens", "steps", "drafted", "accepted")):
-            own[i] += entry.get(name, 0.0)
-    engines = figures["engines"]
-    return {
-        "now_s": float(figures["now_s"]),
-        "running": sum(engine.get("running", 0.0) for engine in engines),
-        "engine_steps": sum(engine.get("steps", 0.0) for engine in engines),
-        "draft_rows": sum(engine["rows"].get("draft", 0.0) for engine in engines),
-        "drafts": [(*labels, *counts) for labels, counts in sums.items()],
-    }
-
-
 class History:
     """Takes a point every EVERY_S seconds while `run` runs, and forgets those over an hour old.
 
@@ -304,9 +286,23 @@ class History:
         self._recent: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT)
 
     def take(self) -> None:
-        """Add the point of now."""
+        """Add the point of now: counts by task and model (task, model, tokens, steps, drafted,
+        accepted), and of all engines together."""
         figures = self._look()
-        self._points.append(_point(figures))
+        sums: dict[tuple[str, str], list[float]] = {}
+        for entry in figures["drafts"]:
+            own = sums.setdefault((entry["task"], entry["model"]), [0.0] * 4)
+            for i, name in enumerate(("tokens", "steps", "drafted", "accepted")):
+                own[i] += entry.get(name, 0.0)
+        engines = figures["engines"]
+        point = {
+            "now_s": float(figures["now_s"]),
+            "running": sum(engine.get("running", 0.0) for engine in engines),
+            "engine_steps": sum(engine.get("steps", 0.0) for engine in engines),
+            "draft_rows": sum(engine["rows"].get("draft", 0.0) for engine in engines),
+            "drafts": [(*labels, *counts) for labels, counts in sums.items()],
+        }
+        self._points.append(point)
         self._recent.append({**figures, "open": [], "num_open": 0})
 
     async def run(self, ask: Callable[[], Awaitable[None]]) -> None:

@@ -93,7 +93,18 @@ def evaluate(
         scores[chosen] = [0.0] * len(judged)
     num_missing = sum(j.output is None for j in judged)
     if as_json:
-        print(json.dumps(_report(data, chosen, estimates, num_missing)))
+        report = {
+            "data": str(data),
+            "metric": chosen,
+            "score": round(estimates[chosen].mean, 4),
+            "rows": estimates[chosen].num,
+            "without_an_answer": num_missing,
+            "metrics": {
+                name: {key: round(value, 4) for key, value in asdict(one).items()}
+                for name, one in estimates.items()
+            },
+        }
+        print(json.dumps(report))
     else:
         _tell(judged, chosen, estimates, scores[chosen], num_missing, examples)
     return 0
@@ -183,22 +194,6 @@ def _metric_of(source: AnswerOptions) -> str | None:
         return None
     task = load_tasks(folder).get(source.task)
     return None if task is None else task.metric
-
-
-def _report(
-    data: Path, chosen: str, estimates: dict[str, Estimate], num_missing: int
-) -> dict[str, Any]:
-    return {
-        "data": str(data),
-        "metric": chosen,
-        "score": round(estimates[chosen].mean, 4),
-        "rows": estimates[chosen].num,
-        "without_an_answer": num_missing,
-        "metrics": {
-            name: {key: round(value, 4) for key, value in asdict(one).items()}
-            for name, one in estimates.items()
-        },
-    }
 
 
 def _tell(

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 
 from server.config.server import ServerConfig, load_server_config
 from server.config.yaml_file import (
-    Document,
     FilePath,
     FilePlace,
     Memory,
@@ -252,20 +251,16 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
                 ("embedded", "object_store_memory"), 'must be an amount, such as "200MiB"'
             )
         )
-    if cluster.learning is not None and cluster.learning.storage is not None:
-        _check_storage(cluster.learning.storage, document)
+    url = None if cluster.learning is None else cluster.learning.storage
+    if url is not None:  # whether something here can reach such a place; no connection is made
+        at = ("learning", "storage")
+        try:
+            import fsspec
+
+            fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
+        except ImportError as error:
+            text = f"{error}; `pip install fsspec` brings it"
+            raise ConfigError(document.error(at, text)) from None
+        except ValueError as error:
+            raise ConfigError(document.error(at, str(error))) from None
     return cluster, server
-
-
-def _check_storage(url: str, document: Document) -> None:
-    """Whether something here can reach such a place; no connection is made."""
-    at = ("learning", "storage")
-    try:
-        import fsspec
-
-        fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
-    except ImportError as error:
-        text = f"{error}; `pip install fsspec` brings it"
-        raise ConfigError(document.error(at, text)) from None
-    except ValueError as error:
-        raise ConfigError(document.error(at, str(error))) from None

@@ -578,33 +578,26 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Find engines that died without closing their channel, and those that hang."""
+        # How late a look is tells that nobody had a core, or that this process was stopped.
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
             late_s = time.monotonic() - looked_s - _LOOK_S
             looked_s += _LOOK_S + late_s
             for slot in self.slots:
-                self._look_at_pulse(slot, late_s)
+                pid = getattr(slot.handle, "pid", None)
+                is_quiet = slot.state == "ready" and slot.pulse.age_s > _QUIET_S
+                slot.pulse.look(late_s, core_waits(pid) if is_quiet and pid is not None else {})
+                age_s = slot.pulse.age_s if slot.state == "ready" else 0.0
+                self.metrics.engine_heartbeat(slot.spec.name, slot.spec.model, age_s)
+                # A fleet that is silent is not killed: its replicas look after their engines.
+                if slot.is_stuck and not slot.is_on_loop:
+                    self._lost(slot, f"it is stuck: no progress for {age_s:.0f} s", hangs=True)
                 handle = slot.handle
                 if handle is not None and not handle.is_alive():
                     await asyncio.sleep(0.2)  # let the reader empty the channel first
                     if slot.handle is handle:
                         self._lost(slot, "it is not alive")
-
-    def _look_at_pulse(self, slot: EngineSlot, late_s: float) -> None:
-        """Set the metric; an engine that hangs is killed. A fleet that is silent is not: its
-        replicas look after their engines.
-
-        late_s: how late this look is, because nobody had a core or this process was stopped.
-        """
-        pid = getattr(slot.handle, "pid", None)
-        is_quiet = slot.state == "ready" and slot.pulse.age_s > _QUIET_S
-        slot.pulse.look(late_s, core_waits(pid) if is_quiet and pid is not None else {})
-        age_s = slot.pulse.age_s if slot.state == "ready" else 0.0
-        self.metrics.engine_heartbeat(slot.spec.name, slot.spec.model, age_s)
-        if slot.is_stuck and not slot.is_on_loop:
-            reason = f"it is stuck: no progress for {age_s:.0f} s"
-            self._lost(slot, reason, hangs=True)
 
     # --- what is asked of engines ---
 
