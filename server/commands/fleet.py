@@ -10,13 +10,13 @@ from server.config.cluster import load_cluster_config
 if TYPE_CHECKING:
     from server.config import ServerConfig
     from server.config.cluster import ClusterConfig
-    from server.fleet.parts import ServedParts
+    from server.fleet.parts import FleetParts
 
 
 def up(file: Path, /) -> int:
     from server import logs
     from server.fleet.local import up as run
-    from server.fleet.parts import ServedParts
+    from server.fleet.parts import FleetParts
 
     cluster, server = _checked(file)
     logs.configure(server.log.format, server.log.level)
@@ -26,11 +26,11 @@ def up(file: Path, /) -> int:
         host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
         print(f"The fleet is ready on http://{host}:{listen.port}.", flush=True)
 
-    def again() -> tuple[ClusterConfig, ServedParts]:
+    def again() -> tuple[ClusterConfig, FleetParts]:
         cluster, server = _checked(file)
-        return cluster, ServedParts(server, cluster.learning)
+        return cluster, FleetParts(server, cluster.learning)
 
-    return run(cluster, ServedParts(server, cluster.learning), on_ready=on_ready, again=again)
+    return run(cluster, FleetParts(server, cluster.learning), on_ready=on_ready, again=again)
 
 
 def check(file: Path, /) -> int:

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, RetryPolicy
 from server.fleet.ingress import IngressApp, OtherIngresses
 from server.fleet.learning.builder import BuilderLoop, Sharing
-from server.fleet.parts import FleetParts, Front, ServedParts, version_of
+from server.fleet.parts import FleetParts, Front, version_of
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
 from server.fleet.serve_replicas import DeskLine, ServeReplicas
@@ -134,9 +135,8 @@ class EngineDeployment:
     def record_routing_stats(self) -> dict[str, Any]:
         """What the router reads; see TaskRouter."""
         replica = self._replica
-        costs = replica.costs.costs(replica.info.max_num_seqs)
         return {
-            "costs": None if costs is None else costs.told(),
+            "costs": replica.costs.costs(replica.info.max_num_seqs),
             "recent": replica.costs.recent,
             "habits": replica.costs.habits(),
             "is_stuck": not replica.serves,
@@ -144,7 +144,7 @@ class EngineDeployment:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaler reads; see scaling.WorkPolicy."""
-        return self._replica.work.told()
+        return {name: float(value) for name, value in asdict(self._replica.work).items()}
 
     def check_health(self) -> None:
         """Raises when the replica is to be replaced."""
@@ -169,7 +169,6 @@ class EngineDeployment:
                 ray.get_runtime_context().get_node_id(),
                 replica.info,
                 replica.figures,
-                replica.costs.habits(),
             )
         )
         await replica.know(await self._changes.orders(replica.spec.model))
@@ -400,7 +399,7 @@ def _scaling(replicas: ReplicasConfig) -> AutoscalingConfig:
 def build(args: Mapping[str, str]) -> Application:
     """For `serve run server.fleet.app:build config=cluster.yaml`. Raises ConfigError."""
     cluster, server = load_cluster_config(Path(args["config"]))
-    return application(cluster, ServedParts(server, cluster.learning))
+    return application(cluster, FleetParts(server, cluster.learning))
 
 
 def __getattr__(name: str) -> Application:

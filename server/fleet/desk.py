@@ -7,7 +7,7 @@ new desk gets everything again. This module does not import Ray.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.types import FigureValue, ModelInfo
@@ -29,7 +29,6 @@ class Standing:
     node: str
     info: ModelInfo
     figures: list[FigureValue]
-    habits: Mapping[str, list[float]]
 
 
 class Desk:

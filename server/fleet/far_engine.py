@@ -83,17 +83,6 @@ class RetryPolicy:
         return min(self.max_pause_s, self.first_pause_s * 2.0 ** (num_lost - 1))
 
 
-def job_of(request: Request) -> Job:
-    """What the router needs to know of a Request."""
-    return Job(
-        task=request.task,
-        num_prompt_tokens=len(request.prompt_ids),
-        max_tokens=request.sampling.max_tokens,
-        num_choices=request.num_choices,
-        chain=prefix_chain(request.scope, request.prompt_ids),
-    )
-
-
 class FleetHandle:
     """See the top of this file.
 
@@ -209,7 +198,13 @@ class FleetHandle:
         """Run a Request to its end, on as many replicas as it takes."""
         continuation = Continuation(request)
         data = channel.encode(("submit", request))
-        job = job_of(request)
+        job = Job(
+            task=request.task,
+            num_prompt_tokens=len(request.prompt_ids),
+            max_tokens=request.sampling.max_tokens,
+            num_choices=request.num_choices,
+            chain=prefix_chain(request.scope, request.prompt_ids),
+        )
         num_begun = num_lost = 0
         wait_until_s = time.monotonic() + self._retry.max_wait_s
         while True:

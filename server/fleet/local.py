@@ -119,19 +119,13 @@ class Fleet:
 
     def _say_end(self) -> None:
         """Ingresses that end are not replaced: they wait for server.yaml's limits.drain_s alone."""
-        from ray import serve
-
         with contextlib.suppress(Exception):  # it has not started, or its head is away
-            desk = serve.get_deployment_handle("desk", APPLICATION)
-            desk.ask.remote("desk", "end").result(timeout_s=5.0)
+            _ask_desk("end")
 
     def _is_mine(self) -> bool:
         """Whether nobody else has deployed it since."""
-        from ray import serve
-
         try:
-            desk = serve.get_deployment_handle("desk", APPLICATION)
-            return desk.ask.remote("desk", "owner").result(timeout_s=5.0) in ("", self._id)
+            return _ask_desk("owner") in ("", self._id)
         except Exception:
             return True
 
@@ -214,8 +208,7 @@ class Fleet:
                     name=APPLICATION,
                     route_prefix=None if direct else "/",
                 )
-            desk = serve.get_deployment_handle("desk", APPLICATION)
-            desk.ask.remote("desk", "own", self._id).result(timeout_s=30.0)
+            _ask_desk("own", self._id, timeout_s=30.0)
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
 
@@ -241,6 +234,14 @@ class Fleet:
         finally:
             is_over.set()
             telling.join()
+
+
+def _ask_desk(*call: str, timeout_s: float = 5.0) -> Any:
+    """What a method of desk.Desk answers. Raises whatever Ray does while it is away."""
+    from ray import serve
+
+    desk = serve.get_deployment_handle("desk", APPLICATION)
+    return desk.ask.remote("desk", *call).result(timeout_s=timeout_s)
 
 
 def _replica_lines() -> dict[str, str]:

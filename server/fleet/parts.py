@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from server.config import ServerConfig, TaskConfig
 
@@ -42,43 +42,17 @@ class Front:
     UnavailableError. None: nowhere."""
 
 
-class FleetParts(Protocol):
-    """Composition; picklable. The methods may block."""
-
-    @property
-    def server(self) -> ServerConfig:
-        """What every part is configured by."""
-
-    def prepare(self) -> None:
-        """Make what all replicas of one machine would else make at once, and show it."""
-
-    def front(self) -> Front:
-        """For an ingress. Raises ConfigError, ModelError."""
-
-    @property
-    def sharing(self) -> Sharing | None:
-        """What builders merge by; None for no builders."""
-
-    def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
-        """For the replica of a model with this rank, which has so much of its machine."""
-
-    def ingress_version(self) -> str:
-        """Another one when ingresses are to be replaced; asked where the fleet is deployed."""
-
-    def engine_version(self, model: str) -> str:
-        """Another one when the engines of a model are to be replaced."""
-
-
 @dataclass(frozen=True, slots=True)
-class ServedParts:
-    """The parts of `tailor serve`. learning: None where each replica learns for itself."""
+class FleetParts:
+    """What `tailor serve` composes of server.yaml. learning: None where each replica learns for
+    itself. The methods may block. Raises ConfigError, ModelError."""
 
     server: ServerConfig
     learning: LearningConfig | None = None
 
     @property
     def sharing(self) -> Sharing | None:
-        """How what one replica learns reaches the others."""
+        """How what one replica learns reaches the others; None for no builders."""
         if self.learning is None:
             return None
         from server.fleet.learning.builder import Sharing
@@ -87,7 +61,8 @@ class ServedParts:
         return Sharing.of(self.learning, cache_dir() / "fleet")
 
     def prepare(self) -> None:
-        """Fetched and converted models, and machine code."""
+        """Make what all replicas of one machine would else make at once, and show it: fetched and
+        converted models, and machine code."""
         from server.wiring.model import ready_folder
 
         for model in self.server.models:
@@ -95,7 +70,7 @@ class ServedParts:
         subprocess.run([sys.executable, "-m", "server.machine_code"], stdin=subprocess.DEVNULL)
 
     def front(self) -> Front:
-        """Tokenizers, chat templates and tasks of every model."""
+        """For an ingress: tokenizers, chat templates and tasks of every model."""
         from drafters import DRAFTER_NAMES
 
         plan = self._plan(self.server)
@@ -104,8 +79,9 @@ class ServedParts:
         return Front(plan.tasks, plan.models, DRAFTER_NAMES, plan.task_set, forget)
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
-        """A process of its own, as in a single server. Its name tells what it keeps on disk from
-        that of other replicas, and is the same again when a replica is replaced."""
+        """For the replica of a model with this rank, which has so much of its machine: a process of
+        its own, as in a single server. Its name tells what it keeps on disk from that of other
+        replicas, and is the same again when a replica is replaced."""
         from server.api.engines.client import EngineSpec
         from server.engine.process import start_process
         from server.wiring.engine import build_engine
@@ -134,7 +110,8 @@ class ServedParts:
         return EngineSpec(name, model, device, start)
 
     def ingress_version(self) -> str:
-        """Of server.yaml, the tasks' files and what an ingress reads of the models."""
+        """Another one when ingresses are to be replaced, asked where the fleet is deployed: of
+        server.yaml, the tasks' files and what an ingress reads of the models."""
         from server.wiring.task_set import tasks_folder
 
         tasks = Path(self.server.tasks) if self.server.tasks is not None else tasks_folder()
@@ -143,7 +120,8 @@ class ServedParts:
         return version_of(self.server.model_dump_json(), files)
 
     def engine_version(self, model: str) -> str:
-        """Of what an engine is told, and the files of the model and its adapters."""
+        """Another one when the engines of a model are to be replaced: of what an engine is told,
+        and the files of the model and its adapters."""
         chosen = next(m for m in self.server.models if m.name == model)
         named = [chosen.path, chosen.adapter, *(adapter.path for adapter in chosen.adapters)]
         paths = [Path(name) for name in named if name is not None and Path(name).exists()]

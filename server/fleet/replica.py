@@ -25,7 +25,7 @@ from server.errors import (
     TailorError,
     UnavailableError,
 )
-from server.fleet.scaling import CostMeter, ReplicaWork, habits_of
+from server.fleet.scaling import CostMeter, ReplicaWork
 from server.metrics import Metrics
 from server.types import AdapterOrder, Delta, FigureValue, ModelInfo, Request
 
@@ -115,7 +115,7 @@ class EngineReplica:
         waiting = int(figures.get("num_requests_waiting", 0))
         waiting_rows = int(figures.get("num_tokens_waiting", 0))
         costs = self.costs.costs(info.max_num_seqs)
-        habits = habits_of(self.costs.habits()).values()
+        habits = self.costs.habits().values()
         return ReplicaWork(
             num_running=int(figures.get("num_requests_running", 0)),
             num_waiting=waiting,

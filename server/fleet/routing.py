@@ -143,9 +143,7 @@ class TaskRouting:
 
     def num_homes(self, task: str) -> int:
         """How many homes a task's load asks for, as of its last request; at least 1."""
-        rate, _, homes = self._rates.get(task, (0.0, 0.0, 1))
-        del rate
-        return min(homes, max(1, len(self._ids)))
+        return min(self._rates.get(task, (0.0, 0.0, 1))[2], max(1, len(self._ids)))
 
     def matched_tokens(self, job: Job) -> dict[str, int]:
         """Prompt tokens that each replica has seen before, of those that have seen any."""
@@ -158,13 +156,12 @@ class TaskRouting:
 
     # -- the choice ------------------------------------------------------------------------
 
-    def choose(self, job: Job, views: Mapping[str, ReplicaView]) -> list[str]:
+    def choose(self, job: Job, view: Callable[[str], ReplicaView | None]) -> list[str]:
         """The replicas to try, best first, none twice: its homes, the one with the longest shared
         start, and some by chance; where there are no more than those, all. One that hangs or is to
         be avoided is among them only where all do or are.
 
-        views: of those that can take a request now; it is asked for few of them. A replica that
-        set_replicas has not named is never chosen, where it has named any.
+        view: a replica as it is now, None for one that can take no request; asked for few of them.
         """
         matched = self.matched_tokens(job)
         longest = max(matched, key=lambda n: matched[n], default=None)
@@ -173,12 +170,13 @@ class TaskRouting:
         few = dict.fromkeys((*at_home, *drawn))
         if longest is not None:
             few.setdefault(longest)
-        there = {name: views[name] for name in few if name in views}
-        there = {n: v for n, v in there.items() if not v.is_stuck and n not in job.avoid}
+        seen = {name: v for name in few if (v := view(name)) is not None}
+        there = {n: v for n, v in seen.items() if not v.is_stuck and n not in job.avoid}
         if not there:  # all are to be looked at, but this is rare
-            there = dict(_without(job.avoid, views))
-        others = [name for name in there if name not in at_home and name != longest]
-        later = others[2:]
+            every = {name: v for name in self._ids if (v := view(name)) is not None}
+            going = {n: v for n, v in every.items() if not v.is_stuck} or every
+            there = {n: v for n, v in going.items() if n not in job.avoid} or going
+        later = [name for name in there if name not in at_home and name != longest][2:]
         asked = [name for name in there if name not in later]
         usual = _usual([there[name].costs for name in asked])
         costs = {
@@ -281,14 +279,6 @@ class Pace:
         """A request went to a replica; the next trial of a slow one is later."""
         if name in self._tried_s:
             self._tried_s[name] = self._clock()
-
-
-def _without(avoid: Sequence[str], views: Mapping[str, ReplicaView]) -> Mapping[str, ReplicaView]:
-    """Those that may be tried."""
-    going = {name: view for name, view in views.items() if not view.is_stuck} or views
-    if not avoid:
-        return going
-    return {name: view for name, view in going.items() if name not in avoid} or going
 
 
 def _usual(costs: Sequence[StepCosts | None]) -> StepCosts:

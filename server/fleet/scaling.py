@@ -40,20 +40,6 @@ class StepCosts:
         """Seconds of a full replica that one sequence takes in one step."""
         return self.step_s(self.seats * rows_a_sequence) / self.seats
 
-    def told(self) -> list[float]:
-        """As plain values; the inverse of `of`."""
-        return [self.base_s, self.row_s, self.seats]
-
-    @staticmethod
-    def of(told: object) -> StepCosts | None:
-        """The StepCosts of what `told` returned; None for anything else."""
-        if not isinstance(told, list | tuple) or len(told) != 3:
-            return None
-        base_s, row_s, seats = told
-        if base_s <= 0.0 or row_s < 0.0 or seats < 1:
-            return None
-        return StepCosts(float(base_s), float(row_s), int(seats))
-
 
 @dataclass(frozen=True, slots=True)
 class TaskHabit:
@@ -118,22 +104,13 @@ class CostMeter:
             for i in range(3):
                 sums[i] *= _KEPT_OF_TASK
 
-    def habits(self) -> dict[str, list[float]]:
-        """Tokens of an output and tokens a step, by task, of those that finished one."""
+    def habits(self) -> dict[str, TaskHabit]:
+        """By task, of those that finished a choice."""
         return {
-            task: [tokens / finished, tokens / steps if steps else 1.0]
+            task: TaskHabit(tokens / finished, tokens / steps if steps else 1.0)
             for task, (finished, tokens, steps) in self._tasks.items()
             if finished > 0.0 and tokens > 0.0
         }
-
-
-def habits_of(told: Mapping[str, Any]) -> dict[str, TaskHabit]:
-    """TaskHabits from what CostMeter.habits told; entries that are none are left out."""
-    habits = {}
-    for task, pair in told.items():
-        if isinstance(pair, list | tuple) and len(pair) == 2 and min(pair) > 0.0:
-            habits[task] = TaskHabit(float(pair[0]), float(pair[1]))
-    return habits
 
 
 def _blended(before: float, new: float) -> float:
@@ -226,7 +203,7 @@ def _fewest(work: Work, low: int, high: int, numbers: ScalingNumbers, target_s: 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWork:
-    """What a replica tells the autoscaler: plain numbers by name."""
+    """What a replica tells the autoscaler, as numbers by name."""
 
     num_running: float = 0.0
     num_waiting: float = 0.0
@@ -237,10 +214,6 @@ class ReplicaWork:
     max_rows: float = 0.0
     steps: float = 0.0
     prompt_tokens: float = 0.0
-
-    def told(self) -> dict[str, float]:
-        """By name."""
-        return {name: float(getattr(self, name)) for name in self.__slots__}
 
 
 def work_of(told: Mapping[str, Mapping[Any, float]], num_waiting_outside: float) -> Work:

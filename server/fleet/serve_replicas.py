@@ -46,11 +46,6 @@ class ServeReplicas:
             if not over:
                 response.cancel()
 
-    async def standings(self) -> list[Standing]:
-        """What each replica told the desk last."""
-        told: list[Standing] = await self._desk.standings(self._model)
-        return told
-
     async def state(self) -> FleetState:
         """What the desk knows of the replicas now."""
         info, figures = await self._desk.state(self._model)
@@ -58,9 +53,8 @@ class ServeReplicas:
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         """The answers of all replicas to one control."""
-        return await asyncio.gather(
-            *(self._ask(standing, name, payload) for standing in await self.standings())
-        )
+        there: list[Standing] = await self._desk.standings(self._model)
+        return await asyncio.gather(*(self._ask(standing, name, payload) for standing in there))
 
     async def _ask(self, standing: Standing, name: str, payload: Any) -> dict[str, Any]:
         response = self._calls.control.remote(name, payload, replica=standing.replica_id)

@@ -8,34 +8,14 @@ their costs, their tasks' habits and whether they hang by record_routing_stats.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.fleet.routing import Job, Pace, ReplicaView, TaskRouting
-from server.fleet.scaling import StepCosts, TaskHabit, habits_of
+from server.fleet.scaling import StepCosts, TaskHabit
 
 _STALE_S = 0.5  # how old the views may be before they are read again
-
-
-class _Views(Mapping[str, ReplicaView]):
-    """The views of the replicas, made when they are read: of few, for each request."""
-
-    def __init__(self, router: TaskRouter) -> None:
-        self._router = router
-
-    def __getitem__(self, name: str) -> ReplicaView:
-        return self._router.view(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._router.by_id
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._router.by_id)
-
-    def __len__(self) -> int:
-        return len(self._router.by_id)
 
 
 class TaskRouter(RequestRouter):
@@ -45,7 +25,6 @@ class TaskRouter(RequestRouter):
         """Takes RequestRouterConfig.request_router_kwargs."""
         self._routing = TaskRouting(**numbers)
         self.by_id: dict[str, RunningReplica] = {}
-        self._views = _Views(self)
         self._costs: dict[str, StepCosts] = {}
         self._stuck: set[str] = set()
         self._pace = Pace()
@@ -60,8 +39,10 @@ class TaskRouter(RequestRouter):
         self._stuck &= self.by_id.keys()
         self._read_s = 0.0
 
-    def view(self, name: str) -> ReplicaView:
-        """A replica that is there, as it is now. Raises KeyError."""
+    def _view(self, name: str) -> ReplicaView | None:
+        """A replica as it is now; None for one that is gone."""
+        if name not in self.by_id:
+            return None
         queued = self._replica_queue_len_cache.get(self.by_id[name].replica_id)
         is_out = name in self._stuck or self._pace.is_out(name)
         return ReplicaView(queued or 0, self._costs.get(name), is_out)
@@ -82,7 +63,7 @@ class TaskRouter(RequestRouter):
         if job is None:
             return [candidate_replicas]
         self._read(candidate_replicas)
-        return [[self.by_id[name]] for name in self._routing.choose(job, self._views)]
+        return [[self.by_id[name]] for name in self._routing.choose(job, self._view)]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
@@ -104,11 +85,10 @@ class TaskRouter(RequestRouter):
         recent: dict[str, tuple[float, float]] = {}
         for replica in replicas:
             name, told = replica.replica_id.unique_id, replica.routing_stats or {}
-            costs = StepCosts.of(told.get("costs"))
-            if costs is not None:
-                self._costs[name] = costs
+            if told.get("costs") is not None:
+                self._costs[name] = told["costs"]
             (self._stuck.add if told.get("is_stuck") else self._stuck.discard)(name)
-            habits.update(habits_of(told.get("habits") or {}))
+            habits.update(told.get("habits") or {})
             if told.get("recent"):
                 recent[name] = told["recent"]
         self._routing.habits = habits

@@ -65,7 +65,7 @@ class LocalReplicas:
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         await until(lambda: self.there, 3600.0, pause_s=0.01)
         views = {name: ReplicaView(self.num_open[name]) for name in self.there}
-        name = self.routing.choose(job, views)[0]
+        name = self.routing.choose(job, views.get)[0]
         self.routing.routed(job, name)
         self.num_streams += 1
         self.num_open[name] += 1

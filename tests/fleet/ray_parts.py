@@ -21,7 +21,7 @@ from server.engine.process import start_process
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import BuilderNumbers, Sharing
 from server.fleet.learning.exchange import ExchangeNumbers
-from server.fleet.parts import Front, version_of
+from server.fleet.parts import FleetParts, Front, version_of
 from server.machine_code import make_ready
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet
@@ -75,8 +75,8 @@ def learning_engine(*, step_s: float = 0.0, row_s: float = 0.0, learns: bool = T
 
 
 @dataclass(frozen=True)
-class FakeParts:
-    """parts.FleetParts over FakeRunners whose steps take step_s seconds and row_s a row.
+class FakeParts(FleetParts):
+    """Over FakeRunners whose steps take step_s seconds and row_s a row.
 
     more_tasks: a file of further tasks' names, a line each, which a reload reads again. weights: of
     the engines; other weights are another version, which writes the same here. shared: a folder by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +94,8 @@ def _context(told: dict[str, dict[str, float]], **fields: Any) -> SimpleNamespac
 
 
 def _told(*replicas: ReplicaWork) -> dict[str, dict[str, float]]:
-    names = ReplicaWork().told()
-    return {name: {str(i): r.told()[name] for i, r in enumerate(replicas)} for name in names}
+    told = [asdict(replica) for replica in replicas]
+    return {name: {str(i): one[name] for i, one in enumerate(told)} for name in told[0]}
 
 
 def test_the_work_of_replicas_is_added_up() -> None:

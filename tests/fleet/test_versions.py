@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server.config import ModelConfig, ServerConfig
 from server.config.cluster import LearningConfig
-from server.fleet.parts import ServedParts, files_id, version_of
+from server.fleet.parts import FleetParts, files_id, version_of
 
 
 def test_new_weights_replace_the_engines_of_their_model_alone(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_new_weights_replace_the_engines_of_their_model_alone(tmp_path: Path) ->
     models = tuple(ModelConfig(name=n, path=str(tmp_path / n)) for n in ("a", "b"))
     tasks = tmp_path / "tasks"
     tasks.mkdir()
-    parts = ServedParts(ServerConfig(models=models, tasks=str(tasks)))
+    parts = FleetParts(ServerConfig(models=models, tasks=str(tasks)))
     before = (parts.ingress_version(), parts.engine_version("a"), parts.engine_version("b"))
     assert before == (parts.ingress_version(), parts.engine_version("a"), parts.engine_version("b"))
     (tmp_path / "a" / "model.safetensors").write_bytes(b"others!")
@@ -28,7 +28,7 @@ def test_new_weights_replace_the_engines_of_their_model_alone(tmp_path: Path) ->
     assert (parts.ingress_version(), parts.engine_version("b")) == (before[0], before[2])
     (tasks / "t.yaml").write_text("name: t\n")
     assert parts.ingress_version() != before[0] and parts.engine_version("b") == before[2]
-    shared = ServedParts(parts.server, LearningConfig())
+    shared = FleetParts(parts.server, LearningConfig())
     assert shared.engine_version("b") != before[2]
 
 

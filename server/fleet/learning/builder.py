@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +79,10 @@ class PassReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
-    name: SegmentName
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Tended:
     """A scope after a pass. manifest: None where nothing is published."""
 
     manifest: Manifest | None
-    is_new: bool = False
     num_merged: int = 0
     num_torn: int = 0
 
@@ -122,7 +115,7 @@ class Builder:
                 self._storage.delete_folder(scope)
         return PassReport(
             len(scopes),
-            sum(report.is_new for report in reports),
+            sum(report.num_merged > 0 for report in reports),
             sum(report.num_merged for report in reports),
             sum(report.num_torn for report in reports),
         )
@@ -148,10 +141,10 @@ class Builder:
 
     def _tend(self, scope: str, files: Iterable[str]) -> _Tended:
         storage, now_ns = self._storage, self._clock_ns()
-        manifest, state = self._published(scope)
-        segments = _segments(scope, files)
+        manifest = self._published(scope)
+        segments = _segments(files)
         known = manifest or Manifest(0, 0, "")
-        new = [s for s in segments if s.name.number > known.mark(s.name.writer)][:_MAX_AT_ONCE]
+        new = [s for s in segments if s.number > known.mark(s.writer)][:_MAX_AT_ONCE]
         if not new:
             if manifest is not None and manifest.published_ns < self._oldest_ns():
                 storage.delete_folder(scope)
@@ -161,43 +154,38 @@ class Builder:
         marks = dict(known.marks)
         read: list[SharedFile] = []
         for segment in new:
-            marks[segment.name.writer] = (segment.name.number, now_ns)
+            marks[segment.writer] = (segment.number, now_ns)
             try:
-                read.append(decoded(read_hashed(storage, segment.path), None, _key(scope)))
+                read.append(decoded(read_hashed(storage, segment.path(scope)), None, _key(scope)))
             except (TornError, ArrayFileError) as error:
                 log.warning("a segment is left out: %s", error)
         num_torn = len(new) - len(read)
         published = manifest
         if read:
-            before = _EMPTY if state is None else state()
-            published = self._publish(scope, manifest, before, read, marks, num_torn)
+            published = self._publish(scope, manifest, read, marks, num_torn)
         for segment in new:
-            storage.delete(segment.path)
+            storage.delete(segment.path(scope))
         if read:
             self._sweep(scope, files, published, [])
-        return _Tended(published, bool(read), len(read), num_torn)
+        return _Tended(published, len(read), num_torn)
 
-    def _published(self, scope: str) -> tuple[Manifest | None, Callable[[], SharedFile] | None]:
-        """The manifest, and what reads its state; None where nothing is published, or it is
-        damaged: then the segments that are there make a new beginning."""
+    def _published(self, scope: str) -> Manifest | None:
+        """None where nothing is published, or the manifest is damaged: then the segments that are
+        there make a new beginning."""
         try:
-            manifest = read_manifest(self._storage, scope)
+            return read_manifest(self._storage, scope)
         except TornError as error:
             log.warning("what is learned in %s is begun anew: %s", scope, error)
-            return None, None
-        if manifest is None:
-            return None, None
-        name = manifest.state
+            return None
 
-        def state() -> SharedFile:
-            try:
-                data = read_hashed(self._storage, f"{scope}/{name}")
-                return decoded(data, None, _key(scope))
-            except (TornError, ArrayFileError) as error:
-                log.warning("what is learned in %s is begun anew: %s", scope, error)
-                return _EMPTY
-
-        return manifest, state
+    def _state(self, scope: str, manifest: Manifest) -> SharedFile:
+        """What is published; nothing where it is damaged."""
+        try:
+            data = read_hashed(self._storage, f"{scope}/{manifest.state}")
+            return decoded(data, None, _key(scope))
+        except (TornError, ArrayFileError) as error:
+            log.warning("what is learned in %s is begun anew: %s", scope, error)
+            return _EMPTY
 
     def _oldest_ns(self) -> int:
         return max(0, self._clock_ns() - int(self._numbers.max_age_s * 1e9))
@@ -206,7 +194,6 @@ class Builder:
         self,
         scope: str,
         before: Manifest | None,
-        state: SharedFile,
         segments: list[SharedFile],
         marks: Mapping[str, tuple[int, int]],
         num_torn: int,
@@ -216,6 +203,7 @@ class Builder:
         storage = self._storage
         newest = max(segments, key=lambda file: max(file.outputs.examples, default=(0, 0, 0)))
         fingerprint = str(newest.meta["fingerprint"])
+        state = _EMPTY if before is None else self._state(scope, before)
         files = [f for f in (state, *segments) if f.meta.get("fingerprint") == fingerprint]
         max_tokens = max(1, min(_MAX_TOKENS, int(newest.meta.get("max_tokens") or 1)))
         outputs = merge(
@@ -278,12 +266,12 @@ class Builder:
         scope: str,
         files: Iterable[str],
         manifest: Manifest | None,
-        segments: Iterable[_Segment],
+        segments: Iterable[SegmentName],
     ) -> None:
         """Delete segments that are merged, and what no manifest names: of `files`, as they were
         before this pass wrote any."""
         for segment in segments:
-            self._storage.delete(segment.path)
+            self._storage.delete(segment.path(scope))
         named = set() if manifest is None else {manifest.state, manifest.layer, MANIFEST}
         for file in files:
             if "/" not in file and file not in named and file != MANIFEST:
@@ -295,15 +283,14 @@ def _key(scope: str) -> str:
     return scope.rpartition("/")[2]
 
 
-def _segments(scope: str, files: Iterable[str]) -> list[_Segment]:
+def _segments(files: Iterable[str]) -> list[SegmentName]:
     """Ascending, writer by writer."""
-    found = []
-    for file in files:
-        folder, _, name = file.rpartition("/")
-        segment = SegmentName.of(name) if folder == "segments" else None
-        if segment is not None:
-            found.append(_Segment(segment, f"{scope}/{file}"))
-    return sorted(found, key=lambda s: (s.name.number, s.name.writer, s.name.hash))
+    parts = (file.rpartition("/") for file in files)
+    named = (SegmentName.of(name) for folder, _, name in parts if folder == "segments")
+    return sorted(
+        (segment for segment in named if segment is not None),
+        key=lambda s: (s.number, s.writer, s.hash),
+    )
 
 
 # --- what a fleet's parts take with them ----------------------------------------------------------
@@ -361,7 +348,7 @@ class BuilderLoop:
     """
 
     def __init__(self, sharing: Sharing, share: tuple[int, int] = (0, 1)) -> None:
-        numbers = BuilderNumbers(sharing.builder.max_age_s, sharing.builder.max_scopes, share)
+        numbers = replace(sharing.builder, share=share)
         self._builder = Builder(Storage(sharing.storage), numbers)
         self._every_s = sharing.publish_s
         self._stop = threading.Event()

@@ -267,8 +267,7 @@ class SegmentExchange:
         }
         data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, wanted.key)
         name = SegmentName(scope.writer, sent.number, hash_of(data))
-        folder = scope_folder(self._model, wanted.key, epoch)
-        sent.path = f"{folder}/segments/{name.file}"
+        sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
         try:
             self._storage.write(sent.path, data)
         except StorageError:

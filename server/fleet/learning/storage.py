@@ -198,10 +198,9 @@ class SegmentName:
     number: int
     hash: str
 
-    @property
-    def file(self) -> str:
-        """Its name in the folder `segments`."""
-        return f"{self.writer}-{self.number:08d}-{self.hash}.bin"
+    def path(self, scope: str) -> str:
+        """Below a scope_folder."""
+        return f"{scope}/segments/{self.writer}-{self.number:08d}-{self.hash}.bin"
 
     @staticmethod
     def of(file: str) -> SegmentName | None:
