@@ -31,7 +31,7 @@ from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_co
 from server.fleet.budgets import Budgets
 from server.fleet.changes import ChangeDesk, ChangeLog
 from server.fleet.desk import Desk, Standing
-from server.fleet.far_engine import FleetHandle, RetryPolicy
+from server.fleet.far_engine import FleetHandle
 from server.fleet.ingress import IngressApp, OtherIngresses
 from server.fleet.learning.builder import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, Front, version_of
@@ -265,7 +265,7 @@ async def _ingress(
             replicas[model],
             name=f"{model}/fleet",
             loop=loop,
-            retry=RetryPolicy(max_runs=cluster.routing.max_runs),
+            max_runs=cluster.routing.max_runs,
             on_state=on_state,
         )
 

@@ -66,13 +66,10 @@ class Desk:
             rank += 1
         return rank
 
-    def info(self, model: str) -> ModelInfo | None:
-        """What an engine of the model told, also when all of them sleep; None before any."""
-        return self._infos.get(model)
-
     def state(self, model: str) -> tuple[ModelInfo | None, dict[str, list[FigureValue]]]:
-        """For the ingresses: far_engine.FleetState of a model."""
-        return self.info(model), {s.name: s.figures for s in self.standings(model)}
+        """For the ingresses: far_engine.FleetState. The info is there also when all engines sleep;
+        None before any told it."""
+        return self._infos.get(model), {s.name: s.figures for s in self.standings(model)}
 
     def own(self, owner: str) -> None:
         """Who has deployed the fleet last, and takes it away in the end."""

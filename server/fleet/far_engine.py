@@ -29,6 +29,7 @@ log = logging.getLogger("tailor.fleet")
 _POLL_S = 1.0
 _DIED = "The engine died while it worked on this request."
 _NOBODY = "No replica of the model can take this request now."
+_MAX_PAUSE_S = 2.0  # between two runs of a request
 _QUEUE_GRACE_S = 0.5  # the replica's own queue time-out comes first
 
 
@@ -66,28 +67,13 @@ class Replicas(Protocol):
         """What is known of them now."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How often a request may lose its replica before it fails, and the pause before each run.
-
-    max_runs: runs that replicas have begun. max_wait_s: how long it may find none that takes it.
-    """
-
-    max_runs: int = 4
-    max_wait_s: float = 60.0
-    first_pause_s: float = 0.05
-    max_pause_s: float = 2.0
-
-    def pause_s(self, num_lost: int) -> float:
-        """Before the run after so many lost ones."""
-        return min(self.max_pause_s, self.first_pause_s * 2.0 ** (num_lost - 1))
-
-
 class FleetHandle:
     """See the top of this file.
 
-    loop: that `open` and `send` are called on. on_state: told what is known of the replicas, each
-    time it was asked for.
+    loop: that `open` and `send` are called on. max_runs: of a request that replicas have begun,
+    before it fails. max_wait_s: how long it may find none that takes it. first_pause_s: before its
+    second run; doubles each time. on_state: told what is known of the replicas, each time it was
+    asked for.
     """
 
     def __init__(
@@ -96,13 +82,17 @@ class FleetHandle:
         *,
         name: str,
         loop: asyncio.AbstractEventLoop,
-        retry: RetryPolicy | None = None,
+        max_runs: int = 4,
+        max_wait_s: float = 60.0,
+        first_pause_s: float = 0.05,
         on_state: Callable[[FleetState], None] | None = None,
     ) -> None:
         self.name = name
         self.device = "fleet"
         self._replicas = replicas
-        self._retry = retry or RetryPolicy()
+        self._max_runs = max_runs
+        self._max_wait_s = max_wait_s
+        self._first_pause_s = first_pause_s
         self._loop = loop
         self._on_state = on_state
         self._alive = True
@@ -206,7 +196,7 @@ class FleetHandle:
             chain=prefix_chain(request.scope, request.prompt_ids),
         )
         num_begun = num_lost = 0
-        wait_until_s = time.monotonic() + self._retry.max_wait_s
+        wait_until_s = time.monotonic() + self._max_wait_s
         while True:
             try:
                 await self._run(request, data, job, continuation)
@@ -226,12 +216,12 @@ class FleetHandle:
             num_lost += 1
             num_begun += lost.taken
             if lost.taken:
-                wait_until_s = time.monotonic() + self._retry.max_wait_s
+                wait_until_s = time.monotonic() + self._max_wait_s
                 log.warning(
                     "%s: a request of task %s lost its replica after %d tokens: %s",
                     self.name, request.task, continuation.num_sent, lost,
                 )  # fmt: skip
-            if num_begun >= self._retry.max_runs:
+            if num_begun >= self._max_runs:
                 self._fail(request, _DIED, EngineDiedError.code)
                 return
             if time.monotonic() > wait_until_s:
@@ -240,7 +230,7 @@ class FleetHandle:
             continuation.run_again()
             if lost.replica_id:
                 job = replace(job, avoid=(lost.replica_id,))
-            await asyncio.sleep(self._retry.pause_s(num_lost))
+            await asyncio.sleep(min(_MAX_PAUSE_S, self._first_pause_s * 2.0 ** (num_lost - 1)))
 
     async def _run(
         self, request: Request, data: bytes, job: Job, continuation: Continuation

@@ -48,8 +48,7 @@ class ServeReplicas:
 
     async def state(self) -> FleetState:
         """What the desk knows of the replicas now."""
-        info, figures = await self._desk.state(self._model)
-        return FleetState(info, figures)
+        return FleetState(*await self._desk.state(self._model))
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         """The answers of all replicas to one control."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from server.api.engines.client import EngineSpec
 from server.config import RestartConfig
-from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
+from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job, ReplicaView, TaskRouting
 from tests.waiting import until
@@ -128,7 +128,7 @@ def fleet_spec(
 ) -> EngineSpec:
     """An ingress's one engine: the whole fleet. loop: the ingress's, asked for at the start."""
     model = replicas.specs[0].model
-    options.setdefault("retry", RetryPolicy(first_pause_s=0.01))
+    options.setdefault("first_pause_s", 0.01)
 
     def start() -> FleetHandle:
         return FleetHandle(replicas, name=f"{model}/fleet", loop=loop(), **options)

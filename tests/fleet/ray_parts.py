@@ -19,8 +19,8 @@ from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.engine.process import start_process
 from server.engine.task_store import TaskStore
-from server.fleet.learning.builder import BuilderNumbers, Sharing
-from server.fleet.learning.exchange import ExchangeNumbers
+from server.fleet.learning.builder import Sharing
+from server.fleet.learning.storage import LearningNumbers
 from server.fleet.parts import FleetParts, Front, version_of
 from server.machine_code import make_ready
 from server.wiring.drafter import make_task_drafter
@@ -101,8 +101,7 @@ class FakeParts(FleetParts):
     def sharing(self) -> Sharing | None:
         if self.shared is None:
             return None
-        numbers = ExchangeNumbers(append_s=0.1, look_s=0.2)
-        return Sharing(self.shared, numbers, BuilderNumbers(), publish_s=0.2)
+        return Sharing(self.shared, LearningNumbers(append_s=0.1, look_s=0.2, publish_s=0.2))
 
     def prepare(self) -> None:
         """Nothing is to be made."""

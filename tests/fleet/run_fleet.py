@@ -90,10 +90,16 @@ def _fleet_of(
         least=options.least,
     ).model_copy(update={"address": address})
     rank, _, slow_s = (options.slow or "").partition(":")
-    parts = FakeParts(server, options.step_s, options.drafts, options.more_tasks)
-    slow = (int(rank), float(slow_s)) if slow_s else None
-    parts = replace(parts, shared=options.shared, row_s=options.row_s, slow=slow)
-    parts = replace(parts, processes=options.processes)
+    parts = FakeParts(
+        server,
+        step_s=options.step_s,
+        drafts=options.drafts,
+        more_tasks=options.more_tasks,
+        shared=options.shared,
+        row_s=options.row_s,
+        slow=(int(rank), float(slow_s)) if slow_s else None,
+        processes=options.processes,
+    )
     return cluster, parts
 
 

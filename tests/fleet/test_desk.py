@@ -24,7 +24,7 @@ def test_names_are_of_one_replica_each() -> None:
     assert [desk.number("m", rank) for rank in (0, 2)] == [0, 2]
     assert len(desk.standings("m")) == 2
     now_s += GONE_AFTER_S
-    assert desk.standings("m") == [] and desk.info("m") is not None
+    assert desk.standings("m") == [] and desk.state("m")[0] is not None
 
 
 def test_the_figures_of_replicas_are_added_up() -> None:

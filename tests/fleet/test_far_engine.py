@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from server import channel
 from server.errors import NoEngineError, error_for_engine_code
-from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
+from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError
 from server.fleet.routing import Job
 from server.types import Delta, FinishReason, Request, SamplingParams
 from tests.profiles import examples
@@ -96,8 +96,9 @@ def _client(
     loop = new_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    retry = RetryPolicy(max_runs=100, max_wait_s=max_wait_s, first_pause_s=0.0)
-    handle = FleetHandle(replicas, name="m/fleet", loop=loop, retry=retry)
+    handle = FleetHandle(
+        replicas, name="m/fleet", loop=loop, max_runs=100, max_wait_s=max_wait_s, first_pause_s=0.0
+    )
     try:
         yield _Client(handle, loop)
     finally:

@@ -18,7 +18,6 @@ import pytest
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
-from server.fleet.far_engine import RetryPolicy
 from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.live import LiveServer, as_bytes
@@ -33,8 +32,7 @@ def _scripted(i: int, step_s: float = 0.005) -> tuple[ScriptedEngine, EngineSpec
     return engine, EngineSpec(engine.name, "tiny", "cpu", engine.factory)
 
 
-def _live(replicas: LocalReplicas, retry: RetryPolicy | None = None) -> LiveServer:
-    options = {} if retry is None else {"retry": retry}
+def _live(replicas: LocalReplicas, **options: Any) -> LiveServer:
     live = LiveServer([fleet_spec(replicas, lambda: live.loop, **options)], max_model_len=CONTEXT)
     return live
 
@@ -204,7 +202,7 @@ def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> Non
 def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
     engines = [_scripted(i, step_s=0.03) for i in range(3)]
     replicas = LocalReplicas([spec for _, spec in engines])
-    with _live(replicas, RetryPolicy(max_runs=2, first_pause_s=0.0)) as live:
+    with _live(replicas, max_runs=2, first_pause_s=0.0) as live:
         ended = threading.Event()
 
         def kill_each() -> None:

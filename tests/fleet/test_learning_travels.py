@@ -18,9 +18,16 @@ from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.errors import UnavailableError
 from server.fleet.changes import SharedTasks
-from server.fleet.learning.builder import Builder, BuilderLoop, BuilderNumbers, Sharing
-from server.fleet.learning.exchange import ExchangeNumbers, SegmentExchange
-from server.fleet.learning.storage import MANIFEST, Manifest, Storage, StorageError, forget
+from server.fleet.learning.builder import Builder, BuilderLoop, Sharing
+from server.fleet.learning.exchange import SegmentExchange
+from server.fleet.learning.storage import (
+    MANIFEST,
+    LearningNumbers,
+    Manifest,
+    Storage,
+    StorageError,
+    forget,
+)
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -86,7 +93,7 @@ class Fleet:
         own = self.folder / f"engine-{len(self.replicas)}"
         exchange = SegmentExchange(
             storage or self.storage, "fake", own,
-            replace(ExchangeNumbers(append_s=0.0, look_s=0.0), **numbers), autonomous=False,
+            replace(LearningNumbers(append_s=0.0, look_s=0.0), **numbers), autonomous=False,
         )  # fmt: skip
         memory = TaskStore(
             own, fingerprint="f", build_share=1e9, save_every_s=0.0, max_scopes=max_scopes,
@@ -102,7 +109,7 @@ class Fleet:
         return self.replicas[-1]
 
     def build(self, **numbers: Any) -> Any:
-        return Builder(self.storage, BuilderNumbers(**numbers)).run()
+        return Builder(self.storage, LearningNumbers(**numbers)).run()
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +445,7 @@ def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
     def away(task: str) -> None:
         raise UnavailableError("The storage is away.")
 
-    sharing = Sharing(fleet.url, ExchangeNumbers(), BuilderNumbers(), 1.0)
+    sharing = Sharing(fleet.url, LearningNumbers())
     first = fleet.add()
     first.ask()
     first.tend()
@@ -451,8 +458,7 @@ def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
     first = fleet.add()
     first.ask()
     first.tend()
-    numbers = BuilderNumbers()
-    loop = BuilderLoop(Sharing(fleet.url, ExchangeNumbers(), numbers, publish_s=0.01))
+    loop = BuilderLoop(Sharing(fleet.url, LearningNumbers(publish_s=0.01)))
     wait_until(lambda: any(f.endswith(MANIFEST) for f in fleet.storage.files()))
     loop.check()
     loop.stop()
@@ -482,5 +488,5 @@ def test_what_is_kept_is_bounded(fleet: Fleet) -> None:
         first.tend()
     fleet.build(max_scopes=2)
     assert len({f.split("/")[3] for f in fleet.storage.files()}) == 2
-    fleet.build(max_age_s=-1.0)
+    fleet.build(max_age_days=-1.0)
     assert fleet.storage.files() == []

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,10 @@ from drafters.shared_counts import added, bounded
 from drafters.shared_outputs import SharedFile, SharedOutputs, merge
 from server.config.cluster import LearningConfig
 from server.errors import UnavailableError
-from server.fleet.learning.exchange import (
-    ExchangeNumbers,
-    SegmentExchange,
-    corpus_id,
-    decoded,
-    encoded,
-)
+from server.fleet.learning.exchange import SegmentExchange, corpus_id, decoded, encoded
 from server.fleet.learning.storage import (
     MANIFEST,
+    LearningNumbers,
     Manifest,
     SegmentName,
     Storage,
@@ -59,16 +54,6 @@ _EMPTY = SharedFile(SharedOutputs(), {}, {})
 
 
 @dataclass(frozen=True, slots=True)
-class BuilderNumbers:
-    """max_age_s: what was written longer ago is given up. max_scopes: of one task; those that were
-    published longest ago are given up. share: (i, n): this is the i-th of n builders, from 0."""
-
-    max_age_s: float = 30 * 86400.0
-    max_scopes: int = 256
-    share: tuple[int, int] = (0, 1)
-
-
-@dataclass(frozen=True, slots=True)
 class PassReport:
     """What one pass did. num_merged, num_torn: segments."""
 
@@ -78,51 +63,44 @@ class PassReport:
     num_torn: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Tended:
-    """A scope after a pass. manifest: None where nothing is published."""
-
-    manifest: Manifest | None
-    num_merged: int = 0
-    num_torn: int = 0
-
-
 class Builder:
-    """See the top of this file. clock_ns: time.time_ns, or what tests say."""
+    """See the top of this file. share: (i, n): this is the i-th of n builders, from 0. clock_ns:
+    time.time_ns, or what tests say."""
 
     def __init__(
         self,
         storage: Storage,
-        numbers: BuilderNumbers | None = None,
+        numbers: LearningNumbers | None = None,
         *,
+        share: tuple[int, int] = (0, 1),
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._storage = storage
-        self._numbers = numbers or BuilderNumbers()
+        self._numbers = numbers or LearningNumbers()
+        self._share = share
         self._clock_ns = clock_ns
 
     def run(self) -> PassReport:
         """One pass. Raises StorageError when the storage is away."""
         scopes = self._scopes()
-        reports = [self._tend(scope, files) for scope, files in scopes.items()]
+        num_published = num_merged = num_torn = 0
         by_task: dict[str, list[tuple[int, str]]] = {}
-        for scope, report in zip(scopes, reports, strict=True):
-            if report.manifest is not None:
+        for scope, files in scopes.items():
+            manifest, merged, torn = self._tend(scope, files)
+            num_published += merged > 0
+            num_merged += merged
+            num_torn += torn
+            if manifest is not None:
                 task = scope.rpartition("/")[0]
-                by_task.setdefault(task, []).append((report.manifest.published_ns, scope))
+                by_task.setdefault(task, []).append((manifest.published_ns, scope))
         for published in by_task.values():
             for _, scope in sorted(published)[: -self._numbers.max_scopes]:
                 self._storage.delete_folder(scope)
-        return PassReport(
-            len(scopes),
-            sum(report.num_merged > 0 for report in reports),
-            sum(report.num_merged for report in reports),
-            sum(report.num_torn for report in reports),
-        )
+        return PassReport(len(scopes), num_published, num_merged, num_torn)
 
     def _scopes(self) -> dict[str, list[str]]:
         """The files of each scope of this builder's tasks, relative to it; old epochs are swept."""
-        index, num = self._numbers.share
+        index, num = self._share
         scopes: dict[str, list[str]] = {}
         tasks: dict[str, int] = {}
         for path in self._storage.files():
@@ -139,19 +117,19 @@ class Builder:
                 self._storage.delete(path)  # late, for an epoch that is over
         return scopes
 
-    def _tend(self, scope: str, files: Iterable[str]) -> _Tended:
+    def _tend(self, scope: str, files: Iterable[str]) -> tuple[Manifest | None, int, int]:
+        """(what is published of a scope now, segments that were merged, that were torn)."""
         storage, now_ns = self._storage, self._clock_ns()
         manifest = self._published(scope)
         segments = _segments(files)
-        known = manifest or Manifest(0, 0, "")
-        new = [s for s in segments if s.number > known.mark(s.writer)][:_MAX_AT_ONCE]
+        marks = {} if manifest is None else dict(manifest.marks)
+        new = [s for s in segments if s.number > marks.get(s.writer, (0, 0))[0]][:_MAX_AT_ONCE]
         if not new:
             if manifest is not None and manifest.published_ns < self._oldest_ns():
                 storage.delete_folder(scope)
-                return _Tended(None)
+                return None, 0, 0
             self._sweep(scope, files, manifest, segments)
-            return _Tended(manifest)
-        marks = dict(known.marks)
+            return manifest, 0, 0
         read: list[SharedFile] = []
         for segment in new:
             marks[segment.writer] = (segment.number, now_ns)
@@ -167,7 +145,7 @@ class Builder:
             storage.delete(segment.path(scope))
         if read:
             self._sweep(scope, files, published, [])
-        return _Tended(published, len(read), num_torn)
+        return published, len(read), num_torn
 
     def _published(self, scope: str) -> Manifest | None:
         """None where nothing is published, or the manifest is damaged: then the segments that are
@@ -188,7 +166,7 @@ class Builder:
             return _EMPTY
 
     def _oldest_ns(self) -> int:
-        return max(0, self._clock_ns() - int(self._numbers.max_age_s * 1e9))
+        return max(0, self._clock_ns() - int(self._numbers.max_age_days * 86400e9))
 
     def _publish(
         self,
@@ -298,32 +276,21 @@ def _segments(files: Iterable[str]) -> list[SegmentName]:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What cluster.yaml says of learning; picklable. storage: a folder or a URL. publish_s: seconds
-    between two passes of a builder."""
+    """What cluster.yaml says of learning; picklable. storage: a folder or a URL."""
 
     storage: str
-    exchange: ExchangeNumbers
-    builder: BuilderNumbers
-    publish_s: float
+    numbers: LearningNumbers
 
     @staticmethod
     def of(config: LearningConfig, folder: Path) -> Sharing:
         """folder: where what is learned lies when the config names no storage."""
-        return Sharing(
-            config.storage or str(folder),
-            ExchangeNumbers(
-                append_s=config.append_s,
-                segment_tokens=config.segment_tokens,
-                look_s=config.look_s,
-                max_segments=config.max_segments,
-            ),
-            BuilderNumbers(max_age_s=config.max_age_days * 86400.0, max_scopes=config.max_scopes),
-            config.publish_s,
-        )
+        names = (one.name for one in fields(LearningNumbers))
+        numbers = LearningNumbers(**{name: getattr(config, name) for name in names})
+        return Sharing(config.storage or str(folder), numbers)
 
     def __call__(self, model: str, folder: Path) -> SegmentExchange:
         """For an engine: server.wiring.engine.Share."""
-        return SegmentExchange(Storage(self.storage), model, folder, self.exchange)
+        return SegmentExchange(Storage(self.storage), model, folder, self.numbers)
 
     def forget(self, task: str) -> None:
         """For an ingress: what is kept of a task is dropped. Raises UnavailableError; then it may
@@ -348,9 +315,8 @@ class BuilderLoop:
     """
 
     def __init__(self, sharing: Sharing, share: tuple[int, int] = (0, 1)) -> None:
-        numbers = replace(sharing.builder, share=share)
-        self._builder = Builder(Storage(sharing.storage), numbers)
-        self._every_s = sharing.publish_s
+        self._builder = Builder(Storage(sharing.storage), sharing.numbers, share=share)
+        self._every_s = sharing.numbers.publish_s
         self._stop = threading.Event()
         self._is_away = False
         self._thread = threading.Thread(target=self._work, name="builder", daemon=True)

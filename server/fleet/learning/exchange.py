@@ -27,6 +27,7 @@ from drafters.shared_outputs import SharedFile, load_shared, save_shared, segmen
 from server.engine.calibrations import digest
 from server.engine.task_store import Arrival, Example, Key, Wanted
 from server.fleet.learning.storage import (
+    LearningNumbers,
     Manifest,
     SegmentName,
     Storage,
@@ -47,18 +48,6 @@ log = logging.getLogger("tailor.fleet")
 _MAX_SCOPES = 256
 _TICK_S = 0.25
 _CLOSE_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeNumbers:
-    """append_s: how long an output waits for others before a segment is written. segment_tokens: of
-    outputs that make a segment before that. look_s: between two looks at what is published.
-    max_segments: of one scope and engine that are in no version yet; older ones are taken back."""
-
-    append_s: float = 20.0
-    segment_tokens: int = 20_000
-    look_s: float = 20.0
-    max_segments: int = 64
 
 
 @dataclass(slots=True)
@@ -105,14 +94,14 @@ class SegmentExchange:
         storage: Storage,
         model: str,
         folder: Path,
-        numbers: ExchangeNumbers | None = None,
+        numbers: LearningNumbers | None = None,
         *,
         autonomous: bool = True,
     ) -> None:
         self._storage = storage
         self._model = model
         self._folder = folder
-        self._numbers = numbers or ExchangeNumbers()
+        self._numbers = numbers or LearningNumbers()
         self._lock = threading.Lock()
         self._scopes: OrderedDict[Key, _Scope] = OrderedDict()
         self._num_written: dict[str, int] = {}
@@ -302,7 +291,7 @@ class SegmentExchange:
         except (TornError, ArrayFileError) as error:
             log.info("task %s: what was published is left out: %s", wanted.key[0], error)
             return
-        mark = manifest.mark(scope.writer)
+        mark = manifest.marks.get(scope.writer, (0, 0))[0]
         with self._lock:
             while scope.sent and scope.sent[0].number <= mark:
                 scope.sent.popleft()

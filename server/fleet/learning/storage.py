@@ -8,22 +8,43 @@ they hold.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from drafters.atomic_file import replacing
-from drafters.json_text import parsed
 from server.engine.calibrations import digest
 from server.engine.task_store import Key
 
 
 class StorageError(OSError):
     """The storage is away or refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearningNumbers:
+    """Those of cluster.yaml's section `learning`, for replicas and builders.
+
+    append_s: how long an output waits for others before a segment is written. segment_tokens: of
+    outputs that make a segment before that. look_s: between two looks at what is published.
+    max_segments: of one scope and engine that are in no version yet; older ones are taken back.
+    publish_s: seconds between two passes of a builder. max_scopes: of one task; those that were
+    published longest ago are given up. max_age_days: what was written longer ago is given up.
+    """
+
+    append_s: float = 20.0
+    segment_tokens: int = 20_000
+    look_s: float = 20.0
+    max_segments: int = 64
+    publish_s: float = 20.0
+    max_scopes: int = 256
+    max_age_days: float = 30.0
 
 
 class Storage:
@@ -40,51 +61,43 @@ class Storage:
 
     def read(self, path: str, *, most: int) -> bytes:
         """What is in a file, which may hold `most` bytes."""
-        try:
+        with _reaching():
             fs, place = self._at(path)
             data: bytes = fs.cat_file(place, start=0, end=most + 1)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise _away(error) from error
         if len(data) > most:
             raise StorageError(f"{path} has more than {most} bytes")
         return data
 
     def write(self, path: str, data: bytes) -> None:
         """Put a file there, in place of what there is."""
-        try:
+        with _reaching(StorageError):
             fs, place = self._at(path)
-            if "file" in _names(fs):
+            if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
                 local = Path(place)
                 local.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 with replacing(local) as out:
                     out.write(data)
             else:
                 fs.pipe_file(place, data)
-        except Exception as error:
-            raise _away(error) from error
 
     def files(self, path: str = "") -> list[str]:
         """All files below a folder, in order; none where there is no such folder."""
         try:
-            fs, place = self._at(path)
-            found = fs.find(place)
+            with _reaching():
+                fs, place = self._at(path)
+                found = fs.find(place)
         except FileNotFoundError:
             return []
-        except Exception as error:
-            raise _away(error) from error
         return sorted(str(name)[len(self._root) :].lstrip("/") for name in found)
 
     def folders(self, path: str = "") -> list[str]:
         """The names of the folders in a folder."""
         try:
-            fs, place = self._at(path)
-            found = fs.ls(place, detail=True)
+            with _reaching():
+                fs, place = self._at(path)
+                found = fs.ls(place, detail=True)
         except FileNotFoundError:
             return []
-        except Exception as error:
-            raise _away(error) from error
         names = (str(f["name"]).rstrip("/") for f in found if f["type"] == "directory")
         return sorted(name.rpartition("/")[2] for name in names if name != place)
 
@@ -97,13 +110,9 @@ class Storage:
         self._remove(path, recursive=True)
 
     def _remove(self, path: str, *, recursive: bool) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError), _reaching():
             fs, place = self._at(path)
             fs.rm(place, recursive=recursive)
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            raise _away(error) from error
 
     def _at(self, path: str) -> tuple[Any, str]:
         """The file system and the place in it."""
@@ -116,12 +125,15 @@ class Storage:
         return self._fs, f"{self._root}/{path}" if path else self._root
 
 
-def _names(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
-def _away(error: Exception) -> StorageError:
-    return StorageError(f"{type(error).__name__}: {str(error)[:200]}")
+@contextlib.contextmanager
+def _reaching(kept: type[Exception] = FileNotFoundError) -> Iterator[None]:
+    """What fsspec and what is behind it raise is a StorageError, but for `kept`."""
+    try:
+        yield
+    except kept:
+        raise
+    except Exception as error:
+        raise StorageError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -144,8 +156,10 @@ class TornError(ValueError):
     """A file does not hold what its name says, or no such thing at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is published of a scope.
 
     version: ascending. published_ns: time.time_ns(). state, layer: names of files in the scope's
@@ -154,39 +168,28 @@ class Manifest:
     that is merged, and when that was.
     """
 
-    version: int
-    published_ns: int
-    state: str
-    layer: str = ""
+    version: Count
+    published_ns: Count
+    state: Annotated[str, msgspec.Meta(pattern=r"^state-[0-9a-f]{16}\.bin\Z")]
+    layer: Annotated[str, msgspec.Meta(pattern=r"^(layer-[0-9a-f]{16}\.bin)?\Z")] = ""
     corpus_id: str = ""
-    num_merged: int = 0
-    num_torn: int = 0
-    marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    def mark(self, writer: str) -> int:
-        """Segments of the writer up to this number are merged, or lost."""
-        return self.marks.get(writer, (0, 0))[0]
+    num_merged: Count = 0
+    num_torn: Count = 0
+    marks: dict[str, tuple[int, int]] = {}
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Raises TornError."""
         try:
-            body = parsed(data)
-            marks = {str(k): (int(n), int(at)) for k, (n, at) in body.pop("marks").items()}
-            manifest = Manifest(**body, marks=marks)
-            numbers = (manifest.version, manifest.published_ns, manifest.num_merged)
-            if not all(isinstance(n, int) and n >= 0 for n in (*numbers, manifest.num_torn)):
-                raise ValueError("its numbers are none")
-            if not re.fullmatch(r"state-[0-9a-f]{16}\.bin", manifest.state):
-                raise ValueError("its state has no name")
-            if not re.fullmatch(r"(layer-[0-9a-f]{16}\.bin)?", manifest.layer):
-                raise ValueError("its layer has no name")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return _decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TornError(f"the manifest is damaged: {str(error)[:100]}") from None
-        return manifest
+
+
+_decoder = msgspec.json.Decoder(Manifest)
 
 
 @dataclass(frozen=True, slots=True)

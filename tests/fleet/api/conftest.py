@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from server.api.engines.client import EngineSpec
-from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
+from server.fleet.far_engine import FleetHandle, FleetState
 from server.metrics import Metrics
 from tests.api import live
 from tests.fleet.local_replicas import LocalReplicas
@@ -29,8 +29,7 @@ class _Fleet(FleetHandle):
             for values in state.figures.values():  # of the only replica
                 metrics.engine_told(name, values)
 
-        retry = RetryPolicy(first_pause_s=0.01)
-        super().__init__(replicas, name=name, loop=loop, retry=retry, on_state=tell)
+        super().__init__(replicas, name=name, loop=loop, first_pause_s=0.01, on_state=tell)
         self._own = replicas
 
     def stop(self, timeout_s: float) -> None:
