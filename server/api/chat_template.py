@@ -60,7 +60,7 @@ class SegmentEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._anchor_ids: list[int] | None = None  # found out when it is first needed
+        self._anchor_ids: list[int] | None = None  # the line break's, found when first needed
 
     def first(self, text: str) -> list[int]:
         """Ids of a text that starts the prompt."""
@@ -70,20 +70,16 @@ class SegmentEncoder:
     def later(self, text: str) -> list[int]:
         """Ids of a text that other text stands before."""
         anchor = self._anchor_ids
-        if anchor is None:
-            anchor = self._anchor_ids = self._find_anchor()
+        if anchor is None:  # stays empty for a tokenizer that puts no space before a text
+            anchor, behind = self.first(_ANCHOR), self.first(_ANCHOR + "a")
+            if behind[: len(anchor)] != anchor or behind[len(anchor) :] == self.first("a"):
+                anchor = []
+            self._anchor_ids = anchor
         if anchor and text:
             ids = self.first(_ANCHOR + text)
             if ids[: len(anchor)] == anchor:
                 return ids[len(anchor) :]
         return self.first(text)
-
-    def _find_anchor(self) -> list[int]:
-        """The ids of the line break; none for a tokenizer that puts no space before a text."""
-        anchor, behind = self.first(_ANCHOR), self.first(_ANCHOR + "a")
-        if behind[: len(anchor)] == anchor and behind[len(anchor) :] != self.first("a"):
-            return anchor
-        return []
 
 
 class TemplateRefusal(Exception):

@@ -241,17 +241,25 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
 
 
 def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:
-    """server.yaml (or the defaults) with the command line's options over it. Raises ConfigError."""
+    """server.yaml (or the defaults) with the command line's options over it, and with its keys and
+    those of the environment. Raises ConfigError."""
+    from pydantic import SecretStr
+
     config = ServerConfig() if place.config is None else load_server_config(place.config)
     config = over(config, "listen", _given(place, ListenConfig))
     engine = _given(how, EngineConfig)
     engine["prefix_cache"] = False if how.no_prefix_cache else None
     config = over(config, "engine", engine)
     tasks = config.tasks if what.tasks is None else str(what.tasks)
+    plain = [*place.api_key, *filter(None, [os.environ.get("TAILOR_API_KEY")])]
+    keys = [KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(plain, 1)]
+    if os.environ.get("TAILOR_ADMIN_KEY"):
+        admin = SecretStr(os.environ["TAILOR_ADMIN_KEY"])
+        keys.append(KeyConfig(id="command-line-admin", key=admin, admin=True))
     return config.model_copy(
         update={
             "models": _models(config.models, what, how.device),
-            "keys": (*config.keys, *_keys(place.api_key)),
+            "keys": (*config.keys, *keys),
             "tasks": tasks,
         }
     )
@@ -302,20 +310,6 @@ def _named(path: str, names: Sequence[str], option: str) -> ModelConfig:
         hint = "; give one with --served-model-name" if option == "--model" else ""
         shown = ", ".join(map(repr, names))
         raise ConfigError(f"{option}: {shown} cannot be a model's name{hint}") from None
-
-
-def _keys(given: Sequence[str]) -> tuple[KeyConfig, ...]:
-    """The keys of the command line and of the environment."""
-    from pydantic import SecretStr
-
-    plain = [*given, *filter(None, [os.environ.get("TAILOR_API_KEY")])]
-    keys = tuple(
-        KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(plain, 1)
-    )
-    if os.environ.get("TAILOR_ADMIN_KEY"):
-        admin = SecretStr(os.environ["TAILOR_ADMIN_KEY"])
-        keys += (KeyConfig(id="command-line-admin", key=admin, admin=True),)
-    return keys
 
 
 def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None) -> None:

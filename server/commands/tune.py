@@ -234,8 +234,12 @@ def _write(settings: TuneSettings, text: str, is_named: Mapping[str, bool]) -> N
     """The task file. is_named: of the files of an earlier tuning, by suffix; others go."""
     save(settings.output, lambda file: write_checked(file, text, settings.name))
     for suffix, stays in is_named.items():
-        if not stays:
-            remove(settings.output.with_suffix(suffix))
+        file = settings.output.with_suffix(suffix)
+        try:
+            if not stays:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from None
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -459,13 +463,6 @@ def is_ours(file: Path) -> bool:
         return file.read_text(encoding="utf-8").startswith(_OURS)
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def remove(file: Path) -> None:
-    try:
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
 
 
 def save(path: Path, write: Callable[[Path], None]) -> None:
