@@ -254,10 +254,8 @@ class FleetHandle:
                 if new:
                     self._tell(("deltas", new))
 
-    def _fail(self, request: Request, text: str, code: str) -> None:
-        delta = Delta(
-            request.request_id, 0, (), finish_reason="error", error=text, error_code=code or None
-        )
+    def _fail(self, request: Request, text: str, code: str | None) -> None:
+        delta = Delta(request.request_id, 0, (), finish_reason="error", error=text, error_code=code)
         self._tell(("deltas", [delta]))
 
 

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.api.app import create_app
 from server.api.engines.client import EngineClient, EngineSpec
 from server.api.gate import open_traces
-from server.api.keys import OwnUse
 from server.api.serving import serve
 from server.config import ServerConfig
 from server.errors import DrainingError
@@ -48,7 +47,7 @@ class IngressApp:
     engines are there between the lifespan's start and its end.
 
     start: starts the fleet of a model. others: with whom keys' limits and changes of tasks are
-    shared; None is nobody. The metrics of each replica have its engine's name, `model/rank`, so
+    shared. The metrics of each replica have its engine's name, `model/rank`, so
     that dashboards and alerts of a single server hold for a fleet. requests_only_port: where
     /metrics leaves engines to another ingress (WithoutEngines).
     """
@@ -58,20 +57,16 @@ class IngressApp:
         config: ServerConfig,
         front: Front,
         start: StartFleet,
-        others: OtherIngresses | None = None,
+        others: OtherIngresses,
         requests_only_port: int | None = None,
     ) -> None:
         self._config = config
-        self._uses: FleetUses | None = None
-        self._shared: SharedTasks | None = None
-        if others is not None:
-            self._uses = FleetUses(
-                others.ingress_id, num_ingresses=others.num_ingresses, take=others.take
-            )
-            if front.task_admin is not None:
-                self._shared = SharedTasks(
-                    front.task_admin, others.changes, others.ingress_id, front.forget
-                )
+        self._uses = FleetUses(
+            others.ingress_id, num_ingresses=others.num_ingresses, take=others.take
+        )
+        self._shared = SharedTasks(
+            front.task_admin, others.changes, others.ingress_id, front.forget
+        )
         self._stop = asyncio.Event()
         self._leave_s = 0.0
         self._metrics = FleetMetrics(vllm_aliases=config.metrics.vllm_aliases)
@@ -93,9 +88,9 @@ class IngressApp:
             models=front.models,
             client=self.client,
             drafters=front.drafters,
-            task_admin=self._shared or front.task_admin,
+            task_admin=self._shared,
             traces=self._traces,
-            key_use=OwnUse if self._uses is None else self._uses.of,
+            key_use=self._uses.of,
         )
         if requests_only_port is not None:
             self._app.add_middleware(WithoutEngines, port=requests_only_port)
@@ -146,13 +141,9 @@ class IngressApp:
     @contextlib.asynccontextmanager
     async def _beside(self) -> AsyncIterator[None]:
         """What runs while it serves: what it has in common with the other ingresses."""
-        tasks = []
-        if self._uses is not None:
-            tasks.append(asyncio.create_task(self._uses.run()))
-        if self._shared is not None:
-            state = self._app.state
-            follow = self._shared.run(state.follow_tasks, state.follow_adapter)
-            tasks.append(asyncio.create_task(follow))
+        state = self._app.state
+        follow = self._shared.run(state.follow_tasks, state.follow_adapter)
+        tasks = [asyncio.create_task(run) for run in (self._uses.run(), follow)]
         try:
             yield
         finally:

@@ -36,7 +36,7 @@ class Front:
     tasks: Mapping[str, TaskConfig]
     models: Mapping[str, ServedModel]
     drafters: tuple[str, ...]
-    task_admin: FollowedAdmin | None
+    task_admin: FollowedAdmin
     forget: Callable[[str], None] | None = None
     """Drops what replicas have learned of a task where all of them find it; may block. Raises
     UnavailableError. None: nowhere."""
