@@ -307,7 +307,7 @@ log = logging.getLogger("tailor.tasks")
 
 REPORT_TIMEOUT_S = 10.0
 MAX_EXAMPLES = 1_000_000
-_MIN_COMPARED = 60  # steps before the answer says whether a corpus fits, as before `auto` judges
+_MIN_COMPARED = 60  # steps before the answer says whether a corpus fits; `auto` judges earlier
 
 
 class ExampleBody(BodyPart):
