@@ -184,3 +184,29 @@ def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(
     if device == "cpu":
         first = ("launched", "told", "made", "opened", "launched")
     assert found == [("made", *order), first, order]
+
+
+def test_no_drafter_is_made_for_a_scope_that_is_never_asked() -> None:
+    """But one, to find out whether it can be."""
+    work = random_workload(Random(0))
+    sessions = _Sessions(work.model, knows_starts=False)
+    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, max_draft_rows=8)
+    cost = CostTable([1, 8], [1.0, 1.1])
+    engine = Engine(fake_runner(work), {"own": sessions.make}, settings, cost=cost)
+    for salt in ("a", "b", "b"):
+        engine.submit(
+            Request(
+                "r",
+                "task",
+                "fake",
+                (1, 2, 3),
+                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                SpeculationParams("own", 8),
+                cache_salt=salt,
+            )
+        )
+        reasons = []
+        while engine.has_work:
+            reasons += [delta.counts.no_draft_reason for delta in engine.step()]
+        assert reasons == ["prefill", "cooldown", "cooldown", "length"]
+    assert sessions.events == ["made"]

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from drafters import make_drafter as make_any
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
+from server.engine.step_times import CostTable
 from server.types import Request, SamplingParams, SpeculationParams, StepCounts
 from tests.engine.scenarios import (
     make_drafter,
@@ -22,6 +25,7 @@ from tests.engine.scenarios import (
     with_own_logits,
     with_slices,
 )
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -97,3 +101,32 @@ def test_who_is_asked_is_not_weighed_in_every_step() -> None:
     assert reasons["length"] == 8 and reasons["cooldown"] >= 8 * 36
     cheap, _, same = eight_choices(dear=False)
     assert same == texts and sum(c.num_accepted for c in cheap) > 100
+
+
+@pytest.mark.parametrize("seed", range(8, 16))
+def test_a_text_is_asked_for_in_the_step_behind_its_first_repeat(seed: int) -> None:
+    info = fake_info(vocab_size=24, num_blocks=200, max_model_len=256, eos_token_ids=(0,))
+    engine = Engine(
+        FakeRunner(FakeModel(24, seed=seed, context=2, boost=20.0), info),
+        {"auto": lambda task, speculation: make_any("auto", num_likely=0)},
+        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        cost=CostTable([1, 8], [1.0, 1.1]),
+    )
+    # In the time of the table alone.
+    engine.gain.cost.observe = lambda *arguments: None  # type: ignore
+    engine.gain.host.observe = lambda *arguments: None  # type: ignore
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    speculation = SpeculationParams("auto", 8)
+    engine.submit(Request("r", "task", "fake", (3, 4, 5), sampling, speculation))
+    text, behind, pairs = [3, 4, 5], list[str](), dict[tuple[int, int], int]()
+    while engine.has_work and not behind:
+        for delta in engine.step():
+            repeats = False
+            for token in delta.token_ids:
+                pair = text[-2], text[-1]
+                repeats |= pairs.get(pair) == token
+                pairs[pair] = token
+                text.append(token)
+            if repeats:
+                behind = [after.counts.no_draft_reason for after in engine.step()]
+    assert behind and behind != ["cooldown"]
