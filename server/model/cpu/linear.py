@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from server.model.cpu.integers.forms import BLOCK
 from server.model.cpu.integers.forms import PANEL as INTEGER_PANEL
 from server.model.cpu.records import (
     BFLOAT16,
@@ -18,6 +19,7 @@ from server.model.cpu.records import (
     NO_TILES,
     PANEL,
     ROW_SPAN,
+    Activations,
     Float32,
     Int64,
     Linear,
@@ -107,6 +109,15 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
     memory = np.zeros(num_bytes + _LINE, np.uint8)
     skip = -memory.ctypes.data % _LINE
     return memory[skip : skip + num_bytes]
+
+
+def activations(num_rows: int, num_inputs: int) -> Activations:
+    """Empty buffers for num_rows rows of num_inputs values, as integer products read them."""
+    padded = -(-num_inputs // BLOCK) * BLOCK
+    numbers = aligned(num_rows * padded).view(np.int8).reshape(num_rows, padded)
+    figures = aligned(num_rows * padded // BLOCK * 16).view(np.int32)
+    figures = figures.reshape(num_rows, padded // BLOCK, 4)
+    return Activations(numbers, figures, figures.view(np.float32))
 
 
 class Arena:

@@ -6,7 +6,8 @@ tiles multiply. What not: the kernels (kernels/integers/tiles.py).
 There are virtual machines that name AMX among their features and then end a program that uses it.
 So a child process multiplies first: some row counts, one form of each kind of sum, by tiles and by
 vectors. Where it dies, or one bit differs, vectors multiply everything, and the log says so. It
-also times both: tiles multiply from the row count on from which they are the faster.
+also times both: tiles multiply from the row count on from which they are the faster, which is
+smaller where sums run over all inputs than where a block's are added as floats.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, kernel_address
+from server.model.cpu.linear import activations, aligned
 from server.model.cpu.records import INTEGER_KERNEL as KERNEL
 from server.model.cpu.records import JOB_ITEMS, NO_TILES, TILES
 
@@ -41,7 +43,10 @@ _TRIAL_ROWS = (1, 8, 16, 17, 48, 63)
 _LEAST_ROWS = (8, 16, 32)  # rows from which on tiles may multiply; fewer wait for memory alone
 _TRIAL_INPUTS = 1536  # a product of fewer is begun for as long as it takes
 _TIMES = 50
-_OTHER_BITS, _TIMED = 2, 10  # exit codes; behind the second one the place in _LEAST_ROWS
+# Exit codes. Behind the second one: the place in _LEAST_ROWS of the first of _TRIAL_FORMS, and so
+# many times that of the second.
+_OTHER_BITS, _TIMED = 2, 10
+_PLACES = len(_LEAST_ROWS) + 1
 
 
 def _permission() -> str | None:
@@ -61,15 +66,17 @@ class _Trial:
     def __init__(self, form: Form, rows: int) -> None:
         rng = np.random.default_rng(rows)
         blocks = _TRIAL_INPUTS // BLOCK
-        x = rng.integers(-127, 128, (rows, _TRIAL_INPUTS), np.int8)
-        figures = rng.integers(0, 1 << 20, (rows, blocks, 4), np.int32)
+        x, figures, _ = activations(rows, _TRIAL_INPUTS)
+        x[:] = rng.integers(-127, 128, x.shape, np.int8)
+        figures[:] = rng.integers(0, 1 << 20, figures.shape, np.int32)
         figures.view(np.float32)[..., ::3] = rng.standard_normal((rows, blocks, 2), np.float32)
-        panel = rng.integers(0, 256, form.panel_bytes(_TRIAL_INPUTS), np.uint8)
+        panel = aligned(form.panel_bytes(_TRIAL_INPUTS))
+        panel[:] = rng.integers(0, 256, panel.shape, np.uint8)
         halves = panel.view(np.float16)
         halves[~np.isfinite(halves)] = 0  # scales lie among the numbers
         if form.per_output:  # as they are in a model: denormal ones take a hundred times as long
             panel[: form.header_bytes] = rng.standard_normal(PANEL, np.float32).view(np.uint8)
-        out = np.zeros((rows, PANEL), np.float32)
+        out = aligned(rows * PANEL * 4).view(np.float32).reshape(rows, PANEL)
         items = [
             x.ctypes.data, x.shape[1], figures.ctypes.data, figures[0].nbytes, rows,
             panel.ctypes.data, blocks, out.ctypes.data, out[0].nbytes, 0, NO_TILES,
@@ -113,12 +120,11 @@ def _try() -> int:
     for trial in (_Trial(form, rows) for form in forms for rows in _TRIAL_ROWS):
         if trial.product(1) != trial.product(NO_TILES):
             return _OTHER_BITS
-    seconds = []
-    for rows in _LEAST_ROWS:
-        trials = [_Trial(form, rows) for form in forms]
-        tiles, vectors = (sum(t.seconds(least) for t in trials) for least in (1, NO_TILES))
-        seconds.append((tiles, vectors))
-    return _TIMED + least_rows(seconds)
+    code = _TIMED
+    for form, worth in zip(forms, (1, _PLACES), strict=True):
+        trials = [_Trial(form, rows) for rows in _LEAST_ROWS]
+        code += worth * least_rows([(t.seconds(1), t.seconds(NO_TILES)) for t in trials])
+    return code
 
 
 def _child() -> None:
@@ -148,8 +154,9 @@ def _ended(pid: int) -> int | None:
     return None
 
 
-def tried_out() -> int | str:
-    """Multiply by tiles in a child process: rows from which on to use them, or why not to.
+def tried_out() -> tuple[int, int] | str:
+    """Multiply by tiles in a child process: rows from which on to use them, of each of
+    _TRIAL_FORMS, or why not to.
 
     The child is a fork: it has the compiled kernels, and the system's leave is inherited.
     """
@@ -170,29 +177,38 @@ def tried_out() -> int | str:
         return f"a trial was ended by {signal.Signals(-code).name}"
     if code == _OTHER_BITS:
         return "a trial gave other numbers"
-    if not _TIMED <= code <= _TIMED + len(_LEAST_ROWS):
+    if not _TIMED <= code < _TIMED + _PLACES**2:
         return "a trial failed"
-    place = code - _TIMED
-    return _LEAST_ROWS[place] if place < len(_LEAST_ROWS) else "a trial found them slower"
+    blocks, channel = divmod(code - _TIMED, _PLACES)
+    rows = (*_LEAST_ROWS, NO_TILES)
+    if rows[channel] == rows[blocks] == NO_TILES:
+        return "a trial found them slower"
+    return rows[channel], rows[blocks]
 
 
 @functools.cache
-def tile_rows() -> int:
-    """Rows from which on tiles multiply, for IntegerLinear; NO_TILES where they do not.
+def _found() -> tuple[int, int]:
+    """tile_rows of `int8`, and of the forms in blocks.
 
-    The first call asks the system and tries tiles out, and logs why they are not used where the
-    CPU names them among its features.
+    Asks the system and tries tiles out, and logs why they are not used where the CPU names them
+    among its features.
     """
     if not TILES:
-        return NO_TILES
+        return NO_TILES, NO_TILES
     found = _permission() or tried_out()
-    if isinstance(found, int):
-        _log.info("AMX tiles multiply from %d rows on", found)
-        return found
-    _log.warning("AMX tiles are not used, %s multiplies instead: %s", KERNEL, found)
-    return NO_TILES
+    if isinstance(found, str):
+        _log.warning("AMX tiles are not used, %s multiplies instead: %s", KERNEL, found)
+        return NO_TILES, NO_TILES
+    told = ["no row count" if rows == NO_TILES else f"{rows} rows" for rows in found]
+    _log.info("AMX tiles multiply int8 from %s on, forms in blocks from %s on", *told)
+    return found
+
+
+def tile_rows(per_output: bool) -> int:
+    """Rows from which on tiles multiply a form (Form.per_output); NO_TILES where they do not."""
+    return _found()[0 if per_output else 1]
 
 
 def kernel_name() -> str:
     """What multiplies, for the log and /metrics."""
-    return KERNEL if tile_rows() == NO_TILES else f"{KERNEL}+amx"
+    return KERNEL if min(_found()) == NO_TILES else f"{KERNEL}+amx"

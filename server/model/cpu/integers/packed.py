@@ -38,7 +38,7 @@ from server.model.cpu.integers.weights import (
     spread_weights,
 )
 from server.model.cpu.kernels import copy_bytes
-from server.model.cpu.linear import Arena, aligned
+from server.model.cpu.linear import Arena, activations, aligned
 from server.model.cpu.records import (
     INTEGERS,
     Activations,
@@ -105,14 +105,8 @@ def integer_linear(
     per_row = np.array([m.per_row for m in matrices])
     if per_row.any() and factors.shape != (len(matrices), first.inputs):
         raise ValueError(f"factors are {factors.shape}, not {(len(matrices), first.inputs)}")
-    return Linear(INTEGERS, parts, first.inputs, first.outputs, per_row, rows, factors, tile_rows())
-
-
-def activations(num_rows: int, num_inputs: int) -> Activations:
-    """Empty buffers for num_rows rows of num_inputs values."""
-    padded = -(-num_inputs // BLOCK) * BLOCK
-    figures = np.zeros((num_rows, padded // BLOCK, 4), np.int32)
-    return Activations(np.zeros((num_rows, padded), np.int8), figures, figures.view(np.float32))
+    least = max(tile_rows(kind) for kind in set(per_row.tolist()))
+    return Linear(INTEGERS, parts, first.inputs, first.outputs, per_row, rows, factors, least)
 
 
 class FileWeights(Weights, Protocol):
@@ -350,7 +344,7 @@ class IntegerHead:
         parts = np.array([[line]], np.int64)
         return Linear(
             INTEGERS, parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]),
-            self._rows, self._factors, tile_rows(),
+            self._rows, self._factors, tile_rows(form.per_output),
         )  # fmt: skip
 
     def pieces(self) -> Iterator[Linear]:

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from server.model.cpu.integers.forms import BY_NAME, FORMS
-from server.model.cpu.integers.packed import activations, integer_linear, matrix_of
+from server.model.cpu.integers.packed import integer_linear, matrix_of
 from server.model.cpu.integers.weights import Stored, from_ggml, pack, quantised
 from server.model.cpu.kernels import product
-from server.model.cpu.linear import Arena, new_work
+from server.model.cpu.linear import Arena, activations, new_work
 
 GGML = tuple(form.name for form in FORMS if not form.per_output)
 # Bytes of a block, its inputs, and where its float16 numbers lie.

@@ -13,10 +13,8 @@ than 8 are spread to bytes once for up to 32 rows. The sums of up to 4 blocks go
 the arithmetic in float32, which is that of vectors.py, operation by operation.
 
 Tiles are laid out as a job begins and released as it ends, by the thread that multiplies: no other
-code sees them, and a thread without a job has none for the system to save. Rows that do not fill a
-last tile are computed twice: it begins 16 rows from the end; of forms in blocks a few are left to
-vectors. Fewer than 16 rows are one tile of so
-many.
+code sees them, and a thread without a job has none for the system to save. Tiles have
+as many rows as make all alike: 17 rows are two tiles of 9, one row of them computed twice.
 """
 
 from __future__ import annotations
@@ -45,9 +43,7 @@ from server.model.cpu.kernels.integers.vectors import (
 from server.model.cpu.kernels.ir import I8, I64, Loop, at, call, const, fma, i32, i64, put, splat
 from server.model.cpu.records import JOB_ITEMS, TILES
 
-_ROWS = 16  # of a tile; a row has 64 bytes
-_FEW = 6
-"""Rows left over that vectors multiply sooner, of forms in blocks, than 16 rows of tiles do."""
+_ROWS = 16  # of a tile at most; a row has 64 bytes
 _VECTORS = PANEL // _ROWS
 _LINE = 4 * PANEL  # bytes of one row of sums or accumulators, and of a group of 4 inputs in a panel
 # Tiles by number: 0..3 sums, 2 * row tile (of blocks: each in turn) + vector of outputs; the
@@ -91,7 +87,7 @@ class _TileKernel:
 
     Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
     their rows, rows, panel, count, out, bytes between its rows, next panel, the quarters of it to
-    fetch, room.
+    fetch, room, the row with which a second tile begins.
     """
 
     def __init__(self, form: Form, row_tiles: int) -> None:
@@ -100,7 +96,7 @@ class _TileKernel:
 
     def define(self, module: Any) -> Any:
         """The function in a module."""
-        fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 12), self.name)
+        fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 13), self.name)
         fn.linkage = "internal"
         fn.attributes.add("noinline")
         b = ir.IRBuilder(fn.append_basic_block("entry"))
@@ -112,22 +108,23 @@ class _TileKernel:
         for number in range(self.row_tiles * _VECTORS):
             _tile(b, "tilezero", number)
 
-    def _multiply(self, b: Any, inputs: Any, ldx: Any, weights: Any) -> None:
+    def _multiply(self, b: Any, inputs: Any, ldx: Any, weights: Any, second: Any) -> None:
         """Add the products of the inputs from one address on and the weights at another."""
         for v in range(_VECTORS):
             where = _pointer(b, b.add(weights, i64(64 * v)))
             _tile(b, "tileloadd64", _WEIGHTS + v, where, i64(_LINE))
         for r in range(self.row_tiles):
-            where = _pointer(b, b.add(inputs, b.mul(ldx, i64(_ROWS * r))))
+            where = _pointer(b, b.add(inputs, b.mul(ldx, b.mul(second, i64(r)))))
             _tile(b, "tileloadd64", _ACTIVATIONS + r, where, ldx)
             for v in range(_VECTORS):
                 _tile(b, "tdpbsud", _VECTORS * r + v, _ACTIVATIONS + r, _WEIGHTS + v)
 
-    def _store_sums(self, b: Any, sums: Any) -> None:
+    def _store_sums(self, b: Any, sums: Any, second: Any) -> None:
         """Write the tiles of sums to an address, _LINE bytes a row."""
         for r in range(self.row_tiles):
             for v in range(_VECTORS):
-                where = _pointer(b, b.add(sums, i64(_ROWS * _LINE * r + 64 * v)))
+                line = b.add(sums, b.mul(second, i64(_LINE * r)))
+                where = _pointer(b, b.add(line, i64(64 * v)))
                 _tile(b, "tilestored64", _VECTORS * r + v, where, i64(_LINE))
 
     def _total(self, b: Any, line: Any, v: int, sum_of_inputs: Any) -> Any:
@@ -139,17 +136,17 @@ class _TileKernel:
         return b.sitofp(sums, FLOATS)
 
     def _channel(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, rows, panel, count, out, ldo, following, quarters, room = args
+        x, ldx, figures, ldf, rows, panel, count, out, ldo, following, quarters, room, second = args
         size = 2 * self.form.record_bytes
         self._zero(b)
         loop = Loop(b, b.lshr(count, i64(1)), [])
         offset = b.mul(loop.index, i64(size))
         fetch_quarters(b, following, quarters, offset, size)
         words = b.add(b.add(panel, i64(self.form.header_bytes)), offset)
-        self._multiply(b, b.add(x, b.mul(loop.index, i64(2 * BLOCK))), ldx, words)
+        self._multiply(b, b.add(x, b.mul(loop.index, i64(2 * BLOCK))), ldx, words, second)
         loop.close([])
         sums = b.add(room, i64(_SUMS))
-        self._store_sums(b, sums)
+        self._store_sums(b, sums, second)
         w_scales = [at(b, panel, 4 * LANES * v, FLOATS, 4) for v in range(_VECTORS)]
         row = Loop(b, rows, [])
         figure = figures_at(b, b.add(figures, b.mul(row.index, ldf)))
@@ -162,7 +159,7 @@ class _TileKernel:
         row.close([])
 
     def _blocks(self, b: Any, args: Any) -> None:
-        _, _, _, _, rows, _, count, out, ldo, _, _, room = args
+        _, _, _, _, rows, _, count, out, ldo, _, _, room, _ = args
         totals = b.add(room, i64(_TOTALS))
         zeros = const(0.0, FLOATS)
         row = Loop(b, rows, [])
@@ -190,7 +187,7 @@ class _TileKernel:
         The sums of all of them are made before any is added: an accumulator is read and written
         once for them, and tiles and vectors work at the same time.
         """
-        x, ldx, figures, ldf, rows, panel, _, _, _, following, quarters, room = args
+        x, ldx, figures, ldf, rows, panel, _, _, _, following, quarters, room, second = args
         form, per, parts = self.form, self.form.blocks_per_super, BLOCK // self.form.sub
         size = form.header_bytes + per * form.record_bytes
         offset = b.mul(b.udiv(first, i64(per)), i64(size))
@@ -200,7 +197,7 @@ class _TileKernel:
         records = b.add(b.add(panel, offset), i64(form.header_bytes))
         inputs = b.add(x, b.mul(first, i64(BLOCK)))
         blocks = [b.add(records, i64(nth * form.record_bytes)) for nth in range(num)]
-        self._block_sums(b, blocks, inputs, ldx, room)
+        self._block_sums(b, blocks, inputs, ldx, room, second)
         tails = [b.add(record, i64(form.low_bytes + form.high_bytes)) for record in blocks]
         w_scales = [
             [
@@ -235,7 +232,9 @@ class _TileKernel:
             store(b, totals[v], line, _TOTALS + 64 * v)
         row.close([])
 
-    def _block_sums(self, b: Any, blocks: list[Any], inputs: Any, ldx: Any, room: Any) -> None:
+    def _block_sums(
+        self, b: Any, blocks: list[Any], inputs: Any, ldx: Any, room: Any, second: Any
+    ) -> None:
         """The sums of blocks that follow each other, a plane of the room for each part.
 
         blocks: addresses of their records. Sums are stored while the next ones are multiplied, in
@@ -250,12 +249,11 @@ class _TileKernel:
                         four = load_stored(b, form, record, step, v)
                         put(b, four, words, _LINE * step + 64 * v, 64)
             blocks = spread
-        waiting: list[tuple[int, int]] = []  # a tile, where its sums go in the room
+        waiting: list[tuple[int, Any]] = []  # a tile, the address where its sums go
 
         def store_sums() -> None:
-            for tile, offset in waiting:
-                where = _pointer(b, b.add(room, i64(offset)))
-                _tile(b, "tilestored64", tile, where, i64(_LINE))
+            for tile, address in waiting:
+                _tile(b, "tilestored64", tile, _pointer(b, address), i64(_LINE))
 
         turn = 0
         for plane in range(len(blocks) * BLOCK // form.sub):
@@ -265,7 +263,8 @@ class _TileKernel:
                 where = _pointer(b, b.add(words, i64(64 * v)))
                 _tile(b, "tileloadd64", _WEIGHTS + v, where, i64(_LINE))
             for r in range(self.row_tiles):
-                rows = b.add(inputs, b.mul(ldx, i64(_ROWS * r)))
+                row = b.mul(second, i64(r))
+                rows = b.add(inputs, b.mul(ldx, row))
                 where = _pointer(b, b.add(rows, i64(plane * form.sub)))
                 _tile(b, "tileloadd64", _ACTIVATIONS + turn, where, ldx)
                 own = range(_VECTORS * turn, _VECTORS * (turn + 1))
@@ -273,8 +272,8 @@ class _TileKernel:
                     _tile(b, "tilezero", tile)
                     _tile(b, "tdpbsud", tile, _ACTIVATIONS + turn, _WEIGHTS + v)
                 store_sums()
-                line = _SUMS + plane * _PLANE + _ROWS * r * _LINE
-                waiting = [(tile, line + 64 * v) for v, tile in enumerate(own)]
+                line = b.add(b.add(room, i64(_SUMS + plane * _PLANE)), b.mul(row, i64(_LINE)))
+                waiting = [(tile, b.add(line, i64(64 * v))) for v, tile in enumerate(own)]
                 turn = 1 - turn
         store_sums()
 
@@ -303,53 +302,35 @@ def define_tiled_rows(module: Any, form: Form) -> Any:
     memory.align = 64
     with b.if_else(many) as (tiles, rest):
         with tiles:
-            _all_tiles(b, form, fn.args[:10], b.ptrtoint(memory, I64), vectors)
+            _all_tiles(b, form, fn.args[:10], b.ptrtoint(memory, I64))
         with rest:
             b.call(vectors, fn.args[:10])
     b.ret_void()
     return fn
 
 
-def _all_tiles(b: Any, form: Form, args: Any, room: Any, vectors: Any) -> None:
-    """All rows, 32 at a time, then 16, in the tiles' own layout; a few that are left by vectors."""
+def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
+    """All rows, as few at a time as make runs of up to 32 alike, in the tiles' own layout."""
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = args
     one, two = (_TileKernel(form, n).define(b.module) for n in (1, 2))
-
-    def less(left: Any, right: Any) -> Any:
-        return b.select(b.icmp_signed("<", left, right), left, right)
-
-    def rows_from(first: Any) -> list[Any]:
-        return [
-            b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))
-        ]
-
-    rows = less(num_rows, i64(_ROWS))
-    _lay_out(b, room, rows, 2 * BLOCK if form.per_output else form.sub)
-    pairs = b.lshr(num_rows, i64(5))
-    left = b.and_(num_rows, i64(31))
-    few = 0 if form.per_output else _FEW
-    chunks = b.add(pairs, b.lshr(b.add(left, i64(_ROWS - 1 - few)), i64(4)))
-    loop = Loop(b, chunks, [])
-    is_pair = b.icmp_signed("<", loop.index, pairs)
-    # 16 rows behind `pairs` pairs begin at row 16 * (index + pairs): a pair is two of them.
-    behind = b.mul(b.add(loop.index, pairs), i64(_ROWS))
-    first = b.select(is_pair, b.mul(loop.index, i64(32)), less(behind, b.sub(num_rows, rows)))
-    own = rows_from(first)
-    quarters = share_of(b, loop.index, chunks, following)
-    tail = [panel, count, own[2], ldo, following, quarters, room]
+    runs = b.lshr(b.add(num_rows, i64(2 * _ROWS - 1)), i64(5))
+    rows = b.udiv(b.add(num_rows, b.sub(runs, i64(1))), runs)
+    is_pair = b.icmp_signed(">", rows, i64(_ROWS))
+    half = b.select(is_pair, b.lshr(b.add(rows, i64(1)), i64(1)), rows)
+    _lay_out(b, room, half, 2 * BLOCK if form.per_output else form.sub)
+    loop = Loop(b, runs, [])
+    first, last = b.mul(loop.index, rows), b.sub(num_rows, rows)
+    first = b.select(b.icmp_signed("<", first, last), first, last)
+    own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
+    quarters = share_of(b, loop.index, runs, following)
+    given = [own[0], ldx, own[1], ldf, rows, panel, count, own[2], ldo, following, quarters, room]
     with b.if_else(is_pair) as (by_two, by_one):
         with by_two:
-            b.call(two, [own[0], ldx, own[1], ldf, i64(32), *tail])
+            b.call(two, [*given, b.sub(rows, half)])
         with by_one:
-            b.call(one, [own[0], ldx, own[1], ldf, rows, *tail])
+            b.call(one, [*given, i64(0)])
     loop.close([])
     _tile(b, "tilerelease")
-    done = b.mul(b.add(chunks, pairs), i64(_ROWS))
-    with b.if_then(b.icmp_signed("<", done, num_rows)):
-        own = rows_from(done)
-        then = b.select(b.icmp_signed("==", chunks, i64(0)), following, i64(0))
-        rest = b.sub(num_rows, done)
-        b.call(vectors, [own[0], ldx, own[1], ldf, rest, panel, count, own[2], ldo, then])
 
 
 # -- The functions that are called ----------------------------------------------------------------
