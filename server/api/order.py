@@ -259,7 +259,7 @@ class Orders:
                     report_rejected=bool(body.include_rejected_drafts),
                 )
             )
-            text = PromptText()
+            text = _NO_TEXT
             if generation.echo:
                 pieces = model.table.prompt_bytes(ids, skip_special=params.skip_special_tokens)
                 read = b"".join(pieces).decode(errors="replace")
@@ -471,6 +471,9 @@ class Orders:
         if num_prompt + wished > room:
             raise _too_long(names, at, num_prompt, wished, room)
         return wished
+
+
+_NO_TEXT, _FULL = PromptText(), VocabularyParams()
 
 
 def tighter(a: float | None, b: float | None) -> float | None:
@@ -781,5 +784,5 @@ def vocabulary_of(body: GenerationBody, task: TaskConfig) -> VocabularyParams:
             )
         verify_every = asked.verify_every
     if mode == "full":
-        return VocabularyParams()
+        return _FULL
     return VocabularyParams(mode, own.profile, (verify_every or 0) if mode == "exact" else 0)
