@@ -154,18 +154,6 @@ def _lfm2_inner(config: Any) -> int:
     return -(-size // multiple) * multiple
 
 
-def _smollm3_windows(config: Any) -> tuple[int, ...]:
-    if not config.use_sliding_window:
-        return (0,) * int(config.num_hidden_layers)
-    return _layer_type_windows(config)
-
-
-def _exaone4_rotates(config: Any) -> tuple[bool, ...]:
-    return tuple(
-        config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types
-    )
-
-
 _ROWS = (
     Family(
         "llama",
@@ -217,7 +205,9 @@ _ROWS = (
         ("SmolLM3",),
         gguf=("smollm3",),
         rotary=lambda c: tuple(bool(on) for on in c.no_rope_layers[: c.num_hidden_layers]),
-        windows=_smollm3_windows,
+        windows=lambda c: (
+            _layer_type_windows(c) if c.use_sliding_window else (0,) * c.num_hidden_layers
+        ),
     ),
     Family(
         "phi3",
@@ -300,7 +290,9 @@ _ROWS = (
         names=_AFTER,
         norms="after",
         qk_norm="head",
-        rotary=_exaone4_rotates,
+        rotary=lambda c: tuple(
+            c.sliding_window is None or kind == "sliding_attention" for kind in c.layer_types
+        ),
     ),
     Family(
         "glm4",

@@ -23,8 +23,8 @@ __all__ = [
     "IMPLEMENTATION",
     "RECURRENT",
     "WRAPPERS",
-    "has_class",
     "is_generic",
+    "source_of",
 ]
 
 IMPLEMENTATION = "transformers"
@@ -46,8 +46,9 @@ WRAPPERS = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}
 
 
 @cache
-def _source(model_type: str) -> str:
-    """transformers' source of a model, or "". transformers is not imported: that takes torch."""
+def source_of(model_type: str) -> str:
+    """transformers' source of a type of models, "" where it has none. It is not imported: that
+    takes torch."""
     if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", model_type):
         return ""
     found = importlib.util.find_spec("transformers")
@@ -56,11 +57,6 @@ def _source(model_type: str) -> str:
     name = model_type.replace("-", "_").removesuffix("_text")
     file = Path(found.origin).parent / "models" / name / f"modeling_{name}.py"
     return file.read_text(encoding="utf-8") if file.is_file() else ""
-
-
-def has_class(model_type: str) -> bool:
-    """Whether the installed transformers has models of this type at all."""
-    return bool(_source(model_type))
 
 
 def is_generic(raw: Mapping[str, Any] | Any) -> bool:
@@ -78,7 +74,7 @@ def is_generic(raw: Mapping[str, Any] | Any) -> bool:
         kind = text.get("model_type") if isinstance(text, Mapping) else None
     if name in BY_ARCHITECTURE or kind in FAMILIES or not name.endswith(_ENDINGS):
         return False
-    source = _source(str(kind))
+    source = source_of(str(kind))
     return (
         f"\nclass {name}(" in source
         and ("_supports_attention_backend = True" in source or kind in RECURRENT)

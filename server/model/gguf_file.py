@@ -79,7 +79,10 @@ class GgufWeights:
         stored = index.tensors
         self._tensors: dict[str, GgufTensor] = {}
         for name in expected:
-            found = names.get_name(stem_of(name))
+            stem, _, leaf = name.rpartition(".")
+            if leaf in ("A_log", "dt_bias"):  # gguf's table of names has more of these
+                stem = name if leaf == "A_log" else f"{stem}.dt_proj"
+            found = names.get_name(stem)
             suffix = "." + name.rpartition(".")[2].replace("dt_bias", "bias")
             tensor = stored.get(f"{found}{suffix.replace('.A_log', '')}")
             if tensor is None and name == HEAD:
@@ -169,14 +172,6 @@ class GgufWeights:
 # so.
 
 Floats = npt.NDArray[np.float32]
-
-
-def stem_of(name: str) -> str:
-    """The name that gguf's table of names has for a tensor, without `.weight` or `.bias`."""
-    if name.endswith(".A_log"):
-        return name
-    stem, _, leaf = name.rpartition(".")
-    return f"{stem}.dt_proj" if leaf == "dt_bias" else stem
 
 
 def restored(config: Any, name: str, values: Floats) -> Floats:

@@ -37,7 +37,7 @@ from server.model.generic import WRAPPERS, is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
 from server.model.known_config import KnownConfig
-from server.model.nf4 import STATE, owner_of
+from server.model.nf4 import PARTS, STATE
 from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
 from server.model.wheels import Report
@@ -150,7 +150,7 @@ class WeightReader:
         for file in files:
             reader = open_safetensors(file)
             for stored in reader.keys():  # noqa: SIM118 (no mapping)
-                if owner_of(stored) is not None:
+                if stored.endswith(PARTS):
                     self._parts[stored] = len(self._readers)
                     continue
                 name = tensor_names.full(stored)

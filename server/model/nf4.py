@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 BLOCK, NESTED_BLOCK = 64, 256
 STATE = ".quant_state.bitsandbytes__nf4"
-_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
+PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
+"""Ends of the names of tensors that are a part of a weight."""
 
 # QLoRA, appendix E.
 _LEVELS = (
@@ -43,11 +44,6 @@ def is_read(config: Mapping[str, Any] | None) -> bool:
         and config.get("bnb_4bit_quant_type") == "nf4"
         and config.get("bnb_4bit_quant_storage", "uint8") == "uint8"
     )
-
-
-def owner_of(stored: str) -> str | None:
-    """The weight that a stored tensor is a part of; None for one that stands for itself."""
-    return next((stored.removesuffix(part) for part in _PARTS if stored.endswith(part)), None)
 
 
 @dataclass(frozen=True, slots=True)

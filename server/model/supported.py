@@ -153,7 +153,7 @@ def _key_reasons(values: Mapping[str, Any]) -> list[str]:
 
 def _unknown(architecture: str, model_type: str) -> str:
     known = reason_for(model_type, architecture)
-    if not known and generic.has_class(model_type):
+    if not known and generic.source_of(model_type):
         known = "; transformers' class of it does not call the attention interface"
     return f"it is none of the families that `tailor models list` shows{known}"
 
