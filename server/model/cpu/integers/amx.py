@@ -40,7 +40,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _TRIAL_S = 20.0
 _TRIAL_FORMS = ("int8", "q8_0")  # sums over all inputs, and over blocks
 _TRIAL_ROWS = (1, 8, 16, 17, 48, 63)
-_LEAST_ROWS = (8, 16, 32)  # rows from which on tiles may multiply; fewer wait for memory alone
+_LEAST_ROWS = (16, 32)  # rows from which on tiles may multiply: fewer do not fill one
 _TRIAL_INPUTS = 1536  # a product of fewer is begun for as long as it takes
 _TIMES = 50
 # Exit codes. Behind the second one: the place in _LEAST_ROWS of the first of _TRIAL_FORMS, and so
