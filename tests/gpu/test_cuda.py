@@ -28,9 +28,9 @@ from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
-from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
+from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close
 from tests.model.gpu.test_slices import make as make_slicing
-from tests.model.slice_cases import batch_of
+from tests.model.slice_cases import batch_of, make_slices
 from tests.model.torch_runners import body_of, head_of, runner_over
 
 pytestmark = pytest.mark.gpu

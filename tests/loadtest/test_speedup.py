@@ -112,7 +112,7 @@ def test_an_answer_that_ends_at_once_is_one_token() -> None:
         ScriptedServer(tokens_per_chunk=4) as server,
         ScriptedServer(answer=lambda body: []) as other,
     ):
-        peer = Peer("transformers", other.url, "transformers", "m", url=other.url)
+        peer = Peer("transformers", other.url, "openai", "m", url=other.url)
         rows = measure(server, [peer], rounds=1)
     beside = rows["transformers"]
     assert beside["tokens_per_s"] > 0 and beside["num_tokens"] == [1]

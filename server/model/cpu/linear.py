@@ -68,7 +68,8 @@ def empty_panels(num_outputs: int, width: int, dtype: npt.DTypeLike) -> npt.NDAr
 
 def packed(weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A matrix [N, K], float32 or uint16 with bfloat16 bits, in panels of its own."""
-    panels = empty_panels(*weight.shape, weight.dtype)
+    num_outputs, width = weight.shape
+    panels = empty_panels(num_outputs, width, weight.dtype)
     pack_panels(weight, panels)
     return panels
 

@@ -506,7 +506,7 @@ class TorchAttention:
             score.masked_fill_(~mask, float("-inf"))
             # A row without any key (padding) gets zeros, not NaN.
             share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
-            shares = share.split([at.shape[0], max_path], dim=-1)
+            shares = torch.split(share, [at.shape[0], max_path], dim=-1)
             result = torch.einsum("nkgl,lkd->nkgd", shares[0], values[slot].float())
             result += torch.einsum("nkgp,npkd->nkgd", shares[1], values[path_slot].float())
             own.copy_(result.reshape(own.shape))
