@@ -311,9 +311,9 @@ class Drafts:
         choices = [rows.sequences[i] for i in places]
         decodes = not rows.num_prefill_rows and len(rows.sequences) == len(scheduler.running)
         if scheduler.num_waiting_tokens or not decodes:
-            # Without those that draw their first token in this step: they are in num_draws.
-            num_first = shape.num_draws - (rows.num_rows - rows.num_prefill_rows)
-            num_waiting = max(0, scheduler.num_awaiting_first - num_first)
+            # A prompt that is alone in its step waits for nobody: its first tokens come together.
+            is_alone = shape.num_draws == scheduler.num_awaiting_first == 1
+            num_waiting = 0 if is_alone else scheduler.num_awaiting_first
             shape = shape._replace(num_waiting=num_waiting)
         room = min(self._max_rows, scheduler.max_num_batched_tokens - rows.num_rows)
         wanted = 0

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import httpx
 
@@ -17,10 +16,6 @@ from tests.api.live import LiveServer
 from tests.waiting import wait_until
 
 MOST_GROWTH_MIB = 48
-
-
-_AT_REST: WeakKeyDictionary[LiveServer, float] = WeakKeyDictionary()
-"""By server, rss_mib() before its first attack."""
 
 
 def rss_mib() -> float:
@@ -40,15 +35,13 @@ def _resident_mib() -> float:
 
 @contextmanager
 def unharmed_by(server: LiveServer, normal: Callable[[], httpx.Response]) -> Iterator[None]:
-    """Asserts at its end that the attack within left nothing behind; of memory, that all attacks of
-    a server together left little.
+    """Asserts at its end that the attack within left nothing behind.
 
     normal: sends a request of three tokens that has nothing wrong.
     """
     normal()
     is_measured = Path("/proc/self/statm").exists()
-    if is_measured and server not in _AT_REST:
-        _AT_REST[server] = rss_mib()
+    most = rss_mib() + MOST_GROWTH_MIB if is_measured else 0.0
     yield
     wait_until(lambda: server.client.num_open == 0)
     answer = normal()
@@ -58,7 +51,6 @@ def unharmed_by(server: LiveServer, normal: Callable[[], httpx.Response]) -> Ite
     wait_until(lambda: server.sample("tailor_kv_cache_usage_perc") == 0)
     assert server.client.engines()[0]["restarts"] == 0
     if is_measured:
-        most = _AT_REST[server] + MOST_GROWTH_MIB
         # What is free is given back, which takes long, only where it decides.
         wait_until(lambda: _resident_mib() < most or rss_mib() < most, 10)
 
