@@ -113,6 +113,19 @@ def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_draft
         engine.step()
 
 
+def _request(salt: str) -> Request:
+    """Four tokens in a scope, drafted by the drafter "own"."""
+    return Request(
+        "r",
+        "task",
+        "fake",
+        (1, 2, 3),
+        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        SpeculationParams("own", 8),
+        cache_salt=salt,
+    )
+
+
 class _Sessions:
     """What is done for drafts, and the launches of steps, in their order."""
 
@@ -157,17 +170,7 @@ def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(
     found = []
     for salt in ("a", "b", "b"):
         sessions.events.clear()
-        engine.submit(
-            Request(
-                "r",
-                "task",
-                "fake",
-                (1, 2, 3),
-                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-                SpeculationParams("own", 8),
-                cache_salt=salt,
-            )
-        )
+        engine.submit(_request(salt))
         assert engine.step()
         sessions.events.append("told")
         engine.step()
@@ -194,17 +197,7 @@ def test_no_drafter_is_made_for_a_scope_that_is_never_asked() -> None:
     cost = CostTable([1, 8], [1.0, 1.1])
     engine = Engine(fake_runner(work), {"own": sessions.make}, settings, cost=cost)
     for salt in ("a", "b", "b"):
-        engine.submit(
-            Request(
-                "r",
-                "task",
-                "fake",
-                (1, 2, 3),
-                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-                SpeculationParams("own", 8),
-                cache_salt=salt,
-            )
-        )
+        engine.submit(_request(salt))
         reasons = []
         while engine.has_work:
             reasons += [delta.counts.no_draft_reason for delta in engine.step()]

@@ -185,7 +185,7 @@ class _TileKernel:
         """Add the products of `num` blocks from one on, of one super-block, to the accumulators.
 
         The sums of all of them are made before any is added: an accumulator is read and written
-        once for them, and tiles and vectors work at the same time.
+        once for them.
         """
         x, ldx, figures, ldf, rows, panel, _, _, _, following, quarters, room, second = args
         form, per, parts = self.form, self.form.blocks_per_super, BLOCK // self.form.sub
