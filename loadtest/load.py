@@ -218,7 +218,7 @@ def _run(
     options: LoadOptions, log_dir: Path, peers: Sequence[Peer], levels: list[Level], plan: Plan
 ) -> tuple[list[Cell], bool]:
     """(cells, whether nothing interrupted it). Levels that are shares of the capacity get their
-    rate. Raises PeerFailed."""
+    rate. Raises PeerFailed, and ValueError for tasks where no server has them."""
     cells: list[Cell] = []
     conduct = Conduct(
         options.rounds, options.warmups, options.pause, options.max_foreign, options.tries
@@ -227,6 +227,8 @@ def _run(
 
     async def all_levels() -> None:
         await bring_up(peers, log_dir)
+        if plan.tasks and not any(peer.dialect == "tailor" for peer in peers):
+            raise ValueError("--as names tasks of Tailor, and none of these servers is Tailor")
         if any(level.share for level in levels):
             closed = replace(conduct, num_rounds=min(2, conduct.num_rounds), pause_s=0.0)
             most = await capacity(peers[0], options.capacity_clients, plan, closed, console)

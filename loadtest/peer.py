@@ -8,7 +8,8 @@ A server is named on the command line as NAME=WHERE:
 
 A start script gets PORT in its environment, takes everything else (MODEL, PYTHON, BIN, ...) from
 the environment it was called in, and execs the server in the foreground on 127.0.0.1:$PORT.
-The dialect is the known name that NAME starts with, else plain OpenAI.
+The dialect is the known name that NAME starts with, else the one that the server's list of models
+gives as their owner, else plain OpenAI.
 
 `stream` is one completion, timed: when its tokens came, how many, and what they said. Servers
 differ in how they tell the number of tokens in a chunk. In order of preference: the chunk's running
@@ -378,8 +379,8 @@ def stop(peer: Peer, *, grace_s: float = 20.0) -> None:
 
 
 async def wait_ready(peer: Peer, *, timeout_s: float = 600.0, every_s: float = 0.5) -> None:
-    """Wait until the server answers, then learn its model's name and version. every_s: seconds
-    between two looks.
+    """Wait until the server answers, then learn its model's name, its version and, where its name
+    tells none, its dialect. every_s: seconds between two looks.
 
     Raises PeerFailed when the process ends or the time is over.
     """
@@ -393,11 +394,13 @@ async def wait_ready(peer: Peer, *, timeout_s: float = 600.0, every_s: float = 0
                 health = await client.get(f"{peer.url}/health")
                 ready = await client.get(f"{peer.url}/ready")  # ours is healthy while it loads
                 if health.status_code in (200, 404) and ready.status_code != 503:
-                    if not peer.model:
-                        models = await client.get(f"{peer.url}/v1/models")
-                        # A server may tell none, and need none.
-                        served = models.json()["data"] if models.status_code == 200 else []
-                        peer.model = served[0]["id"] if served else ""
+                    models = await client.get(f"{peer.url}/v1/models")
+                    # A server may tell none, and need none.
+                    served = models.json()["data"] if models.status_code == 200 else []
+                    owner = served[0].get("owned_by") if served else None
+                    if peer.dialect == "openai" and owner in DIALECTS:
+                        peer.dialect = owner
+                    peer.model = peer.model or (served[0]["id"] if served else "")
                     break
             if time.monotonic() > deadline:
                 raise PeerFailed(f"{peer.name} was not ready after {timeout_s:.0f} s")
@@ -421,6 +424,8 @@ async def bring_up(peers: Sequence[Peer], log_dir: Path, *, timeout_s: float = 6
             original = by_name[peer.where[1:]]
             peer.url, peer.version = original.url, original.version
             peer.model = peer.model or original.model
+            if peer.dialect == "openai":
+                peer.dialect = original.dialect
             continue
         if peer.where.startswith(("http://", "https://")):
             peer.url = peer.where.rstrip("/").removesuffix("/v1")

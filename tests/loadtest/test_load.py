@@ -290,6 +290,16 @@ def test_load_counts_each_data_set_and_every_ratio(
         assert told["num"] == 2 and 0 < told["low"] <= told["median"] <= told["high"]
 
 
+def test_tasks_are_refused_where_no_server_is_tailor(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    with ScriptedServer() as server:
+        arguments = load_args([], data_dir, "--concurrency", "1", "--server", f"mine={server.url}")
+        assert load.main([*arguments, "--as", "alpha=extraction"]) == 2
+        assert not server.bodies and load.main(arguments) == 0
+    assert "none of these servers is Tailor" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["ttfb=1", "ttft=0", "ttft=x", "ttft=nan"])
 def test_bad_objectives_are_refused(text: str) -> None:
     with pytest.raises(ValueError):

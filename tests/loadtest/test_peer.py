@@ -103,7 +103,8 @@ class H(BaseHTTPRequestHandler):
             H.asked = 1
             return self.send_error(503)
         assert self.path != "/v1/models" or H.asked
-        data = json.dumps({{"data": [{{"id": "m1"}}], "version": "9"}}).encode()
+        models = [{{"id": "m1", "owned_by": "tailor"}}]
+        data = json.dumps({{"data": models, "version": "9"}}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -114,9 +115,10 @@ PY
 
 
 def test_a_start_script_is_run_found_ready_metered_and_ended(tmp_path: Path) -> None:
-    peers = parse_peers([f"a={script(tmp_path / 'a.sh', SERVER)}", "b=@a"])
+    peers = parse_peers([f"a={script(tmp_path / 'a.sh', SERVER)}", "b=@a", "vllm=@a"])
     try:
         asyncio.run(bring_up(peers, tmp_path / "logs", timeout_s=30))
+        assert [peer.dialect for peer in peers] == ["tailor", "tailor", "vllm"]
         assert (peers[0].model, peers[0].version) == ("m1", "9")
         assert (peers[1].url, peers[1].model) == (peers[0].url, "m1")
         own_s, others_s = CpuMeter(peers).read(peers[1])
