@@ -30,7 +30,7 @@ RANK_CHANCES = (0.42, 0.13, 0.07, 0.05, 0.035, 0.03, 0.025, 0.02)
 class ArcticSuffix:
     """Suffix decoding as shipped: local tree of the request, global tree of cached responses.
 
-    outputs (or corpus): responses put into the global tree. use_tree_spec, max_spec_factor: as in
+    corpus: its outputs are put into the global tree. use_tree_spec, max_spec_factor: as in
     SuffixDecodingCache.speculate; the defaults are that method's own. remembers: keep the response
     of every request, as the cache does by itself; else it is evicted at the request's end.
     """
@@ -41,7 +41,6 @@ class ArcticSuffix:
     def __init__(
         self,
         *,
-        outputs: Iterable[Sequence[int]] = (),
         corpus: Corpus | None = None,
         use_tree_spec: bool = False,
         max_spec_factor: float = 1.0,
@@ -55,12 +54,11 @@ class ArcticSuffix:
         self.next_id = 0
         self.remembers = remembers
         self.options = {"use_tree_spec": use_tree_spec, "max_spec_factor": max_spec_factor}
-        if corpus is not None:
-            outputs = [corpus.output(i).tolist() for i in range(corpus.num_documents)]
+        outputs = [] if corpus is None else map(corpus.output, range(corpus.num_documents))
         for output in outputs:
             request = self.take_id()
             self.cache.start_request(request, [])
-            self.cache.add_active_response(request, list(output))
+            self.cache.add_active_response(request, output.tolist())
             self.cache.stop_request(request)
 
     def take_id(self) -> int:
@@ -68,13 +66,7 @@ class ArcticSuffix:
         self.next_id += 1
         return self.next_id
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> ArcticSession:
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> ArcticSession:
         """A session over the whole prompt."""
         return ArcticSession(self, prompt_ids)
 
@@ -108,10 +100,7 @@ class ArcticSession:
             max_spec_tokens=min(budget, max_depth),
             **self._drafter.options,
         )
-        parents = np.asarray(draft.parents, np.int32)
-        survival = np.asarray(draft.probs, np.float32)
-        sources = np.zeros(parents.shape[0], np.uint8)
-        return DraftTree(np.asarray(draft.token_ids, np.int32), parents, survival, sources)
+        return _tree(draft.token_ids, draft.parents, draft.probs)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._ids.extend(token_ids)
@@ -140,13 +129,7 @@ def tree_of_paths(paths: Iterable[Sequence[int]], budget: int, max_depth: int) -
             nodes[prefix] = len(tokens)
             tokens.append(token)
             parents.append(nodes.get(prefix[:-1], -1))
-    num = len(tokens)
-    return DraftTree(
-        np.asarray(tokens, np.int32),
-        np.asarray(parents, np.int32),
-        np.ones(num, np.float32),  # it does not say
-        np.zeros(num, np.uint8),
-    )
+    return _tree(tokens, parents, np.ones(len(tokens)))  # it does not say
 
 
 class TokenRecycling:
@@ -282,7 +265,7 @@ class LogitSpecSession(_LikelySession):
         return tree_of_paths((path[:max_depth] for path in paths), budget, max_depth)
 
 
-def _tree(tokens: list[int], parents: list[int], survival: list[float]) -> DraftTree:
+def _tree(tokens: Sequence[int], parents: Sequence[int], survival: Any) -> DraftTree:
     return DraftTree(
         np.asarray(tokens, np.int32),
         np.asarray(parents, np.int32),

@@ -28,10 +28,8 @@ paper counts; recall has them.
 With --texts N the model answers N test prompts, each behind --shots examples of the training part,
 so that a base model knows what is asked, and the row also has: the share of greedy texts that are
 those of the full head, and exact match, word F1, ROUGE-L, JSON fields and (with sacrebleu) BLEU
-and chrF of both against the gold answers. The engine runs in this process. A greedy text over some
-ids is the text over every subset of them that holds its tokens, as the argmax of a set is that of
-each subset it lies in: such texts are taken over and not computed again. "Static only" asks for the
-full head with `allowed_token_ids`: a server always adds the prompt's ids to a slice.
+and chrF of both against the gold answers. "Static only" asks for the full head with
+`allowed_token_ids`: a server always adds the prompt's ids to a slice.
 
 `adapters`: two adapters of one recipe, in base ids and in own tokens. Both answer the same test
 prompts greedily, merged into the model, one after the other in this process. Reported of each: the
@@ -321,7 +319,6 @@ def damage(*, options: FormOptions, results: ResultOptions = _RESULTS) -> int:
     return 0 if same else 1
 
 
-Int32 = npt.NDArray[np.int32]
 TOLERANCES = (0.0, 0.01, 0.02, 0.1)
 LANGUAGES = {"mt_en_zh": ("en", "zh")}
 """By task, where not English alone. mt_en_it needs none: Italian has English's blocks."""
@@ -488,74 +485,30 @@ def load_task(files: ModelFiles, task: str, options: SliceOptions) -> SlicedTask
     return SlicedTask(documents, in_ids(pairs, files.tokenizer), prompts, golds)
 
 
+@dataclass(frozen=True, slots=True)
 class Texts:
-    """Greedy answers of an engine over any set of ids; what is known already is not asked again.
+    """Greedy answers of an engine over any set of ids. folder: profiles are written there, one for
+    each row that is asked. told: (row, answers that are done, all of them)."""
 
-    One writer. num_asked, num_known: answers computed, and taken over. folder: profiles are written
-    there, one for each row that is asked. told: (row, answers that are done, all of them).
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        files: ModelFiles,
-        folder: Path,
-        options: SliceOptions,
-        told: Callable[[str, int, int], None] = lambda *_: None,
-    ) -> None:
-        self.num_asked = 0
-        self.num_known = 0
-        self._engine = engine
-        self._files = files
-        self._folder = folder
-        self._options = options
-        self._told = told
-        self._num_rows = 0
-        self._known: dict[tuple[int, ...], list[tuple[Int32 | None, Answer]]] = {}
+    engine: Engine
+    files: ModelFiles
+    folder: Path
+    options: SliceOptions
+    told: Callable[[str, int, int], None] = lambda *_: None
 
     def of(self, prompts: Sequence[Sequence[int]], row: Row | None, what: str) -> list[str]:
         """The text of each prompt over a row's ids; None is the full vocabulary."""
-        allowed = [self._allowed(prompt, row) for prompt in prompts]
-        answers = [
-            self._taken_over(p, a) for p, a in zip(map(tuple, prompts), allowed, strict=True)
-        ]
-        wanted = [i for i, known in enumerate(answers) if known is None]
-        self._num_rows += 1
-        profile = self._folder / f"{self._num_rows}.vocab"
+        profile = self.folder / f"{what}.vocab"
         if row is not None:
             none = np.empty(0, np.int32)
-            manifest = {"fingerprint": self._files.tokens.fingerprint.hex()}
+            manifest = {"fingerprint": self.files.tokens.fingerprint.hex()}
             VocabProfile(row.slice, none, none.astype(np.float32), manifest).save(profile)
-        names = {i: f"{self._num_rows}/{i}" for i in wanted}
-        requests = [self._request(names[i], prompts[i], row, profile) for i in wanted]
+        requests = [self._request(f"{what}/{i}", p, row, profile) for i, p in enumerate(prompts)]
         found = answer_all(
-            self._engine, requests, self._options.at_once,
-            lambda num: self._told(what, num, len(requests)),
+            self.engine, requests, self.options.at_once,
+            lambda num: self.told(what, num, len(requests)),
         )  # fmt: skip
-        for i in wanted:
-            answers[i] = found[names[i]]
-            self._known.setdefault(tuple(prompts[i]), []).append((allowed[i], found[names[i]]))
-        self.num_asked += len(wanted)
-        self.num_known += len(prompts) - len(wanted)
-        return [self._text(answer) for answer in answers if answer is not None]
-
-    def _allowed(self, prompt: Sequence[int], row: Row | None) -> Int32 | None:
-        if row is None:
-            return None
-        if not row.dynamic:
-            return row.slice.ids
-        return row.slice.for_request([t for t in prompt if t < row.slice.vocab_size]).ids
-
-    def _taken_over(self, prompt: tuple[int, ...], allowed: Int32 | None) -> Answer | None:
-        for wider, answer in self._known.get(prompt, ()):
-            if allowed is None:
-                if wider is None:
-                    return answer
-                continue
-            holds = np.isin(np.asarray(answer.ids, np.int32), allowed).all()
-            if holds and (wider is None or np.isin(allowed, wider, assume_unique=True).all()):
-                return answer
-        return None
+        return [self._text(found[request.request_id]) for request in requests]
 
     def _request(self, name: str, prompt: Sequence[int], row: Row | None, profile: Path) -> Request:
         vocabulary, allowed = VocabularyParams(), None
@@ -564,17 +517,15 @@ class Texts:
         elif row is not None:
             allowed = tuple(row.slice.ids.tolist())
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=self._options.tokens, stop=(b"\n",),
+            temperature=0.0, max_tokens=self.options.tokens, stop=(b"\n",),
             allowed_token_ids=allowed,
         )  # fmt: skip
-        model = self._engine.info.name
+        model = self.engine.info.name
         return Request(name, "slices", model, tuple(prompt), sampling, vocabulary=vocabulary)
 
     def _text(self, answer: Answer) -> str:
         """What a client sees: up to the line's end, without EOS."""
-        table = self._files.tokens
-        special = {int(i) for i in table.special_ids}
-        raw = b"".join(table.bytes_of(i) for i in answer.ids if i not in special)
+        raw = self.files.tokens.join(answer.ids, skip_special=True)
         return raw.decode("utf-8", "replace").split("\n")[0].strip()
 
 
@@ -670,11 +621,10 @@ def slices(*, options: SliceOptions, results: ResultOptions = _RESULTS) -> int:
             texts = Texts(engine, files, folder, options, bar)
         for task, data in loaded.items():
             found[task] = measure_task(files, data, task, names, texts)
-        counts = {} if texts is None else {"asked": texts.num_asked, "taken_over": texts.num_known}
     emit(
         "quality slices",
         {"model": options.model, "adapted": options.adapter is not None, "shots": options.shots,
-         "max_tokens": options.tokens, "answers": counts, "tasks": found},
+         "max_tokens": options.tokens, "tasks": found},
         results.json,
     )  # fmt: skip
     return 0

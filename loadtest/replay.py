@@ -19,9 +19,8 @@ once, a layer of all every three requests), and have three figures: of the first
 requests. Other projects' drafters (loadtest.peer_drafters) are columns where their packages can be
 imported: Arctic's suffix decoding at its defaults, as trees, with the corpus, and in `curves` with
 its memory of every answer; Token Recycling and LogitSpec, where the answers have
-what the model held likely. `arctic as shipped` is bounded by its tree's depth alone, whatever the
-nodes. In every cell `auto` is compared with the best other column, with the 95 % bootstrap interval
-over answers in pairs.
+what the model held likely. In every cell `auto` is compared with the best other column, with the
+95 % bootstrap interval over answers in pairs.
 
 `record` writes OUT/SET/train.jsonl and test.jsonl: a model's own greedy answers with, at every
 position, the ids that it held likeliest. `live` answers the same prompts with each drafter and a
@@ -39,11 +38,10 @@ each with one argument changed. No corpus; `auto, learning` learns from the answ
 `costs`: what drafting costs the host, in time and memory. A corpus of --corpus-tokens output tokens
 is made of the data sets' train outputs: themselves first, then crossings of two of one set at a
 token that both hold, so that it repeats itself as a task's does. It is built by `tailor corpus
-build` in a process of its own (time and peak memory are that process's) and mapped. Then each
-drafter proposes and is extended by held-back train examples, token by token, with 1 session and
-with 8 in turn: microseconds of a proposal and of a token (medians), nanoseconds of a proposed node
-(all proposals' time over all their nodes), and of noting a row of likely ids. Run it on a machine
-that does nothing else.
+build` in a process of its own (time and peak memory are that process's) and mapped. Then
+held-back train examples are replayed through each drafter: microseconds of a proposal and of a
+token (medians), nanoseconds of a proposed node (all proposals' time over all their nodes). Run it
+on a machine that does nothing else.
 
 `fit`: the trust that `auto` and `suffix` start with. It writes drafters/auto/default_trust.json and
 reads train splits only. Of each data set the last part is held out and replayed on a corpus of the
@@ -95,14 +93,14 @@ from drafters.auto.likely import NUM_LIKELY
 from drafters.auto.prior import Prior
 from drafters.auto.retrieval import Seen
 from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
-from drafters.base import Drafter, LikelySession
+from drafters.base import Drafter
 from drafters.catalog import OURS, that_use
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
 from drafters.published.grammys import BigramTable
 from drafters.replay import Recording, note_rows, read_recordings, replay
 from loadtest.options import ResultOptions, emit, listed, numbers, program, run
-from loadtest.peer_drafters import LogitSpec, TokenRecycling
+from loadtest.peer_drafters import ArcticSuffix, LogitSpec, TokenRecycling
 from loadtest.prompts import data_sets, read_examples
 from loadtest.quality import answer_all, answered
 from loadtest.recordings import Ids, SetOptions, open_ids
@@ -120,7 +118,6 @@ NUM_RESAMPLES = 2000
 BUILD_EVERY = 3
 MAX_LEARNED = 200_000  # tokens, as a task's by default
 LONG_WORDS = 120  # of a text that is repeated, at least
-ARCTIC_DEPTH = 64  # of its suffix tree by default: no draft is longer
 Counts = list[tuple[int, int]]
 """(tokens after the first, decode steps) of each request."""
 Column = Callable[[Sequence[Recording], int], Counts]
@@ -136,7 +133,6 @@ class TableOptions:
 
     budgets: Annotated[str, Parameter(help="nodes a step, with commas")] = "1,4,8,16"
     columns: Annotated[str, Parameter(help="those that are replayed, with ; between (all)")] = ""
-    tune: Annotated[bool, Parameter(help="replay a held-back part of train, not test")] = False
     bigrams: Annotated[
         Path | None, Parameter(help="`tailor corpus bigrams` of the model: two more columns")
     ] = None
@@ -190,8 +186,6 @@ def learning(corpus: Corpus | None, ids: Ids, *, templates: bool = True, **optio
 def peers(corpus: Corpus | None, *, remember: bool, likely: bool) -> dict[str, Column]:
     """Columns of other projects' drafters, of those that are installed. remember: Arctic keeps
     every answer, as it does by itself. likely: the answers have what the model held likely."""
-    from loadtest.peer_drafters import ArcticSuffix, LogitSpec, TokenRecycling
-
     made: dict[str, Column] = {}
     if likely:
         made |= {"token recycling": counted(TokenRecycling), "logitspec": counted(LogitSpec)}
@@ -208,12 +202,6 @@ def peers(corpus: Corpus | None, *, remember: bool, likely: bool) -> dict[str, C
         own = None if remember else corpus
         made["arctic"] = counted(arctic(corpus=own))
         made["arctic tree 4"] = counted(arctic(corpus=own, use_tree_spec=True, max_spec_factor=4.0))
-        if remember:
-            made["arctic as shipped"] = counted(
-                arctic(), budget=ARCTIC_DEPTH, max_depth=ARCTIC_DEPTH
-            )
-            if corpus is not None:
-                made["arctic, corpus"] = counted(arctic(corpus=corpus))
     return made
 
 
@@ -333,16 +321,9 @@ def measure(
     of which the wrong corpus is the next set's."""
     ids, names = open_ids(sets.model), sets.names()
     budgets = numbers(options.budgets, "--budgets")
-    held = sets.examples if options.tune else 0
 
-    def examples_of(name: str) -> tuple[list[Recording], list[Recording]]:
-        train = sets.read(ids, name, "train", sets.corpus_examples + held)
-        if not options.tune:
-            return train, sets.read(ids, name, "test", sets.examples)
-        num = min(held, len(train) // 4)
-        return train[: len(train) - num], train[len(train) - num :]
-
-    def corpus_of(train: Sequence[Recording]) -> Corpus | None:
+    def corpus_of(name: str) -> Corpus | None:
+        train = sets.read(ids, name, "train", sets.corpus_examples)
         pairs = [(e.prompt_ids, e.output_ids) for e in train]
         return (
             build_calibrated(pairs, fingerprint="replay", p_min=5, pieces=ids.pieces)
@@ -352,10 +333,10 @@ def measure(
 
     cells = []
     for place, name in enumerate(names):
-        train, tests = examples_of(name)
+        tests = sets.read(ids, name, "test", sets.examples)
         following = names[(place + 1) % len(names)]
-        wrong = corpus_of(examples_of(following)[0]) if following != name else None
-        made = columns(corpus_of(train), wrong, ids, likely=any(t.likely_ids for t in tests))
+        wrong = corpus_of(following) if following != name else None
+        made = columns(corpus_of(name), wrong, ids, likely=any(t.likely_ids for t in tests))
         wanted = listed(options.columns.replace(",", "\0").replace(";", ","))
         wanted = [column.replace("\0", ",") for column in wanted] or list(made)
         for budget in budgets:
@@ -668,7 +649,7 @@ def live(
 BUDGET = 16
 TRIE_TOKENS = 2000
 NUM_HELD = 20  # a set
-NUM_SESSIONS = 8  # at once, where every drafter is measured
+NUM_REPLAYED = 24
 
 
 @Parameter(name="*")
@@ -758,49 +739,11 @@ def trie_build_ms(prompt_ids: Sequence[int]) -> float:
     return round(1e3 * float(np.median(taken)), 3)
 
 
-def costs_of(
-    drafter: Drafter, held: Sequence[Recording], num_sessions: int, *, with_rows: bool
-) -> dict[str, float]:
-    """See the top of this file. with_rows: sessions note rows of likely ids, too."""
-    taken: dict[str, list[float]] = {"propose_us": [], "extend_us": [], "note_us": []}
-    num_nodes = 0
-
-    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.perf_counter()
-        found = call(*arguments)
-        taken[name].append(1e6 * (time.perf_counter() - began))
-        return found
-
-    rng = np.random.default_rng(0)
-    chances = np.sort(rng.dirichlet(np.ones(NUM_LIKELY)).astype(np.float32))[::-1][None]
-    for first in range(0, len(held) - num_sessions + 1, num_sessions):
-        group = held[first : first + num_sessions]
-        sessions = [drafter.open(recording.prompt_ids) for recording in group]
-        for at in range(max(len(recording.output_ids) for recording in group)):
-            for session, recording in zip(sessions, group, strict=True):
-                if at >= len(recording.output_ids):
-                    continue
-                session.settle()
-                num_nodes += len(timed("propose_us", session.propose, BUDGET, BUDGET))
-                token = recording.output_ids[at]
-                if with_rows:
-                    ids = rng.integers(0, 40_000, (1, NUM_LIKELY), np.int32)
-                    ids[0, 0] = token
-                    note = cast("LikelySession", session).note_likely
-                    timed("note_us", note, (), (), ids, chances)
-                timed("extend_us", session.extend, [token])
-        for session in sessions:
-            session.close()
-    found = {name: round(float(np.median(us)), 2) for name, us in taken.items() if us}
-    found["propose_p90_us"] = round(float(np.quantile(taken["propose_us"], 0.9)), 2)
-    return found | {"ns_a_node": round(1e3 * sum(taken["propose_us"]) / max(1, num_nodes), 1)}
-
-
 def costs_by_drafter(
     corpus: Corpus, held: Sequence[Recording], ids: Ids
-) -> dict[str, dict[str, dict[str, float]]]:
-    """costs_of every drafter of ours, with the corpus where it takes one, by name and number of
-    sessions. `auto` has no rows and no corpus; `auto, logits` rows; `auto, corpus` a corpus."""
+) -> dict[str, dict[str, float]]:
+    """Times of every drafter of ours, with the corpus where it takes one; see the top of this file.
+    `auto` has none, `auto, corpus` has it."""
     takes_corpus, takes_eos = that_use(Need.CORPUS), that_use(Need.EOS)
     made = {
         spec.name: make_drafter(
@@ -811,16 +754,15 @@ def costs_by_drafter(
         )
         for spec in OURS
     }
-    made["auto, logits"] = make_drafter("auto", seen=Seen(), **ids.own)
     made["auto, corpus"] = make_drafter("auto", corpus=corpus, num_likely=0, **ids.own)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, float]] = {}
     for name, drafter in made.items():
-        rows = name == "auto, logits"
-        costs_of(drafter, held[:NUM_SESSIONS], NUM_SESSIONS, with_rows=rows)  # compiled code
-        found[name] = {
-            str(num): costs_of(drafter, held, num, with_rows=rows) for num in (1, NUM_SESSIONS)
-        }
-        print(f"{name}, by sessions at once: {found[name]}", flush=True)
+        replay(drafter, held[:2], budget=BUDGET)  # compiled code
+        took = replay(drafter, held, budget=BUDGET)
+        told, proposed_s = took.summary(), sum(took.propose_s)
+        found[name] = {key: told[key] for key in ("propose_us", "extend_us_per_token")}
+        found[name]["ns_a_node"] = round(1e9 * proposed_s / max(1, took.num_drafted), 1)
+        print(f"{name}: {found[name]}", flush=True)
     return found
 
 
@@ -853,7 +795,7 @@ def costs(
         corpus = Corpus.load(file, fingerprint=None)
         figures["corpus"]["load_ms"] = round(1e3 * (time.perf_counter() - start), 1)
         some = [r for turn in zip(*held, strict=False) for r in turn]
-        figures["drafters"] = costs_by_drafter(corpus, some[: 3 * NUM_SESSIONS], ids)
+        figures["drafters"] = costs_by_drafter(corpus, some[:NUM_REPLAYED], ids)
         del corpus
     prompt = [token for part in held for e in part for token in e.prompt_ids][:TRIE_TOKENS]
     figures["trie"] = {"prompt_tokens": len(prompt), "build_ms": trie_build_ms(prompt)}
@@ -886,34 +828,47 @@ def edited(held: Sequence[Recording], example: Recording, rng: random.Random) ->
     return out
 
 
-def fit_logits(folder: Path) -> tuple[Floats, Floats]:
-    """(weights, factors) with those of the logits fitted anew: half of the runs share what the
-    model held likely among a set's requests, half of them do not."""
-    start = Trust()
+def fitted(
+    start: Trust,
+    sources: tuple[int, int],
+    observe: Callable[[Callable[[], Trust], int], Iterator[tuple[Trust, float]]],
+) -> tuple[Floats, Floats]:
+    """(weights, factors) by expectation maximisation: those of the sources from the first to before
+    the last number, from `start` on; the others stay. observe: (what makes a Trust to teach, round)
+    -> each of them taught, and what its evidence counts."""
     weights, factors = start.weights.copy(), start.factors.copy()
-    own_weights = slice(LOGITS * NUM_CELLS // NUM_SOURCES, COPIED * NUM_CELLS // NUM_SOURCES)
-    own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, COPIED * NUM_FACTORS // NUM_SOURCES)
-    parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
-    if not parts:
-        raise ValueError(f"{folder} has no SET/train.jsonl")
+    own_weights = slice(*(n * NUM_CELLS // NUM_SOURCES for n in sources))
+    own_factors = slice(*(n * NUM_FACTORS // NUM_SOURCES for n in sources))
     for turn in range(ROUNDS):
         evidence = np.zeros((2, NUM_CELLS))
         outcomes = np.zeros((3, NUM_FACTORS))
-        for recordings in parts:
-            for seen in (Seen(), None):
-                trust = Trust(weights, factors, memory=1e12)
-                drafter = AutoDrafter(trust=trust, seen=seen)
-                for recording in recordings:
-                    _teach(drafter, recording)
-                evidence += trust.evidence
-                outcomes += trust.outcomes
-        fitted = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
-        weights[own_weights] = fitted[own_weights]
+        for trust, share in observe(lambda: Trust(weights, factors, memory=1e12), turn):
+            evidence += share * trust.evidence
+            outcomes += share * trust.outcomes
+        moved = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
+        weights[own_weights] = moved[own_weights]
         factors[own_factors] = ((outcomes[1] + 2.0) / (outcomes[0] + 2.0))[own_factors]
-        asked = evidence[0, own_weights]
-        mean = np.average(weights[own_weights], weights=asked)
+        mean = np.average(weights[own_weights], weights=evidence[0, own_weights])
         print(f"round {turn + 1}: mean weight asked {mean:.4f}")
     return weights, factors
+
+
+def fit_logits(folder: Path) -> tuple[Floats, Floats]:
+    """(weights, factors) with those of the logits fitted anew: half of the runs share what the
+    model held likely among a set's requests, half of them do not."""
+    parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
+    if not parts:
+        raise ValueError(f"{folder} has no SET/train.jsonl")
+
+    def observe(new: Callable[[], Trust], _: int) -> Iterator[tuple[Trust, float]]:
+        for recordings, seen in itertools.product(parts, (True, False)):
+            trust = new()
+            drafter = AutoDrafter(trust=trust, seen=Seen() if seen else None)
+            for recording in recordings:
+                _teach(drafter, recording)
+            yield trust, 1.0
+
+    return fitted(Trust(), (LOGITS, COPIED), observe)
 
 
 def _teach(drafter: AutoDrafter, recording: Recording) -> None:
@@ -936,21 +891,18 @@ def _write(path: Path, weights: Floats, factors: Floats) -> None:
 def fit_sources(
     parts: Sequence[tuple[Corpus, Sequence[Recording]]], pieces: Pieces, only: int
 ) -> tuple[Floats, Floats]:
-    """(weights, factors), from held-out examples beside a corpus of the rest. only: the source that
-    is fitted while those before it stay as they are; 0: every source."""
+    """(weights, factors), from held-out examples beside a corpus of the rest. only: the first
+    source that is fitted, those before it stay as they are; 0: every source."""
     # A flat start: longer matches are trusted more.
     flat = np.repeat(
         np.tile([0.02, 0.3, 0.5, 0.62, 0.7, 0.76, 0.82, 0.87, 0.91, 0.94], NUM_LEVELS // 10),
         NUM_CELLS // NUM_LEVELS,
     )
     start = Trust()
-    weights, factors = start.weights.copy(), start.factors.copy()
-    own_weights = slice(only * NUM_CELLS // NUM_SOURCES, None)
-    own_factors = slice(only * NUM_FACTORS // NUM_SOURCES, None)
-    weights[own_weights], factors[own_factors] = flat[own_weights], 1.0
-    for turn in range(ROUNDS):
-        evidence = np.zeros((2, NUM_CELLS))
-        outcomes = np.zeros((3, NUM_FACTORS))
+    start.weights[only * NUM_CELLS // NUM_SOURCES :] = flat[only * NUM_CELLS // NUM_SOURCES :]
+    start.factors[only * NUM_FACTORS // NUM_SOURCES :] = 1.0
+
+    def observe(new: Callable[[], Trust], turn: int) -> Iterator[tuple[Trust, float]]:
         for corpus, held in parts:
             num_tokens = sum(len(e.output_ids) for e in held)
             rng = random.Random(turn)
@@ -959,7 +911,7 @@ def fit_sources(
                 (None, 0.5, False),
                 (None, 0.5, True),
             ):
-                trust = Trust(weights, factors, memory=1e12)
+                trust = new()
                 drafter = AutoDrafter(
                     corpus=use, trust=trust, eos_token_ids=corpus.end_ids(), seen=Seen(),
                     pieces=pieces,
@@ -972,14 +924,9 @@ def fit_sources(
                     session.settle_once()
                     session.extend(example.output_ids)
                     session.close()
-                scale = share * min(1.0, TOKENS_PER_SET / num_tokens)
-                evidence += scale * trust.evidence
-                outcomes += scale * trust.outcomes
-        fitted = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
-        weights[own_weights] = fitted[own_weights]
-        factors[own_factors] = ((outcomes[1] + 2.0) / (outcomes[0] + 2.0))[own_factors]
-        print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
-    return weights, factors
+                yield trust, share * min(1.0, TOKENS_PER_SET / num_tokens)
+
+    return fitted(start, (only, NUM_SOURCES), observe)
 
 
 @app.command

@@ -257,12 +257,9 @@ def test_costs_of_every_drafter_and_of_a_corpus(
     # A Python with numpy and numba in it; the whole machine is not what is measured.
     assert 0.03 < corpus["peak_gib"] < 2 and corpus["cpu_s"] > 0
     by_drafter = figures["drafters"]
-    assert {"auto", "auto, logits", "auto, corpus", "suffix", "trie", "mix"} <= set(by_drafter)
-    for name, by_number in by_drafter.items():
-        assert list(by_number) == ["1", "8"]
-        for costs in by_number.values():
-            assert all(us > 0 for us in costs.values()), name
-            assert ("note_us" in costs) == (name == "auto, logits")
+    assert {"auto", "auto, corpus", "suffix", "trie", "mix"} <= set(by_drafter)
+    for name, costs in by_drafter.items():
+        assert all(value > 0 for value in costs.values()), name
     assert figures["trie"]["build_ms"] > 0
     assert list(tmp_path.iterdir()) == []
 
