@@ -162,9 +162,8 @@ def train(
         )
         state.validation_s = clock() - asked
     held_out = held_out[: state.num_held]
-    saved, longest, done = clock(), 0.0, state.step / run.num_steps
-    stepping = 0.0  # seconds in steps of this process, and the share of the run that they were
-    first_done = done
+    saved, longest = clock(), 0.0
+    stepping, first = 0.0, state.step  # seconds in steps of this process, and where it went on
     while state.step < run.num_steps:
         at = clock()
         # What ends the run comes out of the limit, too: a last step, a validation, the files.
@@ -181,8 +180,9 @@ def train(
             validation = run.validate(held_out)
             state.num_validated = due
         state.elapsed_s = clock() - began
-        each = stepping / max(done - first_done, 1.0 / run.num_steps)
-        left = min((1.0 - done) * each, limit - state.elapsed_s)
+        # Steps tell, not `done`: that has the clock's share, also of what ran before a stop.
+        each = stepping / (state.step - first)
+        left = min((run.num_steps - state.step) * each, limit - state.elapsed_s)
         report(TrainProgress(
             state.step, run.num_steps, loss, state.elapsed_s, max(0.0, left), validation
         ))  # fmt: skip

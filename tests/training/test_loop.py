@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -99,24 +100,54 @@ def test_the_step_of_the_lowest_held_back_loss_is_kept(tmp_path: Path) -> None:
     assert num == 4 and again == pytest.approx(result.nats_after, rel=1e-5)
 
 
+def forward_passes(given: Tuned) -> Callable[[], float]:
+    """A clock of which each forward pass takes a second."""
+    passes = 0
+
+    def forward(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    given.module.get_decoder().register_forward_hook(forward)
+    return lambda: float(passes)
+
+
+@pytest.mark.parametrize("epochs", [20, 1000])  # its steps end it, or its time
+def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> None:
+    options = replace(OPTIONS, epochs=epochs, batch_size=5, time_limit_s=100.0)
+    seen: list[TrainProgress] = []
+
+    def run(stop_at: int) -> float:
+        given = tuned()
+        clock = forward_passes(given)
+
+        def report(progress: TrainProgress) -> None:
+            seen.append(progress)
+            if progress.step == stop_at:
+                raise KeyboardInterrupt
+
+        train(given, examples(), [], options, tmp_path, report=report, clock=clock)
+        return clock()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_at=10)
+    stopped, took = len(seen), run(stop_at=0)
+    assert seen[stopped].step == 10  # it was reported, but not saved
+    assert seen[stopped].left_s == pytest.approx(took - 1.0, abs=2.0)
+
+
 @pytest.mark.parametrize("limit_s", [12.0, 40.0, 100.0])
 @pytest.mark.parametrize("num_held", [0, 6])
 def test_all_is_done_within_the_time_limit(limit_s: float, num_held: int, tmp_path: Path) -> None:
     """A forward pass takes a second here, and the command had taken two before."""
-    given, passes = tuned(), count(2)
-    now = next(passes)
-
-    def forward(*_: object) -> None:
-        nonlocal now
-        now = next(passes)
-
-    given.module.get_decoder().register_forward_hook(forward)
+    given = tuned()
+    passes = forward_passes(given)
     seen: list[TrainProgress] = []
     options = TrainOptions(epochs=1000, batch_size=5, time_limit_s=limit_s)
     result = train(
         given, examples(), examples(num_held), options, tmp_path, report=seen.append,
-        clock=lambda: float(now), began=0.0,
+        clock=passes, began=-2.0,
     )  # fmt: skip
     assert result.ended_by_clock and result.num_steps == seen[-1].step
-    assert 0.6 * limit_s <= now <= limit_s
+    assert 0.6 * limit_s <= passes() + 2.0 <= limit_s
     assert all(p.elapsed_s + p.left_s <= limit_s for p in seen)
