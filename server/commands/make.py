@@ -243,6 +243,14 @@ def make(
         tuple[Step, ...], Parameter(help="a step that is left out; may be repeated")
     ] = (),
     plan: Annotated[bool, Parameter(help="show the plan and its price, and do nothing")] = False,
+    reads_prompts: Annotated[
+        bool,
+        Parameter(
+            negative="--no-reads-prompts",
+            help="prompts are read in the task's own tokens, too, where that makes them 1.2 times "
+            "shorter (yes)",
+        ),
+    ] = True,
     recipe: RecipeOptions = _RECIPE,
     recording: RecordOptions = _RECORDING,
     model: ModelOptions = _MODEL,
@@ -250,7 +258,9 @@ def make(
         bool, Parameter(help="tune although others use the machine; without mode exact")
     ] = False,
 ) -> int:
-    made = _Make(data, file, fields, skip, recipe, recording, model, even_if_busy)
+    made = _Make(
+        data, file, fields, skip, reads_prompts, recipe, recording, model, even_if_busy
+    )  # fmt: skip
     for line in made.plan():
         print(line)
     if plan:
@@ -274,6 +284,7 @@ class _Make:
         file: TaskFile,
         fields: FieldOptions,
         skip: Sequence[str],
+        reads_prompts: bool,
         recipe: RecipeOptions,
         recording: RecordOptions,
         model: ModelOptions,
@@ -297,7 +308,7 @@ class _Make:
         self.output = replace(file, force=file.force or begun).path()
         self._data, self._model, self._recipe, self._recording = data, model, recipe, recording
         self._file = replace(file, output=self.output, force=True)
-        self._even_if_busy = even_if_busy
+        self._reads_prompts, self._even_if_busy = reads_prompts, even_if_busy
         self._steps = Steps(self._work / "made.json")
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
@@ -341,7 +352,7 @@ class _Make:
     def _made_from(self, step: str) -> str:
         own: dict[str, list[Any]] = {
             "analyze": [self._model.adapter, self._file.description],
-            "enrich": [],
+            "enrich": [self._reads_prompts],
             "train": [asdict(self._recipe), self._model.device],
             "form": [],
             "tune": [asdict(self._model), asdict(self._recording)],
@@ -378,9 +389,13 @@ class _Make:
     def _planned(self) -> Iterator[Planned]:
         letters = sum(len(json.dumps(asdict(turn))) for turn in self._learned)
         record, served = self._recording.record_seconds, self._recording.serve_seconds
+        made = self._figures("enrich")
+        reading = ", and prompts read in them, if that pays" if self._reads_prompts else ""
+        if made:
+            reading = ", and prompts read in them" if made["reads_prompts"] else ""
         steps = {
             "analyze": ("how the answers repeat; the first task file", 5.0 + letters / 2e5),
-            "enrich": ("tokens of the task's own, if they pay", 2.0 + letters / 2e5),
+            "enrich": (f"tokens of the task's own, if they pay{reading}", 2.0 + letters / 2e5),
             "train": ("an adapter", 0.0 if "train" in self._skip else self._training_s()),
             "form": ("whether it is better asked as a chat", 20.0),
             "tune": ("drafter, corpus and nodes on this machine", 120.0 + record + served),
@@ -486,13 +501,16 @@ class _Make:
         return {"tokens": tokens, "lack": report.lack, "advice": report.advice}
 
     def _enrich(self, budget: int) -> dict[str, Any]:
-        from server.commands.enrich import MiningOptions, mine_tokens
+        from server.commands.enrich import MiningOptions, mine_tokens, reading_pays
 
         found = read_task_data(self._model.model, [self._train], self._read)
+        mining, reads = MiningOptions(budget=budget), self._reads_prompts
         with Bar() as bar:
-            enrichment = mine_tokens(found, MiningOptions(budget=budget), bar)
+            enrichment = mine_tokens(found, mining, bar, reads_prompts=reads)
+            if reads and not reading_pays(found, enrichment):
+                enrichment = mine_tokens(found, mining, bar)
         enrichment.save(self._work / "enrichment.json")
-        return {"tokens": len(enrichment)}
+        return {"tokens": len(enrichment), "reads_prompts": enrichment.prompts}
 
     def _train_adapter(self) -> dict[str, Any]:
         adapter = self._work / "adapter"

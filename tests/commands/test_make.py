@@ -158,6 +158,33 @@ def test_from_a_file_to_a_served_task(
     plan_server(ServerConfig(models=(model,), engine=EngineConfig()), tasks, {"m": folder})
 
 
+@pytest.mark.parametrize(
+    ("shared", "more", "reads"),
+    [
+        ("please tell the code of ", [], True),
+        ("please tell the code of ", ["--no-reads-prompts"], False),
+        ("", [], False),  # these prompts have nothing in common
+    ],
+)
+def test_prompts_are_read_in_own_tokens_where_that_shortens_them(
+    shared: str, more: list[str], reads: bool, folder: Path, data: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    head, *rows = data.read_text().splitlines()
+    data.write_text("\n".join([head, *(shared + row for row in rows)]))
+    words = ["tasks", "make", str(data), "--name", "c", "-o", str(tmp_path / "c.yaml"), *more,
+             "--model", str(folder), "--max-examples", "8", "--skip", "tune", "--skip",
+             "evaluate"]  # fmt: skip
+    told = []
+    for only_plan in (["--plan"], [], ["--plan"]):
+        assert main([*words, *only_plan]) == 0
+        out = capsys.readouterr().out
+        told.append(next(line for line in out.splitlines() if " enrich " in line))
+    assert Enrichment.load(tmp_path / "c.make/adapter/enrichment.json").prompts is reads
+    assert ("prompts read in them, if that pays" in told[0]) == (not more)
+    assert "done" in told[2] and ("prompts read in them" in told[2]) == reads
+
+
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "#", "LLLLLLLLLLLL", None])
 def test_plain_prompts_are_asked_as_chats_where_answers_are_likelier_there(
     folder: Path, data: Path, tmp_path: Path, template: str | None
