@@ -219,6 +219,7 @@ class _Run:
                 if params
             ],
             weight_decay=options.weight_decay,
+            fused=True,
         )  # fmt: skip
         self._file = folder / _CHECKPOINT
         self._identity = json.dumps(_identity(examples, options, tuned), sort_keys=True)
@@ -255,10 +256,8 @@ class _Run:
         if not math.isfinite(total):
             raise ConfigError("the loss is not finite; try a lower learning rate")
         trained = [parameter for _, parameter in tuned.trained()]
-        for parameter in trained:
-            if parameter.grad is not None:
-                parameter.grad /= num_targets
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch._foreach_div_([p.grad for p in trained if p.grad is not None], num_targets)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         state.step += 1

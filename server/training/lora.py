@@ -271,7 +271,7 @@ def _attention(
 
     def own(x: torch.Tensor) -> torch.Tensor:
         """[1, heads, row, dim] -> [b, heads, t, dim]."""
-        picked = x[0].index_select(1, layout.places.flatten())
+        picked = x.squeeze(0).index_select(1, layout.places.flatten())
         return picked.view(x.shape[1], b, t, -1).transpose(0, 1)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
