@@ -40,13 +40,15 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _TRIAL_S = 20.0
 _TRIAL_FORMS = ("int8", "q8_0")  # sums over all inputs, and over blocks
 _TRIAL_ROWS = (1, 8, 16, 17, 48, 63)
-_LEAST_ROWS = (16, 32)  # rows from which on tiles may multiply: fewer do not fill one
+# Rows from which on tiles may multiply, of each of _TRIAL_FORMS. Tiles of 8 rows are half full: the
+# sums over all inputs are the faster for them, a block's were measured to be slower.
+_LEAST_ROWS = ((8, 16, 32), (16, 32))
 _TRIAL_INPUTS = 1536  # a product of fewer is begun for as long as it takes
 _TIMES = 50
 # Exit codes. Behind the second one: the place in _LEAST_ROWS of the first of _TRIAL_FORMS, and so
 # many times that of the second.
 _OTHER_BITS, _TIMED = 2, 10
-_PLACES = len(_LEAST_ROWS) + 1
+_PLACES = [len(rows) + 1 for rows in _LEAST_ROWS]
 
 
 def _permission() -> str | None:
@@ -104,9 +106,10 @@ class _Trial:
 
 
 def least_rows(seconds: Sequence[tuple[float, float]]) -> int:
-    """The place in _LEAST_ROWS from which on tiles are the faster; behind the last one: nowhere.
+    """The place in a form's _LEAST_ROWS from which on tiles are the faster; behind the last one:
+    nowhere.
 
-    seconds: of tiles and of vectors, at each of _LEAST_ROWS.
+    seconds: of tiles and of vectors, at each of them.
     """
     place = len(seconds)
     while place > 0 and seconds[place - 1][0] < seconds[place - 1][1]:
@@ -121,8 +124,8 @@ def _try() -> int:
         if trial.product(1) != trial.product(NO_TILES):
             return _OTHER_BITS
     code = _TIMED
-    for form, worth in zip(forms, (1, _PLACES), strict=True):
-        trials = [_Trial(form, rows) for rows in _LEAST_ROWS]
+    for form, worth, least in zip(forms, (1, _PLACES[0]), _LEAST_ROWS, strict=True):
+        trials = [_Trial(form, rows) for rows in least]
         code += worth * least_rows([(t.seconds(1), t.seconds(NO_TILES)) for t in trials])
     return code
 
@@ -177,13 +180,13 @@ def tried_out() -> tuple[int, int] | str:
         return f"a trial was ended by {signal.Signals(-code).name}"
     if code == _OTHER_BITS:
         return "a trial gave other numbers"
-    if not _TIMED <= code < _TIMED + _PLACES**2:
+    if not _TIMED <= code < _TIMED + _PLACES[0] * _PLACES[1]:
         return "a trial failed"
-    blocks, channel = divmod(code - _TIMED, _PLACES)
-    rows = (*_LEAST_ROWS, NO_TILES)
-    if rows[channel] == rows[blocks] == NO_TILES:
+    places = reversed(divmod(code - _TIMED, _PLACES[0]))
+    channel, blocks = ((*r, NO_TILES)[p] for r, p in zip(_LEAST_ROWS, places, strict=True))
+    if channel == blocks == NO_TILES:
         return "a trial found them slower"
-    return rows[channel], rows[blocks]
+    return channel, blocks
 
 
 @functools.cache
