@@ -163,7 +163,8 @@ def fit_weights(
 class Trust:
     """Weights and factors of the cells with their evidence. One writer: the drafter that owns it.
 
-    weights: float64 [NUM_CELLS], factors: float64 [NUM_FACTORS]: read by grow_tree.
+    weights: float64 [NUM_CELLS], factors: float64 [NUM_FACTORS]: read by grow_tree. Replaced, never
+        written to: all scopes share those that no evidence has changed.
     evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered.
     outcomes: float64 [3, NUM_FACTORS]: sum of claimed chances, times right, times claimed.
 
@@ -191,14 +192,12 @@ class Trust:
         if start.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
             raise ValueError(f"trust needs {NUM_CELLS} weights and {NUM_FACTORS} factors")
         self._prior_odds: Float64 = odds  # replaced, never written to
-        self._prior_factors: Float64 = factors.copy()
-        self.weights: Float64 = start.copy()
-        self.factors: Float64 = factors.copy()
+        self._prior_factors: Float64 = factors  # likewise
+        self.weights: Float64 = start
+        self.factors: Float64 = factors
         self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
         self.outcomes: Float64 = np.zeros((3, NUM_FACTORS), np.float64)
-        # What compiled code reads, and what it learns into. All four are written to in place.
-        self.fields: TrustsFields = (self.weights, self.factors)
-        self.learned_fields: LearnedFields = (self.weights, self.evidence, self.outcomes)
+        self._show()
         self.prior_strength = prior_strength
         self.factor_strength = factor_strength
         self.memory = memory
@@ -223,7 +222,7 @@ class Trust:
         """
         self.restore_arrays(evidence, outcomes)
         self._prior_odds = _odds(self.weights)
-        self._prior_factors = self.factors.copy()
+        self._prior_factors = self.factors
         self.forget()
 
     def update_if_due(self) -> None:
@@ -243,11 +242,16 @@ class Trust:
         self.evidence[:, old] *= 0.5
         old = self.outcomes[2] > self.memory
         self.outcomes[:, old] *= 0.5
+        self.weights = np.empty(NUM_CELLS)
         fit_weights(self.evidence, self._prior_odds, _GROUPS, self.prior_strength, self.weights)
         k = self.factor_strength
-        np.divide(
-            self.outcomes[1] + k * self._prior_factors, self.outcomes[0] + k, out=self.factors
-        )
+        self.factors = (self.outcomes[1] + k * self._prior_factors) / (self.outcomes[0] + k)
+        self._show()
+
+    def _show(self) -> None:
+        """Say anew what compiled code reads, and what it learns into, which stays the same."""
+        self.fields: TrustsFields = (self.weights, self.factors)
+        self.learned_fields: LearnedFields = (self.weights, self.evidence, self.outcomes)
 
     def forget(self) -> None:
         """Drop all evidence; the defaults are what is left."""

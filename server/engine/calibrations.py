@@ -155,7 +155,9 @@ class Calibrations:
         """What a scope's requests of a task left behind. Its drafters write the likely ids."""
         from drafters.auto.retrieval import Seen
 
-        seen = self._seen.setdefault((task, scope), Seen())
+        seen = self._seen.get((task, scope))
+        if seen is None:
+            seen = self._seen[task, scope] = Seen()
         self._seen.move_to_end((task, scope))
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)

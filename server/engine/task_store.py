@@ -350,9 +350,12 @@ class TaskStore:
         if layer is not None and layer.base == corpus and layer.generation == generation:
             return layer.corpus
         if key not in self._opened or self._opened[key] != corpus:
-            self._opened[key] = corpus
-            wanted = Wanted(key, generation, corpus, max_tokens, persist)
-            self._put(partial(self._open, wanted))
+            # Of a new scope that is not on disk there is nothing to read: the worker would take the
+            # cores of its first step.
+            if persist or key in self._sizes:
+                self._opened[key] = corpus
+                wanted = Wanted(key, generation, corpus, max_tokens, persist)
+                self._put(partial(self._open, wanted))
         return None
 
     def forget(self, task: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from drafters.auto.cells import LOGITS, NUM_SOURCES, SOURCES
+from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_SOURCES, SOURCES
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.likely import MAX_SLOTS, NUM_LIKELY, LikelyTable, context_key, find_context
 from drafters.auto.retrieval import Seen
@@ -80,8 +80,7 @@ def test_what_a_rejected_node_s_row_said_is_drafted_where_its_token_comes() -> N
 
 
 def test_what_the_last_row_held_likely_may_come_one_later() -> None:
-    trust = Trust()
-    trust.weights[:] = 0.5
+    trust = Trust(np.full(NUM_CELLS, 0.5))
     session = AutoDrafter(trust=trust, learn=False).open([1, 2, 3])
     session.settle()
     note(session, DraftTree.empty(), rows({7: 0.5, 8: 0.3}), [7])
