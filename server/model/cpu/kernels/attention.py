@@ -52,7 +52,6 @@ from server.model.cpu.kernels.ir import (
 from server.model.cpu.kernels.team import barrier, run, take
 from server.model.cpu.kernels.vectors import (
     exp_shifted,
-    fetch,
     float_at,
     int32_at,
     max_of,
@@ -720,12 +719,6 @@ def _attend_tile(tile, shape):
     low, end = tile.start // LANES, (tile.longest + LANES - 1) // LANES
     if end > low:
         table = tile.table + low * 4
-        if heads < WIDE_HEADS:
-            # Few heads multiply keys for less time than they take to come from memory, in pieces
-            # too short for the core's prefetcher. Values are asked for before they are wanted.
-            size = LANES * width * (4 >> tile.values.kind)
-            for b in range(end - low):
-                fetch(tile.values.numbers + int32_at(table, b) * size, size)
         block_scores(at.queries, d, heads, tile.keys, table, end - low, at.scores, room)
     for i in range(tile.num):
         _finish_scores(tile, i, room, shape)
