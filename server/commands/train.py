@@ -33,7 +33,7 @@ class RecipeOptions:
     learning_rate: Annotated[float, Parameter(help="of the LoRA (1e-3)")] = 1e-3
     rows_learning_rate: Annotated[float, Parameter(help="of new tokens' rows (3e-3)")] = 3e-3
     rank: Annotated[int, Parameter(help="of the LoRA (16)")] = 16
-    dropout: Annotated[float, Parameter(help="of the LoRA's inputs (0)")] = 0.0
+    dropout: Annotated[float, Parameter(help="of the LoRA's inputs (0.1)")] = 0.1
     start: Annotated[
         Literal["leaning", "mean"],
         Parameter(help="how rows begin: leaning to their outer parts, or their mean (leaning)"),
