@@ -898,9 +898,10 @@ def fit_sources(
         np.tile([0.02, 0.3, 0.5, 0.62, 0.7, 0.76, 0.82, 0.87, 0.91, 0.94], NUM_LEVELS // 10),
         NUM_CELLS // NUM_LEVELS,
     )
-    start = Trust()
-    start.weights[only * NUM_CELLS // NUM_SOURCES :] = flat[only * NUM_CELLS // NUM_SOURCES :]
-    start.factors[only * NUM_FACTORS // NUM_SOURCES :] = 1.0
+    known = Trust()
+    weights, factors = known.weights.copy(), known.factors.copy()
+    weights[only * NUM_CELLS // NUM_SOURCES :] = flat[only * NUM_CELLS // NUM_SOURCES :]
+    factors[only * NUM_FACTORS // NUM_SOURCES :] = 1.0
 
     def observe(new: Callable[[], Trust], turn: int) -> Iterator[tuple[Trust, float]]:
         for corpus, held in parts:
@@ -926,7 +927,7 @@ def fit_sources(
                     session.close()
                 yield trust, share * min(1.0, TOKENS_PER_SET / num_tokens)
 
-    return fitted(start, (only, NUM_SOURCES), observe)
+    return fitted(Trust(weights, factors), (only, NUM_SOURCES), observe)
 
 
 @app.command

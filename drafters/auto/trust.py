@@ -164,7 +164,7 @@ class Trust:
     """Weights and factors of the cells with their evidence. One writer: the drafter that owns it.
 
     weights: float64 [NUM_CELLS], factors: float64 [NUM_FACTORS]: read by grow_tree. Replaced, never
-        written to: all scopes share those that no evidence has changed.
+        written to: scopes share those that no evidence has changed, and those that are given.
     evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered.
     outcomes: float64 [3, NUM_FACTORS]: sum of claimed chances, times right, times claimed.
 
