@@ -145,7 +145,8 @@ def test_forced_tokens_are_reported_as_a_source(server: LiveServer) -> None:
     )
     body = response.json()
     forced = body["speculation"]["by_source"]["forced"]
-    assert forced["accepted_tokens"] == forced["drafted_tokens"] > 8
+    # Those at the root are certain; those behind a node of the drafter go where it goes.
+    assert 8 < forced["accepted_tokens"] <= forced["drafted_tokens"]
     assert body["speculation"]["mean_tokens_per_step"] > 1.5
 
 

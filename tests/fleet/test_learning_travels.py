@@ -419,7 +419,7 @@ def test_a_scope_that_was_put_away_goes_on(fleet: Fleet) -> None:
         first.tend()
         assert fleet.build().num_merged == 1
         first.exchange.forget("task")  # as when there are too many scopes there
-        first.memory.learned("other", "\0", None, 1000)  # and here
+        first.memory.learned("other", "\0", None, 1000, persist=True)  # and here
         first.memory.wait()
     second = fleet.add()
     second.memory.learned("task", "\0", None, 1000, persist=True)
