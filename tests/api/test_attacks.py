@@ -2,9 +2,9 @@
 cache is empty, nothing is open and the memory is where it was.
 
 Refusals by field are in test_errors.py, clients that leave in test_lifecycle.py and
-test_end_to_end.py, slow and large HTTP in test_timeouts.py, chats, tools and grammars in
-test_attacks_chat.py, task names and uploads in test_tasks.py, configs in tests/setup; here is the
-rest of the list.
+test_end_to_end.py, what keys learn of each other in test_isolation.py, slow and large HTTP in
+test_timeouts.py, chats, tools and grammars in test_attacks_chat.py, task names and uploads in
+test_tasks.py, configs in tests/setup; here is the rest of the list.
 """
 
 from __future__ import annotations
@@ -360,23 +360,6 @@ def test_many_connections_and_pipelined_requests(server: LiveServer) -> None:
     finally:
         for s in held:
             s.close()
-
-
-# --- tenants ---
-
-
-def test_the_prefix_cache_does_not_tell_what_another_key_asked(server: LiveServer) -> None:
-    prompt = list(range(1, 120))
-
-    def num_cached(secret: str, **body: Any) -> int:
-        usage = post(server, secret, prompt=prompt, max_tokens=1, **body).json()["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-    assert num_cached("sk-one") == 0
-    assert num_cached("sk-one") >= 112
-    assert num_cached("sk-two") == 0
-    assert num_cached("sk-two", cache_salt="one") == 0
-    assert num_cached("sk-two", cache_salt="\0one") == 0
 
 
 # --- logs ---

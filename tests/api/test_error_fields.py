@@ -47,18 +47,6 @@ def test_a_task_called_like_a_field_keeps_its_name(server: LiveServer) -> None:
     assert "the task prompt allows" in told
 
 
-def test_a_chats_limits_have_a_chats_names(server: LiveServer) -> None:
-    told = refused(
-        server, "context_length_exceeded", "max_completion_tokens", max_completion_tokens=10_000
-    )
-    assert "messages: " in told and "(max_completion_tokens)" in told
-    told = refused(server, "context_length_exceeded", "max_tokens", max_tokens=10_000)
-    assert "(max_tokens)" in told
-    told = refused(server, "context_length_exceeded", "messages",
-                   messages=[{"role": "user", "content": "a b c " * 4000}])  # fmt: skip
-    assert "in the prompt" in told  # a word, not a field
-
-
 def test_an_error_of_one_field_becomes_that_of_another() -> None:
     error = LimitExceededError("above 4; prompt: stays.", at="prompt[3]", retry_after_s=2.0)
     assert (error.message, error.param) == ("prompt[3]: above 4; prompt: stays.", "prompt[3]")

@@ -595,15 +595,6 @@ def test_a_wrong_key_is_the_clients_authentication_error(locked: LiveServer) -> 
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_websocket_is_no_way_around(locked: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as s:
-        s.sendall(
-            b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
-            b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n"
-        )
-        assert s.recv(4096).startswith(b"HTTP/1.1 401 ")
-
-
 def test_metrics_and_cors_have_their_own_settings() -> None:
     config = ServerConfig.model_validate(
         {

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from server.config import RestartConfig, TaskConfig, TaskLimits
+from server.config import RestartConfig
 from server.engine.batch import Batch
 from server.engine.process import start_process
 from tests.api.live import BYTE_IDS, LiveServer
@@ -124,27 +124,13 @@ def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() ->
         assert outcomes.count("died") == held and outcomes.count("ok") == 16 - held
         wait_until(lambda: all(e["state"] == "ready" for e in live.client.engines()), 20)
         assert [e["restarts"] for e in live.client.engines()] == [1, 0]
+        assert live.sample("tailor_engine_restarts_total", engine="engine-0") == 1
+        assert live.sample("tailor_engine_up") == 2
         assert (
             live.client.num_open == 0
             and len(live.client.waiting) == live.client.waiting.num_tokens == 0
         )
         assert text_of(live.post(max_tokens=2, **OFF))
-
-
-def test_an_engine_that_hangs_holds_nobody_longer_than_the_task_allows() -> None:
-    tasks = {"quick": TaskConfig(name="quick", limits=TaskLimits(total_timeout_s=1.5))}
-    engine = spec(start_process, step_s=0.005, drafts=False)
-    with LiveServer([engine], tasks=tasks, max_model_len=CONTEXT) as live:
-        handle: Any = live.client.slots[0].handle
-        os.kill(handle.pid, signal.SIGSTOP)
-        try:
-            late = live.post(model="quick", max_tokens=5, **OFF)  # it waits 20 s at most
-            assert late.status_code == 504
-            assert httpx.get(live.url + "/health").status_code == 200  # the API does not hang
-        finally:
-            os.kill(handle.pid, signal.SIGCONT)
-        assert text_of(live.post(model="quick", max_tokens=2, **OFF))
-        assert live.client.num_open == 0
 
 
 PROGRAM = """
@@ -162,7 +148,7 @@ async def main():
     metrics = Metrics()
     client = EngineClient([spec(start_process, step_s=0.01, drafts=False)], metrics=metrics)
     app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client)
-    return await serve(app, client, port=0, limits=LimitsConfig(drain_s=float(sys.argv[1])),
+    return await serve(app, client, port=0, limits=LimitsConfig(drain_s=60.0),
                        on_ready=lambda port: print(port, flush=True))
 
 if __name__ == "__main__":
@@ -170,15 +156,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("drain_s", "num_tokens"), [(20.0, 150), (0.3, 200)])
-def test_sigterm_under_load_drains_or_tells_and_leaves_no_process(
-    drain_s: float, num_tokens: int, tmp_path: Path
-) -> None:
+@contextlib.contextmanager
+def server_program(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process and a group of its own, and its URL."""
     root = Path(__file__).resolve().parents[2]
     program = tmp_path / "server_program.py"  # a file, because the engine's process imports it
     program.write_text(PROGRAM)
     process = subprocess.Popen(
-        [sys.executable, str(program), str(drain_s)],
+        [sys.executable, str(program)],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=subprocess.PIPE,
@@ -188,70 +173,57 @@ def test_sigterm_under_load_drains_or_tells_and_leaves_no_process(
     )
     try:
         assert process.stdout is not None
-        port = int(process.stdout.readline())
-        below = psutil.Process(process.pid).children(recursive=True)
-        assert below
-
-        def leaves(port: int) -> bool:
-            with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503
-            return True
-
-        def one(i: int) -> str:
-            body = {"model": "tiny", "prompt": f"request {i}", "max_tokens": num_tokens}
-            body |= {"ignore_eos": True, "stream": i % 2 == 0, **OFF}
-            try:
-                answer = httpx.post(
-                    f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30
-                )
-            except (httpx.ConnectError, httpx.RemoteProtocolError):
-                return "refused"  # by the kernel, or as the socket was closed
-            except httpx.ReadError:
-                return "reset"  # by the kernel: it waited to be accepted as the socket was closed
-            if "draining" in answer.text:
-                return "told"
-            assert answer.status_code == 200 and "error" not in answer.text, answer.text
-            return "whole"
-
-        with ThreadPoolExecutor(24) as threads:
-            first = [threads.submit(one, i) for i in range(12)]
-            health = f"http://127.0.0.1:{port}/health"
-            wait_until(lambda: httpx.get(health).json()["engines"][0]["open_requests"] == 12, 20)
-            os.killpg(process.pid, signal.SIGTERM)  # as a supervisor does: every process at once
-            wait_until(lambda: leaves(port))
-            later = [threads.submit(one, i) for i in range(12)]
-            outcomes = [f.result(timeout=40) for f in first]
-            refused = [f.result(timeout=40) for f in later]
-        assert set(refused) <= {"told", "refused", "reset"}
-        if drain_s > 1:
-            assert outcomes == ["whole"] * 12
-        else:
-            assert set(outcomes) <= {"told", "whole"} and "told" in outcomes
-        assert process.wait(20) == 0
-        _, alive = psutil.wait_procs(below, timeout=5)
-        assert alive == []
+        yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-@pytest.mark.server_error
-def test_restarts_are_not_for_ever() -> None:
-    """A device that never comes back ends the server with status 1, for its supervisor to see."""
+def ask(url: str, i: int) -> str:
+    """What comes of a request."""
+    body = {"model": "tiny", "prompt": f"request {i}", "max_tokens": 150}
+    body |= {"ignore_eos": True, "stream": i % 2 == 0, **OFF}
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    except (httpx.ConnectError, httpx.RemoteProtocolError):
+        return "refused"  # by the kernel, or as the socket was closed
+    except httpx.ReadError:
+        return "reset"  # by the kernel: it waited to be accepted as the socket was closed
+    if "draining" in answer.text:
+        return "told"
+    assert answer.status_code == 200 and "error" not in answer.text, answer.text
+    return "whole"
 
-    def fail(batch: Batch) -> None:
-        raise RuntimeError("gone")
 
-    policy = RestartConfig(max_restarts=1, first_delay_s=0.02)
-    live = LiveServer([spec(fail=fail)], max_model_len=CONTEXT, restart=policy)
-    with live:
-        ends = threading.Thread(target=partial(live.join, 20))
-        ends.start()
-        for _ in range(60):
-            if not ends.is_alive():
-                break
-            with contextlib.suppress(httpx.TransportError):
-                live.post(max_tokens=2)
-        ends.join(20)
-        assert live.status == 1
+def is_draining(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/ready").status_code == 503
+    return True
+
+
+def num_open(url: str) -> int:
+    return int(httpx.get(f"{url}/health").json()["engines"][0]["open_requests"])
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_sigterm_under_load_drains_a_second_signal_ends_and_no_process_is_left(
+    twice: bool, tmp_path: Path
+) -> None:
+    """A drain that lasts too long is in test_lifecycle.py."""
+    with server_program(tmp_path) as (process, url), ThreadPoolExecutor(24) as threads:
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert below
+        first = [threads.submit(ask, url, i) for i in range(12)]
+        wait_until(lambda: num_open(url) == 12, 20)
+        os.killpg(process.pid, signal.SIGTERM)  # as a supervisor does: every process at once
+        wait_until(lambda: is_draining(url))
+        later = [threads.submit(ask, url, i) for i in range(12)]
+        if twice:
+            process.send_signal(signal.SIGINT)  # a drain lasts up to a minute
+        outcomes = {f.result(timeout=40) for f in first}
+        assert {f.result(timeout=40) for f in later} <= {"told", "refused", "reset"}
+        assert outcomes == {"whole"} if not twice else "told" in outcomes <= {"told", "whole"}
+        assert process.wait(20) == 0
+        _, alive = psutil.wait_procs(below, timeout=5)
+        assert alive == []

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from server import channel
 from server.api import grammars
 from server.api.bodies import validate
 from server.api.faces.completions import CompletionBody
@@ -32,7 +31,7 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.grammar_text import grammar_problem
-from server.types import GrammarSpec, Request, SamplingParams
+from server.types import GrammarSpec, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -217,6 +216,11 @@ def _product(num: int) -> dict[str, Any]:
         ),
         ({"response_format": {"type": "xml"}}, InvalidRequestError, "response_format.type"),
         (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x y"}}},
+            InvalidRequestError,
+            "response_format.json_schema.name",
+        ),
+        (
             {"response_format": {"type": "json_schema"}},
             InvalidRequestError,
             "response_format.json_schema",
@@ -374,10 +378,3 @@ def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(grammars, "grammar_problem", hang)
     asyncio.run(run())
-
-
-def test_a_grammar_crosses_the_channel() -> None:
-    for grammar in (None, GrammarSpec("json_schema", "{}", " ")):
-        request = Request("r", "t", "m", (1, 2), SamplingParams(), grammar=grammar)
-        message = ("submit", request)
-        assert channel.decode(channel.encode(message)) == message

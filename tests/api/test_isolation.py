@@ -260,7 +260,8 @@ def test_cached_tokens_are_one_s_own(tmp_path: Path) -> None:
             return int(usage["prompt_tokens_details"]["cached_tokens"])
 
         assert cached("a") == 0 and cached("a") > 0
-        assert cached("b") == 0
+        for salt in ("", "a", "\0a", "a\0"):  # none names another key
+            assert cached("b", cache_salt=salt) == 0
         assert cached("a", cache_salt="x") == 0
 
 

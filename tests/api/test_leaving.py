@@ -94,7 +94,8 @@ class Visitor:
         wait_until(lambda: any(hasattr(record, "status") for record in self._log.records))
         [line] = [record for record in self._log.records if hasattr(record, "status")]
         assert (line.levelno, str(line.status)) == (logging.INFO, status)
-        assert self._server.client.num_open == 0
+        client = self._server.client
+        assert client.num_open == len(client.waiting) == client.waiting.num_tokens == 0
 
     def _counted(self, status: str) -> float:
         name = "tailor_http_responses_total"

@@ -1,22 +1,16 @@
-"""Clients that leave, engines that die, queues that fill up, servers that are told to stop."""
+"""Clients that leave, engines that die, queues that fill up, servers that are told to stop.
+
+What happens under load and by signals is in test_faults.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,21 +62,6 @@ def test_a_client_that_leaves_is_aborted_within_a_step(stream: bool, reset: bool
         assert engine.aborted == [engine.submitted[0].request_id]
         assert live.client.num_open == 0
         wait_until(lambda: live.sample("tailor_request_outcomes_total", outcome="abort") == 1)
-
-
-def test_a_client_that_leaves_the_queue_is_aborted() -> None:
-    engine = ScriptedEngine(saying(IDS))
-    engine.gate.clear()
-    with LiveServer([engine]) as live:
-        for stream in (False, True):
-            s = send_request(live.port, stream=stream)
-            wait_until(lambda: live.client.num_open == 1)
-            s.close()
-            wait_until(lambda: live.client.num_open == 0)
-        wait_until(lambda: len(engine.aborted) == 2)
-        assert len(live.client.waiting) == live.client.waiting.num_tokens == 0
-        engine.gate.set()
-        assert live.post(max_tokens=1).status_code == 200
 
 
 def test_a_client_that_leaves_a_list_aborts_every_prompt() -> None:
@@ -269,41 +248,6 @@ def test_while_loading_the_server_answers_and_refuses() -> None:
         assert live.post(max_tokens=1).status_code == 200
 
 
-def two_engines(**options: Any) -> list[ScriptedEngine]:
-    return [ScriptedEngine(saying(IDS), name=f"engine-{i}", **options) for i in range(2)]
-
-
-@pytest.mark.server_error
-@pytest.mark.slow
-def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
-    engines = two_engines(step_s=0.05)
-    with LiveServer(engines) as live, ThreadPoolExecutor(8) as threads:
-        bodies = [threads.submit(live.post, max_tokens=60) for _ in range(4)]
-        stream = threads.submit(live.post, max_tokens=60, stream=True)
-        wait_until(lambda: all(len(e.submitted) >= 2 and e.num_steps >= 2 for e in engines))
-        dead, alive = engines if len(engines[0].submitted) == 2 else engines[::-1]
-        dead.die()
-        wait_until(lambda: not live.client.is_ready or dead.num_starts == 2)
-        health = httpx.get(live.url + "/health")
-        assert health.status_code == 200
-        results = [b.result() for b in bodies]
-        failed = [r for r in results if r.status_code != 200]
-        assert {r.json()["error"]["code"] for r in failed} <= {"engine_died"}
-        errors_in_stream = stream.result().text.count('"engine_died"')
-        assert len(failed) + errors_in_stream == len(dead.submitted)
-        assert not alive.aborted
-        wait_until(lambda: dead.num_starts == 2 and live.client.is_ready)
-        assert httpx.get(live.url + "/health").json()["status"] == "ok"
-        states = {e["name"]: e["restarts"] for e in live.client.engines()}
-        assert states == {dead.name: 1, alive.name: 0}
-        assert live.sample("tailor_engine_restarts_total", engine=dead.name) == 1
-        assert live.sample("tailor_engine_up") == 2
-        assert (
-            live.client.num_open == 0
-            and len(live.client.waiting) == live.client.waiting.num_tokens == 0
-        )
-
-
 @pytest.mark.server_error
 def test_the_only_engine_dies_and_comes_back() -> None:
     engine = ScriptedEngine(saying(IDS), step_s=0.02)
@@ -477,141 +421,7 @@ def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
         assert stream.result().text.endswith("data: [DONE]\n\n")
 
 
-PROGRAM = """
-import asyncio, sys
-from server.api.app import create_app
-from server.api.serving import run_loop, serve
-from server.api.engines.client import EngineClient, EngineSpec
-from server.config import LimitsConfig, ServerConfig
-from server.metrics import Metrics
-from tests.api.live import served
-from tests.fakes.scripted_engine import ScriptedEngine, saying
-
-async def main():
-    engine = ScriptedEngine(saying([5, 6, 7]), step_s=0.02)
-    metrics = Metrics()
-    client = EngineClient([EngineSpec("e", "tiny", "cpu", engine.factory)], metrics=metrics)
-    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client)
-    return await serve(app, client, port=0, limits=LimitsConfig(drain_s=60),
-                       on_ready=lambda port: print(port, flush=True))
-
-sys.exit(run_loop(main()))
-"""
-
-
-@contextlib.contextmanager
-def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield process, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def under_way(port: int, answer: Future[httpx.Response]) -> None:
-    """Until the server has a request open."""
-
-    def running() -> bool:
-        told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        return re.search(r"^tailor_num_requests_running\S* 1\.0$", told, re.MULTILINE) is not None
-
-    wait_until(lambda: answer.done() or running(), 20)
-
-
-@pytest.mark.slow
-def test_sigterm_drains_and_exits_0() -> None:
-    with server_process() as (process, port), ThreadPoolExecutor(1) as threads:
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        body = {"model": "tiny", "prompt": "the", "max_tokens": 40}
-        answer = threads.submit(httpx.post, url, json=body, timeout=30)
-        under_way(port, answer)
-        process.send_signal(signal.SIGTERM)
-        assert answer.result().json()["usage"]["completion_tokens"] == 40
-        assert process.wait(10) == 0
-
-
-@pytest.mark.slow
-def test_a_second_sigterm_does_not_wait() -> None:
-    with server_process() as (process, port), ThreadPoolExecutor(1) as threads:
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        body = {"model": "tiny", "prompt": "the", "max_tokens": 250}
-        answer = threads.submit(httpx.post, url, json=body, timeout=30)
-        under_way(port, answer)
-        process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
-        process.send_signal(signal.SIGINT)  # a drain lasts up to 60 s
-        assert answer.result().status_code == 503
-        assert process.wait(20) == 0
-
-
 # --- counters ---
-
-
-def test_counters_equal_the_sum_of_usage() -> None:
-    engine = ScriptedEngine(saying(IDS, per_step=3), step_s=0.001)
-    with LiveServer([engine]) as live:
-        usages: list[dict[str, Any]] = []
-        reports: list[dict[str, Any]] = []
-        lock = threading.Lock()
-
-        def one(i: int) -> None:
-            if i % 4 == 3:
-                s = send_request(live.port, max_tokens=40, stream=True)
-                s.recv(1000)
-                s.close()  # what it got by then is counted, but it has no usage
-                return
-            body = live.post(
-                prompt=["the quick"] * (1 + i % 3), n=1 + i % 2, max_tokens=1 + i % 11,
-                include_speculation=True,
-            ).json()  # fmt: skip
-            with lock:
-                usages.append(body["usage"])
-                reports.append(body["speculation"])
-
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(one, range(0, 60, 1)))
-        wait_until(lambda: live.client.num_open == 0)
-        cut = [a for a in engine.submitted if a.sampling.max_tokens == 40]
-        tokens = live.sample("tailor_generation_tokens_total")
-        completed = sum(u["completion_tokens"] for u in usages)
-        assert tokens >= completed and len(cut) == 15
-        # Now without clients that leave: equal, to the token.
-        before = {
-            name: live.sample(f"tailor_{name}_total")
-            for name in (
-                "generation_tokens",
-                "prompt_tokens",
-                "spec_decode_num_draft_tokens",
-                "spec_decode_num_accepted_tokens",
-                "spec_decode_num_accepted_tokens_per_pos",
-                "spec_decode_num_decode_steps",
-                "spec_decode_num_wasted_rows",
-            )
-        }
-        usages.clear()
-        reports.clear()
-        for i in range(12):
-            one(i if i % 4 != 3 else 0)
-        grew = {k: live.sample(f"tailor_{k}_total") - v for k, v in before.items()}
-        assert grew["generation_tokens"] == sum(u["completion_tokens"] for u in usages)
-        assert grew["prompt_tokens"] == sum(u["prompt_tokens"] for u in usages)
-        drafted = sum(r["drafted_tokens"] for r in reports)
-        accepted = sum(r["accepted_tokens"] for r in reports)
-        assert grew["spec_decode_num_draft_tokens"] == drafted
-        assert grew["spec_decode_num_accepted_tokens"] == accepted
-        assert grew["spec_decode_num_accepted_tokens_per_pos"] == accepted
-        assert grew["spec_decode_num_wasted_rows"] == drafted - accepted
-        assert grew["spec_decode_num_decode_steps"] == sum(r["steps"] for r in reports)
 
 
 def test_metrics_page() -> None:

@@ -137,26 +137,6 @@ def test_what_happens_anyway_in_a_chat(server: LiveServer, body: dict[str, Any])
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"use_beam_search": 0}, "use_beam_search"),
-        ({"length_penalty": 1.2}, "length_penalty"),
-        ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
-        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"web_search_options": {}}, "web_search_options"),
-        ({"add_special_tokens": True}, "add_special_tokens"),
-    ],
-)  # fmt: skip
-def test_what_would_change_something_is_refused(
-    server: LiveServer, body: dict[str, Any], param: str
-) -> None:
-    check(chat(server, model="chatml", **body), 400, "unsupported_parameter", param)
-
-
 def test_reasoning_effort_switches_thinking(
     server: LiveServer, engines: dict[str, ScriptedEngine]
 ) -> None:

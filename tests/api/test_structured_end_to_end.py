@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from drafters import make_drafter
@@ -148,64 +147,6 @@ def test_forced_tokens_are_reported_as_a_source(server: LiveServer) -> None:
     # Those at the root are certain; those behind a node of the drafter go where it goes.
     assert 8 < forced["accepted_tokens"] <= forced["drafted_tokens"]
     assert body["speculation"]["mean_tokens_per_step"] > 1.5
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "param"),
-    [
-        ({"structured_outputs": {"regex": "(a"}}, "invalid_value", "structured_outputs.regex"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x y"}}},
-            "invalid_value",
-            "response_format.json_schema.name",
-        ),
-        (
-            {"structured_outputs": {"json": {"not": {}}}},
-            "unsupported_parameter",
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json_object": True}, "ignore_eos": True},
-            "unsupported_parameter",
-            "ignore_eos",
-        ),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "invalid_value",
-            "response_format",
-        ),
-    ],
-)
-def test_what_cannot_be_is_a_400_that_names_the_field(
-    server: LiveServer, body: dict[str, Any], code: str, param: str
-) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as caught:
-            server.openai().completions.create(
-                model="tiny", prompt="the", stream=stream, extra_body=body
-            )
-        assert (caught.value.code, caught.value.param) == (code, param)
-
-
-def test_a_dead_end_is_a_clear_error_even_within_a_stream(server: LiveServer) -> None:
-    the = TOKENIZER.encode("the").ids
-    body: dict[str, Any] = {
-        "structured_outputs": {"choice": ["the fox"]},
-        "allowed_token_ids": [*the, 2],
-        "max_tokens": 9,
-    }
-    response = server.post(**body)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "constraint_unsatisfiable"
-    streamed = server.post(**body, stream=True)
-    if streamed.status_code == 200:  # else the error came before anything was sent
-        chunks = events(streamed)
-        assert "".join(c["text"] for chunk in chunks[:-1] for c in chunk["choices"]) == "the"
-        error = chunks[-1]["error"]
-    else:
-        error = streamed.json()["error"]
-    assert error["code"] == "constraint_unsatisfiable"
-    assert _texts(server, max_tokens=2)
 
 
 def test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output(server: LiveServer) -> None:

@@ -13,13 +13,11 @@ from tests.api.live import LiveServer
 from tests.api.real_engine import TOKENIZER
 from tests.api.test_structured_end_to_end import (  # noqa: F401  # with this file's `server`
     make_engine,
-    test_a_dead_end_is_a_clear_error_even_within_a_stream,
     test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output,
     test_every_form_matches_with_and_without_drafts,
     test_forced_tokens_are_reported_as_a_source,
     test_json_object_is_an_object,
     test_openai_and_vllm_fields_give_json_of_the_schema,
-    test_what_cannot_be_is_a_400_that_names_the_field,
 )
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 

@@ -10,13 +10,11 @@ from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_end_to_end import (  # noqa: F401  # collected here with this file's `server`
     test_a_request_that_no_token_satisfies_fails_alone,
-    test_drafts_are_accepted_and_reported,
+    test_drafts_are_accepted_and_reported_and_sources_agree,
     test_prompt_logprobs_are_the_drawn_ones,
     test_speculation_batching_and_streaming_never_change_an_answer,
     test_stop_strings_cut_the_text_wherever_they_fall,
     test_the_eos_and_stop_ids_end_without_text,
-    test_the_prefix_cache_shows_in_usage_and_salt_keeps_apart,
-    test_token_sources_agree_with_the_report,
 )
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
