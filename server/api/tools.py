@@ -60,9 +60,8 @@ def format_of(template: str) -> ToolFormat | None:
 
 _SPACE = " \t\r\n"
 _T = TypeVar("_T")
-_Reading = Generator[None, str, _T]
-"""Takes characters until it has what it reads."""
-_State = Literal["start", "text", "open", "call", "after", "plain", "rest", "forced"]
+_Reading = Generator[None, None, _T]
+"""Goes on with more text wherever it yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,21 @@ ToolEvent = str | CallStart | ArgumentsPiece
 """str is content."""
 
 
+class NotACall(Exception):
+    """The text is not a call of a known tool."""
+
+
+class _Ended(Exception):
+    """The text ends where more was expected."""
+
+
 class ToolReader:
     """Splits the text of one choice into content and calls.
 
     names: the tools that may be called. strict: what the arguments of some of them must fit.
-    max_calls: calls beyond it, and all that follows, are not
-    reported. begun: the text continues a marker that the server wrote. forced: it continues a
-    name, too: all of it is that call's arguments.
+    max_calls: calls beyond it, and all that follows, are not reported. begun: the text continues a
+    marker that the server wrote. forced: it continues a name, too: all of it is that call's
+    arguments.
 
     Content that turns out to be none (white space around calls) is dropped; a piece that may still
     become a marker is held back until it is known.
@@ -113,316 +120,227 @@ class ToolReader:
         self._names = names
         self._strict = strict or {}
         self._max_calls = max_calls
-        self._forced = forced
         self.num_calls = 0
-        self._held = ""
-        self._opened = ""
-        self._call: CallScanner | None = None
-        self._reported = False
-        self._behind_call = False  # nothing but white space since the last call
-        self._state: _State = "text"
-        if forced is not None:
-            self._state = "forced"
-        elif begun:
-            self._state = "open"
-        elif style == "llama3":
-            self._state = "start"
+        # What is not told yet: content if no call comes of it. It is read up to `_at`.
+        self._text = ""
+        self._at = 0
+        self._has_ended = False
+        self._events: list[ToolEvent] = []
+        self._arguments: list[str] = []  # of the call that is read, not told yet
+        self._is_reported = False
+        self._reading = self._read(begun) if forced is None else self._read_forced(forced)
 
     def feed(self, text: str) -> list[ToolEvent]:
         """The events of more text."""
-        if self._state == "forced":
-            return self._pass_forced(text)
-        events: list[ToolEvent] = []
-        text, self._held = self._held + text, ""
-        at = 0
-        while at < len(text):
-            if self._state == "text":
-                at = self._read_text(text, at, events)
-            elif self._state == "start":
-                at = self._read_start(text, at)
-            elif self._state == "open":
-                at = self._read_open(text, at, events)
-            elif self._state == "call":
-                at = self._read_call(text, at, events)
-            elif self._state == "after":
-                at = self._read_after(text, at)
-            else:
-                if self._state == "plain":
-                    events.append(text[at:])
-                at = len(text)
+        self._text += text
+        next(self._reading, None)
+        self._tell_arguments()
+        events, self._events = self._events, []
         return _joined(events)
 
     def finish(self) -> list[ToolEvent]:
         """The events that waited for the end of the text."""
-        if self._state == "forced":
-            return self._pass_forced("")
-        left = ""
-        if self._state == "call" and not self._reported:
-            left = self._opened + (self._call.raw if self._call is not None else "")
-        elif self._state in ("text", "start", "open"):
-            left = self._opened + self._held
-        self._held, self._call, self._state = "", None, "rest"
-        if not left or (self.num_calls and left.isspace()):
-            return []
-        return [left]
+        self._has_ended = True
+        return self.feed("")
 
-    def _new_id(self) -> str:
-        """Of a call. Mistral's templates take nine letters and digits."""
-        if self._style != "mistral":
-            return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    def _take(self) -> str:
+        """What was read, which is not content any more."""
+        taken, self._text, self._at = self._text[: self._at], self._text[self._at :], 0
+        return taken
 
-    # --- states: each takes some of text[at:] and returns where it stopped ---
+    def _take_all(self) -> str:
+        self._at = len(self._text)
+        return self._take()
 
-    def _pass_forced(self, text: str) -> list[ToolEvent]:
-        events: list[ToolEvent] = []
-        if not self.num_calls:
-            assert self._forced is not None
-            events.append(CallStart(0, self._new_id(), self._forced))
-            self.num_calls = 1
-        if text:
-            events.append(ArgumentsPiece(0, text))
-        return events
+    def _more(self) -> _Reading[None]:
+        if self._has_ended:
+            raise _Ended
+        yield
 
-    def _read_text(self, text: str, at: int, events: list[ToolEvent]) -> int:
-        """Content, up to a marker or the end. White space before either waits for what follows."""
-        marker = self._marker
-        found = text.find(marker, at)
-        end = found
-        if found < 0:
-            end = len(text)
-            for k in range(min(len(marker) - 1, end - at), 0, -1):
-                if text.endswith(marker[:k]):
-                    end -= k
-                    break
-        start = at
-        if self._behind_call:
-            start = end - len(text[at:end].lstrip(_SPACE))
-        content = text[start:end].rstrip(_SPACE)
-        if content:
-            events.append(content)
-            self._behind_call = False
-        rest = start + len(content)
-        if found < 0:
-            self._held = text[rest:]
-            return len(text)
-        self._opened = text[rest : found + len(marker)]
-        self._state = "open"
-        return found + len(marker)
+    def _char(self, *, skips: bool = False) -> _Reading[str]:
+        """The next character; skips: that is no white space."""
+        while True:
+            while self._at < len(self._text):
+                char = self._text[self._at]
+                self._at += 1
+                if not skips or char not in _SPACE:
+                    return char
+            yield from self._more()
 
-    def _read_start(self, text: str, at: int) -> int:
-        """The start of an output that is a call only as a whole."""
-        rest = text[at:].lstrip(_SPACE)
-        if len(rest) < len(self._marker) and self._marker.startswith(rest):
-            self._held = text[at:]
-            return len(text)
-        self._state = "open"
-        if not rest.startswith(self._marker):
-            return at
-        end = len(text) - len(rest) + len(self._marker)
-        self._opened = text[at:end]
-        return end
+    # --- a whole text ---
 
-    def _read_open(self, text: str, at: int, events: list[ToolEvent]) -> int:
-        """What may stand between a marker and a call."""
-        char = text[at]
-        if char == "{":
-            self._state = "call"
-            self._call = CallScanner(self._names, ARGUMENTS_KEY[self._style])
-            self._reported = False
-            return at
-        if char in _SPACE or (char == "[" and self._style == "mistral"):
-            self._opened += char
-            return at + 1
-        self._give_up(events, "")
-        return at
+    def _read_forced(self, name: str) -> _Reading[None]:
+        self._report(name)
+        while not self._has_ended:
+            self._arguments.append(self._take_all())
+            yield
+        self._arguments.append(self._take_all())
 
-    def _read_call(self, text: str, at: int, events: list[ToolEvent]) -> int:
-        call = self._call
-        assert call is not None
-        failed = False
-        while at < len(text) and not call.done and not failed:
-            try:
-                call.push(text[at])
-            except NotACall:
-                failed = True
-            at += 1
-        check = self._strict.get(call.name or "")
-        if check is not None and call.done:
-            failed = not check.fits(call.arguments)
-        may_report = call.is_known and not failed if check is None else call.done and not failed
-        if may_report and not self._reported:
-            assert call.name is not None
-            events.append(CallStart(self.num_calls, self._new_id(), call.name))
-            self.num_calls += 1
-            self._reported = True
-        if self._reported:
-            events.append(ArgumentsPiece(self.num_calls - 1, call.take_arguments()))
-        if failed and not self._reported:
-            self._give_up(events, call.raw)
-        elif failed or call.done:  # what is broken behind known arguments changes nothing
-            full = self._max_calls is not None and self.num_calls >= self._max_calls
-            self._state = "rest" if full else "after"
-            self._call, self._opened = None, ""
-        return at
-
-    def _read_after(self, text: str, at: int) -> int:
-        """What may stand behind a call: its end, or a further one."""
-        rest = text[at:].lstrip(_SPACE)
-        start = len(text) - len(rest)
-        if self._style == "hermes":
-            closing = MARKERS["hermes"][1]
-            if len(rest) < len(closing) and closing.startswith(rest):
-                self._held = text[at:]
-                return len(text)
-            self._state, self._behind_call = "text", True
-            return start + len(closing) if rest.startswith(closing) else start
-        if not rest:
-            return len(text)
-        if rest[0] == ",":
-            self._state = "open"
-            return start + 1
-        if self._style == "llama3":
-            self._state = "open" if rest[0] in "{;" else "plain"
-            return start + 1 if rest[0] == ";" else start
-        self._state, self._behind_call = "text", True
-        return start + 1 if rest[0] == "]" else start
-
-    def _give_up(self, events: list[ToolEvent], read: str) -> None:
-        """Make what was read since the last content part of the content."""
-        events.append(self._opened + read)
-        self._opened, self._call, self._behind_call = "", None, False
-        self._state = "plain" if self._style == "llama3" else "text"
-
-
-def _joined(events: Sequence[ToolEvent]) -> list[ToolEvent]:
-    """Neighbouring pieces of one kind as one; no empty pieces."""
-    joined: list[ToolEvent] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if event == "" or (isinstance(event, ArgumentsPiece) and not event.text):
-            continue
-        if isinstance(event, str) and isinstance(last, str):
-            joined[-1] = last + event
-        elif (
-            isinstance(event, ArgumentsPiece)
-            and isinstance(last, ArgumentsPiece)
-            and event.index == last.index
-        ):
-            joined[-1] = ArgumentsPiece(event.index, last.text + event.text)
-        else:
-            joined.append(event)
-    return joined
-
-
-class NotACall(Exception):
-    """The text is not a call of a known tool."""
-
-
-class CallScanner:
-    """Reads one {"name": ..., "arguments": {...}} character by character, as it is written.
-
-    name is set once it is known, `done` behind the closing brace. raw: everything read so far.
-    """
-
-    def __init__(self, names: frozenset[str], arguments_key: str) -> None:
-        self._names = names
-        self._keys = (arguments_key, "arguments", "parameters")
-        self.name: str | None = None
-        self.has_arguments = False
-        self.done = False
-        self._read: list[str] = []
-        self._arguments: list[str] = []
-        self._scan = self._object()
-        next(self._scan)
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._read)
-
-    @property
-    def arguments(self) -> str:
-        """The part of the arguments' text that was not taken yet."""
-        return "".join(self._arguments)
-
-    def take_arguments(self) -> str:
-        """`arguments`, which counts as taken from now on."""
-        text = self.arguments
-        self._arguments.clear()
-        return text
-
-    @property
-    def is_known(self) -> bool:
-        """Whether this is certainly a call of a known tool."""
-        return self.name is not None and (self.has_arguments or self.done)
-
-    def push(self, char: str) -> None:
-        """Take one character. Raises NotACall."""
-        self._read.append(char)
+    def _read(self, begun: bool) -> _Reading[None]:
         try:
-            self._scan.send(char)
-        except StopIteration:
-            self.done = True
+            if not begun:
+                yield from self._start() if self._style == "llama3" else self._content()
+            while True:
+                is_call = yield from self._call()
+                if is_call and self.num_calls == self._max_calls:
+                    break
+                if is_call:
+                    yield from self._after()
+                    continue
+                self._events.append(self._take())
+                yield from self._plain() if self._style == "llama3" else self._content()
+        except _Ended:
+            left = "" if self._is_reported else self._take_all()
+            if left and not (self.num_calls and left.isspace()):
+                self._events.append(left)
+        while True:  # what follows is not told
+            self._take_all()
+            yield
 
-    def _object(self) -> _Reading[None]:
-        """All of the call."""
-        char = yield from _next()
+    def _start(self) -> _Reading[None]:
+        """The start of an output that is a call only as a whole."""
+        marker = self._marker
+        while len(rest := self._text.lstrip(_SPACE)) < len(marker) and marker.startswith(rest):
+            yield from self._more()
+        if rest.startswith(marker):
+            self._at = len(self._text) - len(rest) + len(marker)
+
+    def _plain(self) -> _Reading[None]:
+        """Content to the end."""
+        while True:
+            self._events.append(self._take_all())
+            yield from self._more()
+
+    def _content(self, *, behind_call: bool = False) -> _Reading[None]:
+        """Content, up to a marker. White space before it waits for what follows."""
+        marker = self._marker
+        while True:
+            text = self._text
+            end = found = text.find(marker)
+            if found < 0:
+                held = range(min(len(marker) - 1, len(text)), 0, -1)
+                end = len(text) - next((k for k in held if text.endswith(marker[:k])), 0)
+            start = end - len(text[:end].lstrip(_SPACE)) if behind_call else 0
+            content = text[start:end].rstrip(_SPACE)
+            if content:
+                self._events.append(content)
+                behind_call = False
+            self._text = text[start + len(content) :]
+            if found >= 0:
+                self._at = found + len(marker) - start - len(content)
+                return
+            yield from self._more()
+
+    def _after(self) -> _Reading[None]:
+        """What may stand behind a call, up to a further one."""
+        closing = MARKERS["hermes"][1] if self._style == "hermes" else ""
+        while True:
+            rest = self._text.lstrip(_SPACE)
+            if rest and not (len(rest) < len(closing) and closing.startswith(rest)):
+                break
+            yield from self._more()
+        self._is_reported = False
+        if closing:
+            self._text = rest.removeprefix(closing)
+            yield from self._content(behind_call=True)
+        elif rest[0] == ",":
+            self._text = rest[1:]
+        elif self._style == "llama3":
+            self._text = rest.removeprefix(";")
+            if rest[0] not in "{;":
+                yield from self._plain()
+        else:
+            self._text = rest.removeprefix("]")
+            yield from self._content(behind_call=True)
+
+    # --- one call ---
+
+    def _call(self) -> _Reading[bool]:
+        """Reads what may stand behind a marker, and a call; returns whether there is one. What is
+        broken behind known arguments changes nothing."""
+        self._arguments = []
+        while (char := (yield from self._char())) in _SPACE or (
+            char == "[" and self._style == "mistral"
+        ):
+            pass
         if char != "{":
-            raise NotACall
+            self._at -= 1
+            return False
+        try:
+            yield from self._members()
+        except NotACall:
+            if not self._is_reported:
+                return False
+        self._tell_arguments()
+        self._take()
+        return True
+
+    def _members(self) -> _Reading[None]:
+        """{"name": ..., "arguments": {...}} behind its brace. The call is reported once its name is
+        known and its arguments have begun; a strict one at its end. Raises NotACall."""
+        keys = (ARGUMENTS_KEY[self._style], "arguments", "parameters")
+        name, has_arguments, char = "", False, ","
         while char != "}":
-            if (yield from _next()) != '"':
+            if (yield from self._char(skips=True)) != '"':
                 raise NotACall
-            text, _ = yield from self._value('"', passes=False)
+            text, _ = yield from self._value('"')
             key = _json_of(text)
-            if (yield from _next()) != ":":
+            if (yield from self._char(skips=True)) != ":":
                 raise NotACall
-            first = yield from _next()
-            is_arguments = key in self._keys
+            first = yield from self._char(skips=True)
+            is_arguments = key in keys
             if is_arguments and first not in '{"':
                 raise NotACall
-            text, char = yield from self._value(first, passes=is_arguments and first == "{")
+            passes = is_arguments and first == "{"
+            if passes:
+                has_arguments = True
+                self._report_if(name)
+            text, char = yield from self._value(first, passes=passes)
             if key == "name":
-                name = _json_of(text)
-                if self.name is not None or not isinstance(name, str) or name not in self._names:
+                found = _json_of(text)
+                if name or not isinstance(found, str) or found not in self._names:
                     raise NotACall
-                self.name = name
-            elif is_arguments and first == '"':
+                name = found
+            elif is_arguments and not passes:
                 # Some models write the arguments as a string that holds JSON.
                 inner = str(_json_of(text))
                 if not isinstance(_json_of(inner), dict):
                     raise NotACall
                 self._arguments.append(inner)
-                self.has_arguments = True
-            char = char or (yield from _next())
+                has_arguments = True
+            if has_arguments:
+                self._report_if(name)
+            char = char or (yield from self._char(skips=True))
             if char not in ",}":
                 raise NotACall
-        if self.name is None:
+        if not name:
             raise NotACall
-        if not self.has_arguments:
+        if not has_arguments:
             self._arguments.append("{}")
-            self.has_arguments = True
+        check = self._strict.get(name)
+        if check is not None and not check.fits("".join(self._arguments)):
+            raise NotACall
+        self._report(name)
 
-    def _value(self, first: str, *, passes: bool) -> _Reading[tuple[str, str]]:
+    def _value(self, first: str, *, passes: bool = False) -> _Reading[tuple[str, str]]:
         """(a key's or value's text, the character behind it that ended it, "" for none). passes:
         whether it is the arguments, which are told as they come."""
         text = [first]
         if first not in '"[{':  # a number or a word ends behind itself
             if first in ",:]}":
                 raise NotACall
-            while (char := (yield)) not in ",}" + _SPACE:
+            while (char := (yield from self._char())) not in ",}" + _SPACE:
                 if char in '":[{':
                     raise NotACall
                 text.append(char)
             return "".join(text), char.strip()
         if passes:
-            self.has_arguments = True
-            self._arguments.append(first)
+            text = self._arguments
+            text.append(first)
         depth, in_string, escaped = int(first != '"'), first == '"', False
         while depth or in_string:
-            char = yield
+            char = yield from self._char()
             text.append(char)
-            if passes:
-                self._arguments.append(char)
             if escaped:
                 escaped = False
             elif in_string:
@@ -433,14 +351,41 @@ class CallScanner:
                 depth += 1
             elif char in "]}":
                 depth -= 1
-        return "".join(text), ""
+        return "" if passes else "".join(text), ""
+
+    def _report_if(self, name: str) -> None:
+        if name and name not in self._strict:
+            self._report(name)
+
+    def _report(self, name: str) -> None:
+        """Tell that a call of this name begins; once."""
+        if self._is_reported:
+            return
+        call_id = f"call_{secrets.token_hex(12)}"
+        if self._style == "mistral":  # its templates take nine letters and digits
+            letters = string.ascii_letters + string.digits
+            call_id = "".join(secrets.choice(letters) for _ in range(9))
+        self._events.append(CallStart(self.num_calls, call_id, name))
+        self.num_calls += 1
+        self._is_reported = True
+
+    def _tell_arguments(self) -> None:
+        if self._is_reported and self._arguments:
+            self._events.append(ArgumentsPiece(self.num_calls - 1, "".join(self._arguments)))
+            self._arguments.clear()
 
 
-def _next() -> _Reading[str]:
-    """The next character that is no white space."""
-    while (char := (yield)) in _SPACE:
-        pass
-    return char
+def _joined(events: Sequence[ToolEvent]) -> list[ToolEvent]:
+    """Neighbouring pieces of content as one; no empty pieces."""
+    joined: list[ToolEvent] = []
+    for event in events:
+        if event == "" or (isinstance(event, ArgumentsPiece) and not event.text):
+            continue
+        if isinstance(event, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += event
+        else:
+            joined.append(event)
+    return joined
 
 
 def _json_of(text: str) -> Any:

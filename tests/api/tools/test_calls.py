@@ -234,6 +234,12 @@ def test_one_of_several_tools_is_forced_by_a_schema(style: ToolFormat, parallel:
     assert read(style, text, 4, begun=forced.begun) == [("g", '{"city": "Rome"}')]
 
 
+def test_what_is_broken_behind_known_arguments_changes_nothing_at_any_cut() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1} x y'
+    for size in (1, 5, 1000):
+        assert read("hermes", text, size) == [("f", '{"a": 1}'), "y"]
+
+
 def test_white_space_within_content_behind_a_call_is_kept_at_every_cut() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n\n and then, two words'
     whole = read("hermes", text, [])
