@@ -110,6 +110,27 @@ def test_packing_sharing_and_computing_again_change_no_gradient(name: str) -> No
             torch.testing.assert_close(other, gradient, rtol=1e-4, atol=2e-5 * size)
 
 
+def dropped(x: torch.Tensor, dropout: float, seed: int) -> torch.Tensor:
+    """What a LoRA sees of x in training: through a layer whose A and B change nothing."""
+    num = x.shape[-1]
+    nothing = Floats(torch.zeros(num, num), torch.float32)
+    layer = LoraLinear(nothing, None, LoraOptions(num, num, dropout), torch.float32)
+    with torch.no_grad():
+        layer.lora_A.copy_(torch.eye(num))
+        layer.lora_B.copy_(torch.eye(num))
+        torch.manual_seed(seed)
+        return layer(x)
+
+
+def test_dropout_drops_its_share_and_lifts_the_rest() -> None:
+    for share in (0.1, 0.4):
+        seen = dropped(torch.ones(1001, 64), share, 3)
+        rest = seen[seen > 0]
+        torch.testing.assert_close(rest, torch.full_like(rest, 1 / (1 - share)), rtol=1e-4, atol=0)
+        assert float((seen == 0).float().mean()) == pytest.approx(share, abs=5 / 64064**0.5 / 2)
+        assert len({tuple(row) for row in seen.tolist()}) > 990  # no two rows lose the same
+
+
 def test_a_linear_layer_s_gradients_are_those_of_its_formula() -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(7, 5), torch.randn(7)
@@ -122,8 +143,7 @@ def test_a_linear_layer_s_gradients_are_those_of_its_formula() -> None:
         torch.manual_seed(9)
         out = layer(x)
         found = torch.autograd.grad((out * toward).sum(), [x, layer.lora_A, layer.lora_B])
-        torch.manual_seed(9)
-        kept = torch.bernoulli(torch.full((8, 5), 0.6)).view(2, 4, 5) / 0.6 if training else 1.0
+        kept = dropped(torch.ones(2, 4, 5), 0.4, 9) if training else 1.0
         low = (x * kept) @ layer.lora_A.T
         plain = x @ weight.T + bias + 2.0 * low @ layer.lora_B.T
         torch.testing.assert_close(out, plain)
