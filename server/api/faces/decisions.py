@@ -48,8 +48,9 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.bodies import BodyPart, ModelName, validate
+from server.api.bodies import BodyPart, ModelName, refuse_members, validate
 from server.api.engines.submission import RequestAccount, Submission
+from server.api.faces.items import Items, content_schema, input_schema, text_of
 from server.api.openapi import schema_of
 from server.api.order import Orders, Target, tighter
 from server.api.route_context import Face, RouteContext
@@ -69,7 +70,6 @@ from server.types import Request, SamplingParams
 MAX_QUESTIONS = 400
 MAX_CHOICES = 255
 MAX_LEVELS = 10
-MAX_ITEMS = 4096
 MAX_LABEL_CHARS = 4096
 MAX_JSON_DEPTH = 32
 MAX_JSON_VALUES = 10_000
@@ -373,147 +373,16 @@ def score_of(chances: Sequence[float]) -> float:
 
 Name = Annotated[str, Field(max_length=512)]
 Description = Annotated[str, Field(max_length=65_536)]
-Status = Literal["in_progress", "completed", "incomplete"]
 
-_DATA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
-
-
-class CacheBreakpoint(BodyPart):
-    """A mark of the prompt cache; changes nothing here."""
-
-    mode: Literal["explicit"]
-
-
-class InputText(BodyPart):
-    """A text."""
-
-    type: Literal["input_text"]
-    text: str
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-
-
-class InputJson(BodyPart):
-    """A JSON object, or a list of them, shown as compact JSON."""
-
-    type: Literal["input_json"]
-    data: Annotated[Any, WithJsonSchema(_DATA_SCHEMA)]
-
-
-class OutputText(BodyPart):
-    """A text that an assistant wrote."""
-
-    type: Literal["output_text"]
-    text: str
-
-
-class Refusal(BodyPart):
-    """A refusal that an assistant wrote."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
+Content = Annotated[Any, WithJsonSchema(content_schema("input_json"))]
 _Kinds = Mapping[str, type[BodyPart]]
-_INPUT: _Kinds = {"input_text": InputText, "input_json": InputJson}
-_TEXT: _Kinds = {"input_text": InputText}
-_OUTPUT: _Kinds = {"output_text": OutputText, "refusal": Refusal}
-
-
-def _any_of(kinds: _Kinds) -> dict[str, Any]:
-    return {"anyOf": [schema_of(kind) for kind in dict.fromkeys(kinds.values())]}
-
-
-def _content_schema(kinds: _Kinds) -> Any:
-    return WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": _any_of(kinds)}]}
-    )
-
-
-# Parts are looked at one by one (text_of): a union would report an error for every member.
-InputContent = Annotated[Any, _content_schema(_INPUT)]
-TextContent = Annotated[Any, _content_schema(_TEXT)]
-OutputContent = Annotated[Any, _content_schema(_OUTPUT)]
-
-
-class UserMessage(BodyPart):
-    """A user's message."""
-
-    role: Literal["user"]
-    content: InputContent
-    type: Literal["message"] = "message"
-
-
-class InstructionMessage(BodyPart):
-    """A message of a developer or the system."""
-
-    role: Literal["developer", "system"]
-    content: TextContent
-    type: Literal["message"] = "message"
-
-
-class AssistantMessage(BodyPart):
-    """An assistant's message."""
-
-    role: Literal["assistant"]
-    content: OutputContent
-    phase: Literal["commentary", "final_answer"] | None = None
-    type: Literal["message"] = "message"
-
-
-class ToolCall(BodyPart):
-    """A call that an assistant has made."""
-
-    call_id: str
-    name: str
-    id: str | None = None
-    namespace: str | None = None
-    status: Status | None = None
-
-
-class FunctionCall(ToolCall):
-    """A call of a function."""
-
-    type: Literal["function_call"]
-    arguments: str
-
-
-class CustomToolCall(ToolCall):
-    """A call of a custom tool."""
-
-    type: Literal["custom_tool_call"]
-    input: str
-
-
-class CallOutput(BodyPart):
-    """The result of a call; call_id names a call before it."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: TextContent
-    id: str | None = None
-    status: Status | None = None
-
-
-_ROLES: _Kinds = {
-    "user": UserMessage,
-    "developer": InstructionMessage,
-    "system": InstructionMessage,
-    "assistant": AssistantMessage,
-}
-_PARTS_OF_ROLE = {"user": _INPUT, "assistant": _OUTPUT}
-_CALLS: _Kinds = {
-    "function_call": FunctionCall,
-    "custom_tool_call": CustomToolCall,
-    "function_call_output": CallOutput,
-    "custom_tool_call_output": CallOutput,
-}
 
 
 class PredicateQuestion(BodyPart):
     """How likely is it that a statement about the input is true?"""
 
     type: Literal["predicate"]
-    instructions: InputContent
+    instructions: Content
     name: Name | None = None
 
 
@@ -531,7 +400,7 @@ class ChoiceQuestion(BodyPart):
     """Which of the options fits the input?"""
 
     type: Literal["choice"]
-    instructions: InputContent
+    instructions: Content
     choices: list[ChoiceOption] = Field(min_length=2, max_length=MAX_CHOICES)
     name: Name | None = None
 
@@ -547,7 +416,7 @@ class ScoreQuestion(BodyPart):
     """Which of the ordered levels, lowest first, fits the input?"""
 
     type: Literal["score"]
-    instructions: InputContent
+    instructions: Content
     levels: list[ScoreLevel] = Field(min_length=2, max_length=MAX_LEVELS)
     name: Name | None = None
 
@@ -557,18 +426,14 @@ _QUESTIONS: _Kinds = {
     "choice": ChoiceQuestion,
     "score": ScoreQuestion,
 }
-_INPUT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "items": _any_of({**_ROLES, **_CALLS})},
-    ]
-}
 _QUESTIONS_SCHEMA = {
     "type": "array",
     "minItems": 1,
     "maxItems": MAX_QUESTIONS,
-    "items": _any_of(_QUESTIONS),
+    "items": {"anyOf": [schema_of(kind) for kind in _QUESTIONS.values()]},
 }
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+_INPUT_SCHEMA = input_schema(_CALLS, content=content_schema("input_json"))
 
 
 class CacheOptions(BodyPart):
@@ -595,10 +460,6 @@ def one_of(kinds: _Kinds, key: str, value: Any, at: str) -> Any:
         raise InvalidRequestError(f"must be an object; got {echoed(value)}.", at=at)
     kind = value.get(key)
     if not isinstance(kind, str) or kind not in kinds:
-        if kind in ("input_image", "input_audio", "input_file"):
-            raise UnsupportedFieldError(
-                f"{kind} is not supported; only text and JSON are read.", at=at
-            )
         raise InvalidRequestError(
             f"must be one of {', '.join(kinds)}; got {echoed(kind)}.", at=f"{at}.{key}"
         )
@@ -628,7 +489,7 @@ def _question(value: Any, at: str) -> Question:
             raise InvalidRequestError("every value must be there once.", at=f"{at}.choices")
     elif isinstance(given, ScoreQuestion):
         options = [Option(level.label, level.description) for level in given.levels]
-    told = _text_of(given.instructions, _INPUT, f"{at}.instructions")
+    told = _text_of(given.instructions, f"{at}.instructions")
     return Question(given.type, told, tuple(options), at, given.name)
 
 
@@ -649,63 +510,47 @@ def input_text(given: Any) -> str:
     """
     if isinstance(given, str) and given:
         return given
-    if not isinstance(given, list) or not given:
-        raise InvalidRequestError(
-            f"must be a text or a list of items, not empty; got {echoed(given)}.", at="input"
-        )
-    if len(given) > MAX_ITEMS:
-        raise LimitExceededError(f"at most {MAX_ITEMS} items; got {len(given)}.", at="input")
+    turns = _ITEMS.turns(given)
     told: list[str] = []
     calls: set[str] = set()
-    for i, value in enumerate(given):
-        at = f"input[{i}]"
-        kind = value.get("type") if isinstance(value, dict) else None
-        is_call = isinstance(kind, str) and kind in _CALLS
-        item = one_of(_CALLS if is_call else _ROLES, "type" if is_call else "role", value, at)
-        if isinstance(item, CallOutput):
-            if item.call_id not in calls:
-                raise InvalidRequestError("no call before it has this id.", at=f"{at}.call_id")
-            told.append(f"Result: {_text_of(item.output, _TEXT, f'{at}.output')}")
-        elif isinstance(item, (FunctionCall, CustomToolCall)):
-            calls.add(item.call_id)
-            what = item.arguments if isinstance(item, FunctionCall) else item.input
-            space = f"{item.namespace}." if item.namespace else ""
-            told.append(f"Call: {space}{item.name}({what})")
+    for turn in turns:
+        if turn.calls:
+            calls |= {call.call_id for call in turn.calls}
+            told += [f"Call: {call.name}({call.arguments})" for call in turn.calls]
+        elif turn.call_id is None:
+            is_alone = turn.role == "user" and not turns[1:]
+            told.append(turn.content if is_alone else f"{turn.role.title()}: {turn.content}")
+        elif turn.call_id in calls:
+            told.append(f"Result: {turn.content}")
         else:
-            parts = _PARTS_OF_ROLE.get(item.role, _TEXT)
-            text = _text_of(item.content, parts, f"{at}.content")
-            told.append(
-                text if item.role == "user" and not given[1:] else f"{item.role.title()}: {text}"
-            )
+            raise InvalidRequestError("no call before it has this id.", at=f"{turn.at}.call_id")
     text = "\n\n".join(told)
     if not text.strip():
         raise InvalidRequestError("there is no text in it.", at="input")
     return text
 
 
-def _text_of(content: Any, kinds: _Kinds, at: str) -> str:
-    """A content field: a text, or parts of these kinds. Raises InvalidRequestError."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise InvalidRequestError(
-            f"must be a text or a list of parts; got {echoed(content)}.", at=at
-        )
-    if len(content) > MAX_ITEMS:
-        raise LimitExceededError(f"at most {MAX_ITEMS} parts.", at=at)
-    parts = [one_of(kinds, "type", part, f"{at}[{i}]") for i, part in enumerate(content)]
-    return "\n".join(_part(part, f"{at}[{i}]") for i, part in enumerate(parts))
+def _text_of(content: Any, at: str) -> str:
+    """A content field: a text, or parts that are text or JSON. Raises InvalidRequestError."""
+    if content == []:
+        raise InvalidRequestError("must be a text or a list of parts, not empty.", at=at)
+    if isinstance(content, list):
+        content = [_as_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
+    return text_of(content, at)
 
 
-def _part(part: InputText | InputJson | OutputText | Refusal, at: str) -> str:
-    if isinstance(part, Refusal):
-        return part.refusal
-    if not isinstance(part, InputJson):
-        return part.text
-    objects = part.data if isinstance(part.data, list) else [part.data]
-    if not all(isinstance(value, dict) for value in objects):
+def _as_text(part: Any, at: str) -> Any:
+    """A part with JSON as one with its text."""
+    if not isinstance(part, dict) or part.get("type") != "input_json":
+        return part
+    refuse_members(part, {"type", "data"}, at)
+    data = part.get("data")
+    if not all(isinstance(v, dict) for v in (data if isinstance(data, list) else [data])):
         raise InvalidRequestError("must be an object or a list of objects.", at=f"{at}.data")
-    return json_text(part.data, f"{at}.data")
+    return {"type": "text", "text": json_text(data, f"{at}.data")}
+
+
+_ITEMS = Items(_CALLS, _text_of, has_spaces=True)
 
 
 # --- the answer -----------------------------------------------------------------------------------

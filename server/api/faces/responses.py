@@ -6,12 +6,12 @@ One ResponseWriter makes the whole answer and OpenAI's events, so they agree.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,13 +26,11 @@ from server.api.bodies import (
     Neutral,
     Path,
     aliases,
-    joined_texts,
-    refuse_members,
-    says_nothing,
 )
-from server.api.chats import MAX_MESSAGES, Call, Chat, ChatFace, Chats, Turn
+from server.api.chats import Chat, ChatFace, Chats, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, check_tier
+from server.api.faces.items import Item, Items, input_schema
 from server.api.grammars import OutputFormat
 from server.api.http_answers import encode_ascii
 from server.api.order import Names, Order, Target
@@ -48,7 +46,6 @@ from server.api.tools import (
 )
 from server.errors import (
     InvalidRequestError,
-    LimitExceededError,
     TailorError,
     UnsupportedFieldError,
     echoed,
@@ -57,7 +54,8 @@ from server.types import INT31, Delta
 
 # --- the body -------------------------------------------------------------------------------------
 
-_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_ITEMS = Items({"function_call": "arguments"})
+_INPUT = input_schema(_ITEMS.calls, "item_reference", "reasoning", id={"type": "string"})
 _CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 _NOT_STORED = "conversations are not stored here; send the whole one as input"
 _ONE = "a response is one message"
@@ -128,9 +126,6 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
 
 
-_Item = dict[str, Any]
-
-
 class KeptItems:
     """The last items of each key's answers, as its next input may have them, for clients that send
     an item's id in place of it (`item_reference`). In memory, and bounded by number and characters
@@ -139,7 +134,7 @@ class KeptItems:
     def __init__(self, max_items: int = 512, max_chars: int = 1 << 20) -> None:
         self._max_items = max_items
         self._max_chars = max_chars
-        self._of: dict[str, OrderedDict[str, tuple[_Item, int]]] = {}
+        self._of: dict[str, OrderedDict[str, tuple[Item, int]]] = {}
         self._num_chars: Counter[str] = Counter()
 
     def keep(self, tenant: str, item: OutputItem) -> None:
@@ -159,7 +154,7 @@ class KeptItems:
             _, (_, oldest) = items.popitem(last=False)
             self._num_chars[tenant] -= oldest
 
-    def find(self, tenant: str, item_id: Any) -> _Item | None:
+    def find(self, tenant: str, item_id: Any) -> Item | None:
         """The item of an answer to this key, None where it is not kept."""
         items = self._of.get(tenant)
         if items is None or not isinstance(item_id, str) or item_id not in items:
@@ -167,7 +162,7 @@ class KeptItems:
         return items[item_id][0]
 
 
-def chat_of(body: ResponsesBody, kept: Callable[[Any], _Item | None] = lambda _: None) -> Chat:
+def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: None) -> Chat:
     """The Chat of a body. kept: the item that an id names. Raises the client's errors (4xx)."""
     check_tier(body.service_tier)
     if body.store:
@@ -176,7 +171,16 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], _Item | None] = lambda _:
             "taken, got true.",
             at="store",
         )
-    turns = turns_of(body.input, kept)
+    turns = (
+        [Turn("user", body.input, "input")]
+        if isinstance(body.input, str)
+        else _ITEMS.turns(body.input, kept)
+    )
+    for call in itertools.chain.from_iterable(turn.calls for turn in turns):
+        if not re.fullmatch(FUNCTION_NAME, call.name):
+            raise InvalidRequestError(
+                f"no function has such a name: {echoed(call.name)}.", at=f"{call.at}.name"
+            )
     if body.instructions is not None:
         turns.insert(0, Turn("system", body.instructions, "instructions"))
     text = body.text or TextBody()
@@ -214,94 +218,6 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], _Item | None] = lambda _:
         effort=None if body.reasoning is None else body.reasoning.effort,
         variables=body.chat_template_kwargs,
     )
-
-
-_TEXTS: Mapping[str, str] = {
-    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
-}  # fmt: skip
-_IGNORED = frozenset({"id", "status", "type", "phase", "annotations", "logprobs", "namespace"})
-"""Members of items and parts that do not change the prompt: clients send whole answers back."""
-
-
-def turns_of(given: Any, kept: Callable[[Any], _Item | None] = lambda _: None) -> list[Turn]:
-    """The input as Turns. kept: the item that an id names. Raises InvalidRequestError and its
-    kin."""
-    if isinstance(given, str):
-        return [Turn("user", given, "input")]
-    if not isinstance(given, list) or not given:
-        raise InvalidRequestError(
-            f"must be a text or a list of items, not empty; got {echoed(given)}.", at="input"
-        )
-    if len(given) > MAX_MESSAGES:
-        raise LimitExceededError(f"at most {MAX_MESSAGES} items.", at="input")
-    turns: list[Turn] = []
-    for i, item in enumerate(given):
-        at = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise InvalidRequestError(f"must be an object; got {echoed(item)}.", at=at)
-        kind = item.get("type", "message")
-        if kind == "item_reference":
-            refuse_members(item, {"id", "type"}, at)
-            found = kept(item.get("id"))
-            if found is None:
-                raise InvalidRequestError(
-                    f"no item {echoed(item.get('id'), 60)} is kept here: of each key the last ones "
-                    "are, in this process's memory. Send the item itself, as clients do with "
-                    "store: false.",
-                    at=f"{at}.id",
-                )
-            item, kind = found, found.get("type", "message")
-        if kind == "reasoning" and all(map(says_nothing, map(item.get, ("content", "summary")))):
-            continue
-        turn = _turn(item, kind, at)
-        if kind == "function_call" and turns and turns[-1].calls:  # calls of one turn
-            turns[-1] = replace(turns[-1], calls=turns[-1].calls + turn.calls)
-        else:
-            turns.append(turn)
-    if not turns:
-        raise InvalidRequestError("it holds nothing to answer.", at="input")
-    return turns
-
-
-def _turn(item: Mapping[str, Any], kind: Any, at: str) -> Turn:
-    if kind == "message":
-        role = item.get("role")
-        if role not in ("user", "assistant", "system", "developer"):
-            raise InvalidRequestError(
-                f"must be user, assistant, system or developer; got {echoed(role)}.",
-                at=f"{at}.role",
-            )
-        refuse_members(item, {"role", "content", *_IGNORED}, at)
-        return Turn(role, _text_of(item, "content", at), at)
-    if kind == "function_call":
-        refuse_members(item, {"call_id", "name", "arguments", *_IGNORED}, at)
-        name = _text(item, "name", at)
-        if not re.fullmatch(FUNCTION_NAME, name):
-            raise InvalidRequestError(
-                f"no function has such a name: {echoed(name)}.", at=f"{at}.name"
-            )
-        call = Call(_text(item, "call_id", at), name, _text(item, "arguments", at), at)
-        return Turn("assistant", "", at, calls=(call,))
-    if kind == "function_call_output":
-        refuse_members(item, {"call_id", "output", *_IGNORED}, at)
-        return Turn("tool", _text_of(item, "output", at), at, call_id=_text(item, "call_id", at))
-    raise UnsupportedFieldError(
-        f"{echoed(kind, 40)} is not available; only message, function_call, "
-        "function_call_output and item_reference are, because no tools run here.",
-        at=f"{at}.type",
-    )
-
-
-def _text(item: Mapping[str, Any], name: str, at: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str) or (not value and name != "arguments"):
-        raise InvalidRequestError(f"must be a text; got {echoed(value)}.", at=f"{at}.{name}")
-    return value
-
-
-def _text_of(item: Mapping[str, Any], name: str, at: str) -> str:
-    """The text of a member that is a string or a list of parts."""
-    return joined_texts(item.get(name), f"{at}.{name}", "\n", parts=_TEXTS, ignored=_IGNORED)
 
 
 # --- the answer -----------------------------------------------------------------------------------

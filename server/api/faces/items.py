@@ -1,0 +1,158 @@
+"""The items of an input, as /v1/responses and /v1/decisions have them: messages, calls and their
+results.
+
+Members that change no prompt (ids, statuses, phases, ...) may hold anything: clients send whole
+answers back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from server.api.bodies import joined_texts, refuse_members, says_nothing
+from server.api.chats import MAX_MESSAGES, Call, Turn
+from server.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    UnsupportedFieldError,
+    echoed,
+)
+
+Item = dict[str, Any]
+
+_TEXTS: Mapping[str, str] = {
+    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
+}  # fmt: skip
+_IGNORED = frozenset(
+    {"id", "status", "type", "phase", "annotations", "logprobs", "namespace",
+     "prompt_cache_breakpoint"}
+)  # fmt: skip
+_THOUGHTS = ("content", "summary")
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def content_schema(*further: str) -> dict[str, Any]:
+    """The JSON schema of a text or a list of parts. further: types of parts that are no text."""
+    part = {
+        "type": "object",
+        "properties": {
+            "type": {"enum": [*_TEXTS, *further]},
+            "text": {"type": "string"},
+            "refusal": {"type": "string"},
+        },
+        "required": ["type"],
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+def input_schema(calls: Mapping[str, str], *kinds: str, **more: Any) -> dict[str, Any]:
+    """The JSON schema of an input. calls, kinds: types of calls and of further items. more:
+    members of items."""
+    item = {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["message", *calls, *(f"{call}_output" for call in calls), *kinds]},
+            "role": {"enum": list(_ROLES)},
+            "content": content_schema(),
+            "output": content_schema(),
+            **{name: {"type": "string"} for name in ("call_id", "name", *calls.values())},
+            **more,
+        },
+    }
+    return {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": item},
+        ]
+    }
+
+
+def text_of(content: Any, at: str) -> str:
+    """The text of a string or of a list of parts. Raises InvalidRequestError and its kin."""
+    return joined_texts(content, at, "\n", parts=_TEXTS, ignored=_IGNORED)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """How a route reads items. calls: types of calls, and the member that holds what is called
+    with. reads: the text of a content, and where it lies. has_spaces: whether a call's namespace is
+    part of its name."""
+
+    calls: Mapping[str, str]
+    reads: Callable[[Any, str], str] = text_of
+    has_spaces: bool = False
+
+    def turns(self, given: Any, kept: Callable[[Any], Item | None] | None = None) -> list[Turn]:
+        """The input as Turns. kept: the item that an id names, None where no items are kept. Raises
+        InvalidRequestError and its kin."""
+        if not isinstance(given, list) or not given:
+            raise InvalidRequestError(
+                f"must be a text or a list of items, not empty; got {echoed(given)}.", at="input"
+            )
+        if len(given) > MAX_MESSAGES:
+            raise LimitExceededError(f"at most {MAX_MESSAGES} items; got {len(given)}.", at="input")
+        turns: list[Turn] = []
+        for i, item in enumerate(given):
+            at = f"input[{i}]"
+            if not isinstance(item, dict):
+                raise InvalidRequestError(f"must be an object; got {echoed(item)}.", at=at)
+            kind = item.get("type") or "message"
+            if kind == "item_reference" and kept is not None:
+                refuse_members(item, {"id", "type"}, at)
+                found = kept(item.get("id"))
+                if found is None:
+                    raise InvalidRequestError(
+                        f"no item {echoed(item.get('id'), 60)} is kept here: of each key the last "
+                        "ones are, in this process's memory. Send the item itself, as clients do "
+                        "with store: false.",
+                        at=f"{at}.id",
+                    )
+                item, kind = found, found.get("type", "message")
+            if kind == "reasoning" and all(says_nothing(item.get(k)) for k in _THOUGHTS):
+                continue
+            turn = self._turn(item, kind, at)
+            if turn.calls and turns and turns[-1].calls:  # calls of one turn
+                turns[-1] = replace(turns[-1], calls=turns[-1].calls + turn.calls)
+            else:
+                turns.append(turn)
+        if not turns:
+            raise InvalidRequestError("it holds nothing to answer.", at="input")
+        return turns
+
+    def _turn(self, item: Item, kind: Any, at: str) -> Turn:
+        if kind == "message":
+            role = item.get("role")
+            if role not in _ROLES:
+                raise InvalidRequestError(
+                    f"must be user, assistant, system or developer; got {echoed(role)}.",
+                    at=f"{at}.role",
+                )
+            refuse_members(item, {"role", "content", *_IGNORED}, at)
+            return Turn(role, self.reads(item.get("content"), f"{at}.content"), at)
+        results = [f"{call}_output" for call in self.calls]
+        if kind in results:
+            refuse_members(item, {"call_id", "output", *_IGNORED}, at)
+            told = self.reads(item.get("output"), f"{at}.output")
+            return Turn("tool", told, at, call_id=_text(item, "call_id", at))
+        if not isinstance(kind, str) or kind not in self.calls:
+            known = ", ".join(["message", *self.calls, *results])
+            raise UnsupportedFieldError(
+                f"{echoed(kind, 40)} is not available; only {known} and item_reference are, "
+                "because no tools run here.",
+                at=f"{at}.type",
+            )
+        what = self.calls[kind]
+        refuse_members(item, {"call_id", "name", what, *_IGNORED}, at)
+        name, space = _text(item, "name", at), item.get("namespace")
+        name = f"{space}.{name}" if self.has_spaces and space else name
+        call = Call(_text(item, "call_id", at), name, _text(item, what, at, may_be_empty=True), at)
+        return Turn("assistant", "", at, calls=(call,))
+
+
+def _text(item: Item, name: str, at: str, *, may_be_empty: bool = False) -> str:
+    value = item.get(name)
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise InvalidRequestError(f"must be a text; got {echoed(value)}.", at=f"{at}.{name}")
+    return value
