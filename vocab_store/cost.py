@@ -15,7 +15,7 @@ for 1 - m.
 
 For small m N this is about (body + slice)(1 + m N / 2) + verify / N, which is least near
 N = sqrt(2 verify / (m (body + slice))): the rule of docs/DESIGN.md. The functions below minimise
-the exact expression over whole N; the rule is there as `asymptotic_verify_every`.
+the exact expression over whole N.
 
 All times are seconds of one step of *this batch*: the caller passes the body cost of the batch it
 runs, so N counts steps of it. Miss chances are per emitted token.
@@ -103,52 +103,19 @@ def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, verify_every: in
     return (run * (step_s + costs.verify_row_s) + costs.fixed_verify_s) / kept
 
 
-def asymptotic_verify_every(costs: HeadCosts, num_ids: float, miss: float) -> float:
-    """sqrt(2 verify / (miss step)): docs/DESIGN.md's rule for few misses; inf without any."""
-    if miss == 0.0:
-        return math.inf
-    step_s = costs.body_s + slice_head_s(costs, num_ids)
-    return math.sqrt(2.0 * costs.fixed_verify_s / (miss * step_s))
-
-
-def _yields(miss: Float64, verify_every: int) -> Float64:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        kept = -np.expm1(verify_every * np.log1p(-miss)) / miss
-    return np.where(miss == 0.0, float(verify_every), np.where(miss == 1.0, 1.0, kept))
-
-
-def _best_verify_every(
-    costs: HeadCosts, num_ids: Float64, miss: Float64, max_verify_every: int
-) -> tuple[npt.NDArray[np.int64], Float64]:
-    """The best N and its cost for each (num_ids, miss) pair; the smaller N on ties."""
-    if max_verify_every < 1:
-        raise ValueError("max_verify_every must be at least 1")
-    step_s = costs.body_s + costs.verify_row_s + costs.slice_fixed_s
-    step = step_s + costs.full_s * num_ids / costs.vocab_size
-    best = np.full(miss.shape, np.inf)
-    every = np.ones(miss.shape, np.int64)
-    stop = _miss_or_end(costs, miss)
-    for verify_every in range(1, max_verify_every + 1):
-        run = expected_yield(costs.early_end, verify_every)
-        cost = (run * step + costs.fixed_verify_s) / _yields(stop, verify_every)
-        better = cost < best
-        best[better] = cost[better]
-        every[better] = verify_every
-    return every, best
-
-
 def best_verify_every(
     costs: HeadCosts, num_ids: float, miss: float, max_verify_every: int = 64
 ) -> tuple[int, float]:
-    """(N, seconds per token): the whole N in 1..max_verify_every that costs least.
+    """(N, seconds per token): the whole N in 1..max_verify_every that costs least, the smaller on
+    ties.
 
     max_verify_every bounds the text that is held back and the hidden states that are kept. Compare
     the cost with full_cost_s: where it is higher, the full head takes over.
     """
-    if not 0.0 <= miss <= 1.0:
-        raise ValueError("miss must lie in 0..1")
-    every, cost = _best_verify_every(costs, np.array([num_ids]), np.array([miss]), max_verify_every)
-    return int(every[0]), float(cost[0])
+    cost_s, every = min(
+        (exact_cost_s(costs, num_ids, miss, n), n) for n in range(1, max_verify_every + 1)
+    )
+    return every, cost_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +158,18 @@ def best_fill(
     lowered = np.concatenate(([0.0], np.cumsum(np.asarray(gains, np.float64))))
     misses = np.clip(miss - lowered, 0.0, 1.0)
     rows = num_ids + num_dynamic + np.arange(misses.shape[0], dtype=np.float64)
-    every, cost = _best_verify_every(costs, rows, misses, max_verify_every)
+    step = costs.body_s + costs.verify_row_s + costs.slice_fixed_s
+    steps = step + costs.full_s * rows / costs.vocab_size
+    stop = _miss_or_end(costs, misses)
+    cost, every = np.full(rows.shape, np.inf), np.ones(rows.shape, np.int64)
+    for n in range(1, max_verify_every + 1):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = -np.expm1(n * np.log1p(-stop)) / stop
+        kept = np.where(stop == 0.0, float(n), np.where(stop == 1.0, 1.0, kept))
+        run = expected_yield(costs.early_end, n)
+        priced = (run * steps + costs.fixed_verify_s) / kept
+        better = priced < cost
+        cost[better], every[better] = priced[better], n
     best = int(np.argmin(cost))
     return Fill(
         best,

@@ -26,13 +26,10 @@ class MissingIdsError(VocabStoreError):
     kind: "EOS", "special", "byte" or "other"; ids: what is missing, ascending.
     """
 
-    def __init__(self, kind: str, ids: Sequence[int], names: Sequence[str] = ()) -> None:
+    def __init__(self, kind: str, ids: Sequence[int]) -> None:
         self.kind = kind
         self.ids = tuple(ids)
-        shown = [
-            f"{token_id} ({names[i]!r})" if i < len(names) else str(token_id)
-            for i, token_id in enumerate(self.ids[:8])
-        ]
+        shown = map(str, self.ids[:8])
         more = f" and {len(self.ids) - 8} more" if len(self.ids) > 8 else ""
         super().__init__(
             f"the vocabulary map lacks {kind} token ids {', '.join(shown)}{more}: "

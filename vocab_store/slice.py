@@ -37,8 +37,9 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer[Any]] | Iterable[int]
 
-PLACEHOLDER_TOKENS = r"<unused\d+>|<\|reserved_special_token_\d+\|>"
-"""Gemma's and Llama 3's special tokens that stand for nothing yet."""
+_PLACEHOLDERS = re.compile(rb"<unused\d+>|<\|reserved_special_token_\d+\|>")
+"""Gemma's and Llama 3's special tokens that only reserve a number and are never written: Gemma 3
+marks 6,242 so, 2.4 % of V."""
 
 
 class TokenTexts(Protocol):
@@ -117,21 +118,13 @@ class RequiredIds:
         return cls(vocab_size, eos, special, bytes_, _merge(_merge(eos, special), bytes_))
 
     @classmethod
-    def from_tokens(
-        cls, tokens: TokenTexts, eos_ids: Ids, *, placeholder: str | None = PLACEHOLDER_TOKENS
-    ) -> RequiredIds:
-        """The required ids of a tokenizer.
-
-        placeholder: regular expression, on the whole text, of special tokens that only reserve a
-        number and are never written (Gemma 3 marks 6,242 "<unusedN>" special, 2.4 % of V); None
-        takes every special token. An EOS id is required whatever its text.
-        """
+    def from_tokens(cls, tokens: TokenTexts, eos_ids: Ids) -> RequiredIds:
+        """The required ids of a tokenizer. An EOS id is required whatever its text."""
         num = tokens.vocab_size
-        skip = re.compile(placeholder.encode()) if placeholder is not None else None
         special = [
             int(i)
             for i in tokens.special_ids
-            if skip is None or not skip.fullmatch(tokens.bytes_of(int(i)))
+            if not _PLACEHOLDERS.fullmatch(tokens.bytes_of(int(i)))
         ]
         return cls.of(
             num,
@@ -144,22 +137,17 @@ class RequiredIds:
         """These and the ids of tokens of a model's own. Raises IndexError for an id outside."""
         return replace(self, ids=_merge(self.ids, _sorted_ids(ids, self.vocab_size)))
 
-    def check(self, ids: Int32, tokens: TokenTexts | None = None) -> None:
+    def check(self, ids: Int32) -> None:
         """Refuse a map (ascending ids) that lacks any required id.
 
-        Raises MissingIdsError naming the kind and the ids (their text too, given `tokens`); EOS
-        ids first, because without them an answer never stops.
+        Raises MissingIdsError naming the kind and the ids; EOS ids first, because without them an
+        answer never stops.
         """
         kinds = (("EOS", self.eos_ids), ("special", self.special_ids), ("byte", self.byte_ids))
         for kind, wanted in kinds:
             missing = np.setdiff1d(wanted, ids, assume_unique=True)
             if missing.size:
-                texts = []
-                if tokens is not None:
-                    texts = [
-                        tokens.bytes_of(int(i)).decode("utf-8", "replace") for i in missing[:8]
-                    ]
-                raise MissingIdsError(kind, missing.tolist(), texts)
+                raise MissingIdsError(kind, missing.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,34 +168,12 @@ class VocabSlice:
         required.check(result.ids)
         return result
 
-    @classmethod
-    def full(cls, vocab_size: int) -> VocabSlice:
-        """The whole vocabulary."""
-        return cls(_sorted_ids(np.arange(vocab_size), vocab_size), vocab_size)
-
-    def for_request(
-        self,
-        prompt_ids: Ids,
-        *,
-        logit_bias_ids: Ids = (),
-        allowed_ids: Ids | None = None,
-        stop_ids: Ids = (),
-    ) -> VocabSlice:
-        """The slice of one request, fixed at admission: T, its prompt and the ids it names.
-
-        self is the task's T, with the required ids. Biased, allowed and stop ids are inside
-        because a request that names an id means it to be able to win. Equal arguments give equal
-        slices whatever else runs: membership never changes afterwards in `slice` mode.
+    def union(self, *others: Ids) -> VocabSlice:
+        """A slice with further ids; self when nothing is new. Of T, the ids of a request, fixed at
+        admission: equal arguments give equal slices whatever else runs. `exact` adds missed ids so.
 
         Raises IndexError for an id outside the vocabulary.
         """
-        extra = [prompt_ids, logit_bias_ids, stop_ids]
-        if allowed_ids is not None:
-            extra.append(allowed_ids)
-        return self.union(*extra)
-
-    def union(self, *others: Ids) -> VocabSlice:
-        """A slice with further ids; self when nothing is new (`exact` adds missed ids so)."""
         merged = self.ids
         for ids in others:
             merged = _merge(merged, _sorted_ids(ids, self.vocab_size))
@@ -229,13 +195,6 @@ class VocabSlice:
         found = at < self.num_ids
         found[found] = self.ids[at[found]] == wanted[found]
         return np.where(found, at, -1).astype(np.int32)
-
-    def token_ids(self, positions: npt.NDArray[np.integer[Any]] | Sequence[int]) -> Int32:
-        """Local -> global. Raises IndexError for a position that is a pad column or negative."""
-        wanted = np.asarray(positions, np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_ids):
-            raise IndexError(f"a position outside the slice of {self.num_ids} ids")
-        return self.ids[wanted]
 
     def __contains__(self, token_id: int) -> bool:
         at = int(np.searchsorted(self.ids, token_id))

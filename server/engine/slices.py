@@ -43,7 +43,7 @@ from server.engine.plan import Rows
 from server.engine.sequence import ScopedProfile, Sequence, SequenceHead, Unverified
 from server.engine.trees import DRAW, END_NODE, FIRST_NODE
 from server.types import Request, VocabularyParams
-from vocab_store.cost import Fill, HeadCosts, best_fill, exact_cost_s, full_cost_s
+from vocab_store.cost import Fill, HeadCosts, best_fill, best_verify_every, full_cost_s
 from vocab_store.errors import SliceCapacityError
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import VocabSlice
@@ -261,10 +261,7 @@ class ExactControl:
         if costs is None:
             return
         miss = min(1.0, record.misses / record.tokens)
-        cost_s, every = min(
-            (exact_cost_s(costs, record.num_ids, miss, n), n)
-            for n in range(1, self.max_verify_every + 1)
-        )
+        every, cost_s = best_verify_every(costs, record.num_ids, miss, self.max_verify_every)
         full_s = full_cost_s(costs)
         limit = full_s if record.plan.uses_slice else full_s * _GAIN_TO_RETURN
         record.plan = ExactPlan(every, not self._may_use_full_head or cost_s < limit)
@@ -339,11 +336,12 @@ class SliceBook:
         profile, key, static = self._profile(asked)
         self._newest[f"{asked.mode}:{asked.profile}"] = key
         sampling, num = request.sampling, self._vocab_size
-        slice_ = static.for_request(
+        # A request that names an id means it to be able to win.
+        slice_ = static.union(
             np.asarray(request.prompt_ids, np.int32),
-            logit_bias_ids=[i for i, bias in sampling.logit_bias if bias > -100.0 and i < num],
-            allowed_ids=[i for i in sampling.allowed_token_ids or () if i < num],
-            stop_ids=[i for i in sampling.stop_token_ids if i < num],
+            [i for i, bias in sampling.logit_bias if bias > -100.0 and i < num],
+            [i for i in sampling.stop_token_ids if i < num],
+            [i for i in sampling.allowed_token_ids or () if i < num],
         )
         if asked.mode == "exact":
             slice_ = slice_.union(list(self._learned.get((key, request.scope), ())))

@@ -274,4 +274,3 @@ def test_reserved_placeholders_are_not_required() -> None:
 
     assert RequiredIds.from_tokens(Gemma(), [0]).ids.tolist() == [0, 3]
     assert 2 in RequiredIds.from_tokens(Gemma(), [2]).ids
-    assert RequiredIds.from_tokens(Gemma(), [0], placeholder=None).ids.tolist() == [0, 2, 3]

@@ -61,7 +61,7 @@ def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
         device.do(index.add_profile("a@1", static))
     loads = 0
     for sequence in range(5):
-        placement = index.acquire(sequence, "a@1", static.for_request([2, 20]))
+        placement = index.acquire(sequence, "a@1", static.union([2, 20]))
         device.do(placement)
         loads += placement.num_loads
     assert device.num_static_copies == 1
@@ -76,15 +76,15 @@ def test_a_released_row_stays_cached_until_its_place_is_needed() -> None:
     index = SliceCacheIndex(2)
     static = task_slice(1)
     index.add_profile("a", static)
-    index.acquire("s1", "a", static.for_request([10]))
-    index.acquire("s2", "a", static.for_request([11]))
+    index.acquire("s1", "a", static.union([10]))
+    index.acquire("s2", "a", static.union([11]))
     index.release("s2")
     index.release("s1")
     # 11 was released first, so 11 goes first, although it was loaded last.
-    placement = index.acquire("s3", "a", static.for_request([12]))
+    placement = index.acquire("s3", "a", static.union([12]))
     assert placement.evicted_ids.tolist() == [11]
     assert placement.load_positions.tolist() == [1]
-    back = index.acquire("s4", "a", static.for_request([10]))
+    back = index.acquire("s4", "a", static.union([10]))
     assert back.num_loads == 0 and index.num_hits == 1
 
 
@@ -92,17 +92,17 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
     index, device = SliceCacheIndex(3), Device(3)
     static = task_slice(1)
     device.do(index.add_profile("a", static))
-    device.do(index.acquire("s1", "a", static.for_request([10, 11])))
-    device.do(index.acquire("idle", "a", static.for_request([12])))
+    device.do(index.acquire("s1", "a", static.union([10, 11])))
+    device.do(index.acquire("idle", "a", static.union([12])))
     index.release("idle")
     # 12 is idle but asked for: it is a hit, so only... none is left for 13.
     with pytest.raises(SliceCapacityError, match="1 head rows to load, 0 places free and 0 idle"):
-        index.acquire("s2", "a", static.for_request([12, 13]))
+        index.acquire("s2", "a", static.union([12, 13]))
     with pytest.raises(SliceCapacityError):
         index.extend("s1", [12, 13])
     assert (index.num_pinned_rows, index.num_cached_rows) == (2, 3)
     assert device.seen_by(index, "s1", "a") == [0, 1, 10, 11]
-    assert index.acquire("s2", "a", static.for_request([12])).num_loads == 0
+    assert index.acquire("s2", "a", static.union([12])).num_loads == 0
     with pytest.raises(KeyError):
         index.columns("nobody")
 
@@ -111,8 +111,8 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     index, device = SliceCacheIndex(6), Device(6)
     static = task_slice(1)
     device.do(index.add_profile("a", static))
-    device.do(index.acquire("s1", "a", static.for_request([10])))
-    refused = index.acquire("s2", "a", static.for_request([10, 11, 12]))
+    device.do(index.acquire("s1", "a", static.union([10])))
+    refused = index.acquire("s2", "a", static.union([10, 11, 12]))
     assert refused.load_ids.tolist() == [11, 12]
     with pytest.raises(ValueError, match="alone"):
         index.take_back("s2", [10])
@@ -121,7 +121,7 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     index.take_back("s2", refused.load_ids)
     index.release("s2")
     assert (index.num_pinned_rows, index.num_cached_rows) == (1, 1)
-    again = index.acquire("s2", "a", static.for_request([11]))
+    again = index.acquire("s2", "a", static.union([11]))
     assert again.load_ids.tolist() == [11]
     device.do(again)
     index.take_back("s2", index.extend("s2", [13]).load_ids)
@@ -153,7 +153,7 @@ def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
     index = SliceCacheIndex(4)
     old, new = task_slice(1), task_slice(1, 2)
     index.add_profile("a@1", old)
-    index.acquire("s", "a@1", old.for_request([9]))
+    index.acquire("s", "a@1", old.union([9]))
     index.add_profile("a@2", new)
     assert not index.drop_profile("a@1")
     with pytest.raises(KeyError):
@@ -169,8 +169,8 @@ def test_pool_width_covers_pinned_rows_only() -> None:
     index = SliceCacheIndex(8)
     static = task_slice(1)
     index.add_profile("a", static)
-    index.acquire("s1", "a", static.for_request([10, 11]))
-    index.acquire("s2", "a", static.for_request([12, 13, 14]))
+    index.acquire("s1", "a", static.union([10, 11]))
+    index.acquire("s2", "a", static.union([12, 13, 14]))
     assert index.pool_width == 5
     index.release("s2")
     assert index.pool_width == 2 and index.num_cached_rows == 5
@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def admit(self, task: str, prompt: list[int]) -> int:
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
-        made = self.tasks[task].for_request(prompt)
+        made = self.tasks[task].union(prompt)
         wanted = set(made.ids.tolist()) - set(self.tasks[task].ids.tolist())
         if self.apply(wanted, lambda: self.index.acquire(sequence, task, made)):
             self.live[sequence] = (task, set(made.ids.tolist()))
@@ -291,7 +291,7 @@ def test_neighbours_with_other_slices_change_no_logit(seed: int) -> None:
     pool = rng.integers(50, 90, (10, 6)).astype(np.float32)  # what was there before: large
     slices: dict[int, VocabSlice] = {}
     for sequence in range(3):
-        slices[sequence] = static.for_request(rng.integers(0, V, 3))
+        slices[sequence] = static.union(rng.integers(0, V, 3))
         placement = index.acquire(sequence, "a", slices[sequence])
         pool[placement.load_positions] = head[placement.load_ids]
     placement = index.extend(1, [int(rng.integers(0, V))])
@@ -306,6 +306,6 @@ def test_neighbours_with_other_slices_change_no_logit(seed: int) -> None:
         mine = product[sequence, where.columns]
         np.testing.assert_array_equal(mine, (hidden @ head.T)[sequence, made.ids])
         assert (
-            made.token_ids([int(mine.argmax())])[0]
+            made.ids[int(mine.argmax())]
             == made.ids[int((hidden @ head.T)[sequence, made.ids].argmax())]
         )
