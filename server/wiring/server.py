@@ -90,13 +90,11 @@ def plan_server(
         _check_adapters(config, fresh, adapters)
         return fresh
 
-    kept = cache_dir() / "tasks" / _namespace(config)
     task_set = TaskSet(
         tasks,
         load=load,
         models={name: (folders[name], m.table.fingerprint.hex()) for name, m in models.items()},
-        uploads=kept / "uploads",
-        learned=kept / "engines",
+        kept=cache_dir() / "tasks" / _namespace(config),
         adapters=adapters,
         enrichments={
             m.name: Path(m.adapter).expanduser() / "enrichment.json"

@@ -24,14 +24,13 @@ import json
 import logging
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from drafters.catalog import Need, that_use
 from drafters.json_text import parsed
@@ -49,25 +48,17 @@ _KEPT_FILES = 2  # the corpus that is served and the one before it, which open r
 class BuildOrder:
     """What a process needs to build an uploaded corpus; plain values.
 
-    folder: the model's. old: the examples that are kept, or None. source: JSON file with the new
-    ones. target: the task's folder of uploads. fingerprint: of the ids that the corpus is in, None
-    for the tokenizer's. enrichment: file of the tokens that outputs are written with, None for the
-    base's alone.
+    folder: the model's. examples: the new ones. old: file of those that are kept, or None. target:
+    the task's folder of uploads. fingerprint: of the ids that the corpus is in. enrichment: file of
+    the tokens that outputs are written with, None for the base's alone.
     """
 
-    folder: str
-    source: str
-    old: str | None
-    target: str
-    fingerprint: str | None = None
-    enrichment: str | None = None
-
-
-class ServedAdapters(Protocol):
-    """What a TaskSet needs of an AdapterSet: the adapters, by name, each with a `table`."""
-
-    @property
-    def served(self) -> Mapping[str, Any]: ...
+    folder: Path
+    examples: Sequence[Mapping[str, Any]]
+    old: Path | None
+    target: Path
+    fingerprint: str
+    enrichment: Path | None = None
 
 
 class TaskSet:
@@ -75,11 +66,11 @@ class TaskSet:
     files.
 
     tasks: those read at start-up. load: reads them again; raises ConfigError. models: each model's
-    (folder, tokenizer fingerprint) by its name; the first is the default. uploads: folder for
-    uploaded corpora, or None to take none. learned: folder with the engines' folders of what they
-    learned (server.engine.task_store), swept by `delete`. build: how a corpus is built; None is
-    in a process of its own. adapters: those that are served.
-    enrichments: file of the tokens of each model that has some of its own.
+    (folder, tokenizer fingerprint) by its name; the first is the default. kept: folder of uploaded
+    corpora, and of the engines' folders of what they learned (server.engine.task_store), swept by
+    `delete`. build: how a corpus is built; None is in a process of its own. adapters: an AdapterSet
+    of those that are served. enrichments: file of the tokens of each model that has some of its
+    own.
     """
 
     def __init__(
@@ -88,20 +79,18 @@ class TaskSet:
         *,
         load: Callable[[], Mapping[str, TaskConfig]],
         models: Mapping[str, tuple[Path, str]],
-        uploads: Path | None,
-        learned: Path | None = None,
+        kept: Path,
         build: Callable[[BuildOrder], dict[str, Any]] | None = None,
-        adapters: ServedAdapters | None = None,
+        adapters: Any = None,
         enrichments: Mapping[str, Path] | None = None,
     ) -> None:
         """Raises ConfigError when a task's corpus cannot be used, and is whole."""
         self._load = load
         self._models = dict(models)
-        self.adapters: Any = adapters
+        self.adapters = adapters
         self._enrichments = dict(enrichments or {})
         self._default_model = next(iter(self._models))
-        self._uploads = uploads
-        self._learned = learned
+        self._uploads, self._learned = kept / "uploads", kept / "engines"
         self._build = build
         self._lock = asyncio.Lock()
         self._files = dict(tasks)
@@ -161,8 +150,6 @@ class TaskSet:
         append: with those that were uploaded before. Raises ConfigError with what is wrong, and
         StorageError when it cannot be written.
         """
-        if self._uploads is None:
-            raise ConfigError("this server keeps no uploaded corpora")
         async with self._lock:
             config = self._files[task]
             users = that_use(Need.CORPUS)
@@ -199,13 +186,12 @@ class TaskSet:
         adapter = served.get(task.adapter or "")
         return folder, fingerprint if adapter is None else adapter.table.fingerprint.hex()
 
-    def _enrichment_of(self, task: TaskConfig) -> str | None:
+    def _enrichment_of(self, task: TaskConfig) -> Path | None:
         """File of the tokens that a task's outputs are written with."""
         if task.adapter is None:
-            found = self._enrichments.get(task.model or self._default_model)
-            return None if found is None else str(found)
+            return self._enrichments.get(task.model or self._default_model)
         adapter = self.adapters.served[task.adapter]
-        return str(Path(adapter.adapter.folder) / "enrichment.json") if adapter.own_ids else None
+        return Path(adapter.adapter.folder) / "enrichment.json" if adapter.own_ids else None
 
     def _check_again(self, task: str) -> Mapping[str, TaskConfig]:
         """Check one task again, whose corpus has changed."""
@@ -261,17 +247,12 @@ class TaskSet:
             return ""
         return f"sampling.stop_token_ids: {max(ids)} is not below the vocabulary size, {vocab_size}"
 
-    def _folder(self, task: str) -> Path | None:
-        if self._uploads is None:
-            return None
+    def _folder(self, task: str) -> Path:
         return self._uploads / hashlib.sha256(task.encode()).hexdigest()[:24]
 
     def _state(self, task: str) -> dict[str, Any]:
-        folder = self._folder(task)
-        if folder is None:
-            return {}
         try:
-            body = parsed((folder / "current.json").read_text(encoding="utf-8"))
+            body = parsed((self._folder(task) / "current.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):  # the cache folder may be a file: told once
             return {}
         except (OSError, ValueError):
@@ -281,9 +262,9 @@ class TaskSet:
 
     def _current(self, task: str, fingerprint: str) -> Path | None:
         """The uploaded corpus that is served, if there is one for this tokenizer."""
-        folder, state = self._folder(task), self._state(task)
+        state = self._state(task)
         name = str(state.get("corpus", ""))
-        if folder is None or not name or Path(name).name != name:
+        if not name or Path(name).name != name:
             return None
         if state.get("fingerprint") != fingerprint:
             log.warning(
@@ -292,33 +273,23 @@ class TaskSet:
                 task,
             )
             return None
-        path = folder / name
+        path = self._folder(task) / name
         return path if path.is_file() else None
 
     def _upload(
         self, task: TaskConfig, examples: Sequence[Mapping[str, Any]], append: bool
     ) -> None:
         folder = self._folder(task.name)
-        assert folder is not None
         model_folder, fingerprint = self._model_of(task)
         state = self._state(task.name)
         old = None
         if append and state.get("fingerprint") == fingerprint:
-            old = str(folder / Path(str(state["examples"])).name)
+            old = folder / Path(str(state["examples"])).name
         before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, source = tempfile.mkstemp(dir=folder, prefix=".upload.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(list(examples), file)
-                order = BuildOrder(
-                    str(model_folder), source, old, str(folder), fingerprint,
-                    self._enrichment_of(task),
-                )  # fmt: skip
-                figures = self._run(order)
-            finally:
-                Path(source).unlink(missing_ok=True)
+            own = self._enrichment_of(task)
+            figures = self._run(BuildOrder(model_folder, examples, old, folder, fingerprint, own))
             _write_json(folder / "current.json", {"task": task.name, **figures})
         except OSError as error:
             with contextlib.suppress(OSError):  # what it has written, and the folder if it is empty
@@ -357,12 +328,11 @@ class TaskSet:
                     path.unlink(missing_ok=True)
 
     def _delete(self, task: str) -> None:
-        if self._learned is not None:
-            digest = hashlib.sha256(task.encode()).hexdigest()[:16]
-            for path in self._learned.glob(f"*/learned-{digest}-*.bin"):
-                path.unlink(missing_ok=True)
+        digest = hashlib.sha256(task.encode()).hexdigest()[:16]
+        for path in self._learned.glob(f"*/learned-{digest}-*.bin"):
+            path.unlink(missing_ok=True)
         folder = self._folder(task)
-        if folder is None or not folder.is_dir():
+        if not folder.is_dir():
             return
         for path in (folder / "current.json", *folder.iterdir()):
             path.unlink(missing_ok=True)
@@ -386,9 +356,9 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     from server.datasets import ExampleReader, open_table
     from vocab_store.enrichment import Enrichment
 
-    tokenizer, table, eos_token_id = open_table(Path(order.folder))
-    fingerprint = order.fingerprint or table.fingerprint.hex()
-    config = parsed((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
+    tokenizer, table, eos_token_id = open_table(order.folder)
+    fingerprint = order.fingerprint
+    config = parsed((order.folder / "config.json").read_text(encoding="utf-8"))
     vocab_size = int(config["vocab_size"])
     written: Callable[[Sequence[int]], list[int]] = list
     if order.enrichment is not None:
@@ -404,8 +374,8 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
             raise ConfigError(
                 f"what was uploaded before cannot be read ({error}); upload with mode replace"
             ) from None
-    for i, example in enumerate(parsed(Path(order.source).read_text(encoding="utf-8"))):
-        prompt, output = reader.of(example, f"examples[{i}]")
+    for i, example in enumerate(order.examples):
+        prompt, output = reader.of(dict(example), f"examples[{i}]")
         if example.get("output_ids") is None:
             output = written(output)
         held.add(prompt, output)
@@ -423,9 +393,8 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
         for ids in (prompt_ids, output_ids):
             digest.update(ids.shape[0].to_bytes(8, "little") + ids.tobytes())
     name = digest.hexdigest()[:16]
-    folder = Path(order.target)
-    held.save(folder / f"examples-{name}.bin", fingerprint=fingerprint, scope="upload")
-    corpus.save(folder / f"corpus-{name}.corpus")
+    held.save(order.target / f"examples-{name}.bin", fingerprint=fingerprint, scope="upload")
+    corpus.save(order.target / f"corpus-{name}.corpus")
     return {
         "fingerprint": fingerprint,
         "corpus": f"corpus-{name}.corpus",

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -95,8 +94,7 @@ class Place:
             load_tasks(self.tasks),
             load=lambda: load_tasks(self.tasks, ("tiny",), DRAFTERS),
             models={"tiny": (self.model, FINGERPRINT)},
-            uploads=self.kept / "uploads",
-            learned=self.kept / "engines",
+            kept=self.kept,
             build=build,
         )
 
@@ -403,7 +401,7 @@ def test_an_upload_whose_client_has_left_is_not_applied(
 
 
 @pytest.mark.parametrize("served_before", [False, True])
-@pytest.mark.parametrize("at", ["the body", "the examples", "the corpus", "current.json"])
+@pytest.mark.parametrize("at", ["the examples", "the corpus", "current.json"])
 def test_a_full_disk_is_the_server_s_fault_and_leaves_nothing_behind(
     live: LiveServer,
     place: Place,
@@ -422,7 +420,6 @@ def test_a_full_disk_is_the_server_s_fault_and_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     owner, name = {
-        "the body": (tempfile, "mkstemp"),
         "the examples": (LearnedOutputs, "save"),
         "the corpus": (Corpus, "save"),
         "current.json": (task_set_module, "_write_json"),
@@ -469,7 +466,7 @@ def test_a_corpus_of_another_tokenizer_is_told_and_left_aside(
         load_tasks(place.tasks),
         load=lambda: load_tasks(place.tasks),
         models=models,
-        uploads=place.kept / "uploads",
+        kept=place.kept,
     )
     assert other.corpus_size("sql") is None
     assert "made for another model's tokenizer" in caplog.text
@@ -763,7 +760,7 @@ def test_a_vocabulary_profile_is_told(place: Place) -> None:
     vocabulary = VocabularyConfig.model_construct(mode="slice", profile=str(path))
     tasks["sql"] = tasks["sql"].model_copy(update={"vocabulary": vocabulary})
     models = {"tiny": (place.model, FINGERPRINT)}
-    task_set = TaskSet(tasks, load=lambda: tasks, models=models, uploads=None)
+    task_set = TaskSet(tasks, load=lambda: tasks, models=models, kept=place.kept)
     summary = task_set.profile_summary("sql")
     assert summary == {
         "version": profile.version, "num_ids": 20, "vocab_size": 400,

@@ -120,7 +120,7 @@ class FakeParts(FleetParts):
             tasks,
             load=self.tasks,
             models={"tiny": (Path(), TABLE.fingerprint.hex())},
-            uploads=None if self.more_tasks is None else self.more_tasks.parent / "uploads",
+            kept=Path("nowhere") if self.more_tasks is None else self.more_tasks.parent,
         )
         return Front(tasks, {"tiny": model}, drafters, admin)
 

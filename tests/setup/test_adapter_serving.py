@@ -274,11 +274,9 @@ def test_a_grammar_speaks_an_adapters_ids(served: Served) -> None:
 
 def test_uploaded_examples_are_written_in_an_adapters_ids(served: Served, tmp_path: Path) -> None:
     text = served.post("/detokenize", {"model": "m", "tokens": [3, 4, 5, 6]}).json()["prompt"]
-    source = tmp_path / "examples.json"
-    source.write_text(json.dumps([{"prompt": text, "completion": text}] * 3))
     order = BuildOrder(
-        str(served.folder / "tiny"), str(source), None, str(tmp_path), "ab" * 32,
-        str(served.folder / "own" / "enrichment.json"),
+        served.folder / "tiny", [{"prompt": text, "completion": text}] * 3, None, tmp_path,
+        "ab" * 32, served.folder / "own" / "enrichment.json",
     )  # fmt: skip
     made = build_upload(order)
     assert made["fingerprint"] == "ab" * 32
