@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import itertools
 import json
 import math
 import random
@@ -23,8 +24,6 @@ from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-import stamina
-import stamina.instrumentation
 
 from server.errors import TailorError
 
@@ -34,9 +33,6 @@ MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
 MAX_FAULT_RETRIES = 2
 CONNECT_S = 10.0
-
-# stamina would write a log line and count a Prometheus series for every request that is sent again.
-stamina.instrumentation.set_on_retry_hooks(())
 
 
 class RefusedError(Exception):
@@ -128,34 +124,31 @@ class Caller:
     async def _send(
         self, method: str, url: str, body: dict[str, Any] | None, *, may_be_lost: bool
     ) -> httpx.Response:
-        num_sent = num_faults = 0
-
-        def again_after(error: Exception) -> float | bool:
-            """Seconds until the request is sent again; False: it failed for good."""
-            nonlocal num_faults
-            refusal = error if isinstance(error, RefusedError) else None
-            if refusal is None and not (may_be_lost and isinstance(error, httpx.HTTPError)):
-                return False
-            num_faults += refusal is not None and refusal.is_fault
-            if num_sent > self._max_retries or num_faults > MAX_FAULT_RETRIES:
-                return False
-            if refusal is not None and not (refusal.may_retry or refusal.is_fault):
-                return False
-            self.num_retries += 1
-            wait_s = self._wait_s(num_sent - 1, refusal.retry_after_s if refusal else None)
-            if refusal is None or not refusal.is_fault:
-                self._resume_at_s = max(self._resume_at_s, time.monotonic() + wait_s)
-            return wait_s
-
-        async for attempt in stamina.retry_context(on=again_after, attempts=None, timeout=None):
-            with attempt:
-                while (pause_s := self._resume_at_s - time.monotonic()) > 0:
-                    await asyncio.sleep(pause_s)
-                num_sent += 1
+        num_faults = 0
+        for num_sent in itertools.count(1):
+            while (pause_s := self._resume_at_s - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
+            refusal = None
+            try:
                 response = await self._client.request(method, url, json=body)
                 if response.is_success:
                     return response
                 raise RefusedError(response)
+            except httpx.HTTPError:
+                if not may_be_lost or num_sent > self._max_retries:
+                    raise
+            except RefusedError as error:
+                refusal = error
+                num_faults += refusal.is_fault
+                may_help = refusal.may_retry or refusal.is_fault
+                if not may_help or num_sent > self._max_retries or num_faults > MAX_FAULT_RETRIES:
+                    raise
+            self.num_retries += 1
+            wait_s = self._wait_s(num_sent - 1, refusal.retry_after_s if refusal else None)
+            if refusal is not None and refusal.is_fault:
+                await asyncio.sleep(wait_s)
+            else:
+                self._resume_at_s = max(self._resume_at_s, time.monotonic() + wait_s)
         raise AssertionError("the loop returns or raises")
 
     def _wait_s(self, attempt: int, retry_after_s: float | None) -> float:

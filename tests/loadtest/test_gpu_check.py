@@ -225,7 +225,7 @@ def test_weights_are_counted_once() -> None:
 # What torch, transformers, triton, numpy, numba and pytest bring along is not here.
 NOT_THERE = (
     "cyclopts fastapi fontTools gguf httptools langcodes llguidance msgspec platformdirs "
-    "prometheus_client psutil pydantic sentencepiece stamina starlette structlog uvicorn uvloop "
+    "prometheus_client psutil pydantic sentencepiece starlette structlog uvicorn uvloop "
     "hypothesis openai peft ray xdist accelerate"
 ).split()
 BARE = f"""
