@@ -25,11 +25,10 @@ from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
 from server.wiring.model import enrichment_of, table_file
 
 if TYPE_CHECKING:
-    from drafters.auto.copying import Pieces
     from drafters.auto.prior import Prior
     from drafters.base import Drafter
     from server.engine.adapters import AdapterShelf, Vocabulary
-    from server.engine.batch import AdaptingRunner, Runner
+    from server.engine.batch import Runner
     from server.engine.engine import Engine
     from server.engine.grammar import GrammarCompiler
     from server.engine.grammar_tokenizer import GrammarTokenizer
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         SpeculationParams,
         VocabularyMode,
     )
+    from vocab_store.enrichment import Enrichment
     from vocab_store.profile import VocabProfile
     from vocab_store.slice import RequiredIds
 
@@ -99,9 +99,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     from server import logs
 
     logs.configure(order.log_format, order.log_level, engine=order.name)
-    from drafters.auto.copying import Pieces
     from server import token_bytes
-    from server.engine.adapters import Vocabulary
     from server.engine.engine import Engine
     from server.engine.plan import EngineSettings
     from server.engine.probe import load_or_measure
@@ -112,11 +110,9 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     table = token_bytes.open_table(order.table)
     folders = tuple(adapter.folder for adapter in order.adapters)
     runner = build_runner(replace(order.runner, adapters=folders))
-    fingerprint = table.fingerprint.hex()
-    pieces = Pieces(table.offsets, table.blob)
-    vocabularies = _Vocabularies(
-        Vocabulary(fingerprint, enrichment_of(order.runner.adapter), pieces=pieces)
-    )
+    grammars = _grammars(order, runner.info, table)
+    own = enrichment_of(order.runner.adapter)
+    vocabularies = _Vocabularies(runner, table, own, grammars)
     # Calibration and learned outputs are kept by tasks, engine and model.
     key = hashlib.sha256(f"{order.name}|{runner.info.fingerprint}".encode()).hexdigest()[:24]
     folder = cache_dir() / "tasks" / order.namespace / "engines" / key
@@ -130,7 +126,6 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
         log.info("the first start of this model here: measuring what its steps cost, some seconds")
-    grammars = _grammars(order, runner.info, table)
     engine = Engine(
         runner,
         _drafter_makers(runner.info, memory, vocabularies, _prior(order, runner)),
@@ -146,7 +141,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         memory=memory,
     )
     vocabularies.shelf = engine.adapters
-    _know_adapters(engine, order, table, pieces, grammars)
+    _know_adapters(engine, order, vocabularies)
     _warm_up(engine, order.drafters, order.vocabularies)
     gc.collect()
     if hasattr(runner, "release"):
@@ -194,8 +189,20 @@ class ProfileFiles:
 class _Vocabularies:
     """What ids mean: the base model's, and an adapter's. shelf: of the engine, once it is made."""
 
-    def __init__(self, base: Vocabulary) -> None:
-        self._base = base
+    def __init__(
+        self,
+        runner: Runner,
+        table: TokenBytes,
+        enrichment: Enrichment | None,
+        grammars: GrammarCompiler | None,
+    ) -> None:
+        """table, grammars: of the base's tokenizer. enrichment: tokens of a merged adapter."""
+        from drafters.auto.copying import Pieces
+        from server.engine.adapters import Vocabulary
+
+        self._runner, self._table, self._grammars = runner, table, grammars
+        pieces = Pieces(table.offsets, table.blob)
+        self._base = Vocabulary(table.fingerprint.hex(), enrichment, pieces=pieces)
         self.shelf: AdapterShelf | None = None
 
     def of(self, adapter_id: str) -> Vocabulary:
@@ -210,6 +217,45 @@ class _Vocabularies:
     def fingerprint_of(self, scope: str) -> str:
         """Of the ids that a scope's texts are in; as `of`."""
         return self.of(adapter_of(scope)).fingerprint
+
+    def read(self, order: AdapterOrder) -> Vocabulary:
+        """What an engine reads of an adapter besides its weights: see engine.adapters.Reader.
+
+        Raises ModelError and its kin.
+        """
+        from drafters.auto.copying import Pieces
+        from server import token_bytes
+        from server.engine.adapters import Vocabulary
+        from server.engine.batch import AdaptingRunner
+        from server.engine.grammar import GrammarCompiler
+        from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
+        from server.engine.stops import StopTable
+
+        assert isinstance(self._runner, AdaptingRunner)
+        eos_token_ids, grammars = self._runner.info.eos_token_ids, self._grammars
+        own_head = self._runner.check_adapter(order.folder)
+        enrichment = enrichment_of(order.folder, self._table)
+        if (enrichment is not None) != bool(order.table):
+            raise ModelError(f"adapter {order.adapter_id}: its files have changed")
+        if enrichment is None:
+            return Vocabulary(self._base.fingerprint, own_head=own_head, pieces=self._base.pieces)
+        wide, own_grammars = token_bytes.open_table(order.table), None
+        if grammars is not None:
+
+            def load() -> GrammarTokenizer:
+                return enriched_grammar_tokenizer(
+                    grammars.tokenizer(), order.vocab_size, eos_token_ids, enrichment
+                )
+
+            own_grammars = GrammarCompiler(load, order.vocab_size)
+        return Vocabulary(
+            wide.fingerprint.hex(),
+            enrichment,
+            StopTable(wide.offsets, wide.blob, (int(i) for i in wide.special_ids)),
+            own_grammars,
+            own_head,
+            Pieces(wide.offsets, wide.blob),
+        )
 
 
 def prior_file(fingerprint: str) -> Path:
@@ -264,76 +310,23 @@ def _drafter_makers(
     return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}
 
 
-def _know_adapters(
-    engine: Engine,
-    order: EngineOrder,
-    table: TokenBytes,
-    pieces: Pieces,
-    grammars: GrammarCompiler | None,
-) -> None:
+def _know_adapters(engine: Engine, order: EngineOrder, vocabularies: _Vocabularies) -> None:
     """Register the adapters that are served. Raises ModelError for one that cannot be used."""
     from server.engine.batch import AdaptingRunner
 
-    runner = engine.runner
-    if not isinstance(runner, AdaptingRunner):
+    if not isinstance(engine.runner, AdaptingRunner):
         if order.adapters:
             raise ModelError(
                 f"model {order.runner.name}: adapters beside a base are not computed by the runner "
                 "that it has; serve one merged, with `adapter`"
             )
         return
-    engine.adapters.read = functools.partial(
-        _adapter_vocabulary, runner, table, pieces, grammars, engine.info.eos_token_ids
-    )
+    engine.adapters.read = vocabularies.read
     for adapter in order.adapters:
         engine.adapters.register(adapter, load=False)
     problems = engine.adapters.settle()
     if problems and order.checks_adapters:
         raise ModelError("\n".join(problems))
-
-
-def _adapter_vocabulary(
-    runner: AdaptingRunner,
-    table: TokenBytes,
-    pieces: Pieces,
-    grammars: GrammarCompiler | None,
-    eos_token_ids: Sequence[int],
-    order: AdapterOrder,
-) -> Vocabulary:
-    """What an engine reads of an adapter besides its weights: see engine.adapters.Reader.
-
-    table, pieces, grammars: of the base's tokenizer. Raises ModelError and its kin.
-    """
-    from drafters.auto.copying import Pieces
-    from server import token_bytes
-    from server.engine.adapters import Vocabulary
-    from server.engine.grammar import GrammarCompiler
-    from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
-    from server.engine.stops import StopTable
-
-    own_head = runner.check_adapter(order.folder)
-    enrichment = enrichment_of(order.folder, table)
-    if (enrichment is not None) != bool(order.table):
-        raise ModelError(f"adapter {order.adapter_id}: its files have changed")
-    if enrichment is None:
-        return Vocabulary(table.fingerprint.hex(), own_head=own_head, pieces=pieces)
-    wide, own_grammars = token_bytes.open_table(order.table), None
-    if grammars is not None:
-
-        def load() -> GrammarTokenizer:
-            return enriched_grammar_tokenizer(
-                grammars.tokenizer(), order.vocab_size, eos_token_ids, enrichment
-            )
-
-        own_grammars = GrammarCompiler(load, order.vocab_size)
-    return Vocabulary(
-        wide.fingerprint.hex(),
-        enrichment,
-        StopTable(wide.offsets, wide.blob, (int(i) for i in wide.special_ids)),
-        own_grammars,
-        own_head,
-        Pieces(wide.offsets, wide.blob),
-    )
 
 
 def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> GrammarCompiler | None:
