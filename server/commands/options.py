@@ -160,7 +160,8 @@ class Bar:
     """A progress bar on a terminal; in a log, a line now and then and when a stage is done.
 
     Called with (stage, done, total or None), with a note that stands behind the bar and, where the
-    caller knows better than the share that is done, the seconds that are left.
+    caller knows better than the share that is done, the seconds that are left. A stage without a
+    total ends where the next one begins.
     """
 
     LOG_EVERY_S = 10.0
@@ -173,8 +174,6 @@ class Bar:
         self._told_s = time.monotonic()
 
     def __enter__(self) -> Bar:
-        if self._console.is_terminal:
-            self._bars.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -193,7 +192,9 @@ class Bar:
         now = time.monotonic()
         began = self._began_s.setdefault(stage, now)
         if self._console.is_terminal:
+            self._bars.start()
             if stage not in self._tasks:
+                self._end()
                 self._tasks[stage] = self._bars.add_task(stage, total=total, note="")
             self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
         elif total is not None and done >= total and (stage, total) not in self._tasks.items():
@@ -208,6 +209,19 @@ class Bar:
                 left_s = (now - began) / done * (total - done)
             note += "" if left_s is None else f", about {duration(left_s)} left"
             self._console.print(f"{stage} {done} of {total}{note}", soft_wrap=True, markup=False)
+
+    def _end(self) -> None:
+        """What had no total is done."""
+        for task in self._bars.tasks:
+            if task.total is None:
+                self._bars.update(task.id, completed=1, total=1)
+
+    def stage(self, line: str) -> None:
+        """What begins now, of which nobody knows how long it takes."""
+        if line.startswith("Fetching"):  # it has a bar of its own
+            self.say(line)
+        else:
+            self(line, 0, None)
 
     def say(self, line: str) -> None:
         """A line beside the bars."""
@@ -229,45 +243,8 @@ def _bars(console: Console) -> Progress:
         ),
         BarColumn(bar_width=20),
         TaskProgressColumn("{task.percentage:>3.0f}%{task.fields[note]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         transient=True,
         expand=True,
     )
-
-
-class Stages:
-    """Tells the stages of a long command: a spinner with seconds on a terminal, else plain lines.
-
-    Called with one line when a stage begins; leaving the context ends the last one.
-    """
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._live = contextlib.ExitStack()
-        self._line = ""
-        self._start_s = 0.0
-
-    def __enter__(self) -> Stages:
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._end(kind is None)
-
-    def __call__(self, line: str) -> None:
-        self._end(True)
-        self._line, self._start_s = line, time.monotonic()
-        if not self._console.is_terminal:
-            self._console.print(line, soft_wrap=True, markup=False)
-        elif line.startswith("Fetching"):  # a bar of its own comes below it
-            self._console.print(line, markup=False)
-        else:
-            self._live.enter_context(self._console.status(line))
-
-    def _end(self, well: bool) -> None:
-        self._live.close()
-        if self._line and self._console.is_terminal:
-            took_s = time.monotonic() - self._start_s
-            mark = "done" if well else "failed"
-            self._console.print(f"  {self._line}: {mark}, {took_s:.0f} s", markup=False)
-        self._line = ""

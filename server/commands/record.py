@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +37,7 @@ from server.commands.options import (
     PromptField,
     SamplingOptions,
     sampling_of,
+    writing,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.datasets import Fields, ids_of, rows
@@ -215,13 +216,16 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the model wrote. output_ids: with the EOS id where it ended by itself. likely: of each
-    of them, where the likeliest ids were asked for."""
+    of them, where the likeliest ids were asked for. num_steps, seconds: decode steps of an engine
+    in this process, and its shares of all steps that it was open in."""
 
     prompt: Prompt
     output_ids: tuple[int, ...]
     finish_reason: str
     text: str
     likely: tuple[TokenLogprob, ...] = ()
+    num_steps: int = field(default=0, compare=False)
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +249,7 @@ def prompt_of(number: int, entry: dict[str, Any], data: Path, prompt_field: str)
         if not ids:
             raise ConfigError(f"{where}: prompt_ids: is empty")
         return Prompt(number, None, tuple(ids))
-    return Prompt(number, Fields(prompt=prompt_field).prompt_of(entry, where))
+    return Prompt(number, Fields(prompt_field=prompt_field).prompt_of(entry, where))
 
 
 def entry_of(answer: Answer) -> dict[str, Any]:
@@ -274,28 +278,30 @@ def ask_engine(
     speculation: SpeculationParams | None = None,
     num_open: int = 16,
     num_likely: Callable[[Prompt], int] = lambda _: 0,
+    task: str = "record",
+    cache_salt: str = "",
 ) -> Iterator[Answer | Failure]:
     """Answers as they finish, at most `num_open` prompts at once.
 
     tokenizer: a tokenizers.Tokenizer; prompts get the special tokens that the server would give
-    them. sampling: max_tokens is cut to the model's context; with a temperature each prompt's seed
-    is sampling.seed plus its line number. num_likely: how many likeliest ids of every position of
-    an answer are wanted. Closing the iterator aborts what is open.
+    them. None: prompts have ids, and answers no text. sampling: max_tokens is cut to the model's
+    context; with a temperature each prompt's seed is sampling.seed plus its line number.
+    num_likely: how many likeliest ids of every position of an answer are wanted. task, cache_salt:
+    of the requests. Closing the iterator aborts what is open.
     """
-    waiting = iter(prompts)
+    waiting, info = iter(prompts), engine.info
     speculation = speculation or SpeculationParams()
-    asked: dict[str, Prompt] = {}
-    outputs: dict[str, list[int]] = {}
-    likely: dict[str, list[TokenLogprob]] = {}
+    asked: dict[str, _Open] = {}
     more = True
     try:
         while True:
+            began = time.perf_counter()
             while more and len(asked) < num_open:
                 prompt = next(waiting, None)
                 if prompt is None:
                     more = False
                     break
-                ids, info = prompt.ids, engine.info
+                ids = prompt.ids
                 if ids is None:
                     ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
                 prompt = replace(prompt, ids=ids)
@@ -311,33 +317,54 @@ def ask_engine(
                     seed=(sampling.seed + prompt.line) % (1 << 63),
                 )
                 name = f"record-{prompt.line}"
-                asked[name], outputs[name], likely[name] = prompt, [], []
+                asked[name] = _Open(prompt)
                 engine.submit(
                     Request(
-                        name, "record", info.name, ids, drawn,
-                        speculation=speculation, arrival_s=time.monotonic(),
+                        name, task, info.name, ids, drawn, speculation=speculation,
+                        cache_salt=cache_salt, arrival_s=time.monotonic(),
                     )
                 )  # fmt: skip
             if not asked:
                 return
-            for delta in engine.take_deltas() or engine.step():
-                name = delta.request_id
-                if name not in asked:
+            deltas = engine.take_deltas() or engine.step()
+            share_s = (time.perf_counter() - began) / len(asked)
+            for one in asked.values():
+                one.seconds += share_s
+            for delta in deltas:
+                if delta.request_id not in asked:
                     continue
-                outputs[name] += delta.token_ids
-                likely[name] += delta.logprobs
+                one = asked[delta.request_id]
+                one.output += delta.token_ids
+                one.likely += delta.logprobs
+                one.num_steps += delta.counts.num_steps
                 if delta.finish_reason is None:
                     continue
-                prompt, output, rows = asked.pop(name), outputs.pop(name), likely.pop(name)
+                del asked[delta.request_id]
                 if delta.finish_reason in ("error", "abort"):
-                    yield Failure(prompt, delta.error or delta.finish_reason)
-                else:
-                    text = tokenizer.decode(output, skip_special_tokens=True)
-                    yield Answer(prompt, tuple(output), delta.finish_reason, text, tuple(rows))
+                    yield Failure(one.prompt, delta.error or delta.finish_reason)
+                    continue
+                text = ""
+                if tokenizer is not None:
+                    text = tokenizer.decode(one.output, skip_special_tokens=True)
+                yield Answer(
+                    one.prompt, tuple(one.output), delta.finish_reason, text, tuple(one.likely),
+                    one.num_steps, one.seconds,
+                )  # fmt: skip
     finally:
         for name in asked:
             engine.abort(name)
         engine.take_deltas()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A prompt that is being answered, and what of its Answer there is."""
+
+    prompt: Prompt
+    output: list[int] = field(default_factory=list)
+    likely: list[TokenLogprob] = field(default_factory=list)
+    num_steps: int = 0
+    seconds: float = 0.0
 
 
 # --- a running server -----------------------------------------------------------------------------
@@ -398,13 +425,80 @@ def _answer(prompt: Prompt, answer: httpx.Response | BaseException, base: str) -
 # --- the file -------------------------------------------------------------------------------------
 
 
+class Kept:
+    """What a run has found so far, in OUTPUT.partial; the same run, typed again, goes on with it. A
+    context manager: the file goes with the block, unless an error or a signal ends it.
+
+    identity: of all that decides what is found. is_dropped: whether what a run of another identity
+    left is; else it raises ConfigError. num_found: findings of an earlier run.
+    """
+
+    def __init__(self, output: Path, identity: str, *, is_dropped: bool = False) -> None:
+        self._output, self._is_dropped = output, is_dropped
+        self._key = hashlib.sha256(identity.encode()).hexdigest()
+        self._file = AnswerFile(kept_file(output))
+        self._found: dict[str, Any] = {}
+        self.num_found = 0
+
+    def __enter__(self) -> Kept:
+        """Raises ConfigError and BulkError for a file that cannot be written."""
+        try:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self._output}: {error.strerror}") from None
+        self._file.__enter__()
+        try:
+            records = self._file.take_up(lambda _: self._key)
+        except BulkError:
+            if not self._is_dropped:
+                self._file.__exit__()
+                raise ConfigError(
+                    f"{self._file.path}: left by a run with another model, other settings or other "
+                    "data; delete it"
+                ) from None
+            records = {}
+            self._file.path.write_bytes(b"")
+        self._found = {record["name"]: record["value"] for record in records.values()}
+        self.num_found = len(self._found)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or not self._found:
+            self._file.path.unlink(missing_ok=True)
+        self._file.__exit__()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a finding: plain values."""
+        record = {"line": len(self._found), "key": self._key, "name": name, "value": value}
+        with self._file.appending() as append:
+            append(record)
+        self._found[name] = value
+
+    def once(self, name: str, find: Callable[[], Any]) -> Any:
+        """What is kept under this name, or what `find` finds now: plain values."""
+        if name not in self._found:
+            self.note(name, find())
+        return self._found[name]
+
+
+def kept_file(output: Path) -> Path:
+    """Where a run that writes this file keeps what it has found until its end."""
+    return output.with_name(output.name + ".partial")
+
+
 def write_recordings(
     prompts: Sequence[Prompt],
     ask: Ask,
     output: Path,
     *,
     identity: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[int, int, list[Failure]]:
     """Ask for every prompt and write the recordings; (lines, lines that were there, failures).
 
@@ -412,44 +506,23 @@ def write_recordings(
     continued. progress: (done, all). Raises ConfigError for another run's FILE.partial, for a file
     that cannot be written, and when no prompt was answered.
     """
-    digest = hashlib.sha256(identity.encode())  # of a run: prompts, model and settings
-    for prompt in prompts:
-        digest.update(f"\n{prompt.line} {prompt.text!r} {prompt.ids!r}".encode())
-    keys = dict.fromkeys((prompt.line for prompt in prompts), digest.hexdigest())
+    told = "".join(f"\n{p.line} {p.text!r} {p.ids!r}" for p in prompts)
     failures: list[Failure] = []
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with AnswerFile(output.with_name(output.name + ".partial")) as partial:
-            try:
-                found = partial.take_up(keys)
-            except BulkError:
-                raise ConfigError(
-                    f"{partial.path}: left by a run with another model, other settings or other "
-                    "data; delete it"
-                ) from None
-            done = {line: record["recording"] for line, record in found.items()}
-            num_resumed = len(done)
-            if progress is not None:
-                progress(num_resumed, len(prompts))
-            with partial.appending() as append:
-                for answer in ask([prompt for prompt in prompts if prompt.line not in done]):
-                    if isinstance(answer, Failure):
-                        failures.append(answer)
-                    else:
-                        line = answer.prompt.line
-                        done[line] = entry_of(answer)
-                        append({"line": line, "key": keys[line], "recording": done[line]})
-                    if progress is not None:
-                        progress(len(done) + len(failures), len(prompts))
-            if done:
-                recordings = (json.dumps(done[n], ensure_ascii=False) + "\n" for n in sorted(done))
-                with replacing(output, EVERYBODY) as out:
-                    out.writelines(line.encode() for line in recordings)
-            partial.path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}") from None
-    if not done:
-        raise ConfigError(
-            f"no prompt was answered; line {failures[0].prompt.line}: {failures[0].message}"
-        )
-    return len(done), num_resumed, failures
+    with writing(output), Kept(output, identity + told) as kept:
+        progress(kept.num_found, len(prompts))
+        todo = [prompt for prompt in prompts if str(prompt.line) not in kept]
+        for done, answer in enumerate(ask(todo), kept.num_found + 1):
+            if isinstance(answer, Failure):
+                failures.append(answer)
+            else:
+                kept.note(str(answer.prompt.line), entry_of(answer))
+            progress(done, len(prompts))
+        found = [kept[str(prompt.line)] for prompt in prompts if str(prompt.line) in kept]
+        if not found:
+            raise ConfigError(
+                f"no prompt was answered; line {failures[0].prompt.line}: {failures[0].message}"
+            )
+        with replacing(output, EVERYBODY) as out:
+            for entry in found:
+                out.write((json.dumps(entry, ensure_ascii=False) + "\n").encode())
+    return len(found), kept.num_found, failures

@@ -5,7 +5,6 @@ What tuning does is in tune.py; what it measures of the machine and of the model
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -14,9 +13,9 @@ import statistics
 import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -32,16 +31,20 @@ from server.commands.options import (
     writing,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
+from server.commands.tune_data import BUSY, RecordOptions, TaskFile, refuse_to_replace
 from server.config import DEFAULT_TASKS
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.commands.options import ModelOptions
+    from drafters.base import Drafter
     from server.commands.tune_data import Example, Progress
     from server.engine.batch import Runner
+    from server.types import SpeculationParams
 
 
-_MODEL, _FIELDS, _SAMPLING = ModelOptions(), FieldOptions(), SamplingOptions()
+_MODEL, _FIELDS, _SAMPLING, _RECORDING = (
+    ModelOptions(), FieldOptions(), SamplingOptions(), RecordOptions()
+)  # fmt: skip
 
 
 def check(
@@ -65,70 +68,6 @@ def check(
     return 0
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordOptions:
-    """Which outputs the drafts are replayed on."""
-
-    outputs: Annotated[
-        Literal["gold", "model"],
-        Parameter(
-            help="judge drafts by the model's own outputs, recorded now, or by the data's (model)"
-        ),
-    ] = "model"
-    limit: Annotated[int, Parameter(help="most prompts to record (200)")] = 200
-    record_seconds: Annotated[
-        float,
-        Parameter(metavar="S", help="record for so long at most; what is there then is used (180)"),
-    ] = 180.0
-    serve_seconds: Annotated[
-        float,
-        Parameter(
-            metavar="S",
-            help="serve with drafts and without for so long at most; 0: forecast alone (60)",
-        ),
-    ] = 60.0
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskFile:
-    """The file that is made."""
-
-    name: Annotated[str, Parameter(help="the task's name")]
-    description: Annotated[str, Parameter(metavar="TEXT", help="goes into the file")] = ""
-    served_model_name: Annotated[
-        str | None,
-        Parameter(metavar="NAME", help="the task's model in server.yaml (the server's first)"),
-    ] = None
-    output: Annotated[
-        Path | None,
-        Parameter(
-            name=("--output", "-o"),
-            metavar="FILE",
-            help=f"the task file ({DEFAULT_TASKS}/NAME.yaml); its corpus goes beside it",
-        ),
-    ] = None
-    force: Annotated[bool, Parameter(help="replace a file that is there")] = False
-
-    def path(self) -> Path:
-        """Where the task file goes. Raises ConfigError for a place or name that cannot be."""
-        from server.commands.tune_data import kept_file
-        from server.config import TaskConfig
-
-        output = self.output or DEFAULT_TASKS / f"{self.name}.yaml"
-        if output.suffix not in (".yaml", ".yml"):
-            raise ConfigError(f"{output}: a task file ends in .yaml")
-        # An interrupted run goes on with its own file; tune_data.Kept looks whether it is this.
-        if output.exists() and not self.force and not kept_file(output).exists():
-            raise ConfigError(f"{output}: is there already; --force replaces it")
-        try:
-            TaskConfig(name=self.name, description=self.description)
-        except ValueError:
-            raise ConfigError(f"--name: {self.name!r} cannot be a task's name") from None
-        return output
-
-
 def tune(
     *,
     data: Annotated[
@@ -141,7 +80,7 @@ def tune(
     ],
     file: TaskFile,
     fields: FieldOptions = _FIELDS,
-    recording: RecordOptions = RecordOptions(),
+    recording: RecordOptions = _RECORDING,
     sampling: SamplingOptions = _SAMPLING,
     model: ModelOptions = _MODEL,
     even_if_busy: Annotated[
@@ -178,14 +117,14 @@ def tune_task(
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
     from drafters.auto.copying import Pieces
     from server.commands.tune import tune as run
-    from server.commands.tune_data import TuneSettings, check_data
+    from server.commands.tune_data import Tuning, check_data
     from server.model.catalog import model_folder
     from server.model.gguf_folder import file_folder
     from server.wiring.drafter import make_task_drafter
     from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
-    output = file.path()
+    file.check()
     if recording.limit < 1 or recording.record_seconds <= 0:
         raise ConfigError("--limit and --record-seconds: must be above 0")
     if not recording.serve_seconds >= 0:
@@ -193,7 +132,7 @@ def tune_task(
     drawn = sampling_of(sampling)
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")
-    check_data(data, recording.outputs, fields.names())
+    check_data(data, recording.outputs, fields)
     others = OtherProcesses()
     time.sleep(0.5)
     if not even_if_busy:
@@ -214,47 +153,35 @@ def tune_task(
         form, share = engine.info.dtype, None
         if form in ("file", "float32", "bfloat16"):
             share = head_share((file_folder if form == "file" else model_folder)(model.model))
-        settings = TuneSettings(
-            name=file.name,
-            data=data,
-            output=output,
-            replaces=file.force,
-            outputs=recording.outputs,
-            description=file.description,
-            model=file.served_model_name,
-            fields=fields.names(),
-            num_prompts=recording.limit,
-            record_s=recording.record_seconds,
-            serve_s=recording.serve_seconds,
-            temperature=drawn.temperature,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            seed=drawn.seed,
-            head_share=share,
-            busy=busy,
-            render=None if served.chat is None else chat_render(served.chat),
-            compare_forms=(
-                None if skip_forms else functools.partial(compare_forms, model, progress=bar)
-            ),
-            enrichment=enrichment_of(model.adapter),
-        )
-        pieces = Pieces(served.table.offsets, served.table.blob)
+        table, own = served.table, enrichment_of(model.adapter)
+        pieces = Pieces(table.offsets, table.blob)
+
+        def make_drafter(name: str, task: str, speculation: SpeculationParams) -> Drafter:
+            return make_task_drafter(
+                name, table.fingerprint.hex(), engine.info.eos_token_ids, task, speculation,
+                enrichment=own, pieces=pieces,
+            )  # fmt: skip
+
         return run(
-            settings,
-            engine,
-            OwnTokenizer(served),
-            served.table,
-            lambda name, task, speculation: make_task_drafter(
-                name,
-                served.table.fingerprint.hex(),
-                engine.info.eos_token_ids,
-                task,
-                speculation,
-                enrichment=settings.enrichment,
-                pieces=pieces,
-            ),
-            head_seconds(engine.runner),
-            bar,
+            Tuning(
+                data,
+                fields,
+                file,
+                recording,
+                engine,
+                OwnTokenizer(served),
+                table,
+                make_drafter,
+                head_seconds(engine.runner),
+                bar,
+                sampling=drawn,
+                max_tokens=sampling.max_tokens,
+                head_share=share,
+                busy=busy,
+                render=None if served.chat is None else chat_render(served.chat),
+                compare_forms=None if skip_forms else partial(compare_forms, model, progress=bar),
+                enrichment=own,
+            )
         )
 
 
@@ -305,8 +232,6 @@ class OtherProcesses:
 
 def refuse_if_busy(share: float) -> None:
     """Raise ConfigError when others use more than BUSY of the machine."""
-    from server.commands.tune_data import BUSY
-
     if share > BUSY:
         raise ConfigError(
             f"others use {share:.0%} of this machine: what is measured now would decide wrongly, "
@@ -465,8 +390,7 @@ def pack(
 
     name, files = _files_of(task)
     output = output or Path(f"{name}{_SUFFIX}")
-    if output.exists() and not force:
-        raise ConfigError(f"{output}: is there already; --force replaces it")
+    refuse_to_replace(output, force)
     manifest: dict[str, Any] = {
         "format": _FORMAT,
         "task": name,
@@ -507,9 +431,8 @@ def unpack(
             manifest, contents = _read(file, archive)
     except (zipfile.BadZipFile, ValueError, KeyError, TypeError, NotImplementedError):
         raise ConfigError(f"{file}: is no packed task, or a damaged one") from None
-    there = [name for name in contents if (tasks / name).exists()]
-    if there and not force:
-        raise ConfigError(f"{tasks / there[0]}: is there already; --force replaces it")
+    for name in contents:
+        refuse_to_replace(tasks / name, force)
     with writing(tasks):
         tasks.mkdir(parents=True, exist_ok=True)
         # The YAML last: a server that reloads meanwhile finds what it names.

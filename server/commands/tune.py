@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.commands.record import Kept
 from server.commands.tune_choice import (
     FURTHER,
     MANY_STREAMS,
@@ -49,15 +50,14 @@ from server.commands.tune_data import (
     DATA,
     OWN,
     Example,
-    Kept,
     Material,
-    Progress,
-    TuneSettings,
+    TaskFile,
     Tuning,
     gather,
     quality,
     quality_lines,
     read_data,
+    refuse_to_replace,
 )
 from server.errors import ConfigError
 from server.types import CORPUS_FITS, SpeculationParams
@@ -65,12 +65,7 @@ from server.types import CORPUS_FITS, SpeculationParams
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from drafters.corpus import Corpus
-    from server.engine.engine import Engine
     from server.engine.step_times import CostTable
-    from server.token_bytes import TokenBytes
-
-MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
-"""(drafter's name, task, speculation) -> Drafter, as the server makes it."""
 
 Corpora = dict[str, "tuple[Path, Corpus]"]
 """The corpora that are tried, by what they hold: their files and themselves."""
@@ -79,47 +74,37 @@ _MADE_BY = "Made by `tailor tasks tune`"
 _OURS = "# Made by `tailor tasks "
 
 
-def tune(
-    settings: TuneSettings,
-    engine: Engine,
-    tokenizer: Any,
-    tokens: TokenBytes,
-    make_drafter: MakeDrafter,
-    head: tuple[float, float],
-    progress: Progress,
-) -> dict[str, Any]:
+def tune(run: Tuning) -> dict[str, Any]:
     """Tune a task and write its files; returns what the command prints, as plain values.
 
-    The parameters are those of Tuning. Raises ConfigError for data that cannot be used (with file
-    and line) and for files that cannot be written.
+    Raises ConfigError for data that cannot be used (with file and line) and for files that cannot
+    be written.
     """
-    began = time.monotonic()
-    fingerprint = tokens.fingerprint.hex()
-    identity = f"{engine.info.fingerprint} {engine.info.dtype} {engine.info.device} {fingerprint}"
-    data = read_data(settings, tokenizer, engine.info.eos_token_ids[0], progress)
+    began, file, material, progress = time.monotonic(), run.file, run.material, run.progress
+    data = read_data(run)
     with (
-        Kept(settings, identity) as kept,
+        Kept(file.place, run.identity, is_dropped=True) as run.kept,
         tempfile.TemporaryDirectory(prefix="tailor-tune-") as scratch,
     ):
-        if kept.num_found:
-            progress(f"going on with {kept.num_found} findings of an earlier run", 0, None)
-        run = Tuning(settings, engine, tokenizer, tokens, head, progress, kept)
-        material = run.material
+        if run.kept.num_found:
+            progress(f"going on with {run.kept.num_found} findings of an earlier run", 0, None)
+        else:
+            refuse_to_replace(file.place, file.force)
         gather(run, data)
         corpora: Corpora = {}
         for i, (part, examples) in enumerate(material.parts.items()):
             progress("building corpora", i, len(material.parts))
-            built, file = _corpus(run, examples), Path(scratch) / f"{i}.corpus"
-            built.save(file)
-            corpora[part] = (file, built)
+            built, path = _corpus(run, examples), Path(scratch) / f"{i}.corpus"
+            built.save(path)
+            corpora[part] = (path, built)
         progress("building corpora", len(material.parts), len(material.parts))
 
         def drafter_of(name: str, label: str | None, options: Options) -> Drafter:
             path = None if label is None else str(corpora[label][0])
             given = tuple((f"{name}.{key}", value) for key, value in options)
-            return make_drafter(name, settings.name, SpeculationParams(name, 16, given, path))
+            return run.make_drafter(name, file.name, SpeculationParams(name, 16, given, path))
 
-        pricing = Pricing(engine, head[1])
+        pricing = Pricing(run.engine, run.head[1])
         choices = replay_all(run, drafter_of, list(corpora), pricing)
         best = best_of(choices)
         label = best.corpus if best is not None else None
@@ -131,25 +116,25 @@ def tune(
         report["why"] = corpus_fit(choices) | _why(best, material, corpora)
         told = partial(task_text, run, pricing.cost, choices, best)
         # The choice is made: from here on there is a task file, whatever ends the run.
-        was_ours = kept.once("was ours", lambda: is_ours(settings.output))
+        was_ours = run.kept.once("was ours", lambda: is_ours(file.place))
         if label is not None:
             progress("building the corpus", 0, None)
             whole = _corpus(run, material.whole[label])
-            save(settings.output.with_suffix(".corpus"), whole.save)
-        _write(settings, told(report), {".corpus": label is not None} if was_ours else {})
+            save(file.place.with_suffix(".corpus"), whole.save)
+        _write(file, told(report), {".corpus": label is not None} if was_ours else {})
         if best is not None:
             report |= _gains_told(measured_gains(run, best, forecasts, corpus))
         progress("vocabulary", 0, None)
         slices, profile = vocabulary(run, best, pricing.cost)
         report["vocabulary"] = slices
-        if settings.compare_forms is not None:
+        if run.compare_forms is not None:
             held = [(r.prompt_ids, r.output_ids) for r in material.held]
-            compared = partial(settings.compare_forms, material.whole.get(DATA) or held)
-            report["weights"] = kept.once("forms", compared)
+            compared = partial(run.compare_forms, material.whole.get(DATA) or held)
+            report["weights"] = run.kept.once("forms", compared)
         report["is_whole"] = True
         if profile is not None:
-            save(settings.output.with_suffix(".vocab"), profile.save)
-        _write(settings, told(report), {".vocab": profile is not None} if was_ours else {})
+            save(file.place.with_suffix(".vocab"), profile.save)
+        _write(file, told(report), {".vocab": profile is not None} if was_ours else {})
     report["seconds"] = round(time.monotonic() - began, 1)
     return report
 
@@ -158,7 +143,7 @@ def _corpus(run: Tuning, examples: Sequence[Example]) -> Corpus:
     """Of these examples, their prompts as drafters read them: in the model's own tokens."""
     from drafters.auto.held_out import build_calibrated
 
-    own = run.settings.enrichment
+    own = run.enrichment
     read = list if own is None else own.segment
     spelled = ((read(prompt), list(output)) for prompt, output in examples)
     return build_calibrated(spelled, fingerprint=run.tokens.fingerprint.hex())
@@ -190,28 +175,28 @@ def _why(best: Choice | None, material: Material, corpora: Corpora) -> dict[str,
 
 
 def _report(run: Tuning, best: Choice | None, gains: dict[int, Expected]) -> dict[str, Any]:
-    settings, material = run.settings, run.material
-    corpus = None if best is None or best.corpus is None else settings.output.with_suffix(".corpus")
+    file, material = run.file, run.material
+    corpus = None if best is None or best.corpus is None else file.place.with_suffix(".corpus")
     return {
-        "task": settings.name,
-        "file": str(settings.output),
+        "task": file.name,
+        "file": str(file.place),
         "corpus": None if corpus is None else str(corpus),
         "examples": material.num_lines,
         "held_back": len(material.held),
         "held_back_tokens": sum(len(r.output_ids) for r in material.held),
         "recorded": material.num_recorded,
-        "outputs": settings.outputs,
+        "outputs": run.recording.outputs,
         "quality": quality(
             material.compared,
-            stops=settings.stop,
-            can_chat=settings.render is not None and material.has_plain_prompts,
+            stops=run.stop,
+            can_chat=run.render is not None and material.has_plain_prompts,
         ),
         "drafter": "off" if best is None else best.drafter,
         "max_draft_tokens": 0 if best is None else best.budget,
         "expected_decode_speedup": (
             1.0 if best is None else round(best.forecast.decode_speedup, 3)
         ),
-        "busy": round(settings.busy, 2) if settings.busy > BUSY else None,
+        "busy": round(run.busy, 2) if run.busy > BUSY else None,
         "vocabulary": {},
         "weights": {},
         "is_whole": False,
@@ -230,11 +215,11 @@ def _gains_told(gains: Mapping[int, Expected]) -> dict[str, Any]:
     return found | {"tokens_per_step": round(gains.get(1, Expected()).tokens_per_step, 3)}
 
 
-def _write(settings: TuneSettings, text: str, is_named: Mapping[str, bool]) -> None:
+def _write(task: TaskFile, text: str, is_named: Mapping[str, bool]) -> None:
     """The task file. is_named: of the files of an earlier tuning, by suffix; others go."""
-    save(settings.output, lambda file: write_checked(file, text, settings.name))
+    save(task.place, lambda file: write_checked(file, text, task.name))
     for suffix, stays in is_named.items():
-        file = settings.output.with_suffix(suffix)
+        file = task.place.with_suffix(suffix)
         try:
             if not stays:
                 file.unlink(missing_ok=True)
@@ -272,7 +257,7 @@ def task_text(
     lines += _vocabulary_lines(report["vocabulary"])
     lines += form_lines(report["weights"], run.engine.info.dtype)
     lines += ["", "Expected tokens a decode step / speedup of a request, by most draft tokens:"]
-    lines += _table(run.settings.budgets, choices, best)
+    lines += _table(run.budgets, choices, best)
     comments = [f"# {_printable(line)}".rstrip() for line in lines]
     return "\n".join([*comments, *_body(run, best, report)]) + "\n"
 
@@ -316,16 +301,16 @@ def _origin_lines(run: Tuning, cost: CostTable, num_held_tokens: int) -> list[st
     """What the task was tuned on."""
     from server import __version__
 
-    settings, material, info = run.settings, run.material, run.engine.info
-    data = hashlib.sha256(settings.data.read_bytes()).hexdigest()[:12]
+    material, info = run.material, run.engine.info
+    data = hashlib.sha256(run.data.read_bytes()).hexdigest()[:12]
     outputs = (
-        f"the data's {settings.fields.output}s"
-        if settings.outputs == "gold"
+        f"the data's {run.fields.field}s"
+        if run.recording.outputs == "gold"
         else f"the model's own for {material.num_recorded} of its prompts"
     )
     return [
         f"{_MADE_BY} {__version__} on {datetime.date.today().isoformat()}.",
-        f"data      {settings.data.name} ({data}), {material.num_lines} lines",
+        f"data      {run.data.name} ({data}), {material.num_lines} lines",
         f"model     {info.name} ({info.fingerprint[:12]}, {info.dtype})",
         f"outputs   {outputs}; {len(material.held)} held back and replayed, "
         f"{num_held_tokens} tokens",
@@ -337,20 +322,16 @@ def _origin_lines(run: Tuning, cost: CostTable, num_held_tokens: int) -> list[st
 
 def _body(run: Tuning, best: Choice | None, report: dict[str, Any]) -> list[str]:
     """The lines that the server reads."""
-    settings, material = run.settings, run.material
-    body: list[str] = [f"name: {json.dumps(settings.name)}"]
-    if settings.description:
-        body.append(f"description: {json.dumps(settings.description, ensure_ascii=False)}")
-    if settings.model is not None:
-        body.append(f"model: {json.dumps(settings.model)}")
-    body += [
+    file, material = run.file, run.material
+    body = [
+        *file.head(),
         "sampling:",
-        f"  temperature: {settings.temperature:g}",
+        f"  temperature: {run.sampling.temperature:g}",
         f"  max_tokens: {material.max_tokens}"
         + (f"  # the longest output has {material.longest}" if material.longest else ""),
     ]
-    if settings.stop:
-        body.append(f"  stop: {json.dumps(list(settings.stop), ensure_ascii=False)}")
+    if run.stop:
+        body.append(f"  stop: {json.dumps(run.stop, ensure_ascii=False)}")
     body.append("speculation:")
     if best is None:
         body.append("  drafter: off")
@@ -362,7 +343,7 @@ def _body(run: Tuning, best: Choice | None, report: dict[str, Any]) -> list[str]
     if report["corpus"] is not None:
         body.append(f"  corpus: {json.dumps(Path(report['corpus']).name)}")
     if report["vocabulary"].get("mode") == "exact":
-        profile = settings.output.with_suffix(".vocab").name
+        profile = file.place.with_suffix(".vocab").name
         body += ["vocabulary:", "  mode: exact", f"  profile: {json.dumps(profile)}"]
     return body
 

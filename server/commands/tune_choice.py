@@ -14,10 +14,11 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from drafters.catalog import Need, catalog, that_use
+from server.commands.record import Answer, Failure, Prompt, ask_engine
 from server.commands.tune_data import (
     BOTH,
     BUSY,
@@ -28,7 +29,7 @@ from server.commands.tune_data import (
     sampling_of,
 )
 from server.config import SpeculationConfig
-from server.types import CORPUS_FITS, Request, SpeculationParams
+from server.types import CORPUS_FITS, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from drafters.arrays import Float64
@@ -72,13 +73,14 @@ DrafterOf = Callable[[str, "str | None", Options], "Drafter"]
 
 
 @dataclass(slots=True)
-class Forecast:
-    """What recordings take, drafted one way. Seconds are of the engine that prices them.
+class Taken:
+    """What outputs take, drafted one way: recordings as the engine that prices them would take
+    them, or prompts as they were served.
 
     num_tokens: output tokens after each first one. num_steps: decode steps, the one that ends a
-    prompt not counted. num_rows: draft rows. plain_s, seconds: of each recording without drafts and
-    with them; prefill_s: the part of plain_s up to the first tokens. by_source: nodes drafted and
-    accepted. propose_s: of a proposal, the median.
+    prompt not counted. plain_s, seconds: of each output without drafts and with them. Of recordings
+    alone: num_rows: draft rows; prefill_s: the part of plain_s up to the first tokens; by_source:
+    nodes drafted and accepted; propose_s: of a proposal, the median.
     """
 
     num_tokens: int = 0
@@ -124,7 +126,7 @@ class Pricing:
 
     def replay(
         self, drafter: Drafter, held: Sequence[Recording], budget: int, num_streams: int = 1
-    ) -> Forecast:
+    ) -> Taken:
         """Replay recordings, each step as one of num_streams like it. Raises DraftError for a tree
         that an engine would refuse, and ValueError without a recording."""
         import numpy as np
@@ -151,7 +153,8 @@ class Pricing:
 
 
 class _Priced:
-    """A drafter whose trees are cut to what pays, and which notes what its steps would take.
+    """A drafter whose trees are cut to what pays, and which notes what its steps would take. It is
+    its own session: recordings are replayed one after the other.
 
     What is chosen is what the engine's Gain chooses, in a scope in which as much comes as is
     claimed until the recordings say otherwise.
@@ -164,20 +167,25 @@ class _Priced:
 
         from server.engine.gain import Gain
 
-        self.name, self.told = drafter.name, Forecast()
+        self.name, self.told = drafter.name, Taken()
         self.sources = getattr(drafter, "sources", (drafter.name,))
-        self.drafter, self.pricing, self.num_streams = drafter, pricing, num_streams
-        self.gain = Gain(pricing.cost)
-        self.gain.host = pricing.engine.gain.host
-        self.seat = self.gain.seat("replay")
+        self._drafter, self._pricing, self._num_streams = drafter, pricing, num_streams
+        self._gain = Gain(pricing.cost)
+        self._gain.host = pricing.engine.gain.host
+        self._seat = self._gain.seat("replay")
         for claim in (0.05, 0.25, 0.5, 0.75, 0.95):
             claims = np.full(100, claim)
-            self.observe(claims, range(round(100 * claim)))
+            self._observe(claims, range(round(100 * claim)))
         info = pricing.engine.info
-        self.vocab_size = info.vocab_size
+        self._vocab_size = info.vocab_size
         self._block_size = info.block_size if pricing.engine.settings.prefix_cache else 0
         self._known: set[tuple[int, ...]] = set()
         self._recordings = iter(recordings)
+        self._session: Any = None
+        self._length, self._prompt_s = 0, 0.0  # of the session; of the prompt of its first tree
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def open(
         self,
@@ -188,25 +196,26 @@ class _Priced:
     ) -> DraftSession:
         """The next recording's: its prompt and its plain path are priced."""
         recording = next(self._recordings)
-        pricing, told, num = self.pricing, self.told, len(prompt_ids)
+        pricing, told, num = self._pricing, self.told, len(prompt_ids)
         prompt_s = pricing.prompt_s(self._cached(prompt_ids), num)
         steps = len(recording.output_ids) - 1
-        told.plain_s.append(prompt_s + steps * self.step_s(0, num + 0.5 * steps))
+        told.plain_s.append(prompt_s + steps * self._step_s(0, num + 0.5 * steps))
         told.seconds.append(0.0)
         told.prefill_s += prompt_s
-        session = self.drafter.open(
+        self._session = self._drafter.open(
             list(map(int, prompt_ids)), context_span=context_span, prediction_ids=prediction_ids
         )
-        return cast("DraftSession", _PricedSession(self, session, num, prompt_s))
+        self._length, self._prompt_s = num, prompt_s
+        return cast("DraftSession", self)
 
-    def observe(self, claims: Float64, accepted: Sequence[int]) -> None:
+    def _observe(self, claims: Float64, accepted: Sequence[int]) -> None:
         """Nodes with these claims were verified. accepted: indexes of those that came true."""
         import numpy as np
 
         came, num = np.zeros(len(claims), np.int32), np.zeros(1, np.int32)
         came[list(accepted)] = 1
         start = np.array([0, len(claims)], np.int32)
-        self.gain.observe_drafts(np.array([self.seat]), start, num, claims, came)
+        self._gain.observe_drafts(np.array([self._seat]), start, num, claims, came)
 
     def _cached(self, prompt_ids: Sequence[int]) -> int:
         """Tokens of a prompt that need not be computed: whole blocks that an earlier one has."""
@@ -218,28 +227,11 @@ class _Priced:
             self._known.add(block)
         return num
 
-    def step_s(self, num_nodes: int, mean_len: float) -> float:
+    def _step_s(self, num_nodes: int, mean_len: float) -> float:
         """A choice's share of a decode step in which each has so many nodes."""
-        num, rows = self.num_streams, 1 + num_nodes
-        model_s = self.pricing.cost.cost(num * rows, num * rows * mean_len)
-        return (model_s + self.gain.host.plain(num)) / num
-
-    def ask_s(self, propose_s: float) -> float:
-        """What asking adds to a choice's share of a step. propose_s: what it took here."""
-        return max(propose_s, self.gain.host.asking(self.num_streams) / self.num_streams)
-
-
-class _PricedSession:
-    """A session of a _Priced drafter. prompt_s: of the prompt that its first tree hangs off."""
-
-    def __init__(
-        self, owner: _Priced, session: DraftSession, prompt_len: int, prompt_s: float
-    ) -> None:
-        self._owner, self._session = owner, session
-        self._length, self._prompt_s = prompt_len, prompt_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
+        num, rows = self._num_streams, 1 + num_nodes
+        model_s = self._pricing.cost.cost(num * rows, num * rows * mean_len)
+        return (model_s + self._gain.host.plain(num)) / num
 
     def propose(self, max_nodes: int, max_depth: int) -> DraftTree:
         """The nodes of the drafter's tree that pay; the step is priced with them."""
@@ -249,33 +241,33 @@ class _PricedSession:
         from server.engine.gain import StepShape
         from server.engine.trees import checked
 
-        owner, num = self._owner, self._owner.num_streams
+        num, gain = self._num_streams, self._gain
         shape, room = StepShape(num, num, float(self._length)), num * max_nodes
         tree, kept, ask_s = DraftTree.empty(), 0, 0.0
-        if owner.gain.most(shape, room):  # else nobody is asked
+        if gain.most(shape, room):  # else nobody is asked
             began = time.thread_time()
-            bounds = np.array([(owner.vocab_size, max_depth)])
+            bounds = np.array([(self._vocab_size, max_depth)])
             trees, errors = checked([self._session.propose(max_nodes, max_depth)], bounds)
             if errors:
                 raise errors[0][1]
-            ask_s = owner.ask_s(time.thread_time() - began)
-            claims, seats = np.tile(trees.survival, num), np.full(num, owner.seat)
+            ask_s = max(time.thread_time() - began, gain.host.asking(num) / num)
+            claims, seats = np.tile(trees.survival, num), np.full(num, self._seat)
             start = np.arange(num + 1, dtype=np.int32) * len(trees.survival)
             certain = np.zeros(num, np.int32)
-            kept = int(owner.gain.choose(seats, start, certain, claims, shape, room, num)[0])
+            kept = int(gain.choose(seats, start, certain, claims, shape, room, num)[0])
             tree = trees.prune(np.array([kept])).proposed(0, [])[0]
         seconds, self._prompt_s = self._prompt_s, 0.0
         if seconds:  # the prompt's step, with the nodes that hang off its last row
-            cost = owner.pricing.cost
+            cost = self._pricing.cost
             seconds += (cost.cost(num * (1 + kept)) - cost.cost(num)) / num
         else:
-            seconds = owner.step_s(kept, self._length)
-        owner.told.seconds[-1] += seconds + ask_s
+            seconds = self._step_s(kept, self._length)
+        self.told.seconds[-1] += seconds + ask_s
         return tree
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """As DraftSession.feedback; the estimate hears of it too."""
-        self._owner.observe(tree.survival.astype("float64"), accepted)
+        self._observe(tree.survival.astype("float64"), accepted)
         self._session.feedback(tree, accepted)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -295,7 +287,7 @@ class Choice:
     drafter: str
     corpus: str | None
     budget: int
-    forecast: Forecast
+    forecast: Taken
     options: Options = ()
 
     @property
@@ -316,9 +308,9 @@ def replay_all(
             return asdict(pricing.replay(drafter, run.material.held, budget))
 
         found = run.kept.once(f"replay {(name, label, budget, options)}", replayed)
-        return Choice(name, label, budget, Forecast(**found), options)
+        return Choice(name, label, budget, Taken(**found), options)
 
-    budgets = run.settings.budgets
+    budgets = run.budgets
     cells: list[tuple[str, str | None, int]] = [
         (spec.name, None, n) for spec in catalog().values() if spec.without_corpus for n in budgets
     ]
@@ -403,17 +395,16 @@ def within(speedup: float, error: float, num: int, other: float) -> tuple[float,
     return max(0.0, speedup - half), speedup + half
 
 
-def expected_gain(told: Forecast | Served) -> Expected:
-    """Of a replay or of what was served."""
-    num, is_served = len(told.plain_s), isinstance(told, Served)
-    error = ratio_error(told.plain_s, told.seconds)
-    low, high = within(told.speedup, error, num, _MACHINE if is_served else _REPLAYED)
-    return Expected(told.speedup, low, high, num * is_served, told.tokens_per_step)
+def expected_gain(told: Taken, *, num_served: int = 0) -> Expected:
+    """Of a replay, or of so many prompts that were served."""
+    error, other = ratio_error(told.plain_s, told.seconds), _MACHINE if num_served else _REPLAYED
+    low, high = within(told.speedup, error, len(told.plain_s), other)
+    return Expected(told.speedup, low, high, num_served, told.tokens_per_step)
 
 
 def forecast_gains(
     run: Tuning, best: Choice | None, drafter_of: DrafterOf, pricing: Pricing
-) -> dict[int, Forecast]:
+) -> dict[int, Taken]:
     """What a choice is expected to bring one client and MANY_STREAMS, by replay; {} for none."""
     if best is None:
         return {}
@@ -422,12 +413,12 @@ def forecast_gains(
         drafter = drafter_of(best.drafter, best.corpus, best.options)
         return asdict(pricing.replay(drafter, run.material.held, best.budget, MANY_STREAMS))
 
-    many = Forecast(**run.kept.once(f"replay {MANY_STREAMS} streams", replayed))
+    many = Taken(**run.kept.once(f"replay {MANY_STREAMS} streams", replayed))
     return {1: best.forecast, MANY_STREAMS: many}
 
 
 def measured_gains(
-    run: Tuning, best: Choice, forecasts: Mapping[int, Forecast], corpus: str | None
+    run: Tuning, best: Choice, forecasts: Mapping[int, Taken], corpus: str | None
 ) -> dict[int, Expected]:
     """Of a choice, for so many clients as were forecast: measured where there are prompts and time
     for it. corpus: the file of the choice's, without what is held back."""
@@ -439,28 +430,23 @@ def measured_gains(
         corpus,
         learn_tokens=SpeculationConfig().learn_max_tokens if learns else 0,
     )
-    asked = Request(
-        request_id="",
-        task=run.settings.name,
-        model=run.engine.info.name,
-        prompt_ids=(),
-        sampling=sampling_of(run),
-        speculation=speculation,
-    )
 
-    def measured(clients: int, told: Forecast) -> Expected:
+    def measured(clients: int, told: Taken) -> Expected:
         share = _ALONE_SHARE if clients == 1 else 1.0 - _ALONE_SHARE
-        most_s = share * run.settings.serve_s
+        most_s = share * run.recording.serve_seconds
         each_s = (sum(told.plain_s) + sum(told.seconds)) / len(told.seconds)
         prompts = run.material.to_serve[: int(most_s / each_s)]
         if len(prompts) < _FEWEST:
             return expected_gain(told)
         try:
-            served = serve(run.engine, prompts, asked, num_clients=clients, most_s=most_s)
+            plain, drafted = serve(
+                run.engine, prompts, sampling_of(run), speculation,
+                task=run.file.name, num_clients=clients, most_s=most_s,
+            )  # fmt: skip
         except RuntimeError as error:
             _log.warning("a held-back prompt failed, so its gain is forecast: %s", error)
             return expected_gain(told)
-        return expected_gain(served)
+        return expected_gain(taken(plain, drafted), num_served=len(drafted))
 
     found = {}
     for clients, told in forecasts.items():
@@ -470,106 +456,57 @@ def measured_gains(
     return found
 
 
-@dataclass(slots=True)
-class Served:
-    """The same prompts answered without drafts and with them. outputs: of both. plain_s, seconds:
-    by prompt, its shares of the steps that it was open in, so that their spread tells how far the
-    gain of other prompts may lie from this one. num_steps: with drafts, the one that ends a prompt
-    not counted."""
-
-    outputs: tuple[list[list[int]], list[list[int]]] = field(default_factory=lambda: ([], []))
-    plain_s: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    num_steps: int = 0
-
-    @property
-    def speedup(self) -> float:
-        """Seconds without drafts over seconds with them."""
-        return sum(self.plain_s) / sum(self.seconds)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """As drafters.replay counts them."""
-        return sum(len(output) - 1 for output in self.outputs[1]) / max(1, self.num_steps)
+def taken(plain: Sequence[Answer], drafted: Sequence[Answer]) -> Taken:
+    """Of the same prompts, answered without drafts and with them."""
+    return Taken(
+        num_tokens=sum(len(answer.output_ids) - 1 for answer in drafted),
+        num_steps=sum(answer.num_steps - 1 for answer in drafted),
+        plain_s=[answer.seconds for answer in plain],
+        seconds=[answer.seconds for answer in drafted],
+    )
 
 
 def serve(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    asked: Request,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
     *,
+    task: str,
     num_clients: int = 1,
     most_s: float = math.inf,
-) -> Served:
-    """Serve prompts without drafts and with those of `asked`, num_clients at once, until all are
-    answered or most_s seconds are over (then as many turns as there were).
+) -> tuple[list[Answer], list[Answer]]:
+    """The answers to prompts without drafts and with these, num_clients at once, until all are
+    answered or most_s seconds are over (then as many turns as there were). engine: idle.
 
     The two sides take turns of TURN prompts a client, so that what else the machine does meets
     both. Each has a cache_salt that nobody had before: nothing is cached, nothing was learned, no
     drafts were judged, so its first prompts are what a key's first requests are, and answers are
-    learned as a task's are. asked: a Request without a prompt, of an idle engine. Raises
-    RuntimeError for a request that fails, and ValueError without a prompt.
+    learned as a task's are. Raises RuntimeError for a request that fails, and ValueError without a
+    prompt.
     """
     if not prompts:
         raise ValueError("no prompts to serve")
-    served, salt, began = Served(), secrets.token_hex(8), time.monotonic()
-    sides = [
-        replace(asked, speculation=SpeculationParams(), cache_salt=f"{salt}-plain"),
-        replace(asked, cache_salt=f"{salt}-drafted"),
-    ]
-    for first in range(0, len(prompts), TURN * num_clients):
+    sides: tuple[list[Answer], list[Answer]] = ([], [])
+    salt, began, size = secrets.token_hex(8), time.monotonic(), TURN * num_clients
+    for first in range(0, len(prompts), size):
         if first and time.monotonic() - began > most_s:
             break
-        turn = prompts[first : first + TURN * num_clients]
-        for side, request in enumerate(sides):
-            _serve_turn(engine, turn, request, num_clients, served, side)
-    return served
-
-
-def _serve_turn(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    asked: Request,
-    num_clients: int,
-    served: Served,
-    side: int,
-) -> None:
-    """Answer these prompts, so many at once. side: 1 with drafts."""
-    outputs, seconds = served.outputs[side], (served.plain_s, served.seconds)[side]
-    first = len(outputs)
-    outputs += [[] for _ in prompts]
-    seconds += [0.0] * len(prompts)
-    waiting = list(enumerate(prompts, first))[::-1]
-    opened: set[int] = set()
-    while waiting or opened:
-        began = time.perf_counter()
-        while waiting and len(opened) < num_clients:
-            at, prompt = waiting.pop()
-            sampling = asked.sampling
-            room = engine.info.max_model_len - len(prompt)
-            drawn = replace(
-                sampling,
-                max_tokens=min(sampling.max_tokens, room),
-                seed=(sampling.seed + at) % (1 << 63),
-            )
-            ids = tuple(map(int, prompt))
-            engine.submit(replace(asked, request_id=str(at), prompt_ids=ids, sampling=drawn))
-            opened.add(at)
-        deltas = engine.step()
-        share_s = (time.perf_counter() - began) / len(opened)
-        for at in opened:
-            seconds[at] += share_s
-        for delta in deltas:
-            if delta.finish_reason in ("error", "abort"):
-                engine.abort_all()
-                engine.take_deltas()
-                raise RuntimeError(delta.error or delta.finish_reason)
-            at = int(delta.request_id)
-            outputs[at] += delta.token_ids
-            served.num_steps += side * delta.counts.num_steps
-            if delta.finish_reason is not None:
-                opened.remove(at)
-                served.num_steps -= side
+        turn = [
+            Prompt(at, None, tuple(map(int, ids)))
+            for at, ids in enumerate(prompts[first : first + size], first)
+        ]
+        for side, drafts in enumerate((SpeculationParams(), speculation)):
+            answered: dict[int, Answer] = {}
+            for answer in ask_engine(
+                engine, None, turn, sampling, speculation=drafts, num_open=num_clients, task=task,
+                cache_salt=f"{salt}-{side}",
+            ):  # fmt: skip
+                if isinstance(answer, Failure):
+                    raise RuntimeError(answer.message)
+                answered[answer.prompt.line] = answer
+            sides[side].extend(answered[prompt.line] for prompt in turn)
+    return sides
 
 
 # --- a slice of the LM head -----------------------------------------------------------------------
@@ -607,7 +544,7 @@ def vocabulary(
         heldout=documents((r.prompt_ids, r.output_ids) for r in run.material.held),
     )
     held = profile.manifest["report"]["heldout"]
-    costs, share = _head_costs(best, tokens.vocab_size, cost, run.head, run.settings.head_share)
+    costs, share = _head_costs(best, tokens.vocab_size, cost, run.head, run.head_share)
     fill = best_fill(
         costs,
         profile.slice.num_ids,
@@ -618,7 +555,7 @@ def vocabulary(
     slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
     speedup = fill.full_s / fill.cost_s
     # Slices are there on the CPU only; text that comes in groups should be worth the wait.
-    exact = info.device == "cpu" and speedup >= _WORTH_EXACT and run.settings.busy <= BUSY
+    exact = info.device == "cpu" and speedup >= _WORTH_EXACT and run.busy <= BUSY
     return {
         "mode": "exact" if exact else "full",
         "ids": profile.slice.num_ids,

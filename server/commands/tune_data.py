@@ -10,16 +10,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from server.client.bulk import AnswerFile, BulkError
+import msgspec
+from cyclopts import Parameter
+
 from server.commands.quality import estimate, exact, f1, repetition
-from server.commands.record import Answer, Failure, Prompt, ask_engine, prompt_of
+from server.commands.record import (
+    Answer,
+    Failure,
+    Kept,
+    Prompt,
+    ask_engine,
+    kept_file,
+    prompt_of,
+)
+from server.config import DEFAULT_TASKS, TaskConfig
 from server.datasets import ExampleReader, Fields, rows, turn_of
 from server.errors import ConfigError, TailorError
-from server.types import SamplingParams, SpeculationParams, TokenLogprob
+from server.types import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
+    from drafters.base import Drafter
     from drafters.replay import Recording
     from server.engine.engine import Engine
     from server.token_bytes import TokenBytes
@@ -28,6 +40,8 @@ if TYPE_CHECKING:
 Ids = Sequence[int]
 Example = tuple[Ids, Ids]
 Progress = Callable[[str, int, int | None], None]
+MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
+"""(drafter's name, task, speculation) -> Drafter, as the server makes it."""
 Data = tuple[list[Example | None], list[Prompt], list[str | None]]
 """(examples, prompts to be recorded, outputs as text) of the rows, None where one has none."""
 
@@ -46,7 +60,6 @@ _FAILS = 0.2  # mean F1 below which the model does not do the task
 _LOOPS = 0.5  # repetition from which on an output goes round in a circle
 _SHOWN = 3
 _MAX_TEXT = 90
-_MOST_KEPT = 100_000  # findings of one run
 
 
 BUSY = 0.5
@@ -62,115 +75,87 @@ class Compared:
     hit_max: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TuneSettings:
-    """The settings of the command line.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordOptions:
+    """Which outputs the drafts are replayed on."""
 
-    name: the task's. model: the model's name in server.yaml, or None for the server's first.
-    data: rows with a prompt and, for outputs "gold", an output, with messages, or recordings;
-    fields: where they are.
-    output: the task file; the corpus goes beside it. replaces: whether it may be there already.
-    outputs: what drafts are judged by.
-    num_prompts, record_s: most prompts and seconds of recording. serve_s: seconds for measuring
-    what the choice gains; 0: it is told as it was forecast. max_tokens: None takes a bound
-    from the completions, or 256 without any. budgets: most nodes a step, to be tried.
-    head_share: the LM head's share of the bytes that a step of one row reads, or None where it is
-    not known. busy: share of the machine that others used while its steps were measured. render: a
-    chat as the model's template writes it, and its ids; None for a model without one.
-    compare_forms: (prompt, output) of examples -> figures of the forms of weights, by their names.
-    enrichment: the model's own tokens: the data's outputs are written in them.
-    """
-
-    name: str
-    data: Path
-    output: Path
-    outputs: Literal["gold", "model"]
-    replaces: bool = True
-    description: str = ""
-    model: str | None = None
-    fields: Fields = field(default_factory=Fields)
-    num_prompts: int = 200
-    record_s: float = 180.0
-    serve_s: float = 60.0
-    temperature: float = 0.0
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    head_share: float | None = None
-    busy: float = 0.0
-    render: Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None = None
-    budgets: tuple[int, ...] = (4, 8, 16, 32)
-    compare_forms: Callable[[Sequence[Example]], dict[str, dict[str, float]]] | None = None
-    enrichment: Enrichment | None = None
+    outputs: Annotated[
+        Literal["gold", "model"],
+        Parameter(
+            help="judge drafts by the model's own outputs, recorded now, or by the data's (model)"
+        ),
+    ] = "model"
+    limit: Annotated[int, Parameter(help="most prompts to record (200)")] = 200
+    record_seconds: Annotated[
+        float,
+        Parameter(metavar="S", help="record for so long at most; what is there then is used (180)"),
+    ] = 180.0
+    serve_seconds: Annotated[
+        float,
+        Parameter(
+            metavar="S",
+            help="serve with drafts and without for so long at most; 0: forecast alone (60)",
+        ),
+    ] = 60.0
 
 
-def kept_file(output: Path) -> Path:
-    """Where a run that writes this task file keeps what it has found until its end."""
-    return output.with_name(output.name + ".partial")
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskFile:
+    """The file that is made."""
 
+    name: Annotated[str, Parameter(help="the task's name")]
+    description: Annotated[str, Parameter(metavar="TEXT", help="goes into the file")] = ""
+    served_model_name: Annotated[
+        str | None,
+        Parameter(metavar="NAME", help="the task's model in server.yaml (the server's first)"),
+    ] = None
+    output: Annotated[
+        Path | None,
+        Parameter(
+            name=("--output", "-o"),
+            metavar="FILE",
+            help=f"the task file ({DEFAULT_TASKS}/NAME.yaml); its corpus goes beside it",
+        ),
+    ] = None
+    force: Annotated[bool, Parameter(help="replace a file that is there")] = False
 
-class Kept:
-    """What a run has found so far, in a file beside the task's; the same run, typed again, goes on
-    with it. A context manager: the file goes with the block, unless an error or a signal ends it.
+    @property
+    def place(self) -> Path:
+        """Where the task file goes; its corpus and its profile lie beside it."""
+        return self.output or DEFAULT_TASKS / f"{self.name}.yaml"
 
-    identity: of what decides what is found, beside the settings and the data. What a run of another
-    identity kept is dropped; raises ConfigError where the task file is there, too, and may not be
-    replaced. num_found: findings of an earlier run.
-    """
+    def head(self) -> list[str]:
+        """Its first lines."""
+        told = {
+            "name": self.name,
+            "description": self.description or None,
+            "model": self.served_model_name,
+        }
+        return [
+            f"{key}: {json.dumps(value, ensure_ascii=False)}"
+            for key, value in told.items()
+            if value is not None
+        ]
 
-    def __init__(self, settings: TuneSettings, identity: str) -> None:
-        told = replace(settings, description="", replaces=True, busy=0.0, head_share=None)
-        told = replace(told, render=None, compare_forms=None, enrichment=None)
-        digest = hashlib.sha256(f"{identity} {told!r}".encode())
-        digest.update(settings.data.read_bytes())
-        self._settings, self._key = settings, digest.hexdigest()
-        self._file = AnswerFile(kept_file(settings.output))
-        self._found: dict[str, Any] = {}
-        self.num_found = 0
-
-    def __enter__(self) -> Kept:
-        output = self._settings.output
+    def check(self) -> None:
+        """Raise ConfigError for a place or name that cannot be."""
+        if self.place.suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"{self.place}: a task file ends in .yaml")
+        # An interrupted run goes on with its own file; `tune` looks whether it is this one.
+        if not kept_file(self.place).exists():
+            refuse_to_replace(self.place, self.force)
         try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{output}: {error.strerror}") from None
-        self._file.__enter__()
-        try:
-            records = self._file.take_up(dict.fromkeys(range(_MOST_KEPT), self._key))
-        except BulkError:  # of another run
-            records = {}
-        if not records and output.exists() and not self._settings.replaces:
-            self._file.__exit__(None, None, None)
-            raise ConfigError(f"{output}: is there already; --force replaces it")
-        if not records:
-            self._file.path.write_bytes(b"")
-        self._found = {record["name"]: record["value"] for record in records.values()}
-        self.num_found = len(self._found)
-        return self
+            TaskConfig(name=self.name, description=self.description)
+        except ValueError:
+            raise ConfigError(f"--name: {self.name!r} cannot be a task's name") from None
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if kind is None or not self._found:
-            self._file.path.unlink(missing_ok=True)
-        self._file.__exit__(kind, *rest)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._found
-
-    def __getitem__(self, name: str) -> Any:
-        return self._found[name]
-
-    def note(self, name: str, value: Any) -> None:
-        """Keep a finding: plain values."""
-        record = {"line": len(self._found), "key": self._key, "name": name, "value": value}
-        with self._file.appending() as append:
-            append(record)
-        self._found[name] = value
-
-    def once(self, name: str, find: Callable[[], Any]) -> Any:
-        """What is kept under this name, or what `find` finds now: plain values."""
-        if name not in self._found:
-            self.note(name, find())
-        return self._found[name]
+def refuse_to_replace(path: Path, force: bool) -> None:
+    """Raise ConfigError for a file that is there and may not be replaced."""
+    if path.exists() and not force:
+        raise ConfigError(f"{path}: is there already; --force replaces it")
 
 
 @dataclass(slots=True)
@@ -194,31 +179,68 @@ class Material:
     max_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tuning:
     """One run of the command, as all its parts take it.
 
-    engine: idle, with a table of costs and all drafters. tokenizer: a tokenizers.Tokenizer. tokens:
-    its table. head: seconds of the LM head for one row and for each further one
-    (server.engine.probe.measure_head).
+    data: rows with a prompt and, for outputs "gold", an output, with messages, or recordings;
+    fields: where they are. engine: idle, with a table of costs and all drafters. tokenizer: a
+    tokenizers.Tokenizer. tokens: its table. make_drafter: see MakeDrafter. head: seconds of the LM
+    head for one row and for each further one (server.engine.probe.measure_head). sampling: as the
+    task will have it, but for max_tokens; that: None takes a bound from the completions, or 256
+    without any. budgets: most nodes a step, to be tried. head_share: the LM head's share of the
+    bytes that a step of one row reads, or None where it is not known. busy: share of the machine
+    that others used while its steps were measured. render: a chat as the model's template writes
+    it, and its ids; None for a model without one. compare_forms: (prompt, output) of examples ->
+    figures of the forms of weights, by their names. enrichment: the model's own tokens: the data's
+    outputs are written in them. kept: by `tune`.
     """
 
-    settings: TuneSettings
+    data: Path
+    fields: Fields
+    file: TaskFile
+    recording: RecordOptions
     engine: Engine
     tokenizer: Any
     tokens: TokenBytes
+    make_drafter: MakeDrafter
     head: tuple[float, float]
     progress: Progress
-    kept: Kept
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+    max_tokens: int | None = None
+    budgets: tuple[int, ...] = (4, 8, 16, 32)
+    head_share: float | None = None
+    busy: float = 0.0
+    render: Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None = None
+    compare_forms: Callable[[Sequence[Example]], dict[str, dict[str, float]]] | None = None
+    enrichment: Enrichment | None = None
     material: Material = field(default_factory=Material)
+    kept: Kept = field(init=False)
+
+    @property
+    def identity(self) -> str:
+        """Of all that decides what is found."""
+        info = self.engine.info
+        told = replace(self.file, description="", output=self.file.place, force=True)
+        given = (
+            info.fingerprint, info.dtype, info.device, self.tokens.fingerprint.hex(), told,
+            self.data, self.fields, self.recording, self.sampling, self.max_tokens, self.budgets,
+            hashlib.sha256(self.data.read_bytes()).hexdigest(),
+        )  # fmt: skip
+        return repr(given)
+
+    @property
+    def stop(self) -> list[str]:
+        """What ends an output, as text."""
+        return [text.decode() for text in self.sampling.stop]
 
 
 def gather(run: Tuning, data: Data) -> None:
     """Record outputs where they are asked for, and hold a part of the data back: `material`."""
     gold, prompts, texts = data
-    settings, engine, tokenizer, material = run.settings, run.engine, run.tokenizer, run.material
+    engine, tokenizer, material = run.engine, run.tokenizer, run.material
     material.num_lines = len(gold)
-    enrichment = settings.enrichment
+    enrichment = run.enrichment
     # In base ids: an answer may be written without the tokens that it could have.
     outputs = [
         len(example[1] if enrichment is None else enrichment.expand(example[1]))
@@ -227,8 +249,8 @@ def gather(run: Tuning, data: Data) -> None:
     ]
     material.longest = max(outputs, default=0)
     bound = 16 * math.ceil(1.25 * material.longest / 16) if outputs else 256
-    material.max_tokens = settings.max_tokens or bound
-    if settings.outputs == "gold":
+    material.max_tokens = run.max_tokens or bound
+    if run.recording.outputs == "gold":
         examples = [example for example in gold if example is not None]
         from drafters.replay import Recording
 
@@ -275,53 +297,51 @@ def gather(run: Tuning, data: Data) -> None:
     material.whole = whole
 
 
-def read_data(
-    settings: TuneSettings, tokenizer: Any, eos_token_id: int, progress: Progress
-) -> Data:
+def read_data(run: Tuning) -> Data:
     """See Data. Raises ConfigError with file and line for a row that cannot be used."""
     gold: list[Example | None] = []
     prompts: list[Prompt] = []
     texts: list[str | None] = []
-    fields = settings.fields
-    reader = ExampleReader(tokenizer, eos_token_id, fields=fields, render=settings.render)
-    for number, row in rows(settings.data):
-        where = f"{settings.data}:{number}"
-        entry = _plain(row, where, settings)
-        has_output = "output_ids" in entry or fields.output in entry
-        if settings.outputs == "gold" or has_output:
+    fields, outputs, own = run.fields, run.recording.outputs, run.enrichment
+    eos = run.engine.info.eos_token_ids[0]
+    reader = ExampleReader(run.tokenizer, eos, fields=fields, render=run.render)
+    for number, row in rows(run.data):
+        where = f"{run.data}:{number}"
+        entry = _plain(row, where, run)
+        has_output = "output_ids" in entry or fields.field in entry
+        if outputs == "gold" or has_output:
             prompt, output = reader.of(row, where)
             if not prompt:
-                raise ConfigError(f"{where}: {fields.prompt}: must be a string, not empty")
-            if settings.enrichment is not None:
-                prompt = settings.enrichment.read(prompt)
-                output = settings.enrichment.segment(output)
+                raise ConfigError(f"{where}: {fields.prompt_field}: must be a string, not empty")
+            if own is not None:
+                prompt, output = own.read(prompt), own.segment(output)
             gold.append((prompt, output))
         else:
             gold.append(None)
-        told = None if "output_ids" in entry else entry.get(fields.output)
+        told = None if "output_ids" in entry else entry.get(fields.field)
         texts.append(told if isinstance(told, str) else None)
-        if settings.outputs == "model":
-            prompts.append(prompt_of(number, entry, settings.data, fields.prompt))
+        if outputs == "model":
+            prompts.append(prompt_of(number, entry, run.data, fields.prompt_field))
         if len(gold) % 200 == 0:
-            progress("reading", len(gold), None)
+            run.progress("reading", len(gold), None)
     if len(gold) < _MIN_EXAMPLES:
-        raise ConfigError(f"{settings.data}: {len(gold)} examples; tuning needs {_MIN_EXAMPLES}")
+        raise ConfigError(f"{run.data}: {len(gold)} examples; tuning needs {_MIN_EXAMPLES}")
     return gold, prompts, texts
 
 
-def _plain(row: dict[str, Any], where: str, settings: TuneSettings) -> dict[str, Any]:
+def _plain(row: dict[str, Any], where: str, run: Tuning) -> dict[str, Any]:
     """A row of messages as prompt, its ids and output; other rows as they are."""
     if "messages" not in row:
         return row
-    turn = turn_of(row, where, settings.fields)
-    if settings.render is None:
+    turn = turn_of(row, where, run.fields)
+    if run.render is None:
         raise ConfigError(f"{where}: messages: the model has no chat template")
     try:
-        prompt, ids = settings.render(turn.asked["messages"])
+        prompt, ids = run.render(turn.asked["messages"])
     except TailorError as error:
         raise ConfigError(f"{where}: {error.message}") from None
-    output = {} if turn.gold is None else {settings.fields.output: turn.gold}
-    return {settings.fields.prompt: prompt, "prompt_ids": ids, **output}
+    output = {} if turn.gold is None else {run.fields.field: turn.gold}
+    return {run.fields.prompt_field: prompt, "prompt_ids": ids, **output}
 
 
 def check_data(data: Path, outputs: str, fields: Fields) -> None:
@@ -334,7 +354,7 @@ def check_data(data: Path, outputs: str, fields: Fields) -> None:
             continue
         turn = turn_of(row, where, fields)
         if outputs == "gold" and turn.gold is None:
-            raise ConfigError(f"{where}: {fields.output}: must be a string")
+            raise ConfigError(f"{where}: {fields.field}: must be a string")
     if num < _MIN_EXAMPLES:
         raise ConfigError(f"{data}: {num} examples; tuning needs {_MIN_EXAMPLES}")
 
@@ -378,13 +398,7 @@ def _without(examples: Sequence[Example], prompts: set[tuple[int, ...]]) -> list
 
 def sampling_of(run: Tuning) -> SamplingParams:
     """As the task will have it."""
-    settings = run.settings
-    return SamplingParams(
-        temperature=settings.temperature,
-        max_tokens=run.material.max_tokens,
-        stop=tuple(s.encode() for s in settings.stop),
-        seed=settings.seed,
-    )
+    return replace(run.sampling, max_tokens=run.material.max_tokens)
 
 
 def _record(run: Tuning, prompts: Sequence[Prompt]) -> list[Answer]:
@@ -392,14 +406,14 @@ def _record(run: Tuning, prompts: Sequence[Prompt]) -> list[Answer]:
     held back come with what the model held likely. Those that are kept are not asked again."""
     from drafters.auto.likely import NUM_LIKELY
 
-    settings, kept, engine = run.settings, run.kept, run.engine
-    num = min(settings.num_prompts, len(prompts))
+    kept, engine = run.kept, run.engine
+    num = min(run.recording.limit, len(prompts))
     picked = [i * len(prompts) // num for i in range(num)]
     # In no order, so that some of each part are there should the time run out.
     asked = [replace(prompts[i], line=i) for i in picked]
     asked.sort(key=lambda prompt: _shuffle(prompt.line))
-    end_s = time.monotonic() + settings.record_s
-    answers = {p.line: _answer(p, kept[_name(p)]) for p in asked if _name(p) in kept}
+    end_s = time.monotonic() + run.recording.record_seconds
+    answers = {p.line: msgspec.convert(kept[_name(p)], Answer) for p in asked if _name(p) in kept}
     failures: list[Failure] = []
 
     def in_time() -> Iterator[Prompt]:
@@ -443,21 +457,6 @@ _RECORDED = "recorded"
 def _name(prompt: Prompt) -> str:
     """Of its answer among what is kept."""
     return f"answer {prompt.line}"
-
-
-def _answer(prompt: Prompt, told: dict[str, Any]) -> Answer:
-    """An answer that is kept. prompt: without ids."""
-    likely = (
-        TokenLogprob(row["token_id"], row["logprob"], row["rank"], tuple(map(tuple, row["top"])))
-        for row in told["likely"]
-    )
-    return Answer(
-        replace(prompt, ids=tuple(told["prompt"]["ids"])),
-        tuple(told["output_ids"]),
-        told["finish_reason"],
-        told["text"],
-        tuple(likely),
-    )
 
 
 def _shuffle(number: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, OutputFile, Stages
+from server.commands.options import Bar, IdOptions, OutputFile
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def profile(
     from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
     from vocab_store.slice import RequiredIds, export_vocab_map
 
-    with Stages() as stages:
-        text = open_text(ids.model, fields, stages)
+    with Bar() as bar:
+        text = open_text(ids.model, fields, bar.stage)
     own = enrichment_of(ids.adapter, text.table)
     tokens = text.table if own is None else enriched(text.table, own.ids, own.parts, own.hash)
     with Bar() as bar, _errors():

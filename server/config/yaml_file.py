@@ -293,13 +293,6 @@ class MemorySize:
     fraction: float | None = None
     num_bytes: int | None = None
 
-    def resolve(self, free_bytes: int) -> int:
-        """The amount in bytes when `free_bytes` are free."""
-        if self.num_bytes is not None:
-            return self.num_bytes
-        assert self.fraction is not None
-        return int(free_bytes * self.fraction)
-
 
 def parse_memory(value: object) -> MemorySize:
     """0.4, "40%", "2GiB", "500MB" or 2000000000 as a MemorySize.

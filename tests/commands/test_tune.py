@@ -19,15 +19,16 @@ from server import token_bytes
 from server.commands.cli import main
 from server.commands.tasks import OtherProcesses
 from server.commands.tune import tune
-from server.commands.tune_choice import Choice, Forecast, best_of, corpus_fit, within
-from server.commands.tune_data import Progress, TuneSettings, is_held
+from server.commands.tune_choice import Choice, Taken, best_of, corpus_fit, within
+from server.commands.tune_data import Progress, RecordOptions, TaskFile, Tuning, is_held
 from server.config import load_task, load_tasks
+from server.datasets import Fields
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable, row_grid
 from server.engine.stops import StopTable
 from server.errors import ConfigError
-from server.types import SpeculationParams
+from server.types import SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
@@ -90,17 +91,22 @@ def _tune(
 ) -> dict[str, Any]:  # fmt: skip
     """tune() over a fake model, with the drafters that the server would make. others: see
     _drafter."""
-    fields = {"name": "town", "outputs": "gold", "budgets": (4, 16)} | more
-    settings = TuneSettings(data=data, output=data.parent / "tasks" / "town.yaml", **fields)
-    report = tune(
-        settings,
-        _engine(_cost(per_row, first_s)),
-        TOKENIZER,
-        TABLE,
-        partial(_drafter, others),
-        (head_s, 0.01 * head_s),
-        progress,
+
+    def taken(**defaults: Any) -> dict[str, Any]:
+        return {name: more.pop(name, default) for name, default in defaults.items()}
+
+    output = data.parent / "tasks" / "town.yaml"
+    file = TaskFile(name="town", output=output, **taken(description="", force=True))
+    recording = RecordOptions(
+        **taken(outputs="gold", limit=200, record_seconds=180.0, serve_seconds=60.0)
     )
+    stop = tuple(text.encode() for text in more.pop("stop", ()))
+    run = Tuning(
+        data, Fields(), file, recording, _engine(_cost(per_row, first_s)), TOKENIZER, TABLE,
+        partial(_drafter, others), (head_s, 0.01 * head_s), progress,
+        SamplingParams(temperature=0.0, stop=stop), **{"budgets": (4, 16)} | more,
+    )  # fmt: skip
+    report = tune(run)
     json.dumps(report)
     return report
 
@@ -190,7 +196,7 @@ def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(tmp_path: Path) -> 
 
 def test_the_models_own_outputs_are_recorded_and_judge(tmp_path: Path) -> None:
     data = _write(tmp_path / "train.jsonl", _lines(80))
-    report = _tune(data, outputs="model", num_prompts=40, max_tokens=24)
+    report = _tune(data, outputs="model", limit=40, max_tokens=24)
     assert report["recorded"] == 40 and 8 <= report["held_back"] <= 12
     assert report["held_back_tokens"] <= 12 * 24
     # The model says other things than the data: its own outputs are what helps.
@@ -209,7 +215,7 @@ def test_what_the_drafts_gain_is_measured_where_there_is_time(tmp_path: Path) ->
     """The held-back prompts are served, recorded or not; their range is told."""
     data = _write(tmp_path / "train.jsonl", _lines(100))
     num = sum(is_held(line, 100, 4) for line in range(100))
-    fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
+    fields: dict[str, Any] = {"outputs": "model", "limit": 40, "max_tokens": 24}
     fields["stop"] = ("no such text",)
     report = _tune(data, first_s=0.02, per_row=0.0002, **fields)
     assert report["expected_of"] == report["expected_of_8_streams"] == num >= 20
@@ -223,7 +229,7 @@ def test_what_the_drafts_gain_is_measured_where_there_is_time(tmp_path: Path) ->
     )
     assert told in text and f"Measured: {num} and {num} held-back prompts" in text
     assert "Forecast:" not in text
-    for more in ({"serve_s": 0.0}, {"outputs": "gold"}):
+    for more in ({"serve_seconds": 0.0}, {"outputs": "gold"}):
         report = _tune(data, first_s=0.02, per_row=0.0002, **fields | more)
         assert report["expected_of"] == report["expected_of_8_streams"] == 0
         low, high = report["expected_range"]
@@ -295,8 +301,8 @@ class StopAt:
 
 
 _SERVED: dict[str, Any] = {
-    "outputs": "model", "num_prompts": 40, "max_tokens": 24, "first_s": 0.02, "per_row": 0.0002,
-    "replaces": False,
+    "outputs": "model", "limit": 40, "max_tokens": 24, "first_s": 0.02, "per_row": 0.0002,
+    "force": False,
 }  # fmt: skip
 
 
@@ -341,12 +347,12 @@ def test_a_run_that_was_stopped_goes_on(
 
 def test_a_run_with_other_data_or_options_begins_anew(tmp_path: Path) -> None:
     data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
-    fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
+    fields: dict[str, Any] = {"outputs": "model", "limit": 40, "max_tokens": 24}
     with pytest.raises(Stopped):
         _tune(data, progress=StopAt("vocabulary", 0), **fields)
     other = StopAt("nothing", 0)
     with pytest.raises(ConfigError, match="is there already; --force replaces it"):
-        _tune(data, progress=other, **fields | {"max_tokens": 16, "replaces": False})
+        _tune(data, progress=other, **fields | {"max_tokens": 16, "force": False})
     _write(data, _lines(90))
     assert _tune(data, progress=other, **fields)["recorded"] == 40
     assert not any(line.startswith("going on with ") for line in other.told)
@@ -356,7 +362,7 @@ def test_a_run_with_other_data_or_options_begins_anew(tmp_path: Path) -> None:
 def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
     data = _write(tmp_path / "train.jsonl", _lines(40))
     with pytest.raises(ConfigError, match="only 0 outputs were recorded; give it more time"):
-        _tune(data, outputs="model", record_s=-1.0)
+        _tune(data, outputs="model", record_seconds=-1.0)
     long = _write(tmp_path / "long.jsonl", [{"prompt": "x y " * 100}] * 20)
     with pytest.raises(ConfigError, match=r"only 0 outputs were recorded: .* do not fit the model"):
         _tune(long, outputs="model")
@@ -383,7 +389,7 @@ def test_data_that_cannot_be_used_is_told(
 
 
 def _choice(drafter: str, corpus: str | None, budget: int, speedup: float) -> Choice:
-    return Choice(drafter, corpus, budget, Forecast(10, 5, 8, [speedup], [1.0]))
+    return Choice(drafter, corpus, budget, Taken(10, 5, 8, [speedup], [1.0]))
 
 
 def test_among_equals_the_sturdier_choice() -> None:
@@ -587,7 +593,7 @@ def test_a_server_that_is_not_there(run: Callable[..., Any], tmp_path: Path) -> 
 
 def test_a_corpus_that_does_not_fit_is_said() -> None:
     def tried(corpus: str | None, num_steps: int) -> Choice:
-        return Choice("auto", corpus, 4, Forecast(100, num_steps, 8, [1.5], [1.0]))
+        return Choice("auto", corpus, 4, Taken(100, num_steps, 8, [1.5], [1.0]))
 
     assert corpus_fit([tried(None, 50)]) == {}
     assert corpus_fit([tried(None, 50), tried("both", 40)])["corpus_fits"] is True

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from drafters.replay import Recording
-from server.commands.tune_choice import TURN, Pricing, ratio_error, serve
+from server.commands.record import Answer
+from server.commands.tune_choice import TURN, Pricing, ratio_error, serve, taken
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -24,7 +25,6 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 PROMPTS = [[3, 5, 2 + i // 10, 2 + i % 10] for i in range(20)]
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=12, seed=5)
 DRAFTS = SpeculationParams("oracle", 4, learn_tokens=1000)
-ASKED = Request("", "town", "fake", (), SAMPLING, DRAFTS)
 
 
 class FixedCost(CostTable):
@@ -85,16 +85,25 @@ def _engine(
 # --- served ---------------------------------------------------------------------------------------
 
 
+def _served(engine: Engine, **more: Any) -> tuple[list[Answer], list[Answer]]:
+    return serve(engine, PROMPTS, SAMPLING, DRAFTS, task="town", **more)
+
+
+def _ids(answers: Sequence[Answer]) -> list[list[int]]:
+    return [list(answer.output_ids) for answer in answers]
+
+
 @pytest.mark.parametrize("num_clients", [1, 3])
 def test_both_sides_answer_alike_and_each_begins_with_nothing(num_clients: int) -> None:
     engine, texts, given = _engine()
     for _ in range(2):
-        served = serve(engine, PROMPTS, ASKED, num_clients=num_clients)
-        assert served.outputs == (texts, texts)
-        assert served.tokens_per_step > 2.0
-        for seconds in (served.plain_s, served.seconds):
+        plain, drafted = _served(engine, num_clients=num_clients)
+        assert _ids(plain) == _ids(drafted) == texts
+        found = taken(plain, drafted)
+        assert found.tokens_per_step > 2.0
+        for seconds in (found.plain_s, found.seconds):
             assert len(seconds) == len(PROMPTS) and min(seconds) > 0.0
-        assert served.speedup == sum(served.plain_s) / sum(served.seconds)
+        assert found.speedup == sum(found.plain_s) / sum(found.seconds)
         assert not engine.num_open
         engine.check()
     assert len(set(given)) == 2, "what was learned in one measurement is not used in the next"
@@ -102,10 +111,9 @@ def test_both_sides_answer_alike_and_each_begins_with_nothing(num_clients: int) 
 
 def test_it_ends_behind_the_turn_in_which_the_time_is_over() -> None:
     engine, texts, _ = _engine()
-    served = serve(engine, PROMPTS, ASKED, most_s=0.0)
-    assert served.outputs == (texts[:TURN], texts[:TURN])
+    assert [_ids(side) for side in _served(engine, most_s=0.0)] == [texts[:TURN]] * 2
     with pytest.raises(ValueError, match="no prompts"):
-        serve(engine, [], ASKED)
+        serve(engine, [], SAMPLING, DRAFTS, task="town")
 
 
 def test_a_request_that_fails_is_told() -> None:
@@ -114,7 +122,7 @@ def test_a_request_that_fails_is_told() -> None:
 
     engine, _, _ = _engine(fail=fail)
     with pytest.raises(RuntimeError, match=r"no room|failed"):
-        serve(engine, PROMPTS, ASKED)
+        _served(engine)
     assert not engine.num_open
 
 

@@ -200,11 +200,6 @@ def test_memory_refused(value: object) -> None:
         parse_memory(value)
 
 
-def test_memory_resolves() -> None:
-    assert parse_memory(0.25).resolve(1 << 30) == 1 << 28
-    assert parse_memory("1GiB").resolve(1) == 1 << 30
-
-
 def test_devices() -> None:
     assert parse_device_list("cuda:0, cuda:1") == ("cuda:0", "cuda:1")
     assert parse_device_list("cpu,cpu") == ("cpu", "cpu")
