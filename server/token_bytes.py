@@ -161,13 +161,6 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-def _decoder_steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    decoder = spec.get("decoder")
-    if decoder is None:
-        return []
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
-
-
 class _Decoder:
     """Token string -> bytes, read from a tokenizer's decoder; one instance per build."""
 
@@ -176,8 +169,11 @@ class _Decoder:
         self.byte_fallback = False
         self.replacements: list[tuple[str, str]] = []
         self.strip_start = 0
-        steps = _decoder_steps(spec)
-        for step in steps:
+        decoder = spec.get("decoder")
+        if decoder is None:
+            # tokenizers joins tokens with spaces when there is no decoder: not a table.
+            raise UnsupportedTokenizerError("the tokenizer has no decoder")
+        for step in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
             kind = step["type"]
             if kind == "ByteLevel":
                 self.alphabet = _byte_alphabet()
@@ -193,9 +189,6 @@ class _Decoder:
                 self.strip_start = int(step["start"])
             elif kind != "Fuse":
                 raise UnsupportedTokenizerError(f"the tokenizer's decoder step {kind!r}")
-        if not steps:
-            # tokenizers joins tokens with spaces when there is no decoder: not a table.
-            raise UnsupportedTokenizerError("the tokenizer has no decoder")
         if self.strip_start > 1:
             raise UnsupportedTokenizerError("a decoder that strips more than one leading space")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
@@ -433,19 +433,12 @@ def _told(error: CycloptsError) -> str:
 
 def _new_names(words: Sequence[str]) -> list[str]:
     """A command line with today's names in place of earlier ones."""
-
-    def renamed() -> Iterator[str]:
-        first, second = (*words, "", "")[:2]
-        first = OLD_COMMANDS.get(first, first)
-        options = OLD_OPTIONS.get(first) or OLD_OPTIONS.get(f"{first} {second}", {})
-        for i, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if i == 0:
-                yield OLD_COMMANDS.get(word, word)
-            else:
-                yield f"{options[name]}{equals}{value}" if name in options else word
-
-    return list(renamed())
+    if not words:
+        return []
+    first, second = OLD_COMMANDS.get(words[0], words[0]), (*words, "")[1]
+    options = OLD_OPTIONS.get(first) or OLD_OPTIONS.get(f"{first} {second}", {})
+    rest = [word.partition("=") for word in words[1:]]
+    return [first, *(options.get(name, name) + equals + value for name, equals, value in rest)]
 
 
 if __name__ == "__main__":

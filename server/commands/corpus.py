@@ -60,11 +60,33 @@ def show(
     model: Annotated[str | None, Parameter(help="show n-grams as this model's text")] = None,
     top: Annotated[int, Parameter(help="commonest n-grams (10)")] = 10,
 ) -> int:
+    from drafters.array_file import ArrayFileError, FingerprintError
+    from drafters.corpus import Corpus
     from server.model.gguf_folder import text_folder
 
-    folder = None if model is None else text_folder(model)
-    for line in describe(file, folder, top):
-        print(line)
+    tokenizer, fingerprint = None, None
+    if model is not None:
+        tokenizer, table, _ = open_table(text_folder(model))
+        fingerprint = table.fingerprint.hex()
+    try:
+        with writing(file):
+            corpus = Corpus.load(file, fingerprint=fingerprint)
+    except (FingerprintError, ArrayFileError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    entropy, k80 = corpus.bigram_measures()
+    print(f"file        {file}, {file.stat().st_size / 1e6:.1f} MB")
+    print(f"tokenizer   {corpus.fingerprint[:16]}")
+    print(f"outputs     {corpus.num_documents:,}, {corpus.num_tokens:,} tokens")
+    print(f"bigrams     entropy {entropy:.2f} bits, K80 {k80:,} (TASC, table 1; of tokens)")
+    for n in range(1, 6):
+        grams, counts = corpus.count_grams(n)
+        print(f"{n}-grams     {counts.shape[0]:,} distinct")
+        if n in (2, 5):
+            for gram, count in zip(grams[:top].tolist(), counts[:top], strict=True):
+                text = " ".join(map(str, gram))
+                if tokenizer is not None:
+                    text = repr(tokenizer.decode(gram, skip_special_tokens=False))
+                print(f"  {count:8,}  {text}")
     return 0
 
 
@@ -143,41 +165,3 @@ def corpus_of(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
-    """A corpus in lines for people to read; n-grams as text when the model's folder is given.
-
-    Raises ConfigError for a file that is no corpus, or another tokenizer's.
-    """
-    from drafters.array_file import ArrayFileError, FingerprintError
-    from drafters.corpus import Corpus
-
-    tokenizer, fingerprint = None, None
-    if folder is not None:
-        tokenizer, table, _ = open_table(folder)
-        fingerprint = table.fingerprint.hex()
-    try:
-        with writing(file):
-            corpus = Corpus.load(file, fingerprint=fingerprint)
-    except (FingerprintError, ArrayFileError) as error:
-        raise ConfigError(f"{file}: {error}") from None
-    entropy, k80 = corpus.bigram_measures()
-    lines = [
-        f"file        {file}, {file.stat().st_size / 1e6:.1f} MB",
-        f"tokenizer   {corpus.fingerprint[:16]}",
-        f"outputs     {corpus.num_documents:,}, {corpus.num_tokens:,} tokens",
-        f"bigrams     entropy {entropy:.2f} bits, K80 {k80:,} (TASC, table 1; of tokens)",
-    ]
-    for n in range(1, 6):
-        grams, counts = corpus.count_grams(n)
-        lines.append(f"{n}-grams     {counts.shape[0]:,} distinct")
-        if n in (2, 5):
-            for gram, count in zip(grams[:num_top].tolist(), counts[:num_top], strict=True):
-                text = (
-                    " ".join(map(str, gram))
-                    if tokenizer is None
-                    else repr(tokenizer.decode(gram, skip_special_tokens=False))
-                )
-                lines.append(f"  {count:8,}  {text}")
-    return lines

@@ -92,19 +92,21 @@ def chat_render(chat: Any) -> Render:
 
 @dataclass(frozen=True, slots=True)
 class TaskData:
-    """A task's examples in ids, a part of them held back.
-
-    table: the id -> bytes table; fingerprint: of the tokenizer (hex). barriers: ids that are never
-    part of a token. vocab_size: rows of the model's tables; reserved_ids: rows without a token.
-    """
+    """A task's examples in ids, a part of them held back. text: of the model that they are for."""
 
     train: Sequence[tuple[list[int], list[int]]]
     held_out: Sequence[tuple[list[int], list[int]]]
-    table: TokenBytes
-    fingerprint: str
-    barriers: frozenset[int]
-    vocab_size: int
-    reserved_ids: tuple[int, ...]
+    text: ModelText
+
+    @property
+    def table(self) -> TokenBytes:
+        """The id -> bytes table."""
+        return self.text.table
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer, hex."""
+        return self.text.fingerprint
 
 
 def read_task_data(
@@ -131,13 +133,4 @@ def read_task_data(
         raise ConfigError(f"{where}: {len(examples)} examples; {_LEAST} are needed")
     random.Random(_SEED).shuffle(examples)
     num = min(max_held_out, len(examples) // 10)
-    known = set(text.tokenizer.get_vocab(with_added_tokens=True).values())
-    return TaskData(
-        train=examples[num:],
-        held_out=examples[:num],
-        table=text.table,
-        fingerprint=text.fingerprint,
-        barriers=frozenset({text.eos, *(int(i) for i in text.table.special_ids)}),
-        vocab_size=text.table.vocab_size,
-        reserved_ids=tuple(i for i in range(text.table.vocab_size) if i not in known),
-    )
+    return TaskData(examples[num:], examples[:num], text)

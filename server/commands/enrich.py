@@ -39,17 +39,18 @@ def mine_tokens(
     from vocab_store.enrichment import enrich as mine
     from vocab_store.enrichment import may_copy
 
-    settings = mining.settings()
+    settings, table = mining.settings(), data.table
+    known = set(data.text.tokenizer.get_vocab(with_added_tokens=True).values())
     copied = () if mining.copies else may_copy([prompt for prompt, _ in data.train])
     try:
         return mine(
             (output for _, output in data.train),
-            data.table.bytes_of,
+            table.bytes_of,
             tokenizer=data.fingerprint,
-            base_vocab_size=data.vocab_size,
+            base_vocab_size=table.vocab_size,
             settings=settings,
-            barriers=data.barriers,
-            reserved_ids=data.reserved_ids,
+            barriers={data.text.eos, *table.special_ids.tolist()},
+            reserved_ids=[i for i in range(table.vocab_size) if i not in known],
             copied=copied,
             prompts=(prompt for prompt, _ in data.train) if reads_prompts else None,
             progress=lambda done, total: bar("Tokens", done, total),
@@ -250,7 +251,7 @@ def analyze_task(
         ends = {output[-1] for _, output in data.train if output}
         outputs = [output for _, output in spelled(data.train, own)]
         bodies = [ids[:-1] if ids and ids[-1] in ends else ids for ids in outputs]
-        report.entropies[budget] = measure(ngrams(bodies, 1), vocab_size=data.vocab_size)
+        report.entropies[budget] = measure(ngrams(bodies, 1), vocab_size=data.table.vocab_size)
         report.ids_per_answer[budget] = _mean([o for _, o in spelled(data.held_out, own)])
     over = [(report.entropies[b].h2, report.ids_per_answer[b]) for b in spellings]
     report.tau, report.direction = kendall_tau(over), direction(over)
@@ -267,7 +268,7 @@ def analyze_task(
         report.gains[clients] = _gains(report.passes, clients, row_cost)
     if not report.tokens_pay:
         report.lack = what_tokens_lack(data, bar, mining) or "drafts alone are nearly as fast"
-    report.advice = _advice(report, data.vocab_size)
+    report.advice = _advice(report, data.table.vocab_size)
     return report
 
 

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from server.commands.data import FieldOptions
 from server.commands.options import CallOptions
-from server.commands.quality import METRICS, Estimate, estimate
+from server.commands.quality import METRICS, Estimate, estimate, on_a_line
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
 from server.wiring.task_set import tasks_folder
@@ -214,13 +214,5 @@ def _tell(
         if scores[i] >= 1.0:
             break
         print(f"\nline {judged[i].line}, {chosen} {scores[i]:.2f}")
-        print(f"  data    {_short(judged[i].gold)}")
-        print(f"  answer  {_short(judged[i].output)}")
-
-
-def _short(text: str | None) -> str:
-    """A text on one line."""
-    if text is None:
-        return "(none)"
-    shown = json.dumps(text, ensure_ascii=False)[1:-1]
-    return shown if len(shown) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]} ..."
+        print(f"  data    {on_a_line(judged[i].gold, _MAX_TEXT)}")
+        print(f"  answer  {on_a_line(judged[i].output, _MAX_TEXT)}")

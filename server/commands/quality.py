@@ -91,6 +91,14 @@ def estimate(scores: Sequence[float]) -> Estimate:
     return Estimate(sum(scores) / num, low, high, num)
 
 
+def on_a_line(text: str | None, most: int) -> str:
+    """A text as one line shows it, so many characters at most."""
+    if text is None:
+        return "(none)"
+    shown = json.dumps(text, ensure_ascii=False)[1:-1]
+    return shown if len(shown) <= most else f"{shown[:most]} ..."
+
+
 def _words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 

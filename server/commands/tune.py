@@ -11,7 +11,7 @@
 What is measured is measured on examples that the corpus of that replay did not hold. The corpus
 that is written holds them all. The task file is there once drafts are chosen, and what was found
 is kept in NAME.yaml.partial until the end: the same command goes on where it was stopped
-(tune_data.Kept).
+(record.Kept).
 """
 
 from __future__ import annotations

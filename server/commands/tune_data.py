@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
-from server.commands.quality import estimate, exact, f1, repetition
+from server.commands.quality import estimate, exact, f1, on_a_line, repetition
 from server.commands.record import (
     Answer,
     Failure,
@@ -562,11 +562,6 @@ def quality_lines(found: dict[str, Any]) -> list[str]:
         )
     lines += [f"     Try: {line}." for line in found["suggestions"]]
     for example in found["examples"]:
-        lines.append(f"     data   {_short(example['data'])}")
-        lines.append(f"     model  {_short(example['model'])}")
+        lines.append(f"     data   {on_a_line(example['data'], _MAX_TEXT)}")
+        lines.append(f"     model  {on_a_line(example['model'], _MAX_TEXT)}")
     return lines
-
-
-def _short(text: str) -> str:
-    shown = json.dumps(text, ensure_ascii=False)[1:-1]
-    return shown if len(shown) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]} ..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -239,12 +240,14 @@ class TaskConfig(Section):
 
 def load_task(path: Path) -> TaskConfig:
     """Read one task file. Paths in it count from the file's folder. Raises ConfigError."""
-    document = read_yaml(path)
-    if document.data is None:
-        document = Document(document.source, {}, document.lines)
-    if isinstance(document.data, dict):
-        document.data.setdefault("name", path.stem)
-    return validate(TaskConfig, document)
+    return _task_of(read_yaml(path))
+
+
+def _task_of(document: Document) -> TaskConfig:
+    data = {} if document.data is None else document.data
+    if isinstance(data, dict):
+        data = {"name": Path(document.source).stem, **data}
+    return validate(TaskConfig, replace(document, data=data))
 
 
 def load_tasks(
@@ -271,8 +274,8 @@ def load_tasks(
     problems: list[str] = []
     for file in files:
         try:
-            task = load_task(file)
             document = read_yaml(file)
+            task = _task_of(document)
             if task.name in tasks:
                 raise ConfigError(
                     document.error(("name",), f"{task.name!r} is also in {sources[task.name]}")
