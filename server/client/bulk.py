@@ -244,10 +244,16 @@ class BulkRun:
                         caller.check_task(self.task)
                     on_progress(outcome)
                     asked = ((line, line.route, line.body) for line in todo)
-                    for line, answer in caller.answers(asked):
-                        outcome.num_retries = caller.num_retries
-                        append(self._record(line, answer))
-                        on_progress(outcome)
+                    try:
+                        for line, answer in caller.answers(asked):
+                            outcome.num_retries = caller.num_retries
+                            append(self._record(line, answer))
+                            on_progress(outcome)
+                    except CallFailedError as error:
+                        raise CallFailedError(
+                            f"{error.message}; {outcome.num_done} of {outcome.num_lines} lines are "
+                            "done, the same command goes on from there"
+                        ) from None
                 file.sort()
         finally:
             outcome.wall_s = time.monotonic() - started_s
@@ -289,18 +295,12 @@ class BulkRun:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def _record(self, line: _Line, response: httpx.Response | BaseException) -> dict[str, Any]:
-        """One line's record. Raises CallFailedError when the server is lost."""
+    def _record(self, line: _Line, response: httpx.Response | RefusedError) -> dict[str, Any]:
+        """One line's record."""
         head = {"line": line.number, "id": line.caller_id}
-        if isinstance(response, httpx.HTTPError):
-            raise self._stopped(f"the server is lost: {response or type(response).__name__}")
         if isinstance(response, RefusedError):
-            if response.status in (401, 403):
-                raise self._stopped(str(response))
             self.outcome.num_failed += 1
             return {**head, "error": response.record, "key": line.key}
-        if isinstance(response, BaseException):
-            raise response
         try:
             answer = response.json()
             choices = answer["choices"]
@@ -319,9 +319,3 @@ class BulkRun:
             else {f"{what}s": texts, "finish_reasons": reasons}
         )
         return {**head, **shown, "usage": answer.get("usage"), "key": line.key}
-
-    def _stopped(self, why: str) -> CallFailedError:
-        return CallFailedError(
-            f"{why}; {self.outcome.num_done} of {self.outcome.num_lines} lines are done, the same "
-            "command goes on from there"
-        )

@@ -17,7 +17,7 @@ import math
 import random
 import time
 from asyncio import FIRST_COMPLETED
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, Self, TypeVar
@@ -103,11 +103,15 @@ class Caller:
             raise CallFailedError(f"{base}: {error}") from None
 
     def answers(
-        self, asked: Iterable[tuple[_T, str, dict[str, Any]]]
-    ) -> Iterator[tuple[_T, httpx.Response | BaseException]]:
+        self,
+        asked: Iterable[tuple[_T, str, dict[str, Any]]],
+        *,
+        hopeless: Collection[int] = (401, 403),
+    ) -> Iterator[tuple[_T, httpx.Response | RefusedError]]:
         """The answers to (whose, route below /v1, body), as they come.
 
-        An answer is a success, a RefusedError, or an httpx.HTTPError for a server that stayed lost.
+        Raises CallFailedError for a server that stayed lost, and for a refusal with a status that
+        is hopeless: all requests would meet it.
         """
         waiting, loop = iter(asked), self._runner.get_loop()
         while True:
@@ -119,7 +123,16 @@ class Caller:
             done, _ = self._runner.run(asyncio.wait(self._open, return_when=FIRST_COMPLETED))
             # What was answered comes first: whoever stops at an error has it.
             for task in sorted(done, key=lambda task: task.exception() is not None):
-                yield self._open.pop(task), task.exception() or task.result()
+                whose, error = self._open.pop(task), task.exception()
+                if isinstance(error, httpx.HTTPError):
+                    reason = str(error) or type(error).__name__
+                    raise CallFailedError(f"{self.endpoint.base}: the server is lost: {reason}")
+                if isinstance(error, RefusedError):
+                    if error.status in hopeless:
+                        raise CallFailedError(f"{self.endpoint.base}: {error}")
+                    yield whose, error
+                else:
+                    yield whose, task.result()
 
     async def _send(
         self, method: str, url: str, body: dict[str, Any] | None, *, may_be_lost: bool

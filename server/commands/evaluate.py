@@ -85,12 +85,9 @@ def evaluate(
         name: [0.0 if j.output is None else score(j.gold, j.output) for j in judged]
         for name, score in METRICS.items()
     }
-    if not any(scores["json"]):
+    if chosen != "json" and not any(scores["json"]):
         del scores["json"]
     estimates = {name: estimate(values) for name, values in scores.items()}
-    if chosen not in estimates:  # no output was JSON
-        estimates[chosen] = estimate([0.0] * len(judged))
-        scores[chosen] = [0.0] * len(judged)
     num_missing = sum(j.output is None for j in judged)
     if as_json:
         report = {

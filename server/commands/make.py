@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -161,12 +161,6 @@ def _row(turn: Turn) -> dict[str, Any]:
     return {"messages": [*turn.asked["messages"], {"role": "assistant", "content": turn.gold}]}
 
 
-def _written(turns: Sequence[Turn], file: Path) -> None:
-    with replacing(file) as out:
-        for turn in turns:
-            out.write((json.dumps(_row(turn), ensure_ascii=False) + "\n").encode())
-
-
 # --- steps that are kept --------------------------------------------------------------------------
 
 
@@ -200,24 +194,6 @@ class Steps:
     def _save(self) -> None:
         with replacing(self._file) as out:
             out.write((json.dumps(self._known, indent=1) + "\n").encode())
-
-
-class Planned(NamedTuple):
-    """A line of the plan. seconds: its price; why: it is not done, None where it is."""
-
-    step: str
-    what: str
-    seconds: float
-    why: str | None = None
-
-
-def plan_lines(planned: Sequence[Planned]) -> Iterator[str]:
-    """The plan with its price, for people to read."""
-    for number, one in enumerate(planned, 1):
-        price = one.why or f"about {duration(one.seconds)}"
-        yield f"  {number} {one.step:9} {price:22} {one.what}"
-    left = sum(one.seconds for one in planned if one.why is None)
-    yield f"  about {duration(left)} in all. What is done is kept: start it again to go on."
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -376,14 +352,19 @@ class _Make:
         )
         ends = "" if not (self._stop and "train" in self._skip) else f", stop {list(self._stop)}"
         yield f"metric {found.metric}{ends}; {self.output} and {self._work} are written\n"
-        yield from plan_lines(list(self._planned()))
+        left = 0.0
+        for number, (step, what, seconds, why) in enumerate(self._planned(), 1):
+            left += 0.0 if why else seconds
+            yield f"  {number} {step:9} {why or f'about {duration(seconds)}':22} {what}"
+        yield f"  about {duration(left)} in all. What is done is kept: start it again to go on."
 
     @property
     def _stop(self) -> tuple[str, ...]:
         """A model that was trained ends its answers by itself."""
         return self._proposal.stop if "train" in self._skip else ()
 
-    def _planned(self) -> Iterator[Planned]:
+    def _planned(self) -> Iterator[tuple[str, str, float, str]]:
+        """(step, what it is, its price in seconds, why it is not done, "" where it is)."""
         letters = sum(len(json.dumps(asdict(turn))) for turn in self._learned)
         record, served = self.recording.record_seconds, self.recording.serve_seconds
         made = self._figures("enrich")
@@ -402,12 +383,12 @@ class _Make:
         for step, (what, seconds) in steps.items():
             if step == "form" and step in self._skip:
                 continue
-            why = "left out" if step in self._skip else None
+            why = "left out" if step in self._skip else ""
             if step == "enrich" and lack:
                 what, why = lack, "left out"
             if self._figures(step) is not None:
                 why = "done"
-            yield Planned(step, what, seconds, why)
+            yield step, what, seconds, why
 
     def _lack_at_first_sight(self) -> str:
         """Why few rows will have no tokens of their own; "" of many, which `analyze` looks at."""
@@ -462,18 +443,22 @@ class _Make:
 
     def run(self) -> None:
         self._work.mkdir(parents=True, exist_ok=True)
-        _written(self._learned, self._train)
-        _written(self._held, self._test)
+        self._write_parts()
         analysis = self._do("analyze", self._analyze)
         self._heed(analysis)
         self._do("enrich", lambda: self._enrich(analysis["tokens"]))
         self._do("train", self._train_adapter)
         if self._figures("form") is None:
             self._ask(self._do("form", self._form))
-            _written(self._learned, self._train)
-            _written(self._held, self._test)
+            self._write_parts()
         self._do("tune", self._tune)
         self._do("evaluate", self._evaluate)
+
+    def _write_parts(self) -> None:
+        for turns, file in ((self._learned, self._train), (self._held, self._test)):
+            with replacing(file) as out:
+                for turn in turns:
+                    out.write((json.dumps(_row(turn), ensure_ascii=False) + "\n").encode())
 
     def _do(self, step: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The figures of a step: kept ones, or those of doing it now; {} where it is left out."""

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 from cyclopts import Parameter
 
 from drafters.atomic_file import EVERYBODY, replacing
@@ -393,33 +392,19 @@ def ask_server(
         caller.check_task(model)
         texts = ((prompt, prompt.text if prompt.ids is None else prompt.ids) for prompt in prompts)
         asked = ((prompt, "/completions", {**body, "prompt": text}) for prompt, text in texts)
-        for prompt, answer in caller.answers(asked):
-            yield _answer(prompt, answer, endpoint.base)
-
-
-def _answer(prompt: Prompt, answer: httpx.Response | BaseException, base: str) -> Answer | Failure:
-    """What a server answered. Raises CallFailedError where it would answer nothing else either."""
-    if isinstance(answer, httpx.HTTPError):
-        reason = str(answer) or type(answer).__name__
-        raise CallFailedError(f"{base}: the server is lost: {reason}")
-    if isinstance(answer, RefusedError):
-        if answer.status in (401, 403, 404, 405):
-            raise CallFailedError(f"{base}: {answer}")
-        return Failure(prompt, str(answer)[:300])
-    if isinstance(answer, BaseException):
-        raise answer
-    try:
-        choice = answer.json()["choices"][0]
-        return Answer(
-            replace(prompt, ids=tuple(choice["prompt_token_ids"])),
-            tuple(choice["token_ids"]),
-            str(choice["finish_reason"]),
-            str(choice["text"]),
-        )
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise CallFailedError(
-            f"{base}: the answer has no token ids: only a Tailor server gives them"
-        ) from None
+        for prompt, answer in caller.answers(asked, hopeless=(401, 403, 404, 405)):
+            if isinstance(answer, RefusedError):
+                yield Failure(prompt, str(answer)[:300])
+                continue
+            try:
+                choice = answer.json()["choices"][0]
+                ids, output = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
+                reason, text = str(choice["finish_reason"]), str(choice["text"])
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise CallFailedError(
+                    f"{endpoint.base}: the answer has no token ids: only a Tailor server gives them"
+                ) from None
+            yield Answer(replace(prompt, ids=ids), output, reason, text)
 
 
 # --- the file -------------------------------------------------------------------------------------

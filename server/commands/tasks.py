@@ -135,8 +135,7 @@ def tune_task(
     check_data(data, recording.outputs, fields)
     others = OtherProcesses()
     time.sleep(0.5)
-    if not even_if_busy:
-        refuse_if_busy(others.share())
+    busy_share(others, even_if_busy)
     stages = {
         "recording": recording.record_seconds if recording.outputs == "model" else 0.0,
         "serving": recording.serve_seconds,
@@ -146,9 +145,8 @@ def tune_task(
     with Bar() as bar, own_engine(model, bar, ("auto",)) as (served, engine):
         if times:
             bar.say(f"beside replays, which tell what is left of them, about: {times}")
-        busy = others.share()  # while the model was loaded and its steps were measured
-        if not even_if_busy:
-            refuse_if_busy(busy)
+        # While the model was loaded and its steps were measured.
+        busy = busy_share(others, even_if_busy)
         # Of floats that were rounded to integers, the head to others than the rest, it is unknown.
         form, share = engine.info.dtype, None
         if form in ("file", "float32", "bfloat16"):
@@ -230,14 +228,16 @@ class OtherProcesses:
         return min(1.0, max(0.0, (busy_s - before_s) / max(all_s - before_all_s, 1e-9)))
 
 
-def refuse_if_busy(share: float) -> None:
-    """Raise ConfigError when others use more than BUSY of the machine."""
-    if share > BUSY:
+def busy_share(others: OtherProcesses, may_be_busy: bool) -> float:
+    """What others use of the machine. Raises ConfigError for more than BUSY, where it may not."""
+    share = others.share()
+    if share > BUSY and not may_be_busy:
         raise ConfigError(
             f"others use {share:.0%} of this machine: what is measured now would decide wrongly, "
             "so nothing is decided and nothing is written. Try again when it is idle, or with "
             "--even-if-busy, which leaves mode `exact` out"
         )
+    return share
 
 
 def head_seconds(runner: Runner) -> tuple[float, float]:

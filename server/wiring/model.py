@@ -69,20 +69,16 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     table = _table(tokenizer, table_file(folder), vocab_size)
-    enrichment = enrichment_of(model.adapter, table)
     # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
     vocab_size = min(
         vocab_size, 1 + last_token_id(tokenizer_file, remembered_sha256(tokenizer_file))
     )
-    if enrichment is not None:
-        table = enriched_table(folder, table, enrichment)
-        vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
     try:
         chat = load_chat_template(folder, tokenizer)
     except (OSError, ValueError) as error:
         log.warning("%s cannot chat: %s", model.name, str(error)[:200])
         chat = None
-    return ServedModel(
+    base = ServedModel(
         name=model.name,
         tokenizer=tokenizer,
         table=table,
@@ -90,8 +86,6 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         max_model_len=min(limit, max_model_len or limit),
         created=created,
         fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
-        own_ids=own_ids(enrichment),
-        reads=None if enrichment is None else enrichment.read,
         chat=chat,
         sampling=(
             sampling_defaults(folder) if model.generation_config == "auto" else SamplingDefaults()
@@ -100,6 +94,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         aliases=model.aliases,
         tokenizer_class=_tokenizer_class(folder),
     )
+    return _with_own(base, folder, enrichment_of(model.adapter, table))
 
 
 _SAMPLED = {one.name: one.kind for one in PARAMETERS if one.in_models}
@@ -192,25 +187,28 @@ def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enric
         raise ModelError(f"adapter {adapter}: {error}") from None
 
 
-def own_ids(enrichment: Enrichment | None) -> Mapping[int, int]:
-    """ServedModel.own_ids."""
-    if enrichment is None:
-        return {}
-    pairs = zip(enrichment.ids, enrichment.parts, strict=True)
-    return {token_id: len(parts) for token_id, parts in pairs}
-
-
-def enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> TokenBytes:
-    """The table with the enrichment's tokens, in its file, mapped."""
+def _with_own(base: ServedModel, folder: Path, enrichment: Enrichment | None) -> ServedModel:
+    """A model with an adapter's own tokens, where it has some; their table is in its file, mapped.
+    folder: the base model's."""
     from server import token_bytes
 
-    wide = token_bytes.enriched(table, enrichment.ids, enrichment.parts, enrichment.hash)
-    file = table_file(folder, enrichment)
+    if enrichment is None:
+        return base
+    wide = token_bytes.enriched(base.table, enrichment.ids, enrichment.parts, enrichment.hash)
+    file, table = table_file(folder, enrichment), None
     with suppress(OSError, ValueError):
-        kept = token_bytes.open_table(file)
-        if kept.fingerprint == wide.fingerprint:
-            return kept
-    return _written(wide, file)
+        table = token_bytes.open_table(file)
+    if table is None or table.fingerprint != wide.fingerprint:
+        table = _written(wide, file)
+    parts = zip(enrichment.ids, map(len, enrichment.parts), strict=True)
+    return replace(
+        base,
+        table=table,
+        vocab_size=max(base.vocab_size, *(i + 1 for i in enrichment.ids)),
+        fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
+        own_ids=dict(parts),
+        reads=enrichment.read,
+    )
 
 
 def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
@@ -303,24 +301,16 @@ class AdapterSet:
             if (folder / name).is_file():
                 digest.update(f"{name} {remembered_sha256(folder / name)}\n".encode())
         enrichment = enrichment_of(str(folder), base.table)
-        table, table_path, vocab_size = base.table, "", base.vocab_size
-        if enrichment is not None:
-            base_folder = self._folders[base.name]
-            table = enriched_table(base_folder, base.table, enrichment)
-            table_path = str(table.path)
-            vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
+        served = _with_own(base, self._folders[base.name], enrichment)
+        table = "" if enrichment is None else str(served.table.path)
         version = digest.hexdigest()[:16]
         return replace(
-            base,
-            table=table,
-            vocab_size=vocab_size,
+            served,
             created=int((folder / _ADAPTER_FILES[1]).stat().st_mtime),
             fingerprint=f"{base.fingerprint}-{version[:12]}",
-            own_ids=own_ids(enrichment),
-            reads=None if enrichment is None else enrichment.read,
             root=config.path,
             adapter=AdapterOrder(
-                f"{config.name}@{version}", str(folder), vocab_size, table_path, config.pinned
+                f"{config.name}@{version}", str(folder), served.vocab_size, table, config.pinned
             ),
         )
 
