@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 _UNKNOWN_MEMORY = 4 << 30
@@ -95,15 +94,6 @@ def release_code(part: str) -> int:
     return num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """Of one cgroup, in bytes. free: what is left of it, pages of files that can be dropped
-    included."""
-
-    limit: int
-    free: int
-
-
 class Machine:
     """root: where /proc and /sys lie; a test has files of its own."""
 
@@ -136,13 +126,13 @@ class Machine:
     @property
     def memory_limit(self) -> int | None:
         """Bytes that its cgroups allow in all; None without a limit."""
-        return min((found.limit for found in self._memory_limits()), default=None)
+        return min((limit for limit, _ in self._memory_limits()), default=None)
 
     @property
     def available_memory(self) -> int:
         """Bytes: MemAvailable of /proc/meminfo (4 GiB where there is none), and no more than its
         cgroups have left."""
-        free = min((found.free for found in self._memory_limits()), default=_UNLIMITED)
+        free = min((free for _, free in self._memory_limits()), default=_UNLIMITED)
         return min(self._available(), free)
 
     def _available(self) -> int:
@@ -162,7 +152,8 @@ class Machine:
             if time_us is not None and time_us > 0 and period_us:
                 yield time_us / period_us
 
-    def _memory_limits(self) -> Iterator[MemoryLimit]:
+    def _memory_limits(self) -> Iterator[tuple[int, int]]:
+        """(limit, what is left of it with pages of files that can be dropped) of each cgroup."""
         names = {
             "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
             "memory": (
@@ -181,7 +172,7 @@ class Machine:
                 for line in self._text(folder / "memory.stat").splitlines():
                     if line.startswith(f"{droppable} "):
                         used -= int(line.split()[1])
-                yield MemoryLimit(limit, max(0, limit - max(0, used)))
+                yield limit, max(0, limit - max(0, used))
 
     def _folders(self, controller: str) -> Iterator[Path]:
         """The process's cgroup of a controller of v1, or of v2 (""), and all above it.

@@ -15,8 +15,8 @@ import platform
 import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,26 +118,22 @@ def _compile(todo: Sequence[tuple[str, str]], tell: Callable[[str], None]) -> No
 
     for target, module in sorted(todo, key=age):
         waiting[target].put(module)
-    failed: list[str] = []
 
     def work() -> None:
         for target, modules in waiting.items():
-            if not modules.empty() and not failed:
-                failed.extend(_compile_some(target, modules, tell))
+            if not modules.empty():
+                _compile_some(target, modules, tell)
 
-    threads = [threading.Thread(target=work) for _ in range(min(cores(), max(1, len(todo))))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise RuntimeError(f"machine code cannot be made: {failed[0]}")
+    num = min(cores(), max(1, len(todo)))
+    with ThreadPoolExecutor(num) as pool:
+        for one in [pool.submit(work) for _ in range(num)]:
+            one.result()
 
 
 def _compile_some(
     target: str, modules: queue.SimpleQueue[str], tell: Callable[[str], None]
-) -> list[str]:
-    """Take modules until there are none; what failed."""
+) -> None:
+    """Take modules until there are none. Raises RuntimeError."""
     with subprocess.Popen(
         [sys.executable, "-m", "drafters.ahead", target], text=True,
         env=library.own_path(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -147,12 +143,13 @@ def _compile_some(
             try:
                 module = modules.get_nowait()
             except queue.Empty:
-                return []
+                return
             process.stdin.write(f"{module} {library.object_path(module, target)}\n")
             process.stdin.flush()
             told = process.stdout.readline().strip()
             if told != module:
-                return [told or f"the compiler of {module} ended"]
+                why = told or f"the compiler of {module} ended"
+                raise RuntimeError(f"machine code cannot be made: {why}")
             tell(f"{module} for {target}")
 
 

@@ -429,16 +429,15 @@ class EngineFigures(Collector):
 
     def told(self, engine: str, values: Iterable[FigureValue]) -> None:
         """What an engine told, in the order of its figures. One that was not ready is not known."""
-        life = self._lives.get(engine)
-        for figure, value in zip(life.figures if life else (), values, strict=False):
-            assert life is not None
-            life.numbers[figure.name] = _by_labels(figure, value)
+        if (life := self._lives.get(engine)) is not None:
+            for figure, value in zip(life.figures, values, strict=False):
+                life.numbers[figure.name] = _by_labels(figure, value)
 
     def end(self, engine: str) -> None:
         """An engine is gone: it holds nothing, and what it counted stays."""
-        life = self._lives.get(engine)
-        for figure in () if life is None else life.figures:
-            assert life is not None
+        if (life := self._lives.get(engine)) is None:
+            return
+        for figure in life.figures:
             told = life.numbers.get(figure.name, {})
             if figure.kind == "gauge":
                 life.numbers[figure.name] = dict.fromkeys(told, (0.0,))

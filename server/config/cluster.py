@@ -18,7 +18,6 @@ from server.config.yaml_file import (
     read_yaml,
     validate,
 )
-from server.errors import ConfigError
 
 Surge = Annotated[
     int,
@@ -230,26 +229,24 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
     cluster = validate(ClusterConfig, document)
     server_file = Path(cluster.server)
     if not server_file.is_file():
-        raise ConfigError(document.error(("server",), f"{server_file}: there is no such file"))
+        raise document.error(("server",), f"{server_file}: there is no such file")
     server = load_server_config(server_file)
     names = [model.name for model in server.models]
     for name in cluster.models:
         if name not in names:
             text = f"server.yaml has no model of this name; it has {', '.join(names)}"
-            raise ConfigError(document.error(("models", name), text))
+            raise document.error(("models", name), text)
     for model in server.models:
         on_gpu = any(device != "cpu" for device in model.devices)
         if on_gpu != (cluster.replicas_of(model.name).num_gpus > 0):
             at = ("models", model.name) if model.name in cluster.models else ("replicas",)
             text = f"the model {model.name} runs on {model.devices[0]}: give its replicas "
-            raise ConfigError(document.error(at, text + ("num_gpus" if on_gpu else "no num_gpus")))
+            raise document.error(at, text + ("num_gpus" if on_gpu else "no num_gpus"))
     if server.listen.port == 0:
-        raise ConfigError(document.error(("server",), "listen.port: a fleet needs a fixed port"))
+        raise document.error(("server",), "listen.port: a fleet needs a fixed port")
     if cluster.embedded.object_store_memory.num_bytes is None:
-        raise ConfigError(
-            document.error(
-                ("embedded", "object_store_memory"), 'must be an amount, such as "200MiB"'
-            )
+        raise document.error(
+            ("embedded", "object_store_memory"), 'must be an amount, such as "200MiB"'
         )
     url = None if cluster.learning is None else cluster.learning.storage
     if url is not None:  # whether something here can reach such a place; no connection is made
@@ -260,7 +257,7 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
             fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
         except ImportError as error:
             text = f"{error}; `pip install fsspec` brings it"
-            raise ConfigError(document.error(at, text)) from None
+            raise document.error(at, text) from None
         except ValueError as error:
-            raise ConfigError(document.error(at, str(error))) from None
+            raise document.error(at, str(error)) from None
     return cluster, server

@@ -277,16 +277,12 @@ def load_tasks(
             document = read_yaml(file)
             task = _task_of(document)
             if task.name in tasks:
-                raise ConfigError(
-                    document.error(("name",), f"{task.name!r} is also in {sources[task.name]}")
-                )
+                raise document.error(("name",), f"{task.name!r} is also in {sources[task.name]}")
             if task.name in models:
-                raise ConfigError(document.error(("name",), f"{task.name!r} is a model's name"))
+                raise document.error(("name",), f"{task.name!r} is a model's name")
             if models and task.model is not None and task.model not in models:
-                raise ConfigError(
-                    document.error(
-                        ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
-                    )
+                raise document.error(
+                    ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
                 )
             _check_named(task, document, drafters)
         except ConfigError as error:
@@ -312,7 +308,7 @@ def _check_named(task: TaskConfig, document: Document, drafters: tuple[str, ...]
         named.append((("speculation", drafter, one.key), file))
     for at, path in named:
         if path is not None and not Path(path).is_file():
-            raise ConfigError(document.error(at, f"no file {path}"))
+            raise document.error(at, f"no file {path}")
     speculation = task.speculation
     chosen: list[tuple[Path_, str]] = [(("speculation", "drafter"), speculation.drafter)]
     for i, name in enumerate(speculation.allowed_drafters or ()):
@@ -320,7 +316,7 @@ def _check_named(task: TaskConfig, document: Document, drafters: tuple[str, ...]
     for at, name in chosen if drafters else ():
         if name not in drafters:
             told = f"no drafter {name!r}; there are: {', '.join(drafters)}"
-            raise ConfigError(document.error(at, told))
+            raise document.error(at, told)
 
 
 def task_version(task: TaskConfig) -> str:

@@ -46,11 +46,11 @@ class Document:
             path = path[:-1]
         return self.lines.get(path, 1)
 
-    def error(self, path: Path_, message: str) -> str:
+    def error(self, path: Path_, message: str) -> ConfigError:
         """One line with the place and the message."""
         where = f"{self.source}:{self.line(path)}"
         key = dotted(path)
-        return f"{where}: {key}: {message}" if key else f"{where}: {message}"
+        return ConfigError(f"{where}: {key}: {message}" if key else f"{where}: {message}")
 
 
 def dotted(path: Path_) -> str:
@@ -199,7 +199,7 @@ def validate(model: type[_Model], document: Document) -> _Model:
     ConfigError with one line a problem."""
     data = document.data if document.data is not None else {}
     if not isinstance(data, dict):
-        raise ConfigError(document.error((), "must be a mapping of keys to values"))
+        raise document.error((), "must be a mapping of keys to values")
     data = _without_empty_sections(data)
     try:
         folder = Path(document.source).resolve().parent
@@ -242,8 +242,8 @@ def _problems(model: type[Section], document: Document, error: ValidationError) 
             message, one = "must be a list", problem["input"]
             if isinstance(one, str | int | float):
                 message += f", such as [{json.dumps(one, ensure_ascii=False)[:60]}]"
-        message = document.error(path, message[:1].lower() + message[1:])
-        told.append((document.line(path), message))
+        error_at = document.error(path, message[:1].lower() + message[1:])
+        told.append((document.line(path), error_at.message))
     return "\n".join(message for _, message in sorted(told))
 
 

@@ -194,9 +194,6 @@ def test_a_recording_without_any_answer_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", "1: no JSON"),
-        ("[]", "1: a line must be an object"),
-        ('{"completion": "x"}', "1: prompt: is missing"),
         ('{"prompt": ""}', "1: prompt: is empty; it must be a string"),
         ('{"prompt_ids": [1, -1]}', "1: prompt_ids: must be a list of token ids"),
         ('{"prompt_ids": []}', "1: prompt_ids: is empty"),

@@ -25,12 +25,13 @@ from server.config import load_task, load_tasks
 from server.datasets import Fields
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.step_times import CostTable, row_grid
+from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.fixed_cost import fixed_cost
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.model.tiny_models import save_tiny
@@ -53,19 +54,6 @@ def _lines(num: int, **more: Any) -> list[dict[str, Any]]:
 def _write(file: Path, lines: list[dict[str, Any]]) -> Path:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
-
-
-class FixedCost(CostTable):
-    """A table that no step corrects: a fake model's steps take no time."""
-
-    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
-        """Nothing is noted."""
-
-
-def _cost(per_row: float, first_s: float = 100.0) -> CostTable:
-    """Steps of 100 seconds and more: what Python costs beside them does not show."""
-    rows = row_grid(512)
-    return FixedCost(rows, [first_s + per_row * (r - 1) for r in rows])
 
 
 def _drafter(others: str | None, name: str, task: str, speculation: SpeculationParams) -> Any:
@@ -102,7 +90,7 @@ def _tune(
     )
     stop = tuple(text.encode() for text in more.pop("stop", ()))
     run = Tuning(
-        data, Fields(), file, recording, _engine(_cost(per_row, first_s)), TOKENIZER, TABLE,
+        data, Fields(), file, recording, _engine(fixed_cost(first_s, per_row)), TOKENIZER, TABLE,
         partial(_drafter, others), (head_s, 0.01 * head_s), progress,
         SamplingParams(temperature=0.0, stop=stop), **{"budgets": (4, 16)} | more,
     )  # fmt: skip
@@ -512,7 +500,7 @@ def test_from_data_to_answers(
     assert not kept.exists()
     # The tiny model's steps are quicker than any draft; those of a model worth serving are not.
     (costs,) = (tiny.parent / "cache" / "costs").iterdir()
-    costs.write_text(json.dumps(json.loads(costs.read_text()) | _cost(1.0).as_dict()))
+    costs.write_text(json.dumps(json.loads(costs.read_text()) | fixed_cost().as_dict()))
     gold = run("tasks", "tune", *words, "--outputs", "gold", "--force", "--json")
     assert gold["outputs"] == "gold" and gold["tokens_per_step"] > 2
     assert set(load_tasks(tmp_path)) == {"completion", "town"}

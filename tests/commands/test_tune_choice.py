@@ -14,10 +14,10 @@ from server.commands.tune_choice import TURN, Pricing, ratio_error, serve, taken
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.step_times import CostTable, row_grid
 from server.engine.task_store import TaskStore
 from server.engine.trees import DraftError
 from server.types import Request, SamplingParams, SpeculationParams
+from tests.commands.fixed_cost import fixed_cost
 from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -25,18 +25,6 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 PROMPTS = [[3, 5, 2 + i // 10, 2 + i % 10] for i in range(20)]
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=12, seed=5)
 DRAFTS = SpeculationParams("oracle", 4, learn_tokens=1000)
-
-
-class FixedCost(CostTable):
-    """A table that no step corrects: a fake model's steps take no time."""
-
-    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
-        """Nothing is noted."""
-
-
-def _line(first_s: float, per_row: float) -> CostTable:
-    rows = row_grid(64)
-    return FixedCost(rows, [first_s + per_row * (r - 1) for r in rows])
 
 
 def _texts(model: FakeModel) -> list[list[int]]:
@@ -74,7 +62,7 @@ def _engine(
             FakeRunner(model, info, fail=fail),
             {"oracle": make},
             EngineSettings(max_num_seqs=4),
-            cost=_line(first_s, per_row),
+            cost=fixed_cost(first_s, per_row),
             memory=TaskStore(None, fingerprint="f"),
         ),
         texts,
