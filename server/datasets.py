@@ -374,9 +374,10 @@ def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
 
     config = parsed((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # Of the tokenizer as its file has it: the server's table has this fingerprint.
+    table = token_bytes.build(tokenizer, int(config["vocab_size"]))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    table = token_bytes.build(tokenizer, int(config["vocab_size"]))
     generation = folder / "generation_config.json"
     eos = config.get("eos_token_id")
     if generation.is_file():

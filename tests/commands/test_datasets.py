@@ -7,9 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from server.datasets import ExampleReader, Fields, rows, tokenize_in_place, turn_of
+from server.config import ModelConfig
+from server.datasets import (
+    ExampleReader,
+    Fields,
+    open_table,
+    rows,
+    tokenize_in_place,
+    turn_of,
+)
 from server.errors import ConfigError
+from server.wiring.model import served_model
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -142,6 +152,17 @@ def test_bad_tables_are_named_with_their_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         read(written(tmp_path, content, "data.csv"))
+
+
+def test_a_table_is_the_server_s_though_the_tokenizer_would_cut_texts(folder: Path) -> None:
+    file = str(folder / "tokenizer.json")
+    cutting = Tokenizer.from_file(file)
+    cutting.enable_truncation(16)
+    cutting.save(file)
+    tokenizer, table, _ = open_table(folder)
+    served = served_model(ModelConfig(name="m", path="m"), folder, None)
+    assert table.fingerprint == served.table.fingerprint
+    assert len(tokenizer.encode("a" * 100).ids) == len(served.tokenizer.encode("a" * 100).ids) > 16
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
