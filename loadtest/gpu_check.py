@@ -46,19 +46,18 @@ TESTS_S = 150.0
 
 
 class Results:
-    """Results as they come, in one JSON file that is whole at any time. path: None keeps none."""
+    """Results as they come, in one JSON file that is whole at any time."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self.lines: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
         """Append one result."""
         self.lines.append(line)
-        if self._path is not None:
-            text = "[\n" + ",\n".join(map(json.dumps, self.lines)) + "\n]\n"
-            with replacing(self._path) as file:
-                file.write(text.encode())
+        text = "[\n" + ",\n".join(map(json.dumps, self.lines)) + "\n]\n"
+        with replacing(self._path) as file:
+            file.write(text.encode())
 
 
 class Watched:
@@ -103,21 +102,6 @@ class Watched:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def parsed(text: str) -> dict[str, Any] | None:
-    """A line that is a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def described(line: dict[str, Any]) -> str:
-    """A result in one line for a reader."""
-    shown = {k: v for k, v in line.items() if k not in ("longest", "part")}
-    return "  " + "  ".join(f"{k} {v}" for k, v in shown.items())
-
-
 def run_parts(
     plan: Sequence[Planned], base: Sequence[str], results: Results, end: float
 ) -> list[dict[str, Any]]:
@@ -136,8 +120,10 @@ def run_parts(
         outcome = begin()
         try:
             for text in process.lines():
-                line = parsed(text)
-                if line is None:
+                line = None
+                with contextlib.suppress(ValueError):
+                    line = json.loads(text)
+                if not isinstance(line, dict):
                     print(f"  | {text}", flush=True)
                 elif "done" in line:
                     outcome |= {"exit": 0, "s": line["s"]}
@@ -151,7 +137,7 @@ def run_parts(
                     outcome["lines"] += 1
                     outcome["wrong"] += "error" in line or not line.get("ok", True)
                     results.add(line)
-                    print(described(line), flush=True)
+                    print(" ", *(f" {k} {v}" for k, v in line.items() if k != "part"), flush=True)
         finally:
             code = process.close()
         if left:  # the process died or was ended in this part

@@ -55,7 +55,7 @@ class Asked:
 class Shape:
     """A dense model's sizes. max_model_len: the runner's; attention plans for that many keys."""
 
-    family: Literal["llama", "qwen3", "gemma3"]
+    family: Literal["llama", "qwen3", "gemma3_text"]
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -69,9 +69,9 @@ class Shape:
 SHAPES = {
     "smollm2-135m": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152),
     "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
-    "gemma-3-270m": Shape("gemma3", 640, 2048, 18, 4, 1, 256, 262144),
+    "gemma-3-270m": Shape("gemma3_text", 640, 2048, 18, 4, 1, 256, 262144),
     "tiny": Shape("llama", 64, 128, 2, 4, 2, 16, 256, 256),
-    "tiny-gemma": Shape("gemma3", 32, 64, 2, 2, 1, 16, 1024, 256),
+    "tiny-gemma": Shape("gemma3_text", 32, 64, 2, 2, 1, 16, 1024, 256),
 }
 
 
@@ -88,47 +88,40 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> transformer
         "max_position_embeddings": max(16384, shape.max_model_len),
         "tie_word_embeddings": True,
     }
-    if shape.family == "gemma3":
+    if shape.family == "gemma3_text":
         sizes |= {"query_pre_attn_scalar": shape.head_dim, "sliding_window": 512}
         every = range(shape.num_layers)
         sizes["layer_types"] = [
             "full_attention" if i % 6 == 5 else "sliding_attention" for i in every
         ]
-    kinds: dict[str, tuple[Any, Any]] = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    }
-    config, model = kinds[shape.family]
+    config = transformers.AutoConfig.for_model(shape.family, **sizes)
+    auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            module: transformers.PreTrainedModel = model(config(**sizes))
-    finally:
-        torch.set_default_dtype(before)
-    module.eval()  # type: ignore[no-untyped-call]
-    return module
+    with device:
+        return auto.from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
 
 
-def info_of(
-    module: transformers.PreTrainedModel,
+def runner_of(
+    module: Any,
     device: torch.device,
-    *,
-    num_blocks: int,
     max_model_len: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> ModelInfo:
-    """The sizes that a runner is made with; the others are the module's own."""
+    *,
+    num_blocks: int = 64,
+    num_seqs: int = 8,
+    num_rows: int = 256,
+    model: TorchModel | None = None,
+    **options: Any,
+) -> TorchRunner:
+    """A runner with so much room; the module is its own from now on. model: what it runs, where
+    that is not all of the module. options: GpuOptions'."""
     dtype = str(module.dtype).removeprefix("torch.")
-    return ModelInfo(
+    info = ModelInfo(
         name=module.config.model_type, vocab_size=module.config.vocab_size,
         max_model_len=max_model_len, eos_token_ids=(), num_blocks=num_blocks,
         block_size=BLOCK_SIZE, device=str(device), dtype=dtype, fingerprint="",
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_dtype=dtype,
+        max_num_seqs=num_seqs, max_num_batched_tokens=num_rows, kv_dtype=dtype,
     )  # fmt: skip
+    return TorchRunner(model or TorchModel(module), info, GpuOptions(**options))
 
 
 def weight_bytes(module: transformers.PreTrainedModel) -> int:
@@ -146,39 +139,43 @@ CHAIN = 7
 """Nodes behind the root: eight rows, a bucket without padding."""
 
 
-def rows_of(token_ids: Sequence[int], start: int, *, root: int | None, targets: Any) -> Batch:
+def draw_params(**sampling: Any) -> tuple[DrawParams]:
+    """Of a batch whose rows draw all alike."""
+    none = np.empty(0, np.int32)
+    return (DrawParams(SamplingParams(**sampling), 0, none, none, none, none, 0),)
+
+
+def rows_of(
+    token_ids: Sequence[int], start: int, targets: Sequence[int], *, is_chain: bool = False
+) -> Batch:
     """Rows of one sequence from position `start` on, all scored and drawn from greedily.
 
-    root: position of the last token, when the rows after it are nodes of a chain; None for rows of
-    a prompt. targets: the ids that the rows' logprobs are asked for.
+    targets: the ids that the rows' logprobs are asked for. is_chain: each row after the first is a
+    node below the one before; else they are rows of a prompt.
     """
     num = len(token_ids)
-    positions = np.arange(start, start + num, dtype=np.int32)
-    depth = np.zeros(num, np.int32) if root is None else np.maximum(0, positions - root)
-    rows, none = np.arange(num, dtype=np.int32), np.empty(0, np.int32)
-    params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
+    rows, zeros = np.arange(num, dtype=np.int32), np.zeros(num, np.int32)
+    positions, depth = start + rows, rows if is_chain else zeros
     num_blocks = -(-(start + num) // BLOCK_SIZE)
-    is_chain = root is not None
     return Batch(
         token_ids=np.asarray(token_ids, np.int32),
         positions=positions,
-        seq_ids=np.zeros(num, np.int32),
+        seq_ids=zeros,
         slots=positions,
-        prefix_len=(positions - depth + 1).astype(np.int32),
-        path_start=np.zeros(num, np.int32),
-        path_len=depth.astype(np.int32),
+        prefix_len=positions - depth + 1,
+        path_start=zeros,
+        path_len=depth,
         path_slots=positions[depth > 0],
         block_tables=np.arange(num_blocks, dtype=np.int32)[None],
         draw_rows=rows,
-        draw_params=np.zeros(num, np.int32),
-        draw_parent=rows - 1 if is_chain else np.full(num, -1, np.int32),
+        draw_params=zeros,
+        draw_parent=rows - 1 if is_chain else zeros - 1,
         draw_positions=positions + 1,
-        draw_mask=np.full(num, -1, np.int32),
-        masks=np.empty((0, 0), np.uint32),
-        params=(params,),
+        draw_mask=zeros - 1,
+        params=draw_params(temperature=0.0),
         score_rows=rows,
         score_targets=np.asarray(targets, np.int32),
-        score_top=np.ones(num, np.int32),
+        score_top=zeros + 1,
         num_prefill_rows=0 if is_chain else num,
         num_draft_rows=num - 1 if is_chain else 0,
     )
@@ -222,13 +219,9 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
     drawn: dict[bool, Drawn] = {}
     for graphs in (False, True) if device.type == "cuda" else (False,):
         module = build(shape, device, dtype)
-        info = info_of(
-            module, device, num_blocks=64, max_model_len=shape.max_model_len, max_num_seqs=8,
-            max_num_batched_tokens=256,
-        )  # fmt: skip
-        runner = TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs))
-        prompt = run(runner, rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1]))
-        step = rows_of(ids[chain], PROMPT, root=PROMPT, targets=ids[PROMPT + 1 : total + 1])
+        runner = runner_of(module, device, shape.max_model_len, cuda_graphs=graphs)
+        prompt = run(runner, rows_of(ids[:PROMPT], 0, ids[1 : PROMPT + 1]))
+        step = rows_of(ids[chain], PROMPT, ids[PROMPT + 1 : total + 1], is_chain=True)
         began = time.perf_counter()
         drawn[graphs] = run(runner, step)
         first_s = time.perf_counter() - began
@@ -247,8 +240,7 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
                     "ok": bool(apart.max() <= bound and agree >= 0.9),
                 }  # fmt: skip
             decoded = [
-                run(runner, rows_of([ids[i]], i, root=None, targets=[ids[i + 1]]))
-                for i in range(PROMPT, total)
+                run(runner, rows_of([ids[i]], i, [ids[i + 1]])) for i in range(PROMPT, total)
             ]
             ids_alone = [int(d.token_ids[0]) for d in decoded]
             alone = np.array([d.score_logprobs[0] for d in decoded])
@@ -307,12 +299,7 @@ def record(folder: Path) -> list[dict[str, Any]]:
 
 def _runner(folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool) -> TorchRunner:
     module: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    module = module.to(device).eval()
-    info = info_of(
-        module, device, num_blocks=64, max_model_len=256, max_num_seqs=4,
-        max_num_batched_tokens=128,
-    )  # fmt: skip
-    return TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs))
+    return runner_of(module.to(device).eval(), device, 256, cuda_graphs=graphs)
 
 
 def _decoded(runner: TorchRunner, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -320,10 +307,10 @@ def _decoded(runner: TorchRunner, prompt: Sequence[int]) -> tuple[list[int], lis
     ids, text, logprobs, start = list(prompt), list[int](), list[float](), 0
     for _ in range(NEW):
         rows = ids[start:]
-        found = run(runner, rows_of(rows, start, root=None, targets=[0] * len(rows)))
+        found = run(runner, rows_of(rows, start, [0] * len(rows)))
         start, token = len(ids), int(found.token_ids[-1])
         # The same row again, to score what it drew: the draw comes before its score is asked for.
-        last = rows_of(ids[-1:], start - 1, root=None, targets=[token])
+        last = rows_of(ids[-1:], start - 1, [token])
         logprobs.append(float(run(runner, last).score_logprobs[0]))
         text.append(token)
         ids.append(token)
@@ -332,12 +319,12 @@ def _decoded(runner: TorchRunner, prompt: Sequence[int]) -> tuple[list[int], lis
 
 def _drafted(runner: TorchRunner, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
     """What is drawn behind the recorded text, STEP_ROWS of its ids as one chain a step."""
-    run(runner, rows_of(prompt, 0, root=None, targets=[0] * len(prompt)))
+    run(runner, rows_of(prompt, 0, [0] * len(prompt)))
     drawn: list[int] = []
     whole = [*prompt, *text]
     for start in range(len(prompt) - 1, len(whole) - 1, STEP_ROWS):
         rows = whole[start : min(start + STEP_ROWS, len(whole) - 1)]
-        step = rows_of(rows, start, root=start, targets=[0] * len(rows))
+        step = rows_of(rows, start, [0] * len(rows), is_chain=True)
         drawn += run(runner, step).token_ids.tolist()
     return drawn
 

@@ -20,16 +20,16 @@ from loadtest.gpu.correct import (
     Asked,
     apart_bound,
     build,
-    info_of,
     random_ids,
     rows_of,
     run,
+    runner_of,
 )
-from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
+from loadtest.gpu.steps import Case, batch_of, measure
 from server.engine.batch import Batch
 from server.model.adapter import TokenRows, linear_sizes
 from server.model.gpu.adapters import GpuAdapter
-from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
+from server.model.gpu.runner import TorchRunner
 from server.model.shape import shape_of
 
 RANK = 8
@@ -39,17 +39,14 @@ _DECODED = Case("decode", 4, 1, 32)
 
 
 def _runner(asked: Asked, module: Any, *, graphs: bool = True, **ways: Any) -> TorchRunner:
-    info = info_of(
-        module, asked.device, num_blocks=max(64, blocks_needed(_DECODED)),
-        max_model_len=SHAPES[asked.name].max_model_len, max_num_seqs=8, max_num_batched_tokens=256,
-    )  # fmt: skip
     graphs = graphs and asked.device.type == "cuda"
-    return TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs, **ways))
+    most = SHAPES[asked.name].max_model_len
+    return runner_of(module, asked.device, most, cuda_graphs=graphs, **ways)
 
 
 def _prompt(asked: Asked) -> Batch:
     ids = random_ids(SHAPES[asked.name])
-    return rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1])
+    return rows_of(ids[:PROMPT], 0, ids[1 : PROMPT + 1])
 
 
 def _decoded(asked: Asked, places: list[int] | None) -> Batch:
@@ -81,12 +78,12 @@ def adapters(asked: Asked) -> Iterator[dict[str, Any]]:
     apart, moved = float(np.abs(own - merged).max()), float(np.abs(own - plain).max())
     bound = apart_bound(asked.dtype, float(merged.std()))
     same = bool((after == before)[1::2].all() and (after != before)[::2].all())
-    times = [measure(runner, b, asked.repeats)[0] for b in (_decoded(asked, None), mixed)]
+    times = [measure(runner, b, asked.repeats) for b in (_decoded(asked, None), mixed)]
     runner.close()
     yield {
         "what": "adapter against merged", "shape": asked.name, "logprobs_apart": round(apart, 6),
         "moved_by": round(moved, 4), "bound": round(bound, 4), "others_same_bits": same,
-        "decode_ms": round(1e3 * times[0], 4), "with_adapter_ms": round(1e3 * times[1], 4),
+        "decode_ms": times[0]["wall_ms"], "with_adapter_ms": times[1]["wall_ms"],
         "ok": apart <= bound < moved and same,
     }  # fmt: skip
 
@@ -116,7 +113,7 @@ def own_tokens(asked: Asked) -> Iterator[dict[str, Any]]:
     size = SHAPES[asked.name].vocab_size
     ids = random_ids(SHAPES[asked.name])[: PROMPT + 1]
     ids[1::4] = [size + i % NEW for i in range(len(ids[1::4]))]
-    prompt = rows_of(ids[:PROMPT], 0, root=None, targets=ids[1:])
+    prompt = rows_of(ids[:PROMPT], 0, ids[1:])
     module = build(SHAPES[asked.name], asked.device, asked.dtype)
     adapter = _with_tokens(module)
     assert adapter.head is not None
@@ -144,14 +141,14 @@ def own_tokens(asked: Asked) -> Iterator[dict[str, Any]]:
         drawn += [run(runner, step).token_ids.tolist() for step in (greedy, greedy, scored)]
         scores.append(run(runner, scored).score_logprobs)
         same = bool((scores[-1] == before)[1::2].all() and (scores[-1] != before)[::2].all())
-        step_s = measure(runner, greedy, asked.repeats)[0]
+        figures = measure(runner, greedy, asked.repeats)
         runner.close()
     apart, bound = float(np.abs(own - merged).max()), apart_bound(asked.dtype, float(merged.std()))
     same_graphs = drawn == [drawn[0]] * 6 and bool((scores[0] == scores[1]).all())
     yield {
         "what": "own tokens against larger tables", "shape": asked.name,
         "logprobs_apart": round(apart, 6), "bound": round(bound, 4), "others_same_bits": same,
-        "graph_same_bits": same_graphs, "decode_ms": round(1e3 * step_s, 4),
+        "graph_same_bits": same_graphs, "decode_ms": figures["wall_ms"],
         "ok": apart <= bound and same and same_graphs,
     }  # fmt: skip
 
@@ -168,17 +165,17 @@ def _with_tokens(module: Any) -> GpuAdapter:
 def eight_bits(asked: Asked) -> Iterator[dict[str, Any]]:
     """`weights: fp8` beside weights as they are: how far logprobs are moved (by rounding, so not
     by much and not by nothing), and a decode step of both."""
-    results, seconds = [], []
+    results, times = [], []
     for weights in (None, "fp8"):
         module = build(SHAPES[asked.name], asked.device, asked.dtype)
         runner = _runner(asked, module, weights=weights)
         results.append(run(runner, _prompt(asked)).score_logprobs)
-        seconds.append(measure(runner, _decoded(asked, None), asked.repeats)[0])
+        times.append(measure(runner, _decoded(asked, None), asked.repeats)["wall_ms"])
         runner.close()
     apart = float(np.abs(results[0] - results[1]).max())
     bound = apart_bound(torch.bfloat16, float(results[0].std())) * 4
     yield {
         "what": "weights in fp8", "shape": asked.name, "rounding": round(apart, 4),
-        "bound": round(bound, 4), "decode_ms": round(1e3 * seconds[1], 4),
-        "plain_ms": round(1e3 * seconds[0], 4), "ok": 0 < apart <= bound,
+        "bound": round(bound, 4), "decode_ms": times[1], "plain_ms": times[0],
+        "ok": 0 < apart <= bound,
     }  # fmt: skip

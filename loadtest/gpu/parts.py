@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from loadtest.gpu import correct, options, steps, vocabulary
-from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, info_of
+from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, runner_of
 from server.model.gpu.attention import bytes_per_block
 from server.model.gpu.device import DeviceMemory
-from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
+from server.model.gpu.runner import FEW_SLOTS
 from server.model.kv_memory import num_blocks_for
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
 
@@ -65,11 +65,6 @@ def machine(asked: Asked) -> Iterator[dict[str, Any]]:
     yield line
 
 
-def step_table(asked: Asked) -> Iterator[dict[str, Any]]:
-    """The step table of a shape (loadtest/gpu/steps.py)."""
-    yield from steps.time_shape(asked, steps.bandwidth(asked.device))
-
-
 class _NoDevice(DeviceMemory):
     """DeviceMemory of a dry run: 1 GiB, all of it free."""
 
@@ -92,19 +87,18 @@ def check_reserve(asked: Asked) -> Iterator[dict[str, Any]]:
     on_gpu = device.type == "cuda"
     module = build(shape, device, asked.dtype)
     rows, seqs = (DEFAULT_ROWS["cuda"], DEFAULT_SEQS["cuda"]) if on_gpu else (64, 4)
-    info = info_of(
-        module, device, num_blocks=-(-FEW_SLOTS // BLOCK_SIZE), max_model_len=shape.max_model_len,
-        max_num_seqs=seqs, max_num_batched_tokens=rows,
+    runner = runner_of(
+        module, device, shape.max_model_len, num_blocks=-(-FEW_SLOTS // BLOCK_SIZE), num_seqs=seqs,
+        num_rows=rows, cuda_graphs=on_gpu,
     )  # fmt: skip
     memory = DeviceMemory(device) if on_gpu else _NoDevice(device)
-    runner = TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=on_gpu))
     reserve = runner.reserve(memory, (), 0)
     free = memory.free()
     per_block = bytes_per_block(
         shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, asked.dtype
     )
     blocks = num_blocks_for(per_block, device, fraction=1.0, reserve=reserve.num_bytes, free=free)
-    runner.resize_kv(blocks if on_gpu else 64, info.max_model_len)
+    runner.resize_kv(blocks if on_gpu else 64, shape.max_model_len)
     runner.warm_up()
     runner.try_out(runner.trials.largest())
     yield {
@@ -123,7 +117,7 @@ PARTS: dict[str, Part] = {
     "adapters": options.adapters,
     "own-tokens": options.own_tokens,
     "eight-bits": options.eight_bits,
-    "steps": step_table,
+    "steps": steps.time_shape,
     "reserve": check_reserve,
     "vocabulary": vocabulary.check,
 }

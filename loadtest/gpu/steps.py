@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
-from server.engine.batch import Batch, DrawParams
+from loadtest.gpu.correct import (
+    BLOCK_SIZE,
+    SHAPES,
+    Asked,
+    Shape,
+    build,
+    draw_params,
+    runner_of,
+    weight_bytes,
+)
+from server.engine.batch import Batch
 from server.model.gpu.attention import bytes_per_block
-from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
-from server.types import SamplingParams
+from server.model.gpu.runner import TorchRunner
 
 MAX_ROWS = 2048
 KV_HEADROOM = 4 << 30  # bytes left for logits, activations and partial attention results
@@ -69,49 +76,32 @@ def batch_of(case: Case, vocab_size: int) -> Batch:
     nth = np.tile(np.arange(per, dtype=np.int32), n)
     at = case.history + nth
     slots = tables[seq_ids, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+    depth = np.zeros_like(nth)
     if case.kind == "tree":
-        depth = np.where(nth == 0, 0, (nth - 1) % 4 + 1).astype(np.int32)
-        path_len = depth
-        ends = np.cumsum(path_len).astype(np.int32)
-        paths = [slots[i - d + 1 : i + 1] for i, d in enumerate(depth.tolist())]
-        path_slots = np.concatenate(paths).astype(np.int32)
-        positions = case.history + depth
-        prefix_len = np.full(n * per, case.history + 1, np.int32)
-    else:
-        path_len = np.zeros(n * per, np.int32)
-        ends = path_len
-        path_slots = np.empty(0, np.int32)
-        positions = at
-        prefix_len = at + 1
+        depth[nth > 0] = (nth[nth > 0] - 1) % 4 + 1
+    paths = [slots[i - d + 1 : i + 1] for i, d in enumerate(depth.tolist())]
+    positions = case.history + depth if case.kind == "tree" else at
     draw_rows = np.arange(n * per, dtype=np.int32)
     if case.kind == "chunk":
         draw_rows = draw_rows[-1:]
-    draws = draw_rows.shape[0]
-    none = np.empty(0, np.int32)
-    s = SamplingParams(temperature=0.0)
-    if case.kind == "sampled":
-        s = SamplingParams(temperature=0.8, top_p=0.9)
-    params = DrawParams(s, 0, none, none, none, none, 0)
+    zeros = np.zeros_like(draw_rows)
+    sampled = {"temperature": 0.8, "top_p": 0.9} if case.kind == "sampled" else {"temperature": 0.0}
     return Batch(
         token_ids=np.random.default_rng(1).integers(0, vocab_size, n * per).astype(np.int32),
-        positions=positions.astype(np.int32),
+        positions=positions,
         seq_ids=seq_ids,
-        slots=slots.astype(np.int32),
-        prefix_len=prefix_len.astype(np.int32),
-        path_start=ends - path_len,
-        path_len=path_len,
-        path_slots=path_slots,
+        slots=slots,
+        prefix_len=positions - depth + 1,
+        path_start=(np.cumsum(depth) - depth).astype(np.int32),
+        path_len=depth,
+        path_slots=np.concatenate(paths),
         block_tables=tables,
         draw_rows=draw_rows,
-        draw_params=np.zeros(draws, np.int32),
-        draw_parent=np.full(draws, -1, np.int32),
-        draw_positions=(positions[draw_rows] + 1).astype(np.int32),
-        draw_mask=np.full(draws, -1, np.int32),
-        masks=np.empty((0, 0), np.uint32),
-        params=(params,),
-        score_rows=none,
-        score_targets=none,
-        score_top=none,
+        draw_params=zeros,
+        draw_parent=zeros - 1,
+        draw_positions=positions[draw_rows] + 1,
+        draw_mask=zeros - 1,
+        params=draw_params(**sampled),
         num_prefill_rows=n * per if case.kind == "chunk" else 0,
         num_draft_rows=n * (per - 1) if case.kind == "tree" else 0,
     )
@@ -139,18 +129,18 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(runner: TorchRunner, batch: Batch, repeats: int) -> tuple[float, float]:
-    """(median seconds of launch + wait, median seconds of launch alone)."""
-    walls, launches = [], []
-    for i in range(repeats + 3):
+def measure(runner: TorchRunner, batch: Batch, repeats: int) -> dict[str, float]:
+    """Median milliseconds of launch and wait, of launch alone and of the head."""
+    seconds = []
+    for _ in range(repeats + 3):
         begin = time.perf_counter()
         runner.launch(batch)
         launched = time.perf_counter()
-        runner.wait()
-        if i >= 3:
-            walls.append(time.perf_counter() - begin)
-            launches.append(launched - begin)
-    return statistics.median(walls), statistics.median(launches)
+        drawn = runner.wait()
+        seconds.append((time.perf_counter() - begin, launched - begin, drawn.head_s))
+    medians = map(statistics.median, zip(*seconds[3:], strict=True))
+    names = ("wall_ms", "launch_ms", "head_ms")
+    return {name: round(1e3 * s, 4) for name, s in zip(names, medians, strict=True)}
 
 
 def free_blocks(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
@@ -165,24 +155,10 @@ def free_blocks(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
     return max(0, (free - KV_HEADROOM) // per_block - 1)
 
 
-def make_runner(
-    name: str, module: transformers.PreTrainedModel, timed_cases: Sequence[Case], graphs: bool
-) -> TorchRunner:
-    """A runner with room for these cases. The module is its own from now on."""
-    info = info_of(
-        module,
-        module.device,
-        num_blocks=max(map(blocks_needed, timed_cases), default=1),
-        max_model_len=SHAPES[name].max_model_len,
-        max_num_seqs=64,
-        max_num_batched_tokens=MAX_ROWS,
-    )
-    return TorchRunner(TorchModel(module), info, GpuOptions(cuda_graphs=graphs))
-
-
-def time_shape(asked: Asked, bytes_per_s: float) -> Iterator[dict[str, Any]]:
+def time_shape(asked: Asked) -> Iterator[dict[str, Any]]:
     """Table rows of one shape; a case that does not fit has wall_ms None."""
     name, device, dtype = asked.name, asked.device, asked.dtype
+    bytes_per_s = bandwidth(device)
     shape = SHAPES[name]
     module = build(shape, device, dtype)
     weights = weight_bytes(module)
@@ -190,8 +166,11 @@ def time_shape(asked: Asked, bytes_per_s: float) -> Iterator[dict[str, Any]]:
     key_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     for graphs in (False, True) if device.type == "cuda" else (False,):
         wanted = [c for c in cases(name) if not graphs or c.kind != "chunk"]
-        fitting = [c for c in wanted if blocks_needed(c) <= room]
-        runner = make_runner(name, module, fitting, graphs)
+        fitting = [n for n in map(blocks_needed, wanted) if n <= room]
+        runner = runner_of(
+            module, device, shape.max_model_len, num_blocks=max(fitting, default=1), num_seqs=64,
+            num_rows=MAX_ROWS, cuda_graphs=graphs,
+        )  # fmt: skip
         for case in wanted:
             read = weights + case.num_seqs * case.history * key_bytes
             row: dict[str, Any] = {
@@ -203,12 +182,10 @@ def time_shape(asked: Asked, bytes_per_s: float) -> Iterator[dict[str, Any]]:
                 "history": case.history,
                 "floor_ms": round(1e3 * read / bytes_per_s, 4),
                 "wall_ms": None,
-                "launch_ms": None,
             }
             if blocks_needed(case) <= room:
                 try:
-                    wall, launch = measure(runner, batch_of(case, shape.vocab_size), asked.repeats)
-                    row |= {"wall_ms": round(1e3 * wall, 4), "launch_ms": round(1e3 * launch, 4)}
+                    row |= measure(runner, batch_of(case, shape.vocab_size), asked.repeats)
                 except Exception as error:  # Triton's own errors derive from nothing else
                     row["error"] = named(error)
             yield row

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, info_of, run
+from loadtest.gpu.correct import SHAPES, Asked, build, run, runner_of
 from loadtest.gpu.correct import Shape as ModelShape
-from loadtest.gpu.steps import Case, batch_of
+from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure
 from server.engine.batch import Batch, Drawn, HeadSlice, Int32
 from server.model.gpu.runner import TorchModel, TorchRunner
 
@@ -39,8 +39,9 @@ class Shape:
     verified: tuple[int, ...]
 
     @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
+    def case(self) -> Case:
+        """The decode step of all its sequences."""
+        return Case("decode", self.num_seqs, 1, self.history)
 
 
 def shape_of(name: str) -> Shape:
@@ -63,22 +64,17 @@ def build_runner(
         module.lm_head.weight = module.model.embed_tokens.weight = gone
     embed = module.get_input_embeddings().weight
     body = sum(p.numel() * p.element_size() for p in module.parameters() if p is not embed)
-    info = info_of(
-        module,
-        device,
-        num_blocks=shape.num_seqs * -(-(shape.history + 1) // BLOCK_SIZE),
-        max_model_len=min(2048, shape.model.max_model_len),
-        max_num_seqs=shape.num_seqs,
-        max_num_batched_tokens=256,
-    )
-    runner = TorchRunner(model, info)
+    runner = runner_of(
+        module, device, min(2048, shape.model.max_model_len), model=model,
+        num_blocks=blocks_needed(shape.case), num_seqs=shape.num_seqs,
+    )  # fmt: skip
     memory = runner._cache.memory
     return runner, body + memory.numel() * memory.element_size()
 
 
 def decode(shape: Shape, num_seqs: int, *, logprobs: bool = False) -> Batch:
     """A greedy decode step of several sequences over unwritten (zero) keys."""
-    batch = batch_of(Case("decode", num_seqs, 1, shape.history), shape.vocab_size)
+    batch = batch_of(replace(shape.case, num_seqs=num_seqs), shape.model.vocab_size)
     if not logprobs:
         return batch
     [params] = batch.params
@@ -104,9 +100,10 @@ def unverified_of(step: Batch, num: int) -> tuple[Batch, Int32]:
 def load_slices(runner: TorchRunner, shape: Shape, share: float, table: int) -> list[HeadSlice]:
     """One T of a share of the vocabulary and 40 rows of its own for each sequence."""
     rng = np.random.default_rng(table)
-    order = rng.permutation(shape.vocab_size).astype(np.int32)
-    num = max(8, int(share * shape.vocab_size))
-    own = min(40, (shape.vocab_size - num) // shape.num_seqs)
+    vocab_size = shape.model.vocab_size
+    order = rng.permutation(vocab_size).astype(np.int32)
+    num = max(8, int(share * vocab_size))
+    own = min(40, (vocab_size - num) // shape.num_seqs)
     static = np.sort(order[:num])
     runner.load_table(table, static)
     result = []
@@ -132,118 +129,85 @@ def differences(got: Drawn, want: Drawn) -> dict[str, Any]:
     }
 
 
-class Place:
-    """The check of one place of the full head. Its lines are {"what": ..., "place": ..., figures}.
-    Close it."""
+class Peak:
+    """The device's memory beside what is there when it is made; None without CUDA."""
 
-    def __init__(self, asked: Asked, place: str) -> None:
-        self._shape, self._place, self._asked = shape_of(asked.name), place, asked
-        self._start = 0
-        if self._on_gpu:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.kept = 0
+        """Bytes that do not count."""
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-            self._start = torch.cuda.memory_allocated(asked.device)
-        self._runner, self._other_bytes = build_runner(
-            self._shape, place, asked.device, asked.dtype
-        )
-        counts = sorted({1, self._shape.num_seqs})
-        self._steps = {n: decode(self._shape, n) for n in counts}
-        self._chosen = {n: np.arange(n, dtype=np.int32) for n in counts}
+            self.kept = torch.cuda.memory_allocated(device)
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self._asked.device.type == "cuda"
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Slices first: their peak must not hold what only the full head needs."""
-        self._peak()
-        for table, (name, share) in enumerate((("slice 1 %", 0.01), ("slice 10 %", 0.1))):
-            slices = load_slices(self._runner, self._shape, share, table)
-            yield from self._slice_lines(name, slices)
-            if table == 0:
-                yield from self._verify_lines(slices)
-            self._runner.drop_table(table)
-        many = self._shape.num_seqs
-        want = run(self._runner, decode(self._shape, many, logprobs=True))
-        batch, places = unverified_of(decode(self._shape, many, logprobs=True), many)
-        found = differences(self._runner.verify(batch, places), want)
-        yield {"what": "verify = full", "place": self._place, **found}
-        self._peak()
-        for step in self._steps.values():
-            yield self._timed("full", step)
-
-    def _peak(self) -> float | None:
-        """MiB beside the body and the KV cache since the last call; None without CUDA."""
-        if not self._on_gpu:
+    def mib(self) -> float | None:
+        """The most since the last call."""
+        if self._device.type != "cuda":
             return None
-        device = self._asked.device
-        most = torch.cuda.max_memory_allocated(device) - self._start - self._other_bytes
-        torch.cuda.reset_peak_memory_stats(device)
+        most = torch.cuda.max_memory_allocated(self._device) - self.kept
+        torch.cuda.reset_peak_memory_stats(self._device)
         return round(most / 2**20, 1)
 
-    def _timed(self, mode: str, batch: Batch) -> dict[str, Any]:
-        walls, heads = [], []
-        for i in range(self._asked.repeats + 3):
-            began = time.perf_counter()
-            drawn = run(self._runner, batch)
-            if i >= 3:
-                walls.append(1e3 * (time.perf_counter() - began))
-                heads.append(1e3 * drawn.head_s)
-        return {
-            "what": mode,
-            "place": self._place,
-            "seqs": batch.num_draws,
-            "wall_ms": round(statistics.median(walls), 4),
-            "head_ms": round(statistics.median(heads), 4),
-            "peak_mib": self._peak(),
-        }
 
-    def _slice_lines(self, name: str, slices: list[HeadSlice]) -> Iterator[dict[str, Any]]:
-        for n, step in self._steps.items():
-            seen = replace(step, draw_slice=self._chosen[n], slices=tuple(slices[:n]))
-            yield self._timed(name, seen)
-        many = self._shape.num_seqs
-        scored = replace(decode(self._shape, many, logprobs=True), draw_slice=self._chosen[many])
-        got = run(self._runner, replace(scored, slices=tuple(slices)))
+def sliced(batch: Batch, slices: Sequence[HeadSlice]) -> Batch:
+    """The step with a slice for each draw."""
+    return replace(batch, draw_slice=np.arange(len(slices), dtype=np.int32), slices=tuple(slices))
+
+
+def check_place(asked: Asked, place: str) -> Iterator[dict[str, Any]]:
+    """Lines {"what": ..., figures} of one place of the full head. Slices first: their peak must not
+    hold what only the full head needs."""
+    shape, peak = shape_of(asked.name), Peak(asked.device)
+    runner, other_bytes = build_runner(shape, place, asked.device, asked.dtype)
+    peak.kept += other_bytes
+    many = shape.num_seqs
+    steps = {num: decode(shape, num) for num in sorted({1, many})}
+    scored = decode(shape, many, logprobs=True)
+    peak.mib()
+    for table, (name, share) in enumerate((("slice 1 %", 0.01), ("slice 10 %", 0.1))):
+        slices = load_slices(runner, shape, share, table)
+        for num, step in steps.items():
+            figures = measure(runner, sliced(step, slices[:num]), asked.repeats)
+            yield {"what": name, "seqs": num, **figures, "peak_mib": peak.mib()}
+        got = run(runner, sliced(scored, slices))
         none = np.empty(0, np.int32)
-        plain = tuple(HeadSlice(s.ids, none, -1, 0) for s in slices)
-        found = differences(got, run(self._runner, replace(scored, slices=plain)))
+        plain = [HeadSlice(s.ids, none, -1, 0) for s in slices]
+        found = differences(got, run(runner, sliced(scored, plain)))
         inside = all(t in s.ids for t, s in zip(got.token_ids, slices, strict=True))
-        found["ok"] = found["ok"] and inside
-        yield {"what": f"{name} = full restricted", "place": self._place, **found}
-        self._peak()
-
-    def _verify_lines(self, slices: list[HeadSlice]) -> Iterator[dict[str, Any]]:
-        many = self._shape.num_seqs
-        chosen = self._chosen[many]
-        kept = replace(self._steps[many], draw_slice=chosen, slices=tuple(slices), draw_keep=chosen)
-        run(self._runner, kept)
-        for num in self._shape.verified:
-            batch, places = unverified_of(self._steps[many], num)
-            self._runner.verify(batch, places)
-            seconds = []
-            for _ in range(self._asked.repeats):
-                run(self._runner, kept)
-                stepped = time.perf_counter()
-                self._runner.verify(batch, places)
-                seconds.append(1e3 * (time.perf_counter() - stepped))
-            yield {
-                "what": "exact 1 %",
-                "place": self._place,
-                "seqs": many,
-                "window_rows": num,
-                "verify_ms": round(statistics.median(seconds), 4),
-                "peak_mib": self._peak(),
-            }
+        yield {"what": f"{name} = full restricted", **found, "ok": found["ok"] and inside}
+        peak.mib()
+        if table == 0:
+            kept = replace(sliced(steps[many], slices), draw_keep=np.arange(many, dtype=np.int32))
+            run(runner, kept)
+            for num in shape.verified:
+                batch, places = unverified_of(steps[many], num)
+                runner.verify(batch, places)
+                seconds = []
+                for _ in range(asked.repeats):
+                    run(runner, kept)
+                    stepped = time.perf_counter()
+                    runner.verify(batch, places)
+                    seconds.append(1e3 * (time.perf_counter() - stepped))
+                yield {
+                    "what": "exact 1 %",
+                    "seqs": many,
+                    "window_rows": num,
+                    "verify_ms": round(statistics.median(seconds), 4),
+                    "peak_mib": peak.mib(),
+                }
+        runner.drop_table(table)
+    want = run(runner, scored)
+    found = differences(runner.verify(*unverified_of(scored, many)), want)
+    yield {"what": "verify = full", **found}
+    peak.mib()
+    for num, step in steps.items():
+        figures = measure(runner, step, asked.repeats)
+        yield {"what": "full", "seqs": num, **figures, "peak_mib": peak.mib()}
+    runner.close()
 
 
 def check(asked: Asked) -> Iterator[dict[str, Any]]:
     """Lines of every place of the head."""
-    for name in PLACES:
-        place = Place(asked, name)
-        try:
-            yield from place.lines()
-        finally:
-            place.close()
+    for place in PLACES:
+        for line in check_place(asked, place):
+            yield {"place": place, **line}

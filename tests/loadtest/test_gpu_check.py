@@ -98,9 +98,9 @@ def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that see one key too few: the chain's logprobs are not transformers'."""
     rows_of = correct.rows_of
 
-    def short(ids: Any, start: int, *, root: int | None, targets: Any) -> Any:
-        batch = rows_of(ids, start, root=root, targets=targets)
-        if root is not None:
+    def short(ids: Any, start: int, targets: Any, *, is_chain: bool = False) -> Any:
+        batch = rows_of(ids, start, targets, is_chain=is_chain)
+        if is_chain:
             batch.prefix_len[1:] -= 20
         return batch
 
@@ -137,7 +137,7 @@ def test_a_case_that_fails_is_told_and_those_after_it_are_done(
 
     measure, calls = steps.measure, iter(range(4))
 
-    def fails_once(*arguments: Any) -> tuple[float, float]:
+    def fails_once(*arguments: Any) -> dict[str, float]:
         if next(calls) == 1:
             raise OutOfResources("shared memory")
         return measure(*arguments)
