@@ -7,8 +7,8 @@ rounds (Efron, "Bootstrap methods: another look at the jackknife", Ann. Statist.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -21,28 +21,10 @@ from loadtest.peer import Peer, Timing
 from server.commands.quality import estimate, exact, f1
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The median of a sample, or of pairwise ratios, with its two-sided 95 % bootstrap interval."""
-
-    median: float
-    low: float
-    high: float
-    num: int
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Order statistics of a sample, in its own unit."""
-
-    p50: float
-    p95: float
-    p99: float
-
-
-def summarize(values: Sequence[float]) -> Summary | None:
-    """Order statistics of `values`; None when there are none."""
-    return Summary(*np.percentile(values, [50, 95, 99]).tolist()) if values else None
+def summarize(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p95 and p99 of `values`, in their own unit; None when there are none."""
+    names = {"p50": 50, "p95": 95, "p99": 99}
+    return {name: float(np.percentile(values, p)) for name, p in names.items()} if values else None
 
 
 def ratio(
@@ -51,8 +33,8 @@ def ratio(
     *,
     num_resamples: int = 10_000,
     seed: int = 0,
-) -> Interval:
-    """Median of numerators[i] / denominators[i] and its 95 % percentile-bootstrap interval.
+) -> dict[str, float]:
+    """median, low and high of numerators[i] / denominators[i], as median_interval gives them.
 
     Raises ValueError when the lengths differ, there is no pair, or a value is not positive.
     With one pair the interval is the point itself: no spread is known, and num says so.
@@ -70,14 +52,15 @@ def median_interval(
     *,
     num_resamples: int = 10_000,
     seed: int = 0,
-) -> Interval:
-    """Median of `values` and its 95 % percentile-bootstrap interval. Raises ValueError for none."""
+) -> dict[str, float]:
+    """The median of `values`, low and high of its two-sided 95 % percentile-bootstrap interval, and
+    num, of the values. Raises ValueError for none."""
     sample = np.asarray(values, dtype=np.float64)
     if not sample.size:
         raise ValueError("no value")
     picks = np.random.default_rng(seed).integers(0, len(sample), size=(num_resamples, len(sample)))
     low, high = np.percentile(np.median(sample[picks], axis=1), [2.5, 97.5]).tolist()
-    return Interval(float(np.median(sample)), low, high, len(sample))
+    return {"median": float(np.median(sample)), "low": low, "high": high, "num": len(sample)}
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int:
@@ -117,10 +100,12 @@ def meets_slo(timing: Timing, late_s: float, slo: Mapping[str, float]) -> bool:
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
-def latencies(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Every sample of LATENCIES, in seconds; the first and the last count from the due time."""
+def _samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """The streams' decode speeds; every sample of LATENCIES, in seconds, of which the first and the
+    last count from the due time."""
     timings = [answer.timing for answer in answers]
     return {
+        "decode_tokens_per_s": [v for t in timings if (v := t.decode_tokens_per_s) is not None],
         "ttft_s": [a.timing.ttft_s + a.late_s for a in answers if a.timing.chunk_s],
         "tpot_s": [v for t in timings if (v := t.tpot_s) is not None],
         "itl_s": [gap for t in timings for gap in t.inter_chunk_s],
@@ -137,18 +122,13 @@ def _account(
     steps = sum(one.get("steps", 0) for one in speculation)
     drafted = sum(one.get("drafted_tokens", 0) for one in speculation)
     with_steps = sum(a.timing.num_tokens for a in answers if a.timing.speculation)
-    decode = summarize([v for a in answers if (v := a.timing.decode_tokens_per_s) is not None])
     return {
         "num_requests": len(answers) + num_failed,
         "num_good": good,
         "good_share": good / max(1, len(answers) + num_failed),
         "tokens_per_step": with_steps / steps if steps else None,
         "nodes_per_step": drafted / steps if steps else None,
-        "decode_tokens_per_s": None if decode is None else asdict(decode),
-        **{
-            name: None if (s := summarize(values)) is None else asdict(s)
-            for name, values in latencies(answers).items()
-        },
+        **{name: summarize(values) for name, values in _samples(answers).items()},
     }
 
 
@@ -169,23 +149,19 @@ def by_round(cells: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, list[
     where a cell has none."""
     found: dict[str, list[float | None]] = {}
     for cell in cells:
-        good = sum(meets_slo(answer.timing, answer.late_s, slo) for answer in cell.answers)
+        account = _account(cell.answers, 0, slo)
         figures: dict[str, float | None] = {
             "tokens_per_s": cell.num_tokens / cell.wall_s,
             "chars_per_s": cell.num_chars / cell.wall_s,
-            "goodput_per_s": good / cell.wall_s,
+            "goodput_per_s": account["num_good"] / cell.wall_s,
             "cpu_s_per_1000": None,
         }
         if cell.cpu_s is not None and cell.num_tokens:
             figures["cpu_s_per_1000"] = 1000 * cell.cpu_s / cell.num_tokens
-        decode = [v for t in cell.timings if (v := t.decode_tokens_per_s) is not None]
-        figures["decode_tokens_per_s"] = None if (d := summarize(decode)) is None else d.p50
-        for name, values in latencies(cell.answers).items():
-            summary = summarize(values)
-            figures[name] = None if summary is None else summary.p50
-            if name == "ttft_s":
-                figures["ttft_p95_s"] = None if summary is None else summary.p95
-                figures["ttft_p99_s"] = None if summary is None else summary.p99
+        for name in ("decode_tokens_per_s", *LATENCIES):
+            figures[name] = account[name] and account[name]["p50"]
+        for part in ("p95", "p99"):
+            figures[f"ttft_{part}_s"] = account["ttft_s"] and account["ttft_s"][part]
         for name, value in figures.items():
             found.setdefault(name, []).append(value)
     return found
@@ -205,7 +181,7 @@ def _ratios(
     for name in RATIOS:
         pairs = [(a, b) for a, b in zip(own[name], base[name], strict=True) if a and b]
         whole = bool(pairs) and len(pairs) == len(own[name])
-        found[name] = asdict(ratio(*zip(*pairs, strict=True))) if whole else None
+        found[name] = ratio(*zip(*pairs, strict=True)) if whole else None
     return found
 
 
@@ -291,7 +267,7 @@ def _row(own: Sequence[Cell], base: Sequence[Cell], slo: Mapping[str, float]) ->
         "same_text": _same_text(own, base) if base else None,
         "ratios": ratios,
         "rounds": {
-            name: asdict(median_interval(known))
+            name: median_interval(known)
             for name, values in rounds.items()
             if (known := [value for value in values if value is not None])
         },
@@ -320,92 +296,87 @@ def report(
     return {"base": peers[0].name, "slo": dict(slo), "figures": figures}
 
 
-def _pair(row: Mapping[str, Any], name: str, scale: float) -> str:
-    found = row[name]
+def _pair(found: Mapping[str, float] | None, scale: float) -> str:
     return "-" if found is None else f"{found['p50'] * scale:.4g}/{found['p99'] * scale:.4g}"
 
 
-def _interval(found: Mapping[str, float] | None) -> str:
+def _p50(found: Mapping[str, float] | None, scale: float = 1.0) -> float | None:
+    return None if found is None else found["p50"] * scale
+
+
+def interval(found: Mapping[str, float] | None) -> str:
+    """A median with its interval, in a table."""
     if found is None:
-        return ""
-    return f"{found['median']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+        return "-"
+    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number in a table."""
     return "-" if value is None else f"{value:{form}}"
 
 
-def _level_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
-    table = Table(title=f"{level}; ratio = server / {base}")
-    for column in (
-        "server", "req/s", "tok/s", "ratio", "chars/s", "TTFT p50/p99 ms", "TPOT p50/p99 ms",
-        "ITL p50/p99 ms", "e2e p50/p99 s", "CPU s/1k", "silence s", "slowest", "good", "tok/step",
-        "nodes/step", "others' cores", "failed",
-    ):  # fmt: skip
-        table.add_column(column, justify="left" if column == "server" else "right")
-    for server, row in rows.items():
-        table.add_row(
-            server,
-            f"{row['requests_per_s']:.2f}",
-            f"{row['tokens_per_s']:.1f}",
-            _interval(row["ratios"].get("tokens_per_s")),
-            f"{row['chars_per_s']:.0f}",
-            _pair(row, "ttft_s", 1000),
-            _pair(row, "tpot_s", 1000),
-            _pair(row, "itl_s", 1000),
-            _pair(row, "e2e_s", 1),
-            _number(row["rounds"].get("cpu_s_per_1000", {}).get("median")),
-            _number(row["worst_silence_s"]),
-            _number(row["slowest_share"]),
-            f"{row['good_share']:.0%}",
-            _number(row["tokens_per_step"]),
-            _number(row["nodes_per_step"]),
-            f"{row['worst_foreign_cores']:.2f}",
-            str(row["num_failed"]),
-        )
-    return table
+Columns = Mapping[str, Callable[[Any], str]]
+"""Headings, and what stands below them of a row."""
+
+LEVEL: Columns = {
+    "req/s": lambda row: number(row["requests_per_s"]),
+    "tok/s": lambda row: number(row["tokens_per_s"], ".1f"),
+    "ratio": lambda row: interval(row["ratios"].get("tokens_per_s")),
+    "chars/s": lambda row: number(row["chars_per_s"], ".0f"),
+    "TTFT p50/p99 ms": lambda row: _pair(row["ttft_s"], 1000),
+    "TPOT p50/p99 ms": lambda row: _pair(row["tpot_s"], 1000),
+    "ITL p50/p99 ms": lambda row: _pair(row["itl_s"], 1000),
+    "e2e p50/p99 s": lambda row: _pair(row["e2e_s"], 1),
+    "CPU s/1k": lambda row: number(row["rounds"].get("cpu_s_per_1000", {}).get("median")),
+    "silence s": lambda row: number(row["worst_silence_s"]),
+    "slowest": lambda row: number(row["slowest_share"]),
+    "good": lambda row: number(row["good_share"], ".0%"),
+    "tok/step": lambda row: number(row["tokens_per_step"]),
+    "nodes/step": lambda row: number(row["nodes_per_step"]),
+    "others' cores": lambda row: number(row["worst_foreign_cores"]),
+    "failed": lambda row: str(row["num_failed"]),
+}
+DATA_SET: Columns = {
+    "requests": lambda part: str(part["num_requests"]),
+    "decode tok/s": lambda part: number(_p50(part["decode_tokens_per_s"]), ".1f"),
+    "ratio": lambda part: interval(part.get("ratios", {}).get("decode_tokens_per_s")),
+    "chars/s ratio": lambda part: interval(part.get("ratios", {}).get("chars_per_s")),
+    "TTFT p50 ms": lambda part: number(_p50(part["ttft_s"], 1000), ".4g"),
+    "TTFT ratio": lambda part: interval(part.get("ratios", {}).get("ttft_s")),
+    "tok/step": lambda part: number(part["tokens_per_step"]),
+    "exact": lambda part: number(part["quality"] and part["quality"]["exact"]["mean"], ".1%"),
+    "F1": lambda part: number(part["quality"] and part["quality"]["f1"]["mean"], ".1%"),
+}
 
 
-def _data_set_table(level: str, rows: Mapping[str, Any], base: str) -> Table:
-    table = Table(title=f"{level}, by data set; ratio = server / {base}")
-    for column in (
-        "data set", "server", "requests", "decode tok/s", "ratio", "chars/s ratio", "TTFT p50 ms",
-        "ratio", "tok/step", "exact", "F1",
-    ):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("data set", "server") else "right")
-    for name in sorted({name for row in rows.values() for name in row["data_sets"]}):
-        for server, row in rows.items():
-            part = row["data_sets"].get(name)
-            if part is None:
-                continue
-            ratios, decode, first = (
-                part.get("ratios", {}),
-                part["decode_tokens_per_s"],
-                part["ttft_s"],
-            )
-            table.add_row(
-                name, server, str(part["num_requests"]),
-                _number(decode and decode["p50"], ".1f"),
-                _interval(ratios.get("decode_tokens_per_s")),
-                _interval(ratios.get("chars_per_s")),
-                _number(first and first["p50"] * 1000, ".4g"),
-                _interval(ratios.get("ttft_s")),
-                _number(part["tokens_per_step"]),
-                *(f"{part['quality'][m]['mean']:.1%}" if part["quality"] else "-"
-                  for m in ("exact", "f1")),
-            )  # fmt: skip
+def _table(title: str, columns: Columns, rows: Mapping[Any, Any]) -> Table:
+    """rows: by what stands in front of the columns, in a tuple."""
+    table = Table(title=title)
+    for heading in ("data set", "server")[-len(next(iter(rows))) :]:
+        table.add_column(heading)
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for names, row in rows.items():
+        table.add_row(*names, *(shown(row) for shown in columns.values()))
     return table
 
 
 def print_report(console: Console, result: Mapping[str, Any]) -> None:
     """The figures as tables for a person; the texts of fixed prompts too."""
     for level, rows in result["figures"].items():
-        console.print(_level_table(level, rows, result["base"]))
-        if any(
-            len(row["data_sets"]) > 1 or any(p["quality"] for p in row["data_sets"].values())
-            for row in rows.values()
-        ):
-            console.print(_data_set_table(level, rows, result["base"]))
+        ratio_of = f"ratio = server / {result['base']}"
+        by_server = {(server,): row for server, row in rows.items()}
+        console.print(_table(f"{level}; {ratio_of}", LEVEL, by_server))
+        names = sorted({name for row in rows.values() for name in row["data_sets"]})
+        parts = {
+            (name, server): row["data_sets"][name]
+            for name in names
+            for server, row in rows.items()
+            if name in row["data_sets"]
+        }
+        if len(names) > 1 or any(part["quality"] for part in parts.values()):
+            console.print(_table(f"{level}, by data set; {ratio_of}", DATA_SET, parts))
         for server, row in rows.items():
             if (texts := row["same_text"]) and texts["num_same"] < texts["num_compared"]:
                 where = texts["first_difference"]

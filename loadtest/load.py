@@ -47,11 +47,9 @@ fixed prompt's stream was cut short; 2 when the machine is too busy.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,20 +62,19 @@ from loadtest.figures import parse_slo, print_report, report
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
+    ask_servers,
     describe_machine,
     describe_servers,
     emit,
     listed,
     numbers,
     program,
-    run,
-    stopped_afterwards,
 )
-from loadtest.peer import SETTLE_S, Peer, bring_up
+from loadtest.peer import SETTLE_S
 from loadtest.prompts import FIXED, Example, distinct_prompts, mixed_examples, parse_mix
 
 DISTINCT = "distinct"
-app = program("load", __doc__)
+app, main = program("load", __doc__)
 
 
 @Parameter(name="*")
@@ -137,17 +134,6 @@ class LoadOptions:
 _SERVERS, _RESULTS, _LOAD = ServerOptions(), ResultOptions(), LoadOptions()
 
 
-def parse_tasks(texts: Sequence[str], weights: Mapping[str, float]) -> dict[str, str]:
-    """`--as squad=rag-qa` options. Raises ValueError for a data set that the mix does not have."""
-    tasks: dict[str, str] = {}
-    for text in texts:
-        name, _, task = text.partition("=")
-        if name not in weights or not task:
-            raise ValueError(f"--as wants DATASET=TASK with a data set of --mix, not {text!r}")
-        tasks[name] = task
-    return tasks
-
-
 def fixed_examples(names: str, levels: Sequence[Level]) -> list[Example]:
     """The prompts that `--prompts` names. Raises ValueError for an unknown name."""
     if names == DISTINCT:
@@ -192,58 +178,16 @@ def plan_of(options: LoadOptions, levels: Sequence[Level]) -> Plan:
         return Plan(examples, options.tokens, wave=options.requests or least)
     if options.data is None:
         raise ValueError("--mix wants --data, the folder of the data sets")
-    weights = parse_mix(options.mix)
+    weights, tasks = parse_mix(options.mix), dict[str, str]()
+    for text in options.tasks:
+        name, _, tasks[name] = text.partition("=")
+        if name not in weights or not tasks[name]:
+            raise ValueError(f"--as wants DATASET=TASK with a data set of --mix, not {text!r}")
     examples = mixed_examples(
         options.data, weights, options.requests or 64,
         seed=options.seed, max_prompt_chars=options.max_prompt_chars,
     )  # fmt: skip
-    return Plan(examples, options.tokens, parse_tasks(options.tasks, weights))
-
-
-def problems_of(cells: Sequence[Cell], plan: Plan) -> list[str]:
-    """What makes the run fail: failed requests, fixed prompts cut short."""
-    found = []
-    for cell in cells:
-        found += [f"{cell.server}: {failure}" for failure in cell.failures]
-        if plan.wave is not None:
-            found += [
-                f"{cell.server}: a stream brought {t.num_tokens} of {plan.max_tokens} tokens"
-                for t in cell.timings
-                if not t.chunk_s or (t.finish_reason == "length" and t.num_tokens < plan.max_tokens)
-            ]
-    return list(dict.fromkeys(found))
-
-
-def _run(
-    options: LoadOptions, log_dir: Path, peers: Sequence[Peer], levels: list[Level], plan: Plan
-) -> tuple[list[Cell], bool]:
-    """(cells, whether nothing interrupted it). Levels that are shares of the capacity get their
-    rate. Raises PeerFailed, and ValueError for tasks where no server has them."""
-    cells: list[Cell] = []
-    conduct = Conduct(
-        options.rounds, options.warmups, options.pause, options.max_foreign, options.tries
-    )
-    console = Console(stderr=True, width=180)
-
-    async def all_levels() -> None:
-        await bring_up(peers, log_dir)
-        if plan.tasks and not any(peer.dialect == "tailor" for peer in peers):
-            raise ValueError("--as names tasks of Tailor, and none of these servers is Tailor")
-        if any(level.share for level in levels):
-            closed = replace(conduct, num_rounds=min(2, conduct.num_rounds), pause_s=0.0)
-            most = await capacity(peers[0], options.capacity_clients, plan, closed, console)
-            console.print(f"{peers[0].name} answers {most:.3g} requests a second")
-            levels[:] = [replace(v, rate=v.share * most) if v.share else v for v in levels]
-        await measure(peers, levels, plan, conduct, cells, console)
-
-    try:
-        asyncio.run(all_levels())
-    except (KeyboardInterrupt, SystemExit):
-        if not cells:
-            raise
-        console.print("interrupted: the figures are of the cells so far")
-        return cells, False
-    return cells, True
+    return Plan(examples, options.tokens, tasks)
 
 
 @app.default
@@ -262,12 +206,32 @@ def load(
     slo = parse_slo(options.slo)
     results.refuse_busy_machine()
     about = describe_machine()
-    with stopped_afterwards(peers):
-        cells, complete = _run(options, servers.log_dir, peers, levels, plan)
-        described = describe_servers(peers)
+    cells: list[Cell] = []
+    conduct = Conduct(
+        options.rounds, options.warmups, options.pause, options.max_foreign, options.tries
+    )
+    console, complete = Console(stderr=True, width=180), True
+
+    async def all_levels() -> None:
+        if plan.tasks and not any(peer.dialect == "tailor" for peer in peers):
+            raise ValueError("--as names tasks of Tailor, and none of these servers is Tailor")
+        if any(level.share for level in levels):
+            closed = replace(conduct, num_rounds=min(2, conduct.num_rounds), pause_s=0.0)
+            most = await capacity(peers[0], options.capacity_clients, plan, closed, console)
+            console.print(f"{peers[0].name} answers {most:.3g} requests a second")
+            levels[:] = [replace(v, rate=v.share * most) if v.share else v for v in levels]
+        await measure(peers, levels, plan, conduct, cells, console)
+
+    try:
+        ask_servers(peers, servers.log_dir, all_levels)
+    except (KeyboardInterrupt, SystemExit):
+        if not cells:
+            raise
+        console.print("interrupted: the figures are of the cells so far")
+        complete = False
     fixed = list(dict.fromkeys(e.task for e in plan.examples)) if plan.wave is not None else []
     result: dict[str, Any] = {
-        "servers": described,
+        "servers": describe_servers(peers),
         "mix": parse_mix(options.mix) if options.mix else dict.fromkeys(fixed, 1.0),
         "tasks": dict(plan.tasks),
         "num_requests": options.requests or (None if fixed else 64),
@@ -287,13 +251,18 @@ def load(
             page.write(console.export_html().encode())
         options.html.chmod(0o644)
     emit("load", result, results.json, about)
-    problems = problems_of(cells, plan)
-    for problem in problems[:10]:
+    problems = []
+    for cell in cells:
+        problems += [f"{cell.server}: {failure}" for failure in cell.failures]
+        for stream in cell.timings if plan.wave is not None else ():
+            is_cut = stream.finish_reason == "length" and stream.num_tokens < plan.max_tokens
+            if is_cut or not stream.chunk_s:
+                brought = f"{stream.num_tokens} of {plan.max_tokens}"
+                problems.append(f"{cell.server}: a stream brought {brought} tokens")
+    for problem in list(dict.fromkeys(problems))[:10]:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,9 +29,8 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -45,24 +44,25 @@ from loadtest.figures import first_difference
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
+    ask_servers,
     describe_machine,
     describe_servers,
     emit,
     listed,
     numbers,
     program,
-    run,
-    stopped_afterwards,
 )
-from loadtest.peer import Peer, PeerFailed, ServerKeys, bring_up, tailor_peer
-from loadtest.prompts import Example, data_sets, make_profile, spread_examples, write_task
+from loadtest.peer import Peer, PeerFailed, ServerKeys, tailor_peer
+from loadtest.prompts import (
+    SCHEMA,
+    Example,
+    data_sets,
+    edited,
+    make_profile,
+    spread_examples,
+    write_task,
+)
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 30}, "year": {"type": "integer"}},
-    "required": ["name", "year"],
-    "additionalProperties": False,
-}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -85,7 +85,7 @@ EXACT: dict[str, Any] = {"vocabulary": {"mode": "exact"}}
 EXACT_SETTINGS = {f"exact, {name}": SETTINGS[name] | EXACT for name in ("greedy", "temperature")}
 PREDICTION = "prediction"
 
-app = program("lossless", __doc__)
+app, main = program("lossless", __doc__)
 
 
 @Parameter(name="*")
@@ -142,17 +142,6 @@ class Answer:
     num_steps: int
 
 
-def edited(text: str, seed: int) -> str:
-    """`text` with a word in six changed, dropped or doubled: a prediction that is nearly right."""
-    rng = random.Random(seed)
-    words = text.split(" ")
-    out: list[str] = []
-    for word in words:
-        edit = rng.random() * 18
-        out += [rng.choice(words)] if edit < 1 else [] if edit < 2 else [word] * (1 + (edit < 3))
-    return " ".join(out)
-
-
 def job_body(
     job: Job, example: Example, model: str, options: LosslessOptions, salt: str | None,
     prediction: str | None = None,
@@ -204,22 +193,16 @@ def difference(reference: Answer, other: Answer) -> str | None:
     """Where two answers differ first, in words; None when they are equal."""
     if len(reference.choices) != len(other.choices):
         return f"{len(reference.choices)} choices, {len(other.choices)} choices"
-    for index, (a, b) in enumerate(zip(reference.choices, other.choices, strict=True)):
-        if a == b:
-            continue
-        ids_a, ids_b = a[0], b[0]
-        if ids_a != ids_b:
-            at = first_difference(ids_a, ids_b)
-            return (
-                f"choice {index}, token {at}: {list(ids_a[at : at + 3])} against "
-                f"{list(ids_b[at : at + 3])}"
-            )
-        for name, x, y in zip(("text", "finish reason", "logprobs"), a[1:], b[1:], strict=True):
-            if x != y:
-                if name != "logprobs":
-                    return f"choice {index}, {name}: {x!r} against {y!r}"
-                at = first_difference(x, y)
-                return f"choice {index}, logprob {at}: {x[at : at + 1]} against {y[at : at + 1]}"
+    names = ("token", "text", "finish reason", "logprob")
+    for index, pair in enumerate(zip(reference.choices, other.choices, strict=True)):
+        for name, a, b in zip(names, *pair, strict=True):
+            if a == b:
+                continue
+            if isinstance(a, str):
+                return f"choice {index}, {name}: {a!r} against {b!r}"
+            at = first_difference(a, b)
+            shown = f"{list(a[at : at + 3])} against {list(b[at : at + 3])}"
+            return f"choice {index}, {name} {at}: {shown}"
     return None
 
 
@@ -268,7 +251,8 @@ class Comparison:
         self.reference: dict[tuple[int, str], Answer] = {}
         self.differences: list[dict[str, Any]] = []
         self.num_compared = 0
-        self.totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
+        self.totals = {"num_tokens": 0, "num_drafted": 0, "num_accepted": 0}
+        self._steps_on = self._tokens_on = 0
         self.accepted = dict.fromkeys(listed(options.drafter), 0)
 
     async def run(self) -> None:
@@ -277,19 +261,16 @@ class Comparison:
         with Progress(console=self._console) as progress:
             bar = progress.add_task("references", total=sum(map(len, groups)))
             async with httpx.AsyncClient(timeout=900.0, auth=ServerKeys(self._peers)) as client:
+
+                async def a_client(waiting: Iterator[Job], is_reference: bool) -> None:
+                    for job in waiting:
+                        await self._ask(client, job, is_reference)
+                        where = f"{job.at_once} at once ({len(self.differences)} differ)"
+                        progress.update(bar, advance=1, description=where)
+
                 for number, jobs in enumerate(groups):
-                    gate = asyncio.Semaphore(jobs[0].at_once if jobs else 1)
-
-                    async def gated(
-                        job: Job, is_reference: bool = number == 0,
-                        gate: asyncio.Semaphore = gate,
-                    ) -> None:  # fmt: skip
-                        async with gate:
-                            await self._ask(client, job, is_reference)
-                            where = f"{job.at_once} at once ({len(self.differences)} differ)"
-                            progress.update(bar, advance=1, description=where)
-
-                    await asyncio.gather(*(gated(job) for job in jobs))
+                    waiting, num = iter(jobs), jobs[0].at_once if jobs else 0
+                    await asyncio.gather(*(a_client(waiting, number == 0) for _ in range(num)))
 
     async def _ask(self, client: httpx.AsyncClient, job: Job, is_reference: bool) -> None:
         """Ask, count, and compare."""
@@ -297,19 +278,19 @@ class Comparison:
         salt = f"{self._salt}-{job.prompt_id}-{job.setting}" if is_reference else None
         prediction = None
         if job.drafter == PREDICTION:
-            prediction = edited(self.reference[job.case].choices[0][1], job.prompt_id)
+            words = self.reference[job.case].choices[0][1].split(" ")
+            prediction = " ".join(edited(words, 1 / 6, random.Random(job.prompt_id)))
         body = job_body(job, example, peer.model, self._options, salt, prediction) | peer.extra
         response = await client.post(f"{peer.url}/v1/completions", json=body)
         if response.status_code != 200:
             raise PeerFailed(f"{peer.name}: HTTP {response.status_code}: {response.text[:300]}")
         answer = read_answer(response.json())
-        self.totals["tokens"] += answer.num_tokens
-        self.totals["drafted"] += answer.num_drafted
-        self.totals["accepted"] += answer.num_accepted
+        for name in self.totals:
+            self.totals[name] += getattr(answer, name)
         if job.drafter != "off":
             self.accepted[job.drafter] += answer.num_accepted
-            self.totals["steps_on"] += answer.num_steps
-            self.totals["tokens_on"] += answer.num_tokens
+            self._steps_on += answer.num_steps
+            self._tokens_on += answer.num_tokens
         if is_reference:
             self.reference[job.case] = answer
             return
@@ -330,27 +311,16 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Counts and every difference as JSON values."""
-        totals = self.totals
         return {
             "accepted_by_drafter": self.accepted,
             "num_compared": self.num_compared,
             "num_different": len(self.differences),
             "differences": self.differences[:50],
-            "num_tokens": totals["tokens"],
-            "num_drafted": totals["drafted"],
-            "num_accepted": totals["accepted"],
+            **self.totals,
             "mean_tokens_per_step_on": (
-                totals["tokens_on"] / totals["steps_on"] if totals["steps_on"] else None
+                self._tokens_on / self._steps_on if self._steps_on else None
             ),
         }
-
-
-def make_tasks(options: LosslessOptions, examples: Sequence[Example], folder: Path) -> None:
-    """A task for each data set, with the profile of its train part."""
-    for name in dict.fromkeys(example.task for example in examples):
-        profile = folder / "profiles" / f"{name}.vocab"
-        make_profile(options.tailor_model, options.data / name / "train.jsonl", profile, 1000)
-        write_task(folder, name, profile=profile)
 
 
 @app.default
@@ -379,8 +349,10 @@ def lossless(
     found: dict[str, Any] = {}
     with TemporaryDirectory(prefix="lossless-") as place:
         folder = Path(place)
-        if options.exact:
-            make_tasks(options, examples, folder)
+        for name in dict.fromkeys(e.task for e in examples) if options.exact else ():
+            profile, train = folder / "profiles" / f"{name}.vocab", options.data / name
+            make_profile(options.tailor_model, train / "train.jsonl", profile, 1000)
+            write_task(folder, name, profile=profile)
         sides = {"": given} if given else {
             form: [tailor_peer("tailor", options.tailor_model,
                                f"--weights {form} --tasks {folder} {options.serve}")]
@@ -388,18 +360,9 @@ def lossless(
         }  # fmt: skip
         for form, peers in sides.items():
             comparison = Comparison(peers, examples, settings, options, console)
-            with stopped_afterwards(peers):
-
-                async def ask(
-                    peers: Sequence[Peer] = peers, comparison: Comparison = comparison
-                ) -> None:
-                    await bring_up(peers, servers.log_dir)
-                    await comparison.run()
-
-                asyncio.run(ask())
-                described = describe_servers(peers)
+            ask_servers(peers, servers.log_dir, comparison.run)
             figures = comparison.figures()
-            found[form or "servers"] = figures | {"servers": described}
+            found[form or "servers"] = figures | {"servers": describe_servers(peers)}
             verdict = f"{figures['num_different']} of {figures['num_compared']} answers differ"
             console.print(f"{form} {verdict}; {figures['num_accepted']} draft tokens accepted")
     result = {
@@ -419,8 +382,6 @@ def lossless(
     shown = all(all(one["accepted_by_drafter"].values()) for one in found.values())
     return 0 if shown else 3
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ machine that is too busy, 130 when it was interrupted.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import importlib.metadata
 import json
@@ -15,16 +16,17 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 from cyclopts import App, Parameter
 
-from loadtest.peer import Peer, PeerFailed, bring_down, parse_peers
+from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, parse_peers
 from server.errors import TailorError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "fastapi", "uvicorn", "httpx")
@@ -136,9 +138,10 @@ class ModelChoice:
     threads: int | None = None
 
 
-def program(name: str, doc: str | None) -> App:
-    """The App of `python -m loadtest.NAME`; doc: its module's, which has an example."""
-    return App(
+def program(name: str, doc: str | None) -> tuple[App, Callable[..., int]]:
+    """(the App of `python -m loadtest.NAME`, `run` of it). doc: its module's, which has an
+    example."""
+    app = App(
         name=f"python -m loadtest.{name}",
         help=doc,
         help_format="plaintext",
@@ -146,6 +149,7 @@ def program(name: str, doc: str | None) -> App:
         default_parameter=Parameter(negative=()),
         suppress_keyboard_interrupt=False,
     )
+    return app, partial(run, app)
 
 
 def run(app: App, arguments: Sequence[str] | None = None) -> int:
@@ -177,6 +181,30 @@ def numbers(text: str, option: str) -> list[int]:
     if not found or min(found) < 1:
         raise ValueError(f"{option} wants numbers of at least 1, with commas, not {text!r}")
     return found
+
+
+def head_of(columns: Iterable[Any]) -> str:
+    """The first two lines of a table in Markdown."""
+    names = list(columns)
+    return f"{row_of(names)}\n{'|---' * len(names)}|"
+
+
+def row_of(cells: Iterable[Any]) -> str:
+    """Another line of it."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def ask_servers(
+    peers: Sequence[Peer], log_dir: Path, ask: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Start the servers, ask, and stop those that were started. Raises PeerFailed."""
+
+    async def all_of_it() -> None:
+        await bring_up(peers, log_dir)
+        await ask()
+
+    with stopped_afterwards(peers):
+        asyncio.run(all_of_it())
 
 
 @contextmanager
@@ -211,7 +239,7 @@ def describe_servers(peers: Sequence[Peer]) -> dict[str, dict[str, Any]]:
             "model": Path(peer.model).name,
             "version": peer.version,
             "extra": peer.extra,
-            "started_by": Path(peer.where).name if peer.process else "",
+            "started_by": "" if peer.is_alias or peer.is_running else Path(peer.where).name,
         }
         for peer in peers
     }

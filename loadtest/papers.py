@@ -12,6 +12,7 @@ here is in docs/benchmarks/papers.md. The last line is JSON.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -30,8 +31,8 @@ from drafters.base import Drafter
 from drafters.corpus import build_corpus
 from drafters.published.grammys import BigramTable
 from drafters.published.trie import NGramTrie
-from drafters.replay import Recording, ReplayResult, replay
-from loadtest.options import emit, listed, program, run
+from drafters.replay import Recording, replay
+from loadtest.options import emit, head_of, listed, program, row_of
 from loadtest.prompts import task_names
 from loadtest.recordings import SetOptions, open_ids
 from server.commands.data import FieldOptions, read_task_data
@@ -46,6 +47,7 @@ AS_PRINTED = MiningOptions(budget=1000, least=0, copies=True)
 N = (8, 10, 13, 16)
 L_P = (2, 3, 4, 5)
 NUM_DRAFT = (8, 16, 32, 64, 128, 256)
+NODES = 32
 DEEPEST = 6  # position whose acceptance is told
 SPEC_SETS = ("medquad", "eurlex57k", "massive_en", "hagrid")
 FT_SETS = ("eurlex57k", "massive_en", "snips", "advising_sql")
@@ -57,7 +59,7 @@ SHORTER = {"eurlex57k": "0.423 to 0.592, 2.65"}
 SLICES = {"squad": "0 + [105]", "humaneval_infill": "SAFIM 3,521 + [58]",
           "gsm8k": "MAWPS 5,135 + [14]", "mt_en_it": "24,185 + [14]"}  # fmt: skip
 
-app = program("papers", __doc__)
+app, main = program("papers", __doc__)
 
 
 @Parameter(name="*")
@@ -74,21 +76,8 @@ class PaperOptions:
 _SETS, _PAPER = SetOptions(examples=50), PaperOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One experiment: what it is, its columns, its lines: first of all a set's name."""
-
-    title: str
-    columns: Sequence[Any]
-    lines: Sequence[Sequence[Any]]
-
-    def markdown(self) -> Iterator[str]:
-        """As a document has it."""
-        yield f"\n### {self.title}\n"
-        yield f"| {' | '.join(map(str, self.columns))} |"
-        yield "|---" * len(self.columns) + "|"
-        for line in self.lines:
-            yield f"| {' | '.join(map(_shown, line))} |"
+Table = dict[str, Any]
+"""One experiment: its title, its columns, its lines: first of all a set's name."""
 
 
 def _shown(value: Any) -> str:
@@ -104,51 +93,43 @@ class Sets:
         if options.data is None or not options.data.is_dir():
             raise ValueError("name the folder of task data sets with --data")
         self.model, self.folder, self._options = options.model, options.data, options
-        self._ids = open_ids(options.model)
+        self.ids = open_ids(options.model)
         asked, here = listed(options.sets) or wanted, task_names(options.data)
         self.names = [name for name in asked if name in here]
         for name in sorted(set(asked) - set(here)):
             print(f"{name} is not in {options.data}: left out", file=sys.stderr)
-        self._read: dict[tuple[str, str], list[Recording]] = {}
+        self._read = functools.cache(partial(options.read, self.ids))
 
     def tests(self, name: str) -> list[Recording]:
         """The first --examples of the test part."""
-        return self._part(name, "test", self._options.examples)
+        return self._read(name, "test", self._options.examples)
 
     def train(self, name: str) -> list[tuple[Sequence[int], Sequence[int]]]:
         """(prompt, output) of the first --corpus-examples of the train part."""
-        part = self._part(name, "train", self._options.corpus_examples)
+        part = self._read(name, "train", self._options.corpus_examples)
         return [(one.prompt_ids, one.output_ids) for one in part]
-
-    def _part(self, name: str, split: str, num: int) -> list[Recording]:
-        if (name, split) not in self._read:
-            self._read[name, split] = self._options.read(self._ids, name, split, num)
-        return self._read[name, split]
 
     def table(
         self, title: str, columns: Iterable[Any], line_of: Callable[[str], Iterable[Any]]
     ) -> Table:
         """A line of each set. line_of: what stands behind a set's name."""
         lines = [[name, *line_of(name)] for name in self.names]
-        return Table(title, ["set", *columns], lines)
+        return {"title": title, "columns": ["set", *columns], "lines": lines}
 
 
-def count(drafter: Drafter, tests: Sequence[Recording], budget: int = 32) -> ReplayResult:
-    """These answers through a drafter."""
-    return replay(drafter, tests, budget=budget)
-
-
-def per_step(drafter: Drafter, tests: Sequence[Recording], budget: int = 32) -> float:
-    """Tokens a step of the same."""
-    return count(drafter, tests, budget).decode_tokens_per_step
+def per_step(drafter: Drafter, tests: Sequence[Recording], budget: int = NODES) -> float:
+    """Tokens a step of these answers through a drafter."""
+    return replay(drafter, tests, budget=budget).decode_tokens_per_step
 
 
 def finish(paper: str, sets: Sets, tables: Iterable[Table], path: Path | None) -> int:
-    """Print every table once it is there, and the line of JSON."""
+    """Print every table once it is there, as a document has it, and the line of JSON."""
     cells = []
     for table in tables:
-        print("\n".join(table.markdown()), flush=True)
-        cells.append({"title": table.title, "columns": table.columns, "lines": table.lines})
+        print(f"\n### {table['title']}\n\n{head_of(table['columns'])}")
+        for line in table["lines"]:
+            print(row_of(map(_shown, line)), flush=True)
+        cells.append(table)
     emit(f"papers {paper}", {"model": sets.model, "tables": cells}, path)
     return 0
 
@@ -181,7 +162,7 @@ def speculative(sets: Sets, options: PaperOptions) -> Iterator[Table]:
         return (per_step(mix(name, **{key: v}), sets.tests(name)) for v in values)
 
     def accepted(name: str) -> Iterator[float]:
-        found = count(mix(name), sets.tests(name))
+        found = replay(mix(name), sets.tests(name), budget=NODES)
         pairs = zip(found.accepted_by_depth, found.offered_by_depth, strict=True)
         return (hits / max(1, num) for hits, num in itertools.islice(pairs, DEEPEST))
 
@@ -284,13 +265,13 @@ def tries(sets: Sets) -> Iterator[Table]:
         for test in tests:
             NGramTrie(test.prompt_ids, 13, 3)
         build_ms = 1e3 * (time.perf_counter() - began) / len(tests)
-        found = count(make_drafter("trie"), tests)
+        found = replay(make_drafter("trie"), tests, budget=NODES)
         told = found.summary()
         yield from (TRIE_STEPS.get(name, "-"), found.decode_tokens_per_step, build_ms)
         yield from (told["propose_us"], told["extend_us_per_token"])
 
     def histogram(name: str) -> Iterator[float]:
-        found = count(make_drafter("trie"), sets.tests(name))
+        found = replay(make_drafter("trie"), sets.tests(name), budget=NODES)
         drafted = max([1, *found.offered_by_depth[:1]])
         at_least = [drafted, *found.accepted_by_depth, *[0] * 8][:9]
         return ((a - b) / drafted for a, b in itertools.pairwise([*at_least, 0]))
@@ -329,30 +310,29 @@ def vocabtailor(*, sets: SetOptions = _SETS, options: PaperOptions = _PAPER) -> 
 
     Example: python -m loadtest.papers vocabtailor --data data --model gemma-3-270m
     """
-    from loadtest.quality import LANGUAGES, SliceOptions, load_task, make_rows, open_files
+    from loadtest.quality import LANGUAGES, SliceOptions, load_task, make_rows
     from server.model.catalog import model_folder
     from vocab_store.profile import model_facts
 
-    own, files = Sets(sets, SLICE_SETS), open_files(sets.model)
+    own = Sets(sets, SLICE_SETS)
     row_mb = 4e-6 * model_facts(model_folder(sets.model))[1]
     asked = SliceOptions(data=own.folder, model=sets.model, train=sets.corpus_examples)
     lines: list[list[Any]] = []
     for name in own.names:
-        data = load_task(files, name, asked)
-        for row, made in make_rows(data.train, LANGUAGES.get(name, ("en",)), files).items():
+        data = load_task(own.ids, name, asked)
+        for row, made in make_rows(data.train, LANGUAGES.get(name, ("en",)), own.ids).items():
             cell = made.figures(data.test)
             size, dynamic = cell["t"], cell["dynamic"]
             shares = [f"{cell[key]:.2%}" for key in ("share", "recall", "documents_missed")]
             printed = SLICES.get(name, "-") if row == "tau 0.01" else ""
             ours = f"{size:,} + [{dynamic:.0f}]"
             lines.append([name, row, printed, ours, *shares, float((size + dynamic) * row_mb)])
-    whole = files.required.vocab_size
+    whole = own.ids.required.vocab_size
     title = f"T + [dynamic]; the head's {whole:,} rows are {whole * row_mb:,.0f} MB in float32"
     columns = ("set", "row", "paper", "ours", "of V", "recall", "with a miss", "head MB")
-    return finish("vocabtailor", own, [Table(title, columns, lines)], options.json)
+    table = {"title": title, "columns": columns, "lines": lines}
+    return finish("vocabtailor", own, [table], options.json)
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

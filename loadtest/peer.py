@@ -38,6 +38,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+UNBOUNDED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+"""As many connections as anybody wants."""
+
 Dialect = Literal["tailor", "vllm", "llamacpp", "openai"]
 DIALECTS: tuple[Dialect, ...] = ("tailor", "vllm", "llamacpp")
 
@@ -224,6 +227,11 @@ class Peer:
     @property
     def is_alias(self) -> bool:
         return self.where.startswith("@")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether somebody else has started it."""
+        return self.where.startswith(("http://", "https://"))
 
     @property
     def process_name(self) -> str:
@@ -427,7 +435,7 @@ async def bring_up(peers: Sequence[Peer], log_dir: Path, *, timeout_s: float = 6
             if peer.dialect == "openai":
                 peer.dialect = original.dialect
             continue
-        if peer.where.startswith(("http://", "https://")):
+        if peer.is_running:
             peer.url = peer.where.rstrip("/").removesuffix("/v1")
         else:
             start(peer, log_dir)

@@ -11,6 +11,7 @@ the text.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from drafters.calibration import Calibration
 from drafters.corpus import Corpus
+from drafters.replay import follow
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
@@ -51,20 +53,15 @@ class ArcticSuffix:
         )
 
         self.cache: Any = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1)
-        self.next_id = 0
+        self.ids = itertools.count(1)
         self.remembers = remembers
         self.options = {"use_tree_spec": use_tree_spec, "max_spec_factor": max_spec_factor}
         outputs = [] if corpus is None else map(corpus.output, range(corpus.num_documents))
         for output in outputs:
-            request = self.take_id()
+            request = next(self.ids)
             self.cache.start_request(request, [])
             self.cache.add_active_response(request, output.tolist())
             self.cache.stop_request(request)
-
-    def take_id(self) -> int:
-        """A fresh request id."""
-        self.next_id += 1
-        return self.next_id
 
     def open(self, prompt_ids: Sequence[int], **_: Any) -> ArcticSession:
         """A session over the whole prompt."""
@@ -78,7 +75,7 @@ class ArcticSession:
         self._ids = list(prompt_ids)
         self._num_prompt = len(self._ids)
         self._drafter = drafter
-        self._request = drafter.take_id()
+        self._request = next(drafter.ids)
         drafter.cache.start_request(self._request, self._ids)
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -148,18 +145,15 @@ class TokenRecycling:
 class _LikelySession(TextSession):
     num_likely = NUM_LIKELY
 
-    def __init__(self, prompt_ids: Sequence[int], source: str) -> None:
-        super().__init__(prompt_ids, Calibration((source,)))
+    def __init__(self, drafter: Any, prompt_ids: Sequence[int]) -> None:
+        super().__init__(prompt_ids, Calibration(drafter.sources))
+        self._drafter = drafter
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Neither paper learns from it."""
 
 
 class TokenRecyclingSession(_LikelySession):
-    def __init__(self, drafter: TokenRecycling, prompt_ids: Sequence[int]) -> None:
-        super().__init__(prompt_ids, "recycled")
-        self._followers = drafter.followers
-
     def note_likely(
         self,
         token_ids: Sequence[int],
@@ -170,7 +164,7 @@ class TokenRecyclingSession(_LikelySession):
         last = [int(self.text[self.size - 1]), *token_ids]
         for token, row in zip(last, ids.tolist(), strict=True):
             if row and row[0] >= 0:
-                self._followers[token] = [i for i in row if i >= 0]
+                self._drafter.followers[token] = [i for i in row if i >= 0]
 
     def _draft(self, budget: int, max_depth: int) -> DraftTree:
         tokens: list[int] = []
@@ -187,7 +181,7 @@ class TokenRecyclingSession(_LikelySession):
                 parents.append(parent)
                 survival.append(-negative)
             if depth < max_depth:
-                followers = self._followers.get(token, ())
+                followers = self._drafter.followers.get(token, ())
                 for chance, follower in zip(RANK_CHANCES, followers, strict=False):
                     order += 1
                     heapq.heappush(waiting, (negative * chance, order, node, follower, depth + 1))
@@ -210,9 +204,8 @@ class LogitSpec:
 
 class LogitSpecSession(_LikelySession):
     def __init__(self, drafter: LogitSpec, prompt_ids: Sequence[int]) -> None:
-        super().__init__(prompt_ids, "logitspec")
-        self._drafter = drafter
-        self._rows: tuple[list[int], list[int], list[list[int]]] = ([], [], [])
+        super().__init__(drafter, prompt_ids)
+        self._tree, self._rows = DraftTree.empty(), list[list[int]]()
         self._guesses: list[int] = []
 
     def note_likely(
@@ -222,25 +215,17 @@ class LogitSpecSession(_LikelySession):
         ids: npt.NDArray[np.int32],
         chances: npt.NDArray[np.float32],
     ) -> None:
-        self._rows = list(token_ids), list(parents), ids.tolist()
+        self._tree = _tree(token_ids, parents, np.ones(len(token_ids)))
+        self._rows = ids.tolist()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        tokens, parents, rows = self._rows
-        row = 0
-        for token in token_ids[:-1]:
-            row = next(
-                (
-                    1 + node
-                    for node, of in enumerate(zip(tokens, parents, strict=True))
-                    if of == (token, row - 1)
-                ),
-                -1,
-            )
-            if row < 0:
-                break
-        known = 0 <= row < len(rows)
-        self._guesses = [i for i in rows[row] if i >= 0 and i != token_ids[-1]] if known else []
-        self._rows = ([], [], [])
+        # The row of the last token before the newest: the first is the root's.
+        path = [-1, *follow(self._tree, token_ids[:-1], 0)]
+        self._guesses = []
+        if len(path) == len(token_ids) and path[-1] + 1 < len(self._rows):
+            row = self._rows[path[-1] + 1]
+            self._guesses = [i for i in row if i >= 0 and i != token_ids[-1]]
+        self._rows = []
         super().extend(token_ids)
 
     def _behind(self, gram: list[int]) -> list[int]:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from loadtest.peer import PeerFailed
 
@@ -86,6 +86,31 @@ def distinct_prompts(num_prompts: int) -> list[str]:
 
 LONG = " ".join(distinct_prompts(8))[:6804]
 FIXED = {"plain": PLAIN, "copy": COPY, "long": LONG}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "year": {"type": "integer"}},
+    "required": ["name", "year"],
+    "additionalProperties": False,
+}
+"""What answers under a schema are held to."""
+
+
+T = TypeVar("T")
+
+
+def edited(items: Sequence[T], share: float, rng: random.Random) -> list[T]:
+    """Words or ids with so many of them changed, dropped or followed by another: a prediction that
+    is nearly right."""
+    out: list[T] = []
+    for item in items:
+        edit = rng.random()
+        if edit >= share:
+            out.append(item)
+        elif edit < 0.6 * share:
+            out.append(rng.choice(items))
+        elif edit < 0.8 * share:
+            out += [item, rng.choice(items)]
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +319,12 @@ class Places(NamedTuple):
         """Where the tasks of one model are: a server has one folder of them."""
         return self.work / "tasks" / (adapter or "base")
 
+    def recording(self, task_set: TaskSet) -> Path:
+        """The outputs of a set's train prompts: those that are recorded already, or our own."""
+        given = self.recorded and self.recorded / task_set.name / "train.jsonl"
+        own = self.work / "recordings" / f"{task_set.name}.jsonl"
+        return given if given is not None and given.is_file() else own
+
 
 def prepare(
     sets: Sequence[TaskSet],
@@ -317,10 +348,22 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         train = places.data / task_set.folder / "train.jsonl"
         if train.is_file() and num_train:
-            corpus = places.work / "corpora" / f"{task_set.name}.corpus"
+            corpus = found[task_set.name] = places.work / "corpora" / f"{task_set.name}.corpus"
             if not corpus.is_file():
-                _make_corpus(task_set, places, corpus, model, num_train, max_tokens, report)
-            found[task_set.name] = corpus
+                data = places.recording(task_set)
+                if not data.is_file():
+                    report(f"recording {num_train} outputs for {task_set.name}")
+                    data.parent.mkdir(exist_ok=True)
+                    own = task_set.adapter
+                    tailor(
+                        "corpus", "generate", "--model", model,
+                        *(["--adapter", str(places.models / own)] if own else []),
+                        "--data", str(train), "--limit", str(num_train),
+                        "--max-tokens", str(max_tokens), "-o", str(data),
+                    )  # fmt: skip
+                report(f"building the corpus of {task_set.name}")
+                corpus.parent.mkdir(parents=True, exist_ok=True)
+                tailor("corpus", "build", "--model", model, "--data", str(data), "-o", str(corpus))
         if train.is_file() and profiles:
             report(f"the vocabulary profile of {task_set.name}")
             profile = places.work / "profiles" / f"{task_set.name}.vocab"
@@ -333,25 +376,3 @@ def prepare(
                 corpus=found[task_set.name], profile=profile, max_nodes=max_nodes,
             )  # fmt: skip
     return found
-
-
-def _make_corpus(
-    task_set: TaskSet, places: Places, corpus: Path, model: str, num_train: int, max_tokens: int,
-    report: Callable[[str], None],
-) -> None:  # fmt: skip
-    corpus.parent.mkdir(parents=True, exist_ok=True)
-    own = places.work / "recordings" / f"{task_set.name}.jsonl"
-    own.parent.mkdir(exist_ok=True)
-    recorded = places.recorded and places.recorded / task_set.name / "train.jsonl"
-    if recorded is not None and recorded.is_file():
-        own = recorded
-    elif not own.is_file():
-        report(f"recording {num_train} outputs for {task_set.name}")
-        adapted = ["--adapter", str(places.models / task_set.adapter)] if task_set.adapter else []
-        tailor(
-            "corpus", "generate", "--model", model, *adapted,
-            "--data", str(places.data / task_set.folder / "train.jsonl"),
-            "--limit", str(num_train), "--max-tokens", str(max_tokens), "-o", str(own),
-        )  # fmt: skip
-    report(f"building the corpus of {task_set.name}")
-    tailor("corpus", "build", "--model", model, "--data", str(own), "-o", str(corpus))

@@ -52,11 +52,11 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import compress, islice
+from operator import not_
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,25 +65,31 @@ import numpy.typing as npt
 from cyclopts import Parameter
 from tokenizers import Tokenizer
 
-from loadtest.options import ModelChoice, ResultOptions, emit, listed, program, run
+from loadtest.options import (
+    ModelChoice,
+    ResultOptions,
+    emit,
+    head_of,
+    listed,
+    program,
+    row_of,
+)
 from loadtest.prompts import Example as Document
 from loadtest.prompts import data_sets, read_examples
+from loadtest.recordings import Ids, answered, in_order, open_ids
 from loadtest.steps import FORMS, forms_of, runner_of
-from server import token_bytes
-from server.commands import record
-from server.commands.data import FieldOptions, TaskData, read_task_data
+from server.commands.data import FieldOptions, read_task_data
 from server.commands.enrich import count_passes, spelled
 from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsForm
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.record import Prompt, ask_engine
 from server.datasets import ExampleReader, open_table, tokenize_in_place
-from server.engine.batch import AdaptingRunner
+from server.engine.batch import AdaptingRunner, Runner
 from server.engine.engine import Engine
 from server.model.catalog import model_folder
 from server.model.scoring import Scores, Text, compare, score
-from server.token_bytes import TokenBytes
-from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import SamplingParams, SpeculationParams, VocabularyParams
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import (
@@ -91,60 +97,10 @@ from vocab_store.profile import (
     VocabProfile,
     document_frequencies,
     measure_coverage,
-    model_facts,
     tolerance_filter,
 )
 from vocab_store.slice import RequiredIds, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
-
-
-@dataclass(slots=True)
-class Answer:
-    """One choice, whole. `ids` hold an EOS or stop id, if one ended it. by_source: draft tokens
-    that were offered, and accepted."""
-
-    ids: tuple[int, ...] = ()
-    num_steps: int = 0
-    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-def answered(found: record.Answer | record.Failure) -> record.Answer:
-    """An answer of `ask_engine`. Raises RuntimeError for a failure."""
-    if isinstance(found, record.Failure):
-        raise RuntimeError(found.message)
-    return found
-
-
-def answer_all(
-    engine: Engine,
-    requests: Sequence[Request],
-    at_once: int = 16,
-    told: Callable[[int], None] = lambda _: None,
-) -> dict[str, Answer]:
-    """The answers by request id. told: called with the number of those that are done.
-
-    Raises RuntimeError when a request fails.
-    """
-    answers: dict[str, Answer] = {request.request_id: Answer() for request in requests}
-    waiting = list(reversed(requests))
-    num_open = num_done = 0
-    while num_done < len(requests):
-        while waiting and num_open < at_once:
-            engine.submit(waiting.pop())
-            num_open += 1
-        for delta in engine.step():
-            if delta.finish_reason == "error":
-                raise RuntimeError(f"{delta.request_id}: {delta.error}")
-            answer = answers[delta.request_id]
-            answer.ids += tuple(delta.token_ids)
-            answer.num_steps += delta.counts.num_steps
-            for source, drafted, accepted in delta.counts.by_source:
-                before = answer.by_source.get(source, (0, 0))
-                answer.by_source[source] = (before[0] + drafted, before[1] + accepted)
-            if delta.finish_reason is not None:
-                num_open, num_done = num_open - 1, num_done + 1
-                told(num_done)
-    return answers
 
 
 def static_pruning_ids(examples: Sequence[Example], required: RequiredIds) -> VocabSlice:
@@ -218,7 +174,7 @@ def prune_tokenizer(tokenizer_json: str, keep: VocabSlice) -> tuple[str, npt.NDA
     return json.dumps(spec), keep.ids
 
 
-app = program("quality", __doc__)
+app, main = program("quality", __doc__)
 
 
 @Parameter(name="*")
@@ -233,6 +189,19 @@ class FormOptions(ModelChoice):
 
 
 _RESULTS = ResultOptions()
+
+
+@contextmanager
+def scorer(
+    options: FormOptions, form: str, adapter: str | None = None
+) -> Iterator[tuple[Runner, list[Text]]]:
+    """(a runner of the form, the texts in its ids)."""
+    with runner_of(
+        options.model, form, adapter=adapter, threads=options.threads, max_rows=options.longest
+    ) as (runner, folder):
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        eos = runner.info.eos_token_ids[0]
+        yield runner, read_texts(options.data, tokenizer, eos, options.num, options.longest)
 
 
 def read_texts(data: Path, tokenizer: Tokenizer, eos: int, num: int, longest: int) -> list[Text]:
@@ -258,18 +227,11 @@ def forms(*, options: FormOptions, results: ResultOptions = _RESULTS) -> int:
 
     Example: python -m loadtest.quality forms --data data/massive_en/test.jsonl --forms int8,int4
     """
-    texts: list[Text] = []
     base: Scores | None = None
     found: dict[str, dict[str, float]] = {}
     adapter = None if options.adapter is None else str(options.adapter)
     for form in forms_of(options.forms):
-        with runner_of(
-            options.model, form, adapter=adapter, threads=options.threads, max_rows=options.longest
-        ) as (runner, folder):
-            if not texts:
-                tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-                eos = runner.info.eos_token_ids[0]
-                texts = read_texts(options.data, tokenizer, eos, options.num, options.longest)
+        with scorer(options, form, adapter) as (runner, texts):
             scores = score(runner, texts)
             base = base or scores
             found[form] = compare(scores, base)
@@ -294,12 +256,7 @@ def damage(*, options: FormOptions, results: ResultOptions = _RESULTS) -> int:
         raise ValueError("name the adapter's folder with --adapter")
     scores: list[Scores] = []
     for places in ((None,), (-1, 0)):  # the base alone; beside the adapter: without it, with it
-        with runner_of(
-            options.model, "float32", threads=options.threads, max_rows=options.longest
-        ) as (runner, folder):
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            eos = runner.info.eos_token_ids[0]
-            texts = read_texts(options.data, tokenizer, eos, options.num, options.longest)
+        with scorer(options, "float32") as (runner, texts):
             if places != (None,):
                 if not isinstance(runner, AdaptingRunner):
                     raise ValueError(f"{options.model}: its runner holds no adapters")
@@ -349,30 +306,6 @@ class SliceOptions(ModelChoice):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """What profiles of a model are made and checked with."""
-
-    tokenizer: Tokenizer
-    tokens: TokenBytes
-    required: RequiredIds
-
-
-def open_files(model: str) -> ModelFiles:
-    """Of a model of the user's cache, or a folder. Raises ValueError for one that is not there."""
-    from server.model.catalog import cached_folder
-
-    folder = cached_folder(model)
-    if folder is None:
-        raise ValueError(f"{model} is not in the cache: tailor models fetch --form float32 {model}")
-    vocab_size, _, eos_ids = model_facts(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokens = token_bytes.build(tokenizer, vocab_size)
-    return ModelFiles(tokenizer, tokens, RequiredIds.from_tokens(tokens, eos_ids))
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """What a row of the table lets a request draw.
 
@@ -398,29 +331,28 @@ class Row:
         }
 
 
-def make_rows(
-    train: list[Example], languages: tuple[str, ...], files: ModelFiles
-) -> dict[str, Row]:
+def make_rows(train: list[Example], languages: tuple[str, ...], ids: Ids) -> dict[str, Row]:
     """All rows of one task by name."""
-    required, num = files.required, files.required.vocab_size
+    required, num = ids.required, ids.required.vocab_size
     every = document_frequencies(train, num, input_aware=False)
     df = document_frequencies(train, num)
     blocks = blocks_of_languages(languages)
 
-    def row(ids: Any, *, dynamic: bool = True) -> Row:
-        made = VocabSlice.make(np.union1d(ids, required.ids), required)
-        return Row(made, len(ids), dynamic)
+    def row(kept: Any, *, dynamic: bool = True) -> Row:
+        made = VocabSlice.make(np.union1d(kept, required.ids), required)
+        return Row(made, len(kept), dynamic)
 
-    def in_blocks(ids: Any) -> Any:
-        has = (blocks.has_token(files.tokens.bytes_of(int(i))) for i in ids)
-        return np.asarray([i for i, keep in zip(ids, has, strict=True) if keep], np.int64)
+    def in_blocks(kept: Any) -> Any:
+        return np.asarray(
+            [i for i in kept if blocks.has_token(ids.table.bytes_of(int(i)))], np.int64
+        )
 
     aware = np.flatnonzero(df)
     language = in_blocks(aware)
     rows = {
         f"tau {tau}": row(tolerance_filter(language, df, tau, len(train))) for tau in TOLERANCES
     }
-    spec = files.tokenizer.to_str()
+    spec = ids.tokenizer.to_str()
     pruned = VocabSlice.make(
         close_under_merges(spec, static_pruning_ids(train, required).ids), required
     )
@@ -458,7 +390,7 @@ def in_ids(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> list[Examp
     ]
 
 
-def load_task(files: ModelFiles, task: str, options: SliceOptions) -> SlicedTask:
+def load_task(ids: Ids, task: str, options: SliceOptions) -> SlicedTask:
     """Read, tokenize, and put the shots in front: the first short examples of the training part.
     All test documents, or those that are answered. Raises OSError, KeyError or ValueError."""
 
@@ -473,60 +405,61 @@ def load_task(files: ModelFiles, task: str, options: SliceOptions) -> SlicedTask
     short = [e for e in train if len(joint(e)) < 3000 and "\n" not in e.completion]
     num_shots = options.shots if options.texts else 0
     head = "".join(joint(e) + "\n\n" for e in short[:num_shots])
-    head_ids = np.asarray(files.tokenizer.encode(head).ids if head else [], np.int32)
+    head_ids = np.asarray(ids.tokenizer.encode(head).ids if head else [], np.int32)
     # Training prompts are joined to the shots in ids, which is enough for counting.
     documents = [
         Example(np.concatenate((head_ids, e.input_ids)), e.output_ids)
-        for e in in_ids(((e.prompt, e.completion) for e in train), files.tokenizer)
+        for e in in_ids(((e.prompt, e.completion) for e in train), ids.tokenizer)
     ]
     prompts = [head + e.prompt for e in tests]
     pairs = zip(prompts, (e.completion for e in tests), strict=True)
     golds = [e.completion.split("\n")[0].strip() for e in tests]
-    return SlicedTask(documents, in_ids(pairs, files.tokenizer), prompts, golds)
+    return SlicedTask(documents, in_ids(pairs, ids.tokenizer), prompts, golds)
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
     """Greedy answers of an engine over any set of ids. folder: profiles are written there, one for
-    each row that is asked. told: (row, answers that are done, all of them)."""
+    each row that is asked."""
 
     engine: Engine
-    files: ModelFiles
+    ids: Ids
     folder: Path
     options: SliceOptions
-    told: Callable[[str, int, int], None] = lambda *_: None
+    bar: Bar
 
     def of(self, prompts: Sequence[Sequence[int]], row: Row | None, what: str) -> list[str]:
-        """The text of each prompt over a row's ids; None is the full vocabulary."""
-        profile = self.folder / f"{what}.vocab"
+        """The text of each prompt over a row's ids, as a client sees it: up to the line's end,
+        without EOS. None is the full vocabulary."""
+        asked = [Prompt(i, None, tuple(ids)) for i, ids in enumerate(prompts)]
+        groups: list[tuple[Iterable[Prompt], VocabularyParams | None, tuple[int, ...] | None]]
+        groups = [(asked, None, None)]
         if row is not None:
+            profile = self.folder / f"{what}.vocab"
             none = np.empty(0, np.int32)
-            manifest = {"fingerprint": self.files.tokens.fingerprint.hex()}
+            manifest = {"fingerprint": self.ids.table.fingerprint.hex()}
             VocabProfile(row.slice, none, none.astype(np.float32), manifest).save(profile)
-        requests = [self._request(f"{what}/{i}", p, row, profile) for i, p in enumerate(prompts)]
-        found = answer_all(
-            self.engine, requests, self.options.at_once,
-            lambda num: self.told(what, num, len(requests)),
-        )  # fmt: skip
-        return [self._text(found[request.request_id]) for request in requests]
-
-    def _request(self, name: str, prompt: Sequence[int], row: Row | None, profile: Path) -> Request:
-        vocabulary, allowed = VocabularyParams(), None
-        if row is not None and (row.dynamic or (row.slice.positions(prompt) >= 0).all()):
-            vocabulary = VocabularyParams("slice", str(profile))
-        elif row is not None:
-            allowed = tuple(row.slice.ids.tolist())
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=self.options.tokens, stop=(b"\n",),
-            allowed_token_ids=allowed,
-        )  # fmt: skip
-        model = self.engine.info.name
-        return Request(name, "slices", model, tuple(prompt), sampling, vocabulary=vocabulary)
-
-    def _text(self, answer: Answer) -> str:
-        """What a client sees: up to the line's end, without EOS."""
-        raw = self.files.tokens.join(answer.ids, skip_special=True)
-        return raw.decode("utf-8", "replace").split("\n")[0].strip()
+            sliced = [row.dynamic or bool((row.slice.positions(p) >= 0).all()) for p in prompts]
+            groups = [
+                (compress(asked, sliced), VocabularyParams("slice", str(profile)), None),
+                (compress(asked, map(not_, sliced)), None, tuple(row.slice.ids.tolist())),
+            ]
+        texts: dict[int, str] = {}
+        for some, vocabulary, allowed in groups:
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=self.options.tokens, stop=(b"\n",),
+                allowed_token_ids=allowed,
+            )  # fmt: skip
+            found = ask_engine(
+                self.engine, self.ids.tokenizer, some, sampling,
+                vocabulary=vocabulary, num_open=self.options.at_once,
+            )  # fmt: skip
+            for answer in answered(found):
+                raw = self.ids.table.join(answer.output_ids, skip_special=True)
+                text = raw.decode("utf-8", "replace")
+                texts[answer.prompt.line] = text.split("\n")[0].strip()
+                self.bar(what, len(texts), len(prompts))
+        return [texts[i] for i in range(len(prompts))]
 
 
 def judge(texts: Sequence[str], golds: Sequence[str]) -> dict[str, float]:
@@ -546,36 +479,11 @@ def judge(texts: Sequence[str], golds: Sequence[str]) -> dict[str, float]:
     }
 
 
-def measure_task(
-    files: ModelFiles, data: SlicedTask, task: str, names: Sequence[str], texts: Texts | None
-) -> dict[str, dict[str, Any]]:
-    """All rows of a task, printed as each is done. texts: None where no model runs."""
-    rows = make_rows(data.train, LANGUAGES.get(task, ("en",)), files)
-    prompts = [e.input_ids.tolist() for e in data.test]
-    full = [] if texts is None else texts.of(prompts, None, f"{task}, full")
-    cells: dict[str, dict[str, Any]] = {}
-    for name in names:
-        row, asked = rows[name], prompts
-        cell = cells[name] = row.figures(data.test) | {"num_prompts": len(prompts)}
-        if row.tokenizer is not None:
-            encoded = row.tokenizer.encode_batch_fast(data.prompts)
-            asked = [row.slice.ids[e.ids].tolist() for e in encoded]
-            cell["prompts_changed"] = sum(a != b for a, b in zip(asked, prompts, strict=True))
-        if texts is not None:
-            own = texts.of(asked, row, f"{task}, {name}")
-            cell["same_texts"] = sum(a == b for a, b in zip(own, full, strict=True))
-            cell["scores"] = {"slice": judge(own, data.golds), "full": judge(full, data.golds)}
-        print(markdown(task, name, cell), flush=True)
-    return cells
+HEAD = ("task", "row", "T + [dynamic]", "% of V", "gold recall", "documents with a miss",
+        "same text as full", "slice (full)")  # fmt: skip
 
 
-HEAD = (
-    "| task | row | T + [dynamic] | % of V | gold recall | documents with a miss | "
-    "same text as full | slice (full) |\n|---|---|---|---|---|---|---|---|"
-)
-
-
-def markdown(task: str, name: str, cell: dict[str, Any]) -> str:
+def line_of(task: str, name: str, cell: dict[str, Any]) -> tuple[str, ...]:
     """One line of the table."""
     changed = ""
     if "prompts_changed" in cell:
@@ -587,9 +495,9 @@ def markdown(task: str, name: str, cell: dict[str, Any]) -> str:
     )
     same = f"{cell['same_texts']}/{cell['num_prompts']}" if "same_texts" in cell else "-"
     return (
-        f"| {task} | {name} | {cell['t']} + [{cell['dynamic']:.0f}] | {cell['share']:.2%} | "
-        f"{cell['recall']:.2%} | {cell['documents_missed']:.1%}{changed} | {same} | {both or '-'} |"
-    )
+        task, name, f"{cell['t']} + [{cell['dynamic']:.0f}]", f"{cell['share']:.2%}",
+        f"{cell['recall']:.2%}", f"{cell['documents_missed']:.1%}{changed}", same, both or "-",
+    )  # fmt: skip
 
 
 @app.command
@@ -601,12 +509,12 @@ def slices(*, options: SliceOptions, results: ResultOptions = _RESULTS) -> int:
     if min(options.train, options.tokens, options.at_once) < 1 or options.texts < 0:
         raise ValueError("--train, --tokens and --at-once want at least 1, --texts 0")
     tasks = listed(options.task) or data_sets(options.data)
-    files = open_files(options.model)
-    loaded = {task: load_task(files, task, options) for task in tasks}
+    ids = open_ids(options.model)
+    loaded = {task: load_task(ids, task, options) for task in tasks}
     names = (*ROWS, *ABLATIONS) if options.ablations else ROWS
-    print(f"{options.model}: V {files.required.vocab_size}, always inside "
-          f"{files.required.ids.size}", file=sys.stderr)  # fmt: skip
-    print(HEAD, flush=True)
+    print(f"{options.model}: V {ids.required.vocab_size}, always inside "
+          f"{ids.required.ids.size}", file=sys.stderr)  # fmt: skip
+    print(head_of(HEAD), flush=True)
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         texts: Texts | None = None
@@ -618,9 +526,26 @@ def slices(*, options: SliceOptions, results: ResultOptions = _RESULTS) -> int:
             bar = stack.enter_context(Bar())
             _, engine = stack.enter_context(own_engine(model, bar, ()))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slices-")))
-            texts = Texts(engine, files, folder, options, bar)
+            texts = Texts(engine, ids, folder, options, bar)
         for task, data in loaded.items():
-            found[task] = measure_task(files, data, task, names, texts)
+            rows = make_rows(data.train, LANGUAGES.get(task, ("en",)), ids)
+            prompts = [e.input_ids.tolist() for e in data.test]
+            full = [] if texts is None else texts.of(prompts, None, f"{task}, full")
+            found[task] = {}
+            for name in names:
+                row, asked = rows[name], prompts
+                cell = row.figures(data.test) | {"num_prompts": len(prompts)}
+                if row.tokenizer is not None:
+                    encoded = row.tokenizer.encode_batch_fast(data.prompts)
+                    asked = [row.slice.ids[e.ids].tolist() for e in encoded]
+                    changed = sum(a != b for a, b in zip(asked, prompts, strict=True))
+                    cell["prompts_changed"] = changed
+                if texts is not None:
+                    own, golds = texts.of(asked, row, f"{task}, {name}"), data.golds
+                    cell["same_texts"] = sum(a == b for a, b in zip(own, full, strict=True))
+                    cell["scores"] = {"slice": judge(own, golds), "full": judge(full, golds)}
+                found[task][name] = cell
+                print(row_of(line_of(task, name, cell)), flush=True)
     emit(
         "quality slices",
         {"model": options.model, "adapted": options.adapter is not None, "shots": options.shots,
@@ -677,8 +602,7 @@ def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
             SamplingParams(temperature=0.0, max_tokens=options.tokens),
             speculation=SpeculationParams("off"),
         )  # fmt: skip
-        answers = sorted(map(answered, found), key=lambda one: one.prompt.line)
-        outputs = [list(one.output_ids) for one in answers]
+        outputs = [list(one.output_ids) for one in in_order(found)]
         join = served.table.join
         texts = [join(ids, skip_special=True).decode(errors="replace") for ids in outputs]
         read = sum(len(prompt.ids or ()) for prompt in prompts) / len(prompts)
@@ -710,17 +634,19 @@ def metrics_of(golds: Sequence[str]) -> tuple[Metric, ...]:
     return (exact, f1, intent, slots) if all(filled(gold)[0] for gold in golds) else (exact, f1)
 
 
-def scores(metric: Metric, side: Side, golds: Sequence[str]) -> list[float]:
-    """A metric of each answer."""
-    return [metric(gold, text) for gold, text in zip(golds, side.texts, strict=True)]
+def scores(texts: Sequence[str], golds: Sequence[str]) -> dict[str, list[float]]:
+    """What each answer scores, by metric."""
+    return {
+        metric.__name__: [metric(gold, text) for gold, text in zip(golds, texts, strict=True)]
+        for metric in metrics_of(golds)
+    }
 
 
-def figures(side: Side, enrichment: Enrichment | None, golds: Sequence[str]) -> dict[str, Any]:
-    """Quality and ids of one side; see the top of this file."""
+def figures(side: Side, enrichment: Enrichment | None) -> dict[str, Any]:
+    """The ids of one side; see the top of this file."""
     num = len(side.outputs)
     base = [ids if enrichment is None else enrichment.expand(ids) for ids in side.outputs]
     found: dict[str, Any] = {
-        **{m.__name__: asdict(estimate(scores(m, side, golds))) for m in metrics_of(golds)},
         "prompt_ids": side.prompt_ids,
         "ids": sum(map(len, side.outputs)) / num,
         "base_ids": sum(map(len, base)) / num,
@@ -736,37 +662,6 @@ def figures(side: Side, enrichment: Enrichment | None, golds: Sequence[str]) -> 
     return found
 
 
-def measure_adapters(
-    options: AdapterOptions, data: TaskData, tests: Pairs, golds: Sequence[str]
-) -> dict[str, Any]:
-    """Of both adapters, and enriched minus base over the same prompts."""
-    enrichment = Enrichment.load(options.enriched / "enrichment.json", tokenizer=data.fingerprint)
-    train = [*data.train, *data.held_out]
-    sides: dict[str, Side] = {}
-    found: dict[str, Any] = {}
-    for name, adapter, own in (
-        ("base", options.base, None), ("enriched", options.enriched, enrichment),
-    ):  # fmt: skip
-        side = sides[name] = ask(options, adapter, tests)
-        prompts = [prompt for prompt, _ in spelled(tests, own)]
-        written = list(zip(prompts, side.outputs, strict=True))
-        passes = count_passes(spelled(train, own), written, data.fingerprint, lambda *_: None)
-        found[name] = figures(side, own, golds) | {"passes": passes}
-        print(name, found[name], flush=True)
-    pairs = {
-        metric.__name__: zip(
-            scores(metric, sides["enriched"], golds), scores(metric, sides["base"], golds),
-            strict=True,
-        )
-        for metric in metrics_of(golds)
-    }  # fmt: skip
-    found["difference"] = {
-        name: asdict(estimate([a - b for a, b in both])) for name, both in pairs.items()
-    }
-    print("enriched - base", found["difference"], flush=True)
-    return found
-
-
 @app.command
 def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> int:
     """Two adapters of one recipe: base ids and tokens of its own; see loadtest.quality.
@@ -779,12 +674,29 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
     tests = list(ExampleReader(tokenizer, eos).read([options.test]))
     tests = tests[: options.prompts]
     golds = [table.join(ids, skip_special=True).decode(errors="replace") for _, ids in tests]
-    found = measure_adapters(options, data, tests, golds)
+    enrichment = Enrichment.load(options.enriched / "enrichment.json", tokenizer=data.fingerprint)
+    train = [*data.train, *data.held_out]
+    scored: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, Any] = {}
+    for name, adapter, own in (
+        ("base", options.base, None), ("enriched", options.enriched, enrichment),
+    ):  # fmt: skip
+        side = ask(options, adapter, tests)
+        scored[name] = scores(side.texts, golds)
+        prompts = [prompt for prompt, _ in spelled(tests, own)]
+        written = list(zip(prompts, side.outputs, strict=True))
+        passes = count_passes(spelled(train, own), written, data.fingerprint, lambda *_: None)
+        judged = {metric: asdict(estimate(each)) for metric, each in scored[name].items()}
+        found[name] = judged | figures(side, own) | {"passes": passes}
+        print(name, found[name], flush=True)
+    found["difference"] = {
+        metric: asdict(estimate(np.subtract(each, scored["base"][metric]).tolist()))
+        for metric, each in scored["enriched"].items()
+    }
+    print("enriched - base", found["difference"], flush=True)
     emit("quality adapters", {"model": options.model, "prompts": len(tests), **found}, results.json)
     return 0
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ brings one), so that leading blanks and merges are those a model would emit, and
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,15 +20,26 @@ from drafters.replay import Recording, read_recordings
 from loadtest.options import listed
 from loadtest.prompts import data_sets, read_examples
 from server.commands.options import DEFAULT_MODEL
+from server.commands.record import Answer, Failure
 from server.datasets import open_table, tokenize_in_place
+from server.token_bytes import TokenBytes
+from vocab_store.profile import model_facts
+from vocab_store.slice import RequiredIds
 
 
 class Ids(NamedTuple):
-    """A model's `tokenizers.Tokenizer`, its EOS id, and the bytes of its ids."""
+    """A model's `tokenizers.Tokenizer`, its EOS id, and the bytes of its ids. required: ids that no
+    slice of its vocabulary is without."""
 
     tokenizer: Any
     eos: int
-    pieces: Pieces
+    table: TokenBytes
+    required: RequiredIds
+
+    @property
+    def pieces(self) -> Pieces:
+        """The bytes, as `auto` takes them."""
+        return Pieces(self.table.offsets, self.table.blob)
 
     @property
     def ends(self) -> dict[str, Any]:
@@ -49,16 +61,21 @@ def open_ids(model: str) -> Ids:
     if folder is None:
         raise ValueError(f"{model} is not in the cache: tailor models fetch {model}")
     tokenizer, table, eos = open_table(folder)
-    return Ids(tokenizer, eos, Pieces(table.offsets, table.blob))
+    required = RequiredIds.from_tokens(table, model_facts(folder)[2])
+    return Ids(tokenizer, eos, table, required)
 
 
-def read_split(ids: Ids, folder: Path, name: str, split: str, num: int) -> list[Recording]:
-    """The first `num` examples of a split, in ids."""
-    examples = itertools.islice(read_examples(folder, name, split), num)
-    return [
-        Recording(*tokenize_in_place(ids.tokenizer, one.prompt, one.completion, ids.eos))
-        for one in examples
-    ]
+def answered(found: Iterable[Answer | Failure]) -> Iterator[Answer]:
+    """What `ask_engine` gives. Raises RuntimeError for a failure."""
+    for one in found:
+        if isinstance(one, Failure):
+            raise RuntimeError(one.message)
+        yield one
+
+
+def in_order(found: Iterable[Answer | Failure]) -> list[Answer]:
+    """The same, in the order of the prompts."""
+    return sorted(answered(found), key=lambda answer: answer.prompt.line)
 
 
 @Parameter(name="*")
@@ -91,8 +108,11 @@ class SetOptions:
 
     def read(self, ids: Ids, name: str, split: str, num: int) -> list[Recording]:
         """The first `num` recordings of a split; none where a model's own are not there."""
-        if self.recorded is None:
-            assert self.data is not None
-            return read_split(ids, self.data, name, split, num)
-        path = self.recorded / name / f"{split}.jsonl"
-        return list(itertools.islice(read_recordings(path), num)) if path.is_file() else []
+        if self.recorded is not None:
+            path = self.recorded / name / f"{split}.jsonl"
+            return list(itertools.islice(read_recordings(path), num)) if path.is_file() else []
+        assert self.data is not None
+        return [
+            Recording(*tokenize_in_place(ids.tokenizer, one.prompt, one.completion, ids.eos))
+            for one in itertools.islice(read_examples(self.data, name, split), num)
+        ]

@@ -98,12 +98,20 @@ from drafters.catalog import OURS, that_use
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
 from drafters.published.grammys import BigramTable
+from drafters.published.trie import NGramTrie
 from drafters.replay import Recording, note_rows, read_recordings, replay
-from loadtest.options import ResultOptions, emit, listed, numbers, program, run
+from loadtest.options import (
+    ResultOptions,
+    emit,
+    head_of,
+    listed,
+    numbers,
+    program,
+    row_of,
+)
 from loadtest.peer_drafters import ArcticSuffix, LogitSpec, TokenRecycling
-from loadtest.prompts import data_sets, read_examples
-from loadtest.quality import answer_all, answered
-from loadtest.recordings import Ids, SetOptions, open_ids
+from loadtest.prompts import data_sets, edited, read_examples
+from loadtest.recordings import Ids, SetOptions, in_order, open_ids
 from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.record import Answer, Prompt, ask_engine
@@ -112,7 +120,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
-from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
+from server.types import EngineSizes, SamplingParams, SpeculationParams
 
 NUM_RESAMPLES = 2000
 BUILD_EVERY = 3
@@ -123,7 +131,7 @@ Counts = list[tuple[int, int]]
 Column = Callable[[Sequence[Recording], int], Counts]
 """(answers, nodes a step) -> what a drafter made of them."""
 
-app = program("replay", __doc__)
+app, main = program("replay", __doc__)
 
 
 @Parameter(name="*")
@@ -337,8 +345,7 @@ def measure(
         following = names[(place + 1) % len(names)]
         wrong = corpus_of(following) if following != name else None
         made = columns(corpus_of(name), wrong, ids, likely=any(t.likely_ids for t in tests))
-        wanted = listed(options.columns.replace(",", "\0").replace(";", ","))
-        wanted = [column.replace("\0", ",") for column in wanted] or list(made)
+        wanted = [name.strip() for name in options.columns.split(";") if name.strip()] or list(made)
         for budget in budgets:
             cell: dict[str, Any] = {"data": name, "nodes": budget, "requests": len(tests)}
             counts = {c: made[c](tests, budget) for c in wanted if c in made}
@@ -377,8 +384,7 @@ def markdown(cells: Sequence[dict[str, Any]], which: slice) -> Iterator[str]:
         rows = [cell for cell in cells if cell["nodes"] == budget]
         names = list(dict.fromkeys(c for cell in rows for c in cell["tokens_per_step"]))
         yield f"\n### {budget} nodes a step\n"
-        yield f"| data | {' | '.join(names)} | over the best other |"
-        yield "|---" * (len(names) + 2) + "|"
+        yield head_of(["data", *names, "over the best other"])
         for cell in rows:
             figures = [
                 " ".join(f"{value:.2f}" for value in cell["tokens_per_step"].get(c, [])[which])
@@ -388,7 +394,7 @@ def markdown(cells: Sequence[dict[str, Any]], which: slice) -> Iterator[str]:
             if "ratio" in cell:
                 low, high = cell["ratio_95"]
                 best = f"{cell['ratio']:.2f} ({low:.2f}-{high:.2f}) {cell['best_other']}"
-            yield f"| {cell['data']} | {' | '.join(figures)} | {best} |"
+            yield row_of([cell["data"], *figures, best])
 
 
 def _finish(
@@ -553,7 +559,7 @@ def record(*, options: RecordOptions, model: ModelOptions = _MODEL) -> int:
                     engine, served.tokenizer, prompts, sampling,
                     speculation=SpeculationParams("off"), num_likely=lambda _: NUM_LIKELY,
                 )  # fmt: skip
-                answers = sorted(map(answered, found), key=lambda answer: answer.prompt.line)
+                answers = in_order(found)
                 target = options.output / name / f"{split}.jsonl"
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(target, EVERYBODY) as out:
@@ -620,24 +626,24 @@ def live(
             cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
             engine = build_engine(model_folder(sets.model), drafters := columns(ids, head), nodes)
             for column in drafters:
-                drawn = SamplingParams(temperature=0.0, max_tokens=longest)
-                how = SpeculationParams(column, nodes)
-                found = answer_all(
-                    engine,
-                    [
-                        Request(str(i), "runs", "model", tuple(one.prompt_ids), drawn, how)
-                        for i, one in enumerate(tests)
-                    ],
-                    at_once=8,
-                ).values()
-                counts = [one.by_source for one in found]
-                same = [tuple(test.output_ids) for test in tests] == [one.ids for one in found]
-                num_steps = sum(one.num_steps for one in found) - len(tests)  # behind the prompts'
+                found = in_order(
+                    ask_engine(
+                        engine, ids.tokenizer,
+                        [Prompt(i, None, tuple(one.prompt_ids)) for i, one in enumerate(tests)],
+                        SamplingParams(temperature=0.0, max_tokens=longest),
+                        speculation=SpeculationParams(column, nodes), num_open=8,
+                    )
+                )  # fmt: skip
+                wanted = [tuple(test.output_ids) for test in tests]
+                same = wanted == [one.output_ids for one in found]
+                counts = [part for one in found for part in one.counts]
+                num_steps = sum(part.num_steps for part in counts) - len(tests)  # after the prompts
                 cell[column] = round(num_tokens / num_steps, 3)
-                cell[f"{column}: sources"] = {
-                    source: [sum(of.get(source, (0, 0))[i] for of in counts) for i in (0, 1)]
-                    for source in dict.fromkeys(itertools.chain(*counts))
-                }
+                sources: dict[str, list[int]] = {}
+                for source, drafted, accepted in (of for part in counts for of in part.by_source):
+                    both = sources.setdefault(source, [0, 0])
+                    both[:] = both[0] + drafted, both[1] + accepted
+                cell[f"{column}: sources"] = sources
                 cell["same text"] = cell.get("same text", True) and same
             engine.close()
             cells.append(cell)
@@ -726,19 +732,6 @@ def build_in_child(data: Path, output: Path, model: str) -> dict[str, float]:
     }
 
 
-def trie_build_ms(prompt_ids: Sequence[int]) -> float:
-    """Median milliseconds of building the trie of one prompt, in settle()."""
-    drafter = make_drafter("trie")
-    taken = []
-    for _ in range(30):
-        session = drafter.open(prompt_ids)
-        start = time.perf_counter()
-        session.settle()
-        taken.append(time.perf_counter() - start)
-        session.close()
-    return round(1e3 * float(np.median(taken)), 3)
-
-
 def costs_by_drafter(
     corpus: Corpus, held: Sequence[Recording], ids: Ids
 ) -> dict[str, dict[str, float]]:
@@ -798,7 +791,13 @@ def costs(
         figures["drafters"] = costs_by_drafter(corpus, some[:NUM_REPLAYED], ids)
         del corpus
     prompt = [token for part in held for e in part for token in e.prompt_ids][:TRIE_TOKENS]
-    figures["trie"] = {"prompt_tokens": len(prompt), "build_ms": trie_build_ms(prompt)}
+    taken = []
+    for _ in range(30):
+        start = time.perf_counter()
+        NGramTrie(np.asarray(prompt, np.int32), 13, 3)
+        taken.append(1e3 * (time.perf_counter() - start))
+    build_ms = round(float(np.median(taken)), 3)
+    figures["trie"] = {"prompt_tokens": len(prompt), "build_ms": build_ms}
     print(f"trie: {figures['trie']}")
     emit("replay costs", figures, results.json)
     return 0
@@ -811,21 +810,11 @@ TOKENS_PER_SET = 2500.0
 SMOOTHING = 6.0
 
 
-def edited(held: Sequence[Recording], example: Recording, rng: random.Random) -> list[int]:
+def predicted(held: Sequence[Recording], example: Recording, rng: random.Random) -> list[int]:
     """A prediction of an output: itself with random edits, or now and then another's output."""
     if rng.random() < 0.15:
         return list(rng.choice(held).output_ids)
-    rate = rng.choice((0.02, 0.05, 0.1, 0.25))
-    out: list[int] = []
-    for token in example.output_ids[:-1]:
-        edit = rng.random()
-        if edit >= rate:
-            out.append(token)
-        elif edit < 0.6 * rate:
-            out.append(rng.choice(example.output_ids))
-        elif edit < 0.8 * rate:
-            out += [token, rng.choice(example.output_ids)]
-    return out
+    return edited(example.output_ids[:-1], rng.choice((0.02, 0.05, 0.1, 0.25)), rng)
 
 
 def fitted(
@@ -864,21 +853,16 @@ def fit_logits(folder: Path) -> tuple[Floats, Floats]:
         for recordings, seen in itertools.product(parts, (True, False)):
             trust = new()
             drafter = AutoDrafter(trust=trust, seen=Seen() if seen else None)
-            for recording in recordings:
-                _teach(drafter, recording)
+            for recording in recordings:  # token by token, as without drafts
+                session = drafter.open(recording.prompt_ids)
+                session.settle_once()
+                for place, token in enumerate(recording.output_ids):
+                    note_rows(session, recording, place, 1)
+                    session.extend([token])
+                session.close()
             yield trust, 1.0
 
     return fitted(Trust(), (LOGITS, COPIED), observe)
-
-
-def _teach(drafter: AutoDrafter, recording: Recording) -> None:
-    """A recording, token by token, as without drafts."""
-    session = drafter.open(recording.prompt_ids)
-    session.settle_once()
-    for place, token in enumerate(recording.output_ids):
-        note_rows(session, recording, place, 1)
-        session.extend([token])
-    session.close()
 
 
 def _write(path: Path, weights: Floats, factors: Floats) -> None:
@@ -907,7 +891,7 @@ def fit_sources(
         for corpus, held in parts:
             num_tokens = sum(len(e.output_ids) for e in held)
             rng = random.Random(turn)
-            for use, share, predicted in (
+            for use, share, predicts in (
                 (corpus, 1.0, False),
                 (None, 0.5, False),
                 (None, 0.5, True),
@@ -920,7 +904,7 @@ def fit_sources(
                 for example in held:
                     session = drafter.open(
                         example.prompt_ids,
-                        prediction_ids=edited(held, example, rng) if predicted else (),
+                        prediction_ids=predicted(held, example, rng) if predicts else (),
                     )
                     session.settle_once()
                     session.extend(example.output_ids)
@@ -956,8 +940,6 @@ def fit(
     _write(output, *fit_sources(parts, ids.pieces, SOURCES.index(only)))
     return 0
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -47,7 +47,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,25 +65,17 @@ from loadtest.figures import print_report, report
 from loadtest.load import fixed_examples
 from loadtest.options import (
     ResultOptions,
+    ask_servers,
     describe_machine,
     describe_servers,
     emit,
     listed,
     numbers,
     program,
-    run,
     stopped_afterwards,
 )
-from loadtest.peer import (
-    SETTLE_S,
-    Peer,
-    bring_up,
-    parse_peers,
-    start,
-    tailor_peer,
-    wait_ready,
-)
-from loadtest.prompts import FIXED
+from loadtest.peer import SETTLE_S, Peer, start, tailor_peer, wait_ready
+from loadtest.prompts import FIXED, SCHEMA
 from server.commands.own_engine import model_name
 from server.config import EngineConfig, ModelConfig
 from server.wiring.model import ready_folder
@@ -142,16 +133,9 @@ NOTHING = Shape("llama", "smollm", 1, 64, 64, 1, 1, 64, 259, 256, 1e4)
 """A model of 50 KB."""
 
 
-def check_form(form: str) -> None:
-    """Raises ValueError for a form that is not rounded to here."""
-    if form not in FORMS:
-        raise ValueError(f"no form {form!r}; there are {', '.join(FORMS)}")
-
-
 def requantise(source: Path, out: Path, form: str) -> None:
     """Write `out`: a GGUF with its matrices dequantised, and rounded as ggml's reference does.
-    Vectors, metadata and the tokenizer stay what they are. Raises ValueError."""
-    check_form(form)
+    Vectors, metadata and the tokenizer stay what they are."""
     reader = gguf.GGUFReader(source)
     fields = reader.fields
     architecture: Any = fields["general.architecture"].contents()
@@ -177,7 +161,6 @@ def write_random(tokenizer: Path, out: Path, shape: Shape, form: str) -> None:
     """Write `out`: random weights in a known model's shape, so that a step reads as many bytes and
     does the same arithmetic. tokenizer: a GGUF with a byte-level BPE, whose tokens are taken and
     filled up with others that no text is cut into. Raises ValueError for another."""
-    check_form(form)
     fields = gguf.GGUFReader(tokenizer).fields
 
     def of(key: str) -> Any:
@@ -262,29 +245,25 @@ def _file_type(form: str) -> str:
     return "ALL_F32" if form == "f32" else f"MOSTLY_{form.upper()}"
 
 
-app = program("same_file", __doc__)
+app, main = program("same_file", __doc__)
 for part in ("steps:steps", "steps:host"):
     app.command(f"loadtest.{part}")
 
-PEERS = Path(__file__).parent / "peers"
 LLAMACPP = "llamacpp"
 
 
 def servers(gguf: Path, binary: Path, args: Mapping[str, str]) -> list[Peer]:
     """llama.cpp, Tailor without drafts and Tailor as it comes, not started. args: of each."""
-    made = parse_peers(
-        [f"{LLAMACPP}={PEERS}/llamacpp.sh", f"tailor-off={PEERS}/tailor.sh", "tailor=@tailor-off"],
-        extras=['tailor-off={"speculation": {"drafter": "off"}}'],
-    )
     # The script asks for float32 keys and values; here each server keeps its own default.
     kept = f"--cache-type-k f16 --cache-type-v f16 {args[LLAMACPP]}"
-    made[0].env = {
-        "LLAMACPP_BIN": str(binary), "LLAMACPP_MODEL": str(gguf), "LLAMACPP_ARGS": kept,
-    }  # fmt: skip
-    made[1].env = {
-        "PYTHON": sys.executable, "TAILOR_MODEL": str(gguf), "TAILOR_ARGS": args["tailor"],
-    }  # fmt: skip
-    return made
+    env = {"LLAMACPP_BIN": str(binary), "LLAMACPP_MODEL": str(gguf), "LLAMACPP_ARGS": kept}
+    off = tailor_peer("tailor-off", str(gguf), args["tailor"])
+    off.extra = {"speculation": {"drafter": "off"}}
+    return [
+        Peer(LLAMACPP, str(Path(__file__).parent / "peers/llamacpp.sh"), "llamacpp", env=env),
+        off,
+        Peer("tailor", "@tailor-off", "tailor"),
+    ]
 
 
 @Parameter(name="*")
@@ -314,6 +293,8 @@ def make_file(source: Path, kind: str, out: Path) -> None:
     """Write `out` from a GGUF: FORM rounds its matrices, SHAPE:FORM takes its tokenizer alone.
     Raises ValueError."""
     shape, colon, form = kind.rpartition(":")
+    if form not in FORMS:
+        raise ValueError(f"no form {form!r}; there are {', '.join(FORMS)}")
     if not colon:
         requantise(source, out, form)
         return
@@ -347,7 +328,6 @@ def same_file(*, options: SameFileOptions, results: ResultOptions = _RESULTS) ->
     figures: dict[str, Any] = {}
 
     async def ask() -> None:
-        await bring_up(peers, options.log_dir)
         for levels, plan in parts:
             cells: list[Cell] = []
             await measure(peers, levels, plan, conduct, cells, console)
@@ -357,15 +337,13 @@ def same_file(*, options: SameFileOptions, results: ResultOptions = _RESULTS) ->
             for label, rows in found["figures"].items():
                 figures[f"{plan.examples[0].task}, {label}"] = rows
 
-    with stopped_afterwards(peers):
-        asyncio.run(ask())
-        described = describe_servers(peers)
+    ask_servers(peers, options.log_dir, ask)
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     emit(
         "same_file",
         {"gguf": gguf.name, "sha256": digest, "made": made, "rounds": options.rounds,
-         "servers": described, "figures": figures},
+         "servers": describe_servers(peers), "figures": figures},
         results.json,
         about,
     )  # fmt: skip
@@ -375,12 +353,6 @@ def same_file(*, options: SameFileOptions, results: ResultOptions = _RESULTS) ->
 MIB = 1 << 20
 READY_BYTES_A_PLANE = 2 * (64 << 10)
 """KV pages of one head's keys or values in one layer that are ready before the first request."""
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "year": {"type": "integer"}},
-    "required": ["name", "year"],
-    "additionalProperties": False,
-}
 
 
 @Parameter(name="*")
@@ -409,17 +381,6 @@ def sizes(model: str) -> tuple[float, float]:
     return file / MIB, planes * READY_BYTES_A_PLANE / MIB
 
 
-@contextmanager
-def server(model: str, log_dir: Path, serve: str) -> Iterator[tuple[Peer, float]]:
-    """(a server that is ready, seconds from its start to /ready). Raises PeerFailed."""
-    peer = tailor_peer("tailor", model, serve)
-    with stopped_afterwards([peer]):
-        began = time.perf_counter()
-        start(peer, log_dir)
-        asyncio.run(wait_ready(peer, every_s=0.01))
-        yield peer, time.perf_counter() - began
-
-
 def resident(peer: Peer) -> dict[str, float]:
     """MiB of the engine's process, the largest below the server's: "resident" and "anonymous"."""
     assert peer.process is not None
@@ -444,13 +405,17 @@ def ask_schema(peer: Peer) -> float:
 
 
 def measure_starts(model: str, num: int, serve: str) -> dict[str, Any]:
-    """The figures of one model."""
+    """The figures of one model. Raises PeerFailed."""
     took: list[float] = []
     found: dict[str, Any] = {"model": Path(model).name}
     with tempfile.TemporaryDirectory() as logs:
         for i in range(num):
-            with server(model, Path(logs), serve) as (peer, ready_s):
-                took.append(ready_s)
+            peer = tailor_peer("tailor", model, serve)
+            with stopped_afterwards([peer]):
+                began = time.perf_counter()
+                start(peer, Path(logs))
+                asyncio.run(wait_ready(peer, every_s=0.01))
+                took.append(time.perf_counter() - began)
                 if i < num - 1:
                     continue
                 time.sleep(2.0)  # pages that are made ready beside
@@ -505,8 +470,6 @@ def starts(*, options: StartOptions = _STARTS, results: ResultOptions = _RESULTS
     emit("same_file starts", {"nothing": nothing, "models": rows}, results.json)
     return 0
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

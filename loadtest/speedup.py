@@ -43,7 +43,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,17 +52,18 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from loadtest.cells import Ask, Cell, Conduct, Level, Plan, measure, refuse_failures, run_cell
-from loadtest.figures import report
+from loadtest.figures import interval, number, report
 from loadtest.options import (
     ResultOptions,
     ServerOptions,
     describe_machine,
     describe_servers,
     emit,
+    head_of,
     listed,
     numbers,
     program,
-    run,
+    row_of,
     stopped_afterwards,
 )
 from loadtest.peer import SETTLE_S, Peer, bring_up, tailor_peer
@@ -94,7 +94,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Way -> (the task that is asked, fields of the body)."""
 
-app = program("speedup", __doc__)
+app, main = program("speedup", __doc__)
 
 
 @Parameter(name="*")
@@ -158,7 +158,7 @@ async def measure_set(
     variants: Sequence[Peer], peers: Sequence[Peer], examples: Sequence[Example],
     options: SpeedupOptions, console: Console,
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask everything. Returns the figures (load_figures.report). Raises PeerFailed when a server
+    """Ask everything. Returns the figures (figures.report). Raises PeerFailed when a server
     refuses."""
     cells: list[Cell] = []
     pause_s = SETTLE_S if any(peer.dialect == "vllm" for peer in peers) else 0.1
@@ -176,14 +176,6 @@ async def measure_set(
     return report(cells, [*variants, *peers], levels, {})
 
 
-def _model_folder(model: str, weights: str) -> str:
-    """Where a model is, so that a server with an empty cache need not convert it again."""
-    if Path(model).exists():
-        return str(Path(model).resolve())
-    form = ["--form", "float32"] if weights != "auto" else []
-    return tailor("models", "fetch", model, *form)
-
-
 async def run_group(
     options: SpeedupOptions, places: Places, adapter: str | None, sets: Sequence[TaskSet],
     peers: Sequence[Peer], corpora: Mapping[str, Path], log_dir: Path, console: Console,
@@ -196,8 +188,14 @@ async def run_group(
     arguments += f" --weights {options.weights}"
     if adapter is not None:
         arguments += f" --adapter {(places.models / adapter).resolve()}"
+    model = options.tailor_model
+    if Path(model).exists():
+        model = str(Path(model).resolve())
+    else:  # so that a server with an empty cache need not convert it again
+        form = ["--form", "float32"] if options.weights != "auto" else []
+        model = tailor("models", "fetch", model, *form)
     server = tailor_peer(
-        SERVER, _model_folder(options.tailor_model, options.weights), arguments,
+        SERVER, model, arguments,
         url_name="tailor", env={"TAILOR_CACHE_DIR": str(cache.resolve())},
     )  # fmt: skip
     beside = peers if adapter is None else ()  # they have not merged the adapter
@@ -267,33 +265,25 @@ def summary_of(done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"levels": found, "different_texts": different}
 
 
+COLUMNS = ("set", "clients", "way", "tokens/s", "times off", "first token, times off",
+           "CPU s, times off", "tokens/step", "nodes/step", "same text")  # fmt: skip
+
+
 def markdown(done: Mapping[str, Mapping[str, Any]]) -> str:
     """A table for docs/benchmarks: a row a data set, number of clients, and way or peer."""
-    lines = [
-        "| set | clients | way | tokens/s | times off | first token, times off | CPU s, times off |"
-        " tokens/step | nodes/step | same text |",
-        "|---" * 10 + "|",
-    ]
+    lines = [head_of(COLUMNS)]
     for key, line in done.items():
         for level, rows in line["figures"].items():
             for name, row in rows.items():
-                ratios = [
-                    "-"
-                    if one is None
-                    else f"{one['median']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
-                    for metric in ("tokens_per_s", "ttft_s", "cpu_s_per_1000")
-                    for one in [row["ratios"].get(metric)]
-                ]
-                per_step = [
-                    "-" if value is None else f"{value:.2f}"
-                    for value in (row["tokens_per_step"], row["nodes_per_step"])
-                ]
                 texts = row["same_text"]
-                same = f"{texts['num_same']}/{texts['num_compared']}" if texts else "-"
-                lines.append(
-                    f"| {key} | {level.removesuffix(' clients')} | {name} | "
-                    f"{row['tokens_per_s']:.1f} | {' | '.join([*ratios, *per_step])} | {same} |"
-                )
+                cells = [
+                    key, level.removesuffix(" clients"), name, f"{row['tokens_per_s']:.1f}",
+                    *(interval(row["ratios"].get(metric))
+                      for metric in ("tokens_per_s", "ttft_s", "cpu_s_per_1000")),
+                    number(row["tokens_per_step"]), number(row["nodes_per_step"]),
+                    f"{texts['num_same']}/{texts['num_compared']}" if texts else "-",
+                ]  # fmt: skip
+                lines.append(row_of(cells))
     return "\n".join(lines)
 
 
@@ -365,8 +355,6 @@ def speedup(
     emit("speedup", {"sets": list(done), **summary}, results.json)
     return 1 if summary["different_texts"] else 0
 
-
-main = partial(run, app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,13 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from cyclopts import Parameter
-from numba import njit
 
 from loadtest.figures import ratio
 from loadtest.options import ResultOptions, emit, listed, numbers
@@ -75,7 +74,7 @@ _STEPS, _RESULTS = StepOptions(), ResultOptions()
 def runner_of(
     model: str, form: str, *, adapter: str | None = None, threads: int | None = None,
     max_rows: int = 512,
-) -> Iterator[tuple[Runner, Path]]:  # fmt: skip
+) -> Iterator[tuple[CpuRunner, Path]]:  # fmt: skip
     """(a runner of the model, its folder). form: one of FORMS or "file"; behind a colon, what K and
     V are kept as (auto). Raises ModelError for what cannot be served so."""
     weights, _, kv_dtype = form.partition(":")
@@ -93,6 +92,7 @@ def runner_of(
             threads=threads,
         )
     )
+    assert isinstance(runner, CpuRunner)
     try:
         yield runner, folder
     finally:
@@ -116,44 +116,23 @@ def in_turns(runs: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list
     return gave
 
 
-def _sum(values: Any) -> Any:
-    total = np.int64(0)
-    for i in range(values.shape[0]):
-        total += values[i]
-    return total
-
-
 class MemoryReader:
-    """Reads num_bytes, cut between the threads; they must be more than the caches hold."""
+    """Reads num_bytes, cut between the pool's threads; they must be more than the caches hold."""
 
-    def __init__(self, num_bytes: int, threads: int) -> None:
+    def __init__(self, num_bytes: int, pool: ThreadPoolExecutor, threads: int) -> None:
         self.num_bytes = num_bytes // (64 * threads) * 64 * threads
         self._shares = np.array_split(np.ones(self.num_bytes // 8, np.int64), threads)
-        self._pool = ThreadPoolExecutor(threads)
-        self._sum = njit(nogil=True)(_sum)
-        self._sum(self._shares[0][:8])  # compiled here
+        self._pool = pool
 
     def read_s(self) -> float:
         """Seconds that all threads take for all bytes."""
         began = time.perf_counter()
-        total = sum(int(part) for part in self._pool.map(self._sum, self._shares))
-        took = time.perf_counter() - began
-        assert total == self.num_bytes // 8
-        return took
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
-
-def weight_bytes(runner: Runner) -> int:
-    """Bytes of weights that a step reads."""
-    assert isinstance(runner, CpuRunner)
-    return runner.weight_bytes
+        list(self._pool.map(np.sum, self._shares))  # which holds no interpreter lock meanwhile
+        return time.perf_counter() - began
 
 
 def measure_forms(
-    runners: Mapping[str, Runner], rows: int, keys: int, rounds: int, reader: MemoryReader
+    runners: Mapping[str, CpuRunner], rows: int, keys: int, rounds: int, reader: MemoryReader
 ) -> dict[str, dict[str, Any]]:
     """form -> figures of a step with so many rows. float32 must be among the forms."""
     probes = {form: make_prober(runner) for form, runner in runners.items()}
@@ -175,10 +154,10 @@ def measure_forms(
             "ms": round(1e3 * statistics.median(wall[form]), 3),
             "best_ms": round(1e3 * min(wall[form]), 3),
             "cpu_ms": round(1e3 * statistics.median(cpu_s for _, cpu_s in took[form]), 3),
-            "speed": asdict(ratio(wall["float32"], wall[form])),
+            "speed": ratio(wall["float32"], wall[form]),
             "of_reading": round(
                 statistics.median(
-                    seconds * each / weight_bytes(runner)
+                    seconds * each / runner.weight_bytes
                     for seconds, each in zip(wall[form], bytes_s, strict=True)
                 ),
                 2,
@@ -204,9 +183,10 @@ def steps(*, options: StepOptions = _STEPS, results: ResultOptions = _RESULTS) -
             )[0]
             for form in forms_of(options.forms)
         }
-        largest = max(weight_bytes(runner) for runner in runners.values())
-        reader = MemoryReader(largest, options.threads or cores())
-        stack.callback(reader.close)
+        largest = max(runner.weight_bytes for runner in runners.values())
+        threads = options.threads or cores()
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        reader = MemoryReader(largest, pool, threads)
         for num in rows:
             by_form = measure_forms(runners, num, options.keys, options.rounds, reader)
             for form, figures in by_form.items():
@@ -315,11 +295,9 @@ def host(*, options: HostOptions = _HOST, results: ResultOptions = _RESULTS) -> 
                         figures = decode_steps(
                             engine, served.name, prompts, drafter, options.tokens
                         )
-                        before = found.get(case)
-                        if number and figures and (
-                            before is None or figures["host_ms"] < before["host_ms"]
-                        ):  # fmt: skip
-                            found[case] = figures
+                        if number and figures:
+                            before = found.get(case, figures)
+                            found[case] = min(before, figures, key=lambda one: one["host_ms"])
     for case, figures in found.items():
         print(f"{case:24s} {figures}", flush=True)
     emit("same_file host", {"model": Path(options.model).name, "steps": found}, results.json)

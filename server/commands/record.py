@@ -41,7 +41,14 @@ from server.commands.options import (
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.datasets import Fields, ids_of, rows
 from server.errors import ConfigError
-from server.types import Request, SamplingParams, SpeculationParams, TokenLogprob
+from server.types import (
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    StepCounts,
+    TokenLogprob,
+    VocabularyParams,
+)
 
 if TYPE_CHECKING:
     from server.engine.engine import Engine
@@ -215,16 +222,21 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the model wrote. output_ids: with the EOS id where it ended by itself. likely: of each
-    of them, where the likeliest ids were asked for. num_steps, seconds: decode steps of an engine
-    in this process, and its shares of all steps that it was open in."""
+    of them, where the likeliest ids were asked for. counts, seconds: of the steps of an engine in
+    this process, and its shares of all that it was open in."""
 
     prompt: Prompt
     output_ids: tuple[int, ...]
     finish_reason: str
     text: str
     likely: tuple[TokenLogprob, ...] = ()
-    num_steps: int = field(default=0, compare=False)
+    counts: tuple[StepCounts, ...] = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps."""
+        return sum(one.num_steps for one in self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +287,7 @@ def ask_engine(
     sampling: SamplingParams,
     *,
     speculation: SpeculationParams | None = None,
+    vocabulary: VocabularyParams | None = None,
     num_open: int = 16,
     num_likely: Callable[[Prompt], int] = lambda _: 0,
     task: str = "record",
@@ -290,6 +303,7 @@ def ask_engine(
     """
     waiting, info = iter(prompts), engine.info
     speculation = speculation or SpeculationParams()
+    vocabulary = vocabulary or VocabularyParams()
     asked: dict[str, _Open] = {}
     more = True
     try:
@@ -320,7 +334,7 @@ def ask_engine(
                 engine.submit(
                     Request(
                         name, task, info.name, ids, drawn, speculation=speculation,
-                        cache_salt=cache_salt, arrival_s=time.monotonic(),
+                        vocabulary=vocabulary, cache_salt=cache_salt, arrival_s=time.monotonic(),
                     )
                 )  # fmt: skip
             if not asked:
@@ -335,7 +349,7 @@ def ask_engine(
                 one = asked[delta.request_id]
                 one.output += delta.token_ids
                 one.likely += delta.logprobs
-                one.num_steps += delta.counts.num_steps
+                one.counts.append(delta.counts)
                 if delta.finish_reason is None:
                     continue
                 del asked[delta.request_id]
@@ -347,7 +361,7 @@ def ask_engine(
                     text = tokenizer.decode(one.output, skip_special_tokens=True)
                 yield Answer(
                     one.prompt, tuple(one.output), delta.finish_reason, text, tuple(one.likely),
-                    one.num_steps, one.seconds,
+                    tuple(one.counts), one.seconds,
                 )  # fmt: skip
     finally:
         for name in asked:
@@ -362,7 +376,7 @@ class _Open:
     prompt: Prompt
     output: list[int] = field(default_factory=list)
     likely: list[TokenLogprob] = field(default_factory=list)
-    num_steps: int = 0
+    counts: list[StepCounts] = field(default_factory=list)
     seconds: float = 0.0
 
 

@@ -12,8 +12,6 @@ from tokenizers import Tokenizer
 
 from loadtest import quality
 from loadtest.quality import (
-    ModelFiles,
-    answer_all,
     filled,
     in_ids,
     intent,
@@ -22,26 +20,17 @@ from loadtest.quality import (
     read_texts,
     slots,
 )
+from loadtest.recordings import Ids, in_order
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
 from server.commands.cli import main as tailor
-from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
+from server.commands.record import Answer, Failure, Prompt
 from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
-from server.types import Request, SamplingParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.loadtest.conftest import last_json
 from tests.model.tiny_models import save_tiny, save_tokenizer
-from tests.vocab_store.test_slice import Texts as Letters
-from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
-
-V = 40
-REQUIRED = RequiredIds.of(V, eos_ids=[1])
-LETTERS = Letters([b"<%d>" % i for i in range(V)], [1])
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +97,10 @@ def test_texts_are_read_with_their_end_and_the_command_writes_a_line(
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def _engine() -> Engine:
-    runner = FakeRunner(FakeModel(V, seed=4, alphabet=12), fake_info(vocab_size=V))
-    return Engine(
-        runner, {}, EngineSettings(max_num_seqs=3, max_num_batched_tokens=64),
-        stop_table=StopTable.from_list(LETTERS.pieces, (1,)), profiles=VocabProfile.load,
-    )  # fmt: skip
-
-
-def test_a_request_that_fails_is_an_error() -> None:
-    request = Request("r", "t", "fake", (300,), SamplingParams(max_tokens=2))
-    with pytest.raises(RuntimeError, match="r: "):
-        answer_all(_engine(), [request])
+def test_a_prompt_that_gets_no_answer_is_an_error() -> None:
+    prompts = [Prompt(i, "x") for i in range(2)]
+    with pytest.raises(RuntimeError, match="too long"):
+        in_order([Answer(prompts[1], (1,), "stop", "x"), Failure(prompts[0], "it is too long")])
 
 
 def test_rows_of_the_table() -> None:
@@ -128,7 +109,7 @@ def test_rows_of_the_table() -> None:
     required = RequiredIds.from_tokens(tokens, [0])
     pairs = [("the cat", "the dog"), ("a cat", "the cat"), ("the dog", "the end")]
     train = in_ids(pairs, tokenizer)
-    rows = make_rows(train, ("en",), ModelFiles(tokenizer, tokens, required))
+    rows = make_rows(train, ("en",), Ids(tokenizer, 0, tokens, required))
     assert not rows["static only, tau 0.01"].dynamic and rows["tau 0.1"].dynamic
     sizes = [rows[name].num_t for name in ("unfiltered", "+ input-aware", "tau 0.0", "tau 0.1")]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1]
