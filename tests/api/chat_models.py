@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from drafters import make_drafter
 from server import token_bytes
 from server.api.chat_template import ChatTemplate
+from server.api.engines.client import EngineSpec
 from server.api.served_model import ServedModel
+from tests.api.real_engine import grammar_spec
 from tests.api.tiny_tokenizers import chat_tokenizer
 from tests.fakes.scripted_engine import Script, ScriptedEngine, saying
 
@@ -122,6 +127,18 @@ def scripted(name: str, script: Script | None = None) -> ScriptedEngine:
         script or saying(encode(" dog")), name=f"engine-{name}", model=name,
         vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
     )  # fmt: skip
+
+
+def chat_spec(folder: Path, model: str, name: str = "e") -> EngineSpec:
+    """The real Engine of a model, with drafters and grammars. folder: for its tokenizer's file."""
+    return grammar_spec(
+        folder, model, name, tokenizer=TOKENIZER, table=TABLE, max_model_len=CONTEXT, context=2,
+        boost=6.0, drafters={drafter: partial(_drafter, drafter) for drafter in ("suffix", "auto")},
+    )  # fmt: skip
+
+
+def _drafter(name: str, task: str, speculation: Any) -> Any:
+    return make_drafter(name)
 
 
 def encode(text: str) -> list[int]:

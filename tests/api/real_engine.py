@@ -19,10 +19,13 @@ from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.machine_code import make_ready
+from server.token_bytes import TokenBytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from server.api.engines.client import EngineSpec
 
 TOKENIZER = byte_level_tokenizer()
@@ -36,25 +39,38 @@ def make_engine(
     max_num_seqs: int = 16,
     drafters: dict[str, Any] | None = None,
     memory: TaskStore | None = None,
+    table: TokenBytes = TABLE,
+    max_model_len: int = CONTEXT,
+    tokenizer_file: Path | None = None,
+    context: int = 1,
+    boost: float = 9.0,
     seed: int = 0,
     **runner: Any,
 ) -> Engine:
     """An Engine whose texts repeat themselves, so that drafts are often right.
 
     drafts: False leaves numba out, which takes seconds to start in a new process. drafters: in
-    place of `suffix`. memory: what it keeps of tasks. seed: of the model; another one writes other
-    texts. runner: FakeRunner's step_s, row_s and fail.
+    place of `suffix`. memory: what it keeps of tasks. tokenizer_file: of grammars, None where there
+    are none. context, boost, seed: FakeModel's; another seed writes other texts. runner:
+    FakeRunner's step_s, row_s and fail.
     """
+    grammars = None
+    if tokenizer_file is not None:
+        from server.engine.grammar import GrammarCompiler
+        from tests.engine.tiny_vocabularies import read_grammar_tokenizer
+
+        read = partial(read_grammar_tokenizer, tokenizer_file, table.vocab_size, (0,))
+        grammars = GrammarCompiler(read, table.vocab_size)
     info = fake_info(
-        vocab_size=TABLE.vocab_size,
+        vocab_size=table.vocab_size,
         num_blocks=256,
         block_size=8,
-        max_model_len=CONTEXT,
+        max_model_len=max_model_len,
         max_num_seqs=16,
         max_num_batched_tokens=128,
         eos_token_ids=(0,),
     )
-    model = FakeModel(TABLE.vocab_size, context=1, boost=9.0, seed=seed)
+    model = FakeModel(table.vocab_size, context=context, boost=boost, seed=seed)
     return Engine(
         FakeRunner(model, info, **runner),
         drafters or ({"suffix": make_drafter("suffix")} if drafts else {}),
@@ -63,7 +79,8 @@ def make_engine(
             max_num_batched_tokens=128,
             chunked_prefill_rows=64,
         ),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        stop_table=StopTable(table.offsets, table.blob, table.special_ids.tolist()),
+        grammars=grammars,
         memory=memory,
     )
 
@@ -97,3 +114,20 @@ def spec(start: Any = start_thread, i: int = 0, **options: Any) -> EngineSpec:
     name = f"engine-{i}"
     factory = partial(make_engine, **options)
     return EngineSpec(name, "tiny", "cpu", partial(start, factory, name=name, device="cpu"))
+
+
+def grammar_spec(
+    folder: Path,
+    model: str = "tiny",
+    name: str = "e",
+    *,
+    tokenizer: Tokenizer = TOKENIZER,
+    **options: Any,
+) -> EngineSpec:
+    """One that holds texts to grammars, too. folder: for its tokenizer's file."""
+    from server.api.engines.client import EngineSpec
+
+    file = folder / "tokenizer.json"
+    file.write_text(tokenizer.to_str(), encoding="utf-8")
+    factory = partial(make_engine, tokenizer_file=file, **options)
+    return EngineSpec(name, model, "cpu", partial(start_thread, factory, name=name, device="cpu"))

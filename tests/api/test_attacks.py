@@ -17,7 +17,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from server import logs
 from server.config import LimitsConfig, ServerConfig
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
-from tests.api.unharmed import exchange, unharmed_by
+from tests.api.unharmed import exchange, reset, unharmed_by
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack
@@ -156,23 +155,6 @@ def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
     assert post(server, prompt="a", max_tokens=1, **body).status_code == 200
 
 
-@pytest.mark.parametrize("token_id", [400, 401, 2**31 - 1, 2**31, 2**32, 2**63, 10**18, 10**30, -1])
-def test_ids_past_the_vocabulary_are_refused_everywhere(server: LiveServer, token_id: int) -> None:
-    fields: list[dict[str, Any]] = [
-        {"prompt": [token_id]},
-        {"prompt": [[1], [1, token_id]]},
-        {"prompt": "a", "stop_token_ids": [1, token_id]},
-        {"prompt": "a", "allowed_token_ids": [1, token_id]},
-        {"prompt": "a", "logit_bias": {str(token_id): 5}},
-    ]
-    for body in fields:
-        answer = post(server, max_tokens=1, **body)
-        assert answer.status_code == 400, body
-        assert answer.json()["error"]["param"].split("[")[0] in body
-    back = httpx.post(server.url + "/detokenize", json={"tokens": [token_id]}, headers=KEY)
-    assert back.status_code == 400
-
-
 # --- bodies ---
 
 
@@ -255,50 +237,29 @@ def test_no_header_opens_a_route(server: LiveServer, head: str) -> None:
 # --- HTTP that has two meanings, or none ---
 
 AUTH = b"host: x\r\nauthorization: Bearer sk-one\r\ncontent-type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n" + AUTH
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\n\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+AMBIGUOUS = (
+    b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}   ",
+    b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n",
+    b"content-length: -1\r\n\r\n",
+    b"content-length: +5\r\n\r\n{}   ",
+    b"content-length: 99999999999999999999999\r\n\r\n",
+    CHUNKED + b"-1\r\n",
+    CHUNKED + b"ffffffffffffffffff\r\n",
+    CHUNKED + b"2\r\n{}X\r\n0\r\n\r\n",
+)
+"""What may stand behind POST, so that two readers disagree where the hidden request begins."""
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}   "
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"content-length: -1\r\n\r\n" + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"content-length: +5\r\n\r\n{}   " + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"content-length: 99999999999999999999999\r\n\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"transfer-encoding: chunked\r\n\r\n-1\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n"
-        + HIDDEN,
-        b"POST /v1/completions HTTP/1.1\r\n"
-        + AUTH
-        + b"transfer-encoding: chunked\r\n\r\n2\r\n{}X\r\n0\r\n\r\n"
-        + HIDDEN,
+        *(POST + rest + HIDDEN for rest in AMBIGUOUS),
         b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\r\n c: folded\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nhost: x\r\na\x00b: c\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
@@ -338,9 +299,8 @@ def test_http_with_two_meanings_or_none_is_refused_once(
 
 def test_garbage_after_a_request_does_not_cut_its_answer(server: LiveServer) -> None:
     content = b'{"model": "tiny", "prompt": "a", "max_tokens": 2}'
-    request = b"POST /v1/completions HTTP/1.1\r\n" + AUTH
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
-        s.sendall(request + b"content-length: %d\r\n\r\n%b" % (len(content), content))
+        s.sendall(POST + b"content-length: %d\r\n\r\n%b" % (len(content), content))
         assert s.recv(65536).startswith(b"HTTP/1.1 200 ")
         s.sendall(b"\x00\x01garbage\r\n\r\n")
         answer = s.recv(65536)
@@ -406,21 +366,7 @@ def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any
 
 
 def test_a_thousand_streams_reset_at_once(server: LiveServer) -> None:
-    content = json.dumps(
-        {"model": "tiny", "prompt": "the", "max_tokens": 100, "stream": True, "n": 2}
-    ).encode()
-    data = b"POST /v1/completions HTTP/1.1\r\n" + AUTH
-    data += b"content-length: %d\r\n\r\n%b" % (len(content), content)
-
-    def cut(i: int) -> None:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as s:
-            s.sendall(data)
-            if i % 3 == 0:
-                s.recv(100)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-
-    with ThreadPoolExecutor(16) as threads:
-        list(threads.map(cut, range(1000)))
-    wait_until(lambda: server.client.num_open == 0, 20)
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 100, "stream": True, "n": 2}
+    reset(server, "/v1/completions", [body] * 1000)
     handles = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     assert handles < 200

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
-from server.api.engines.client import EngineSpec
 from server.config import LimitsConfig, ServerConfig
-from server.engine.host import start_thread
-from tests.api.chat_models import decode, encode, served, weather
+from tests.api.chat_models import chat_spec, decode, encode, served, weather
 from tests.api.live import LiveServer
-from tests.api.test_chat_end_to_end import make_engine
-from tests.api.unharmed import unharmed_by
-from tests.waiting import wait_until
+from tests.api.unharmed import reset, unharmed_by
 
 pytestmark = pytest.mark.attack
 
@@ -32,11 +26,6 @@ SAYS = [{"role": "user", "content": "the quick brown fox"}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from tests.api.chat_models import TOKENIZER
-
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
     config = ServerConfig.model_validate(
         {
             "keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"}),
@@ -44,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         }
     )
     models = {"hermes": served("hermes")}
-    specs = [EngineSpec("e", "hermes", "cpu", factory)]
+    specs = [chat_spec(tmp_path_factory.mktemp("model"), "hermes")]
     with LiveServer(specs, models=models, config=config, drafters=("off", "suffix", "auto")) as s:
         # What the first grammars of a process take is no attack's: tables, threads' heaps.
         for i in range(4):
@@ -271,9 +260,6 @@ TENTH_OF_A_MILLION: list[tuple[Callable[[], dict[str, Any]], str]] = [
         },
         "m",
     ),
-    (lambda: {"logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
-    (lambda: {"stop": ["x" * (1 << 20)] * 4}, "stop"),
-    (lambda: {"stop": ["x"] * MANY}, "stop"),
     (lambda: {"prediction": {"type": "content", "content": "x" * (4 << 20)}}, "prediction"),
     (
         lambda: {
@@ -493,19 +479,5 @@ def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
         {"response_format": {"type": "json_object"}},
     ]
 
-    def cut(i: int) -> None:
-        body = {"model": "hermes", "messages": SAYS, "max_completion_tokens": 200}
-        content = json.dumps({**body, **bodies[i % 4]}).encode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
-            s.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-                b"authorization: Bearer sk-one\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(content), content)
-            )
-            if i % 3 == 0:
-                s.recv(100)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(cut, range(400)))
-    wait_until(lambda: server.client.num_open == 0, 20)
+    asked = {"model": "hermes", "messages": SAYS, "max_completion_tokens": 200}
+    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(400)])

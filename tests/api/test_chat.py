@@ -25,7 +25,7 @@ from tests.api.chat_models import (
     weather,
 )
 from tests.api.live import LiveServer, as_bytes
-from tests.api.test_completions import events
+from tests.api.test_completions import SAMPLING, check_sampling, events
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 
@@ -175,26 +175,15 @@ def test_every_sampling_field_reaches_the_engine(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
     response = chat(
-        server, max_completion_tokens=7, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1,
-        presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.5, min_tokens=2, stop="x",
-        stop_token_ids=[9, 5, 9], logit_bias={"7": -100, "3": 2}, allowed_token_ids=[8, 3],
-        ignore_eos=True, seed=3, logprobs=True, top_logprobs=20, n=2,
-        include_stop_str_in_output=True, skip_special_tokens=False, priority=-4, cache_salt="salt",
-        user="me", metadata={"a": "b"}, store=False, safety_identifier="s", prompt_cache_key="k",
-        modalities=["text"], verbosity="medium", prompt_cache_retention="in_memory",
-        reasoning_effort="none", response_format={"type": "text"},
+        server, max_completion_tokens=7, logprobs=True, top_logprobs=20, n=2,
+        safety_identifier="s", prompt_cache_key="k", modalities=["text"], verbosity="medium",
+        prompt_cache_retention="in_memory", reasoning_effort="none",
+        response_format={"type": "text"}, **SAMPLING,
     )  # fmt: skip
     assert response.status_code == 200, response.text
     [request] = engine.submitted
-    s = request.sampling
-    assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (7, 0.5, 0.9, 0, 0.1)
-    assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1.0, -0.5, 1.5)
-    assert (s.min_tokens, s.stop, s.stop_token_ids) == (2, (b"x",), (5, 9))
-    assert s.logit_bias == ((3, 2.0), (7, -100.0)) and s.allowed_token_ids == (3, 8)
-    assert (s.ignore_eos, s.seed, s.num_logprobs) == (True, 3, 20)
-    assert s.include_stop_str_in_output and not s.skip_special_tokens
-    assert (request.num_choices, request.priority, request.cache_salt) == (2, -4, "salt")
-    assert request.grammar is None
+    check_sampling(request)
+    assert request.num_choices == 2 and request.grammar is None
 
 
 def test_choices_are_numbered(server: LiveServer, engine: ScriptedEngine) -> None:

@@ -5,62 +5,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drafters import make_drafter
-from server.api.engines.client import EngineSpec
-from server.engine.engine import Engine
-from server.engine.grammar import GrammarCompiler
-from server.engine.host import start_thread
-from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
-from tests.api.chat_models import CONTEXT, TABLE, TOKENIZER, encode, served, weather
+from tests.api.chat_models import chat_spec, encode, served, weather
 from tests.api.live import LiveServer
 from tests.api.test_completions import events
-from tests.engine.tiny_vocabularies import read_grammar_tokenizer
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 MODELS = ("hermes", "mistral", "llama")
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
 
-def make_engine(tokenizer_file: Path) -> Engine:
-    info = fake_info(
-        vocab_size=TABLE.vocab_size, num_blocks=256, block_size=8, max_model_len=CONTEXT,
-        max_num_seqs=8, max_num_batched_tokens=128, eos_token_ids=(0,),
-    )  # fmt: skip
-    vocab_size = TABLE.vocab_size
-    runner = FakeRunner(FakeModel(TABLE.vocab_size, context=2, boost=6.0), info)
-    return Engine(
-        runner,
-        {name: partial(_drafter, name) for name in ("suffix", "auto")},
-        EngineSettings(max_num_seqs=8, max_num_batched_tokens=128, chunked_prefill_rows=64),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
-        grammars=GrammarCompiler(
-            partial(read_grammar_tokenizer, tokenizer_file, vocab_size, (0,)), vocab_size
-        ),
-    )
-
-
-def _drafter(name: str, task: str, speculation: Any) -> Any:
-    return make_drafter(name)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    specs = [
-        EngineSpec(
-            f"engine-{name}", name, "cpu",
-            partial(start_thread, partial(make_engine, file), name=name, device="cpu"),
-        )
-        for name in MODELS
-    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    specs = [chat_spec(folder, name, f"engine-{name}") for name in MODELS]
     models = {name: served(name) for name in MODELS}
     with LiveServer(specs, models=models, drafters=("off", "suffix", "auto")) as live:
         yield live

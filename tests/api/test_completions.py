@@ -373,19 +373,18 @@ def test_speculation_can_be_chosen(server: LiveServer, engine: ScriptedEngine) -
     assert chosen == [("off", 0), ("suffix", 5), ("off", 0)]
 
 
-def test_every_sampling_field_reaches_the_engine(
-    server: LiveServer, engine: ScriptedEngine
-) -> None:
-    body = server.post(
-        max_tokens=7, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1,
-        frequency_penalty=-0.5, repetition_penalty=1.5, min_tokens=2, stop="x",
-        stop_token_ids=[9, 5, 9], logit_bias={"7": -100, "3": 2}, allowed_token_ids=[8, 3],
-        ignore_eos=True, seed=3, logprobs=20, include_stop_str_in_output=True,
-        skip_special_tokens=False, priority=-4, cache_salt="salt", user="me",
-        metadata={"a": "b"}, store=False,
-    )  # fmt: skip
-    assert body.status_code == 200, body.text
-    [request] = engine.submitted
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "presence_penalty": 1,
+    "frequency_penalty": -0.5, "repetition_penalty": 1.5, "min_tokens": 2, "stop": "x",
+    "stop_token_ids": [9, 5, 9], "logit_bias": {"7": -100, "3": 2}, "allowed_token_ids": [8, 3],
+    "ignore_eos": True, "seed": 3, "include_stop_str_in_output": True,
+    "skip_special_tokens": False, "priority": -4, "cache_salt": "salt", "user": "me",
+    "metadata": {"a": "b"}, "store": False,
+}  # fmt: skip
+
+
+def check_sampling(request: Request) -> None:
+    """SAMPLING, 7 tokens at most and 20 logprobs have reached the engine."""
     s = request.sampling
     assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (7, 0.5, 0.9, 0, 0.1)
     assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1.0, -0.5, 1.5)
@@ -394,6 +393,15 @@ def test_every_sampling_field_reaches_the_engine(
     assert (s.ignore_eos, s.seed, s.num_logprobs) == (True, 3, 20)
     assert s.include_stop_str_in_output and not s.skip_special_tokens
     assert (request.priority, request.cache_salt) == (-4, "salt")
+
+
+def test_every_sampling_field_reaches_the_engine(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    body = server.post(max_tokens=7, logprobs=20, **SAMPLING)
+    assert body.status_code == 200, body.text
+    [request] = engine.submitted
+    check_sampling(request)
 
 
 def test_top_p_of_zero_keeps_the_likeliest_alone(

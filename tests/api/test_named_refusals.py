@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
-from server.api.engines.client import EngineSpec
-from server.engine.host import start_thread
-from tests.api.live import BYTE_IDS, TOKENIZER, LiveServer
+from tests.api.live import BYTE_IDS, LiveServer
+from tests.api.real_engine import grammar_spec
 from tests.api.test_errors import check
-from tests.api.test_structured_end_to_end import make_engine
 
 A = BYTE_IDS[b"a"]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
-    with LiveServer([EngineSpec("e", "tiny", "cpu", factory)]) as live:
+    with LiveServer([grammar_spec(tmp_path_factory.mktemp("model"), boost=4.0)]) as live:
         yield live
 
 

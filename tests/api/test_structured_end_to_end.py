@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drafters import make_drafter
-from server.api.engines.client import EngineSpec
-from server.engine.engine import Engine
-from server.engine.grammar import GrammarCompiler
-from server.engine.host import start_thread
-from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
-from tests.api.live import TABLE, TOKENIZER, LiveServer
+from tests.api.live import LiveServer
+from tests.api.real_engine import grammar_spec
 from tests.api.test_completions import events
-from tests.engine.tiny_vocabularies import read_grammar_tokenizer
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
-VOCAB = TABLE.vocab_size
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -36,27 +25,9 @@ SCHEMA = {
 }
 
 
-def make_engine(tokenizer_file: Path) -> Engine:
-    info = fake_info(
-        vocab_size=VOCAB, num_blocks=256, block_size=8, max_model_len=256, eos_token_ids=(0,)
-    )
-    return Engine(
-        FakeRunner(FakeModel(VOCAB, context=1, boost=4.0), info),
-        {"suffix": make_drafter("suffix")},
-        EngineSettings(max_num_seqs=8, max_num_batched_tokens=64),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
-        grammars=GrammarCompiler(
-            partial(read_grammar_tokenizer, tokenizer_file, VOCAB, (0,)), VOCAB
-        ),
-    )
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
-    with LiveServer([EngineSpec("e", "tiny", "cpu", factory)]) as live:
+    with LiveServer([grammar_spec(tmp_path_factory.mktemp("model"), boost=4.0)]) as live:
         yield live
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -66,3 +69,24 @@ def exchange(live: LiveServer, data: bytes, wait_s: float = 10.0) -> bytes:
         except (ConnectionResetError, BrokenPipeError):
             pass
     return got
+
+
+def reset(live: LiveServer, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
+    """POST each body with the key sk-one and reset the connection, a third of them once something
+    was answered; returns when the server works for none of them any more."""
+
+    def cut(i: int) -> None:
+        content = json.dumps(bodies[i]).encode()
+        with socket.create_connection(("127.0.0.1", live.port), timeout=30) as s:
+            s.sendall(
+                b"POST %b HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                % (path.encode(), len(content), content)
+            )
+            if i % 3 == 0:
+                s.recv(100)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(cut, range(len(bodies))))
+    wait_until(lambda: live.client.num_open == 0, 20)

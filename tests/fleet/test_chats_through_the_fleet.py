@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
 from server.api.engines.client import EngineSpec
-from server.engine.host import start_thread
-from tests.api.chat_models import TOKENIZER, served
+from tests.api.chat_models import chat_spec, served
 from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import (  # noqa: F401  # collected with this file's `server`
     MODELS,
-    make_engine,
     test_a_call_that_must_be_made_is_made,
     test_a_formatted_answer_and_its_logprobs,
     test_a_prediction_is_accepted_counted_and_changes_nothing,
@@ -24,16 +21,10 @@ from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    make = partial(make_engine, file)
+    folder = tmp_path_factory.mktemp("model")
 
     def fleet(model: str) -> EngineSpec:
-        names = [f"{model}/{i}" for i in range(2)]
-        specs = [
-            EngineSpec(n, model, "cpu", partial(start_thread, make, name=n, device="cpu"))
-            for n in names
-        ]
+        specs = [chat_spec(folder, model, f"{model}/{i}") for i in range(2)]
         return fleet_spec(LocalReplicas(specs), lambda: live.loop)
 
     models = {name: served(name) for name in MODELS}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
-from server.api.engines.client import EngineSpec
-from server.engine.host import start_thread
 from tests.api.live import LiveServer
-from tests.api.real_engine import TOKENIZER
+from tests.api.real_engine import grammar_spec
 from tests.api.test_structured_end_to_end import (  # noqa: F401  # with this file's `server`
-    make_engine,
     test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output,
     test_every_form_matches_with_and_without_drafts,
     test_forced_tokens_are_reported_as_a_source,
@@ -24,13 +20,8 @@ from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    make = partial(make_engine, file)
-    specs = [
-        EngineSpec(n, "tiny", "cpu", partial(start_thread, make, name=n, device="cpu"))
-        for n in ("e0", "e1")
-    ]
+    folder = tmp_path_factory.mktemp("model")
+    specs = [grammar_spec(folder, "tiny", name, boost=4.0) for name in ("e0", "e1")]
     live = LiveServer([fleet_spec(LocalReplicas(specs), lambda: live.loop)])
     with live:
         yield live

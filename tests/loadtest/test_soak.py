@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from server.api.bodies import validate
-from server.api.engines.client import EngineSpec
 from server.api.faces.chat import ChatBody
 from server.api.faces.completions import CompletionBody
 from server.api.faces.decisions import DecisionBody
 from server.config import TaskConfig
-from server.engine.host import start_thread
 from tests import soak
-from tests.api.chat_models import TOKENIZER, served
+from tests.api.chat_models import chat_spec, served
 from tests.api.live import LiveServer
-from tests.api.test_chat_end_to_end import make_engine
 from tests.soak import COUNTED, KEPT, LEFT, Reading, SoakOptions, Tally
 
 PAGE = "".join(f'{name}{{drafter="suffix",task="{KEPT}"}} 7.0\n' for name in COUNTED)
@@ -89,10 +85,7 @@ def test_every_request_of_the_mix_is_valid() -> None:
 
 
 def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept(tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
-    engines = [EngineSpec("e", "hermes", "cpu", factory)]
+    engines = [chat_spec(tmp_path, "hermes")]
     tasks = {name: TaskConfig(name=name) for name in (KEPT, LEFT)}
     options = SoakOptions(minutes=0.1, clients=4, leave=0.3, tokens=12, drafters="off,suffix")
     tally = Tally()
