@@ -52,44 +52,6 @@ from server.types import Delta, TokenLogprob
 _decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class StopPrefix:
-    """How many of the last bytes could be the beginning of one stop string.
-
-    Knuth-Morris-Pratt's automaton: constant work per byte. A complete match does not stop it (the
-    engine may have to ignore it, before min_tokens); it goes on with the longest border.
-    """
-
-    __slots__ = ("_fail", "_stop", "held")
-
-    def __init__(self, stop: bytes) -> None:
-        if not stop:
-            raise ValueError("a stop string cannot be empty")
-        fail = [0] * (len(stop) + 1)
-        k = 0
-        for i in range(1, len(stop)):
-            while k and stop[i] != stop[k]:
-                k = fail[k]
-            if stop[i] == stop[k]:
-                k += 1
-            fail[i + 1] = k
-        self._stop = stop
-        self._fail = fail
-        self.held = 0
-
-    def push(self, data: bytes) -> int:
-        """Take more bytes; returns (and keeps in `held`) the length of the pending prefix."""
-        stop, fail, k = self._stop, self._fail, self.held
-        for byte in data:
-            while k and (k == len(stop) or byte != stop[k]):
-                k = fail[k]
-            if byte == stop[k]:
-                k += 1
-        if k == len(stop):
-            k = fail[k]
-        self.held = k
-        return k
-
-
 class TextStream:
     """The text of one choice.
 
@@ -109,7 +71,8 @@ class TextStream:
         self._table = table
         self._include_stop = include_stop
         self._skip_special = skip_special
-        self._prefixes = [StopPrefix(s) for s in stop]
+        self._stops = stop
+        self._most_held = max(map(len, stop), default=1) - 1
         self._pending = b""
         self._decode = _decoder("replace").decode
         self.dropped_last = False
@@ -117,12 +80,18 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that can be sent after `token_ids`, which do not end the choice."""
         new = self._table.join(token_ids, skip_special=self._skip_special)
-        if not self._prefixes:
+        if not self._stops:
             return self._decode(new)
-        held = max(prefix.push(new) for prefix in self._prefixes)
         pending = self._pending + new
-        self._pending = pending[len(pending) - held :]
-        return self._decode(pending[: len(pending) - held])
+        at = max(0, len(pending) - self._most_held)
+        while at < len(pending) and not self._may_begin_a_stop(pending[at:]):
+            at += 1
+        self._pending = pending[at:]
+        return self._decode(pending[:at])
+
+    def _may_begin_a_stop(self, text: bytes) -> bool:
+        # A whole one is let go: the engine has ignored it, before min_tokens.
+        return any(stop != text and stop.startswith(text) for stop in self._stops)
 
     def finish(
         self,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import token_bytes
-from server.api.answer import CharCounter, StopPrefix, TextStream
+from server.api.answer import CharCounter, TextStream
 from server.api.served_model import TokenNames
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
@@ -130,11 +130,10 @@ def test_sentencepiece_keeps_the_space_of_a_continuation() -> None:
     assert stream.push(ids) + stream.finish([], "length", None) == " the cat"
 
 
-def test_stop_prefix_keeps_the_longest_border() -> None:
-    prefix = StopPrefix(b"aabaaa")
-    assert [prefix.push(bytes([b])) for b in b"aabaab"] == [1, 2, 3, 4, 5, 3]
-    with pytest.raises(ValueError):
-        StopPrefix(b"")
+def test_the_longest_beginning_of_a_stop_string_is_held() -> None:
+    stream = TextStream(TABLE, stop=[b"aabaaa", b"x"])
+    shown = [stream.push(as_byte_tokens(char)) for char in "aabaab"]
+    assert shown == ["", "", "", "", "", "aab"]
 
 
 @given(st.text(max_size=20))
