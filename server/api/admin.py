@@ -37,6 +37,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api.bodies import BodyPart, ModelName, TokenId, parse_object, read_body, validate
+from server.api.engines.client import problem_of
 from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
 from server.api.route_context import RouteContext
@@ -268,7 +269,7 @@ class AdapterRoutes:
         assert order is not None
         payload = {name: getattr(order, name) for name in type(order).__dataclass_fields__}
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
-        problem = _problem_of(await self._client.control(engine, "adapter_register", payload))
+        problem = problem_of(await self._client.control(engine, "adapter_register", payload))
         while not problem:
             states = (await self._client.control(engine, "adapter_states", None))["value"]
             state = next((s for s in states if s["id"] == order.adapter_id), None)
@@ -289,15 +290,11 @@ class AdapterRoutes:
             if slot.spec.model != served.name or slot.state != "ready":
                 continue
             with contextlib.suppress(NoEngineError):
-                problem = _problem_of(
+                problem = problem_of(
                     await self._client.control(slot.spec.name, "adapter_forget", served.adapter_id)
                 )
                 if problem:
                     raise EngineError(f"An engine did not forget the adapter: {problem}")
-
-
-def _problem_of(answer: Any) -> str:
-    return "" if answer.get("ok") else str(answer.get("error", "an engine refused it"))
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -609,16 +606,12 @@ class TaskRoutes:
     async def _tell_engines(self, control: str, payload: Any) -> bool:
         """Whether all engines did it. An engine that is not ready will read the new state."""
         ready = [e["name"] for e in self._client.engines() if e["state"] == "ready"]
-        answers = await asyncio.gather(
-            *(self._client.control(n, control, payload, REPORT_TIMEOUT_S) for n in ready),
-            return_exceptions=True,
-        )
-        done = True
-        for name, answer in zip(ready, answers, strict=True):
-            if isinstance(answer, BaseException) or not answer.get("ok"):
-                done = False
-                log.warning("engine %s did not do %s: %s", name, control, _reason(answer))
-        return done
+        answers = await self._client.ask(ready, control, payload, REPORT_TIMEOUT_S)
+        problems = {name: problem_of(answer) for name, answer in answers.items()}
+        for name, problem in problems.items():
+            if problem:
+                log.warning("engine %s did not do %s: %s", name, control, problem)
+        return not any(problems.values())
 
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in
@@ -633,22 +626,15 @@ class TaskRoutes:
             "adapter": served.adapter_id,
         }
         engines = [e for e in self._client.engines() if e["model"] == model]
-        answers = await asyncio.gather(
-            *(
-                self._client.control(e["name"], "task_report", payload, REPORT_TIMEOUT_S)
-                for e in engines
-            ),
-            return_exceptions=True,
-        )
+        names = [engine["name"] for engine in engines]
+        answers = await self._client.ask(names, "task_report", payload, REPORT_TIMEOUT_S)
         report = _Report()
-        for engine, answer in zip(engines, answers, strict=True):
-            value = None
-            if isinstance(answer, dict) and answer.get("ok") is True:
-                value = answer["value"]
-                report.add(value)
-            told = EngineReport(
-                name=engine["name"], state=engine["state"], answered=value is not None
-            )
+        for engine in engines:
+            answer = answers[engine["name"]]
+            has_answered = not problem_of(answer)
+            if has_answered:
+                report.add(answer["value"])
+            told = EngineReport(name=engine["name"], state=engine["state"], answered=has_answered)
             report.engines.append(told)
         return report
 
@@ -743,11 +729,3 @@ def _read_upload(raw: bytes) -> tuple[list[dict[str, Any]], bool]:
             )
     examples = [example.model_dump(exclude_none=True) for example in body.examples]
     return examples, body.mode == "append"
-
-
-def _reason(answer: Any) -> str:
-    if isinstance(answer, TailorError):
-        return answer.message
-    if isinstance(answer, BaseException):
-        return type(answer).__name__
-    return str(answer.get("error", ""))

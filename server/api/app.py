@@ -32,13 +32,13 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.admin import ADAPTER_PATHS, AdapterRoutes, TaskAdmin, TaskRoutes
-from server.api.chats import Chats
 from server.api.dashboard import (
     DATA_PATH,
     HISTORY_PATH,
     PAGE_PATHS,
     ROOT_PATH,
     History,
+    View,
     add_dashboard,
     snapshot,
 )
@@ -95,7 +95,7 @@ def create_app(
     for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
         metrics.expect(task.name, task.speculation.drafter, catalog.find(task.name)[1].name)
     paths: set[str] = set()
-    history = History(lambda: snapshot(metrics, client, None))
+    history = History(lambda: snapshot(metrics, client, View()))
     has_page = config.dashboard.enabled
     app = FastAPI(
         title="Tailor",
@@ -110,18 +110,18 @@ def create_app(
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
     context = RouteContext(orders, client, metrics)
-    chats, decider = Chats(orders), Decider(orders)
+    decider = Decider(orders)
     faces: list[Face] = [
         Completions(context),
-        ChatCompletions(context, chats),
-        Responses(context, chats),
+        ChatCompletions(context),
+        Responses(context),
         Decisions(context, decider),
         SystemOne(context, decider),
     ]
     for face in faces:
         told = described(face.summary, face.answer, body=face.body, chunks=face.chunks)
         app.add_api_route(face.path, face.respond, methods=["POST"], response_model=None, **told)
-    add_model_routes(app, context, chats)
+    add_model_routes(app, context)
     add_state_routes(app, client, metrics)
     task_routes = TaskRoutes(context, task_admin)
     task_routes.add_to(app)

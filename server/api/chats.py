@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from server.api.bodies import GenerationBody, parse_object
 from server.api.chat_template import ChatTemplate
-from server.api.grammars import OutputFormat, Wanted, grammar_of_prepared
-from server.api.order import Generation, Names, Orders, Target, rules_of
-from server.api.route_context import RouteContext, TextFace
+from server.api.grammars import Wanted, grammar_of_prepared
+from server.api.order import Generation, Orders, Target, rules_of
+from server.api.route_context import TextFace
 from server.api.served_model import ChatModel
 from server.api.tools import (
     ChosenTools,
@@ -78,24 +78,20 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """A conversation that a model shall go on with.
+class Chat(Generation):
+    """A Generation whose prompt is a conversation, which a template turns into ids.
 
-    body: the fields that all routes share. names: the route's: prompt, max_tokens, logprobs and
-    reasoning_effort. tool_choice: as of chosen_tools, nests too. form: of the answer. variables:
-    chat_template_kwargs.
+    names: prompt, max_tokens, logprobs and reasoning_effort. tool_choice: as of chosen_tools, nests
+    too. variables: chat_template_kwargs.
     """
 
-    body: GenerationBody
-    names: Names
+    prompts: Sequence[str | list[int]] = ()
+    default_max_tokens: int = INT31
     turns: Sequence[Turn]
-    max_tokens: int | None
-    logprobs: int | None = None
     tools: Sequence[Tool] = ()
     tool_choice: Any = None
     nests: bool = True
     parallel: bool = True
-    form: OutputFormat | None = None
     effort: str | None = None
     variables: Mapping[str, Any] | None = None
     continues: bool = False
@@ -115,15 +111,136 @@ class ChatPrompt:
     ids: list[int]
 
 
-class Chats:
-    """Turns Chats into prompts and Generations."""
+async def prompt_of(chat: Chat, target: Target, orders: Orders) -> ChatPrompt:
+    """The ids of a Chat's messages and tools. Raises the client's errors (4xx)."""
+    model, names = target.model.chat_model, chat.names
+    if model is None:
+        raise UnsupportedFieldError(
+            f"{echoed(target.model.name)} has no chat template: it continues text, it does not "
+            "chat. Use /v1/completions.",
+            at="model",
+        )
+    if chat.continues and chat.adds_prompt:
+        raise InvalidRequestError(
+            "this and add_generation_prompt contradict each other.", at="continue_final_message"
+        )
+    rules = rules_of(chat.body, target.task)
+    tools = chosen_tools(
+        chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
+    )
+    if tools.shown is not None and model.style is None:
+        raise UnsupportedFieldError(
+            "this model's chat template writes calls in a way that is not read here.",
+            at="tools",
+        )
+    forced, grammar = await _forced(chat, tools, model, target, orders)
+    template, shown = model.template, tools.shown
+    messages = _messages(chat, template, tools)
+    num_chars = sum(len(message["content"]) for message in messages)
+    # Templates may repeat messages; they hardly ever leave one out.
+    orders.check_size(num_chars, target, chat.max_tokens, names)
+    variables = _variables(chat, template, shown is not None and not model.tells_tools)
+    if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
+        raise InvalidRequestError(
+            "the last message must be an assistant's text.", at="continue_final_message"
+        )
+    if model.tells_tools:
+        messages, shown = tell_tools(messages, shown), None
+    adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
+    opening = "" if forced is None else forced.opening
+    num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
+    num_chars += sum(len(call.arguments) for turn in chat.turns for call in turn.calls)
+    try:
+        rendered = await orders.work(
+            lambda: template.render(
+                messages,
+                tools=shown,
+                add_generation_prompt=adds,
+                continue_final_message=chat.continues,
+                variables=variables,
+                opening=opening,
+            ),
+            num_chars,
+        )
+        orders.check_size(rendered.num_bytes, target, chat.max_tokens, names)
+        ids = await orders.work(
+            lambda: target.model.prompt_ids(template.encode(rendered)),
+            rendered.num_bytes,
+        )
+    except RequestError as error:
+        raise (error.moved(names["prompt"]) if error.at == "messages" else error) from None
+    if not ids:
+        raise InvalidRequestError("they have no tokens.", at=names["prompt"])
+    return ChatPrompt(model, tools, forced, grammar, rendered.text, ids)
 
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
 
-    async def generation(self, chat: Chat, target: Target) -> Generation:
-        """The Generation of a Chat. Raises the client's errors (4xx)."""
-        prompt = await self.prompt(chat, target)
+async def _forced(
+    chat: Chat, tools: ChosenTools, model: ChatModel, target: Target, orders: Orders
+) -> tuple[ForcedCall | None, Wanted | None]:
+    """How a call is forced, and its checked grammar."""
+    body = chat.body
+    if tools.callable:
+        formatted = "" if chat.form is None or chat.form.kind == "text" else chat.form.field
+        at = body.called("structured_outputs") if body.structured_outputs else formatted
+        if at:
+            raise UnsupportedFieldError(
+                "cannot be combined with tools that may be called: it says what the whole "
+                "answer must match.",
+                at=at,
+            )
+    if not tools.must_call:
+        return None, None
+    if chat.continues:
+        raise InvalidRequestError(
+            "cannot be combined with a tool_choice that forces a call.",
+            at="continue_final_message",
+        )
+    assert model.style is not None
+    forced = force_call(model.style, tools.callable, parallel=tools.parallel)
+    grammar = grammar_of_prepared(forced.schema, "tools")
+    scope = scope_of(target.tenant, body.cache_salt or "")
+    await orders.grammars.check(grammar, "tools", scope)
+    return forced, (grammar, "tools")
+
+
+def _messages(chat: Chat, template: ChatTemplate, tools: ChosenTools) -> list[dict[str, Any]]:
+    """The messages as templates read them: content a string, arguments of calls as objects. A
+    developer is the system for a template that does not know the role."""
+    source = template.source if tools.shown is None else template.tool_source
+    messages = []
+    for turn in chat.turns:
+        is_system = turn.role == "developer" and "developer" not in source
+        shown: dict[str, Any] = {
+            "role": "system" if is_system else turn.role,
+            "content": turn.content,
+        }
+        if turn.name is not None:
+            shown["name"] = turn.name
+        if turn.reasoning is not None:
+            if "reasoning_content" not in source:
+                raise UnsupportedFieldError(
+                    "this model's chat template does not read it.",
+                    at=f"{turn.at}.reasoning_content",
+                )
+            shown["reasoning_content"] = turn.reasoning
+        if turn.calls:
+            shown["tool_calls"] = [_shown_call(call) for call in turn.calls]
+        if turn.call_id is not None:
+            shown["tool_call_id"] = turn.call_id
+        messages.append(shown)
+    return messages
+
+
+class ChatFace(TextFace[_B]):
+    """A TextFace whose bodies are chats."""
+
+    @abstractmethod
+    def chat(self, body: _B, target: Target) -> Chat:
+        """The Chat of a body. Raises the client's errors (4xx)."""
+
+    async def generation(self, body: _B, target: Target) -> Generation:
+        chat = self.chat(body, target)
+        prompt = await prompt_of(chat, target, self.context.orders)
         tools, forced, style = prompt.tools, prompt.forced, prompt.model.style
         can_call = bool(tools.callable)
 
@@ -138,154 +255,15 @@ class Chats:
                 forced=None if forced is None else forced.name,
             )
 
-        return Generation(
-            body=chat.body,
-            names=chat.names,
+        return replace(
+            chat,
             prompts=[prompt.ids],
-            max_tokens=chat.max_tokens,
-            default_max_tokens=INT31,
-            logprobs=chat.logprobs,
-            form=chat.form,
             grammar=prompt.grammar,
             new_reader=new_reader if can_call else None,
             forces_call=forced is not None,
             table=prompt.model.table if can_call else None,
             token_names=prompt.model.names,
         )
-
-    async def prompt(self, chat: Chat, target: Target) -> ChatPrompt:
-        """The ids of a Chat's messages and tools. Raises the client's errors (4xx)."""
-        model, orders, names = target.model.chat_model, self._orders, chat.names
-        if model is None:
-            raise UnsupportedFieldError(
-                f"{echoed(target.model.name)} has no chat template: it continues text, it does not "
-                "chat. Use /v1/completions.",
-                at="model",
-            )
-        if chat.continues and chat.adds_prompt:
-            raise InvalidRequestError(
-                "this and add_generation_prompt contradict each other.", at="continue_final_message"
-            )
-        rules = rules_of(chat.body, target.task)
-        tools = chosen_tools(
-            chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
-        )
-        if tools.shown is not None and model.style is None:
-            raise UnsupportedFieldError(
-                "this model's chat template writes calls in a way that is not read here.",
-                at="tools",
-            )
-        forced, grammar = await self._forced(chat, tools, model, target)
-        template, shown = model.template, tools.shown
-        messages = self._messages(chat, template, tools)
-        num_chars = sum(len(message["content"]) for message in messages)
-        # Templates may repeat messages; they hardly ever leave one out.
-        orders.check_size(num_chars, target, chat.max_tokens, names)
-        variables = _variables(chat, template, shown is not None and not model.tells_tools)
-        if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
-            raise InvalidRequestError(
-                "the last message must be an assistant's text.", at="continue_final_message"
-            )
-        if model.tells_tools:
-            messages, shown = tell_tools(messages, shown), None
-        adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
-        opening = "" if forced is None else forced.opening
-        num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
-        num_chars += sum(len(call.arguments) for turn in chat.turns for call in turn.calls)
-        try:
-            rendered = await orders.work(
-                lambda: template.render(
-                    messages,
-                    tools=shown,
-                    add_generation_prompt=adds,
-                    continue_final_message=chat.continues,
-                    variables=variables,
-                    opening=opening,
-                ),
-                num_chars,
-            )
-            orders.check_size(rendered.num_bytes, target, chat.max_tokens, names)
-            ids = await orders.work(
-                lambda: target.model.prompt_ids(template.encode(rendered)),
-                rendered.num_bytes,
-            )
-        except RequestError as error:
-            raise (error.moved(names["prompt"]) if error.at == "messages" else error) from None
-        if not ids:
-            raise InvalidRequestError("they have no tokens.", at=names["prompt"])
-        return ChatPrompt(model, tools, forced, grammar, rendered.text, ids)
-
-    async def _forced(
-        self, chat: Chat, tools: ChosenTools, model: ChatModel, target: Target
-    ) -> tuple[ForcedCall | None, Wanted | None]:
-        """How a call is forced, and its checked grammar."""
-        body = chat.body
-        if tools.callable:
-            formatted = "" if chat.form is None or chat.form.kind == "text" else chat.form.field
-            at = body.called("structured_outputs") if body.structured_outputs else formatted
-            if at:
-                raise UnsupportedFieldError(
-                    "cannot be combined with tools that may be called: it says what the whole "
-                    "answer must match.",
-                    at=at,
-                )
-        if not tools.must_call:
-            return None, None
-        if chat.continues:
-            raise InvalidRequestError(
-                "cannot be combined with a tool_choice that forces a call.",
-                at="continue_final_message",
-            )
-        assert model.style is not None
-        forced = force_call(model.style, tools.callable, parallel=tools.parallel)
-        grammar = grammar_of_prepared(forced.schema, "tools")
-        scope = scope_of(target.tenant, body.cache_salt or "")
-        await self._orders.grammars.check(grammar, "tools", scope)
-        return forced, (grammar, "tools")
-
-    def _messages(
-        self, chat: Chat, template: ChatTemplate, tools: ChosenTools
-    ) -> list[dict[str, Any]]:
-        """The messages as templates read them: content a string, arguments of calls as objects. A
-        developer is the system for a template that does not know the role."""
-        source = template.source if tools.shown is None else template.tool_source
-        messages = []
-        for turn in chat.turns:
-            is_system = turn.role == "developer" and "developer" not in source
-            shown: dict[str, Any] = {
-                "role": "system" if is_system else turn.role,
-                "content": turn.content,
-            }
-            if turn.name is not None:
-                shown["name"] = turn.name
-            if turn.reasoning is not None:
-                if "reasoning_content" not in source:
-                    raise UnsupportedFieldError(
-                        "this model's chat template does not read it.",
-                        at=f"{turn.at}.reasoning_content",
-                    )
-                shown["reasoning_content"] = turn.reasoning
-            if turn.calls:
-                shown["tool_calls"] = [_shown_call(call) for call in turn.calls]
-            if turn.call_id is not None:
-                shown["tool_call_id"] = turn.call_id
-            messages.append(shown)
-        return messages
-
-
-class ChatFace(TextFace[_B]):
-    """A TextFace whose bodies are chats."""
-
-    def __init__(self, context: RouteContext, chats: Chats) -> None:
-        super().__init__(context)
-        self._chats = chats
-
-    @abstractmethod
-    def chat(self, body: _B, target: Target) -> Chat:
-        """The Chat of a body. Raises the client's errors (4xx)."""
-
-    async def generation(self, body: _B, target: Target) -> Generation:
-        return await self._chats.generation(self.chat(body, target), target)
 
 
 def _shown_call(call: Call) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,30 @@ POLICY = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who looks. A key sees the tasks that it may use; None (a server without keys) sees all.
+    tells_sums: whether a key that is no admin's sees the sums over all keys; if not, only how busy
+    the engines are."""
+
+    key: ApiKey | None = None
+    tells_sums: bool = True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it sees only how busy the engines are."""
+        return not self.tells_sums and self.key is not None and not self.key.admin
+
+    def sees(self, task: str, model: str) -> bool:
+        """Whether it sees the figures of a task."""
+        return self.key is None or self.key.may_use(task, model)
+
+
 def add_dashboard(
     app: FastAPI, client: EngineClient, metrics: Metrics, history: History, *, tells_sums: bool
 ) -> None:
-    """Declare the pages and their data. history: the application runs it. tells_sums: see
-    snapshot."""
+    """Declare the pages and their data. history: the application runs it. tells_sums: of each
+    View."""
     files: dict[str, tuple[bytes, dict[str, str]]] = {}
     for path, file in _FILES.items():
         body = file.read_bytes()
@@ -108,9 +128,9 @@ def add_dashboard(
     @app.get(DATA_PATH, include_in_schema=False)
     async def get_dashboard_data(request: HttpRequest) -> Response:
         await client.ask_figures()
-        key = caller_of(request).key
-        figures = snapshot(metrics, client, key, tells_sums=tells_sums)
-        told = {"version": __version__, "needs_key": key is not None}
+        view = View(caller_of(request).key, tells_sums)
+        figures = snapshot(metrics, client, view)
+        told = {"version": __version__, "needs_key": view.key is not None}
         return JSONResponse({**told, **figures}, headers={"cache-control": "no-store"})
 
     @app.get(HISTORY_PATH, include_in_schema=False)
@@ -121,10 +141,10 @@ def add_dashboard(
             raise InvalidRequestError(
                 f"after: must be a number; got {echoed(after)}.", param="after"
             ) from None
-        key = caller_of(request).key
-        body: dict[str, Any] = {"points": history.since(after_s, key, tells_sums=tells_sums)}
+        view = View(caller_of(request).key, tells_sums)
+        body: dict[str, Any] = {"points": history.since(after_s, view)}
         if not after:  # a page that was opened just now
-            body["recent"] = history.recent(key, tells_sums=tells_sums)
+            body["recent"] = history.recent(view)
         return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
@@ -211,9 +231,7 @@ _LOAD = frozenset(
 """Series that every key may see: how busy the engines are."""
 
 
-def snapshot(
-    metrics: Metrics, client: EngineClient, key: ApiKey | None, *, tells_sums: bool = True
-) -> dict[str, Any]:
+def snapshot(metrics: Metrics, client: EngineClient, view: View) -> dict[str, Any]:
     """All that the page shows, as cumulative counts; the page takes differences itself.
 
     now_s: a clock to divide differences by. edges_s: upper edges of the latency buckets; one more
@@ -221,11 +239,9 @@ def snapshot(
     per latency bucket, by task and model. slices: sums by task, mode and model. engines: gauges
     and sums. open: the oldest open requests, without any text of theirs; num_open: all of them.
 
-    key: whose view it is. A key sees the tasks that it may use and, unless it is an admin key,
-    its own open requests; None (a server without keys) sees everything. tells_sums: whether a
-    key that is no admin's sees the sums over all keys; if not, only how busy the engines are.
+    Of open requests a key that is no admin's sees its own.
     """
-    is_cut = tells_load_only(key, tells_sums)
+    is_cut, key = view.is_cut, view.key
     told: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {section: {} for section in _KEYS}
     engines = told["engines"]
     for engine in client.engines():
@@ -236,7 +252,7 @@ def snapshot(
             if is_cut and name not in _LOAD:
                 continue
             task = labels.get("task")
-            if task is not None and key is not None and not key.may_use(task, labels["model"]):
+            if task is not None and not view.sees(task, labels["model"]):
                 continue
             section, member, label = _SERIES[name]
             found_by = {by: labels[by] for by in _KEYS[section]}
@@ -277,7 +293,7 @@ NUM_RECENT = 31
 class History:
     """Takes a point every EVERY_S seconds while `run` runs, and forgets those over an hour old.
 
-    look: makes a `snapshot` without a key.
+    look: makes a `snapshot` without a key. What is told is what a View sees.
     """
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
@@ -312,50 +328,33 @@ class History:
             self.take()
             await asyncio.sleep(EVERY_S)
 
-    def since(
-        self, after_s: float, key: ApiKey | None, *, tells_sums: bool = True
-    ) -> list[dict[str, Any]]:
-        """The points later than after_s that `key` may see, as JSON; oldest first.
-
-        A key sees the tasks that it may use; None (a server without keys) sees all. tells_sums: see
-        `snapshot`; without them a key that is no admin's sees how busy the engines are.
-        """
+    def since(self, after_s: float, view: View) -> list[dict[str, Any]]:
+        """The points later than after_s, as JSON; oldest first."""
         hidden: dict[str, Any] = {}
-        if tells_load_only(key, tells_sums):
+        if view.is_cut:
             hidden = {"engine_steps": 0.0, "draft_rows": 0.0, "drafts": []}
         return [
             {
                 **point,
-                "drafts": [e for e in point["drafts"] if key is None or key.may_use(e[0], e[1])],
+                "drafts": [e for e in point["drafts"] if view.sees(e[0], e[1])],
                 **hidden,
             }
             for point in self._points
             if point["now_s"] > after_s
         ]
 
-    def recent(self, key: ApiKey | None, *, tells_sums: bool = True) -> list[dict[str, Any]]:
-        """The figures of the last minutes that `key` may see, oldest first, without open requests.
-
-        As `since` has it; a key that sees only how busy the engines are gets none.
-        """
-        if tells_load_only(key, tells_sums):
+    def recent(self, view: View) -> list[dict[str, Any]]:
+        """The figures of the last minutes, oldest first, without open requests; none where only how
+        busy the engines are is seen."""
+        if view.is_cut:
             return []
         return [
             {
                 **figures,
                 **{
-                    kind: [
-                        e
-                        for e in figures[kind]
-                        if key is None or key.may_use(e["task"], e["model"])
-                    ]
+                    kind: [e for e in figures[kind] if view.sees(e["task"], e["model"])]
                     for kind in ("drafts", "tasks", "slices")
                 },
             }
             for figures in self._recent
         ]
-
-
-def tells_load_only(key: ApiKey | None, tells_sums: bool) -> bool:
-    """Whether a key sees only how busy the engines are. tells_sums: see `snapshot`."""
-    return not tells_sums and key is not None and not key.admin

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.bodies import BodyPart, ModelName, TokenId, validate
-from server.api.chats import Chats
+from server.api.chats import prompt_of
 from server.api.engines.client import EngineClient
 from server.api.faces.chat import ChatBody, chat_of
 from server.api.http_answers import AnswerResponse
@@ -115,7 +115,7 @@ class Detokenized(Shape, kw_only=True):
     prompt: str
 
 
-def add_model_routes(app: FastAPI, context: RouteContext, chats: Chats) -> None:
+def add_model_routes(app: FastAPI, context: RouteContext) -> None:
     """Declare the routes about models and their tokens."""
 
     def entry(name: str) -> ModelEntry:
@@ -179,7 +179,7 @@ def add_model_routes(app: FastAPI, context: RouteContext, chats: Chats) -> None:
             given = {name: value for name in fields if (value := getattr(body, name)) is not None}
             if body.add_special_tokens:
                 given["add_special_tokens"] = True  # refused by its name
-            ids = (await chats.prompt(chat_of(validate(ChatBody, given)), target)).ids
+            ids = (await prompt_of(chat_of(validate(ChatBody, given)), target, context.orders)).ids
         else:
             for name in _CHAT_FIELDS:
                 if getattr(body, name) not in (None, [], {}):
@@ -215,7 +215,7 @@ def add_model_routes(app: FastAPI, context: RouteContext, chats: Chats) -> None:
     async def render(request: HttpRequest) -> Response:
         body = validate(ChatBody, await context.body(request))
         target = context.target(request, body.model)
-        prompt = await chats.prompt(chat_of(body), target)
+        prompt = await prompt_of(chat_of(body), target, context.orders)
         return AnswerResponse(
             RenderedPrompt(
                 prompt=prompt.text,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from server.api.dashboard import PAGE_PATHS, History
+from server.api.dashboard import PAGE_PATHS, History, View
 from server.api.keys import ApiKey
 from server.config import KeyConfig, ServerConfig, VocabularyConfig
 from server.types import Request
@@ -105,25 +105,25 @@ def test_the_history_is_what_the_counters_were_and_each_key_sees_its_own() -> No
     for moment in range(400):
         now[0] = 10.0 * moment
         history.take()
-    points = history.since(-1.0, None)
+    points = history.since(-1.0, View())
     assert len(points) == 361 and points[-1]["now_s"] == 3990.0  # an hour
     assert points[-1] == {
         "now_s": 3990.0, "running": 1.0, "engine_steps": 9.0, "draft_rows": 3.0,
         "drafts": [("a", "m", 6.0, 3.0, 0.0, 0.0), ("b", "m", 7.0, 0.0, 4.0, 0.0)],
     }  # fmt: skip
-    assert [p["now_s"] for p in history.since(3970.0, None)] == [3980.0, 3990.0]
+    assert [p["now_s"] for p in history.since(3970.0, View())] == [3980.0, 3990.0]
     key = ApiKey.from_config(KeyConfig(id="k", key=SecretStr("sk-k"), tasks=("b",)))
-    [last] = history.since(3980.0, key)
+    [last] = history.since(3980.0, View(key))
     assert [entry[0] for entry in last["drafts"]] == ["b"]
-    [cut] = history.since(3980.0, key, tells_sums=False)
+    [cut] = history.since(3980.0, View(key, tells_sums=False))
     assert cut["drafts"] == [] and cut["draft_rows"] == 0.0 and cut["running"] == 1.0
-    recent = history.recent(None)
+    recent = history.recent(View())
     assert [r["now_s"] for r in recent] == [10.0 * moment for moment in range(369, 400)]
     assert recent[-1]["drafts"] == figures["drafts"] and recent[-1]["tasks"] == figures["tasks"]
     assert recent[-1]["open"] == [] and recent[-1]["num_open"] == 0
-    [*_, last] = history.recent(key)
+    [*_, last] = history.recent(View(key))
     assert [entry["task"] for entry in (*last["drafts"], *last["tasks"])] == ["b", "b"]
-    assert history.recent(key, tells_sums=False) == []
+    assert history.recent(View(key, tells_sums=False)) == []
 
 
 def test_the_history_is_served_and_its_field_is_checked(live: LiveServer) -> None:

@@ -618,6 +618,20 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
 
+    async def ask(
+        self, engines: Sequence[str], name: str, payload: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        """What these engines answer to one call, all at once, by engine; see `problem_of`."""
+
+        async def one(engine: str) -> Any:
+            try:
+                return await self.control(engine, name, payload, timeout_s)
+            except (TailorError, TimeoutError) as error:
+                return {"ok": False, "error": getattr(error, "message", type(error).__name__)}
+
+        answers = await asyncio.gather(*map(one, engines))
+        return dict(zip(engines, answers, strict=True))
+
     async def ask_figures(self, timeout_s: float = 1.0) -> None:
         """Have the engines tell the metrics how they are; those that are busy for longer keep what
         they told last. Whoever asks at the same time is answered with one question, and so is
@@ -633,14 +647,11 @@ class EngineClient:
             for slot in self.slots
             if slot.state == "ready" and not slot.is_on_loop and now_s > slot.told_s + _FRESH_S
         ]
-        names = [slot.spec.name for slot in slots]
-        answers = await asyncio.gather(
-            *(self.control(name, "figures", None, timeout_s) for name in names),
-            return_exceptions=True,
-        )
-        for slot, name, answer in zip(slots, names, answers, strict=True):
-            if isinstance(answer, dict) and answer.get("ok") and slot.state == "ready":
-                self.metrics.engine_told(name, answer["value"])
+        answers = await self.ask([s.spec.name for s in slots], "figures", None, timeout_s)
+        for slot in slots:
+            answer = answers[slot.spec.name]
+            if slot.state == "ready" and not problem_of(answer):
+                self.metrics.engine_told(slot.spec.name, answer["value"])
                 slot.told_s = time.monotonic()
 
     # --- what the slots tell (on the loop) ---
@@ -738,6 +749,11 @@ class EngineClient:
         if all(s.state == "failed" for s in self.slots):
             log.critical("no engine is left")
             self.gave_up.set()
+
+
+def problem_of(answer: Any) -> str:
+    """Why an engine did not do what a call asks, "" if it did: then `value` is what it tells."""
+    return "" if answer.get("ok") else str(answer.get("error", "an engine refused it"))
 
 
 # --- which engine serves a request ---------------------------------------------------------------

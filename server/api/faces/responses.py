@@ -27,7 +27,7 @@ from server.api.bodies import (
     Path,
     aliases,
 )
-from server.api.chats import Chat, ChatFace, Chats, Turn
+from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, check_tier
 from server.api.faces.items import Item, Items, input_schema
@@ -327,8 +327,8 @@ class Responses(ChatFace[ResponsesBody]):
     chunks = (ResponseEvent, ErrorEvent)
     id_prefix = "resp_"
 
-    def __init__(self, context: RouteContext, chats: Chats) -> None:
-        super().__init__(context, chats)
+    def __init__(self, context: RouteContext) -> None:
+        super().__init__(context)
         self._kept = KeptItems()
 
     def chat(self, body: ResponsesBody, target: Target) -> Chat:
