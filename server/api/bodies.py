@@ -20,19 +20,20 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PrivateAttr,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.requests import Request
 
 from server.config.declared import parameters, request_sections
@@ -92,6 +93,48 @@ class BodyPart(BaseModel):
         return ".".join(path)
 
 
+class Kinds:
+    """Annotates a member (of type Any) that may hold one of several kinds of values, so that only
+    the kind that was sent is checked, and an error is one.
+
+    kinds: types as pydantic takes them, by names that begin with "=". kind_of: the name of a
+    value's kind, None for none of them. wrong: what is said then. key: of objects, the member that
+    names the kind.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Any],
+        wrong: str,
+        kind_of: Callable[[Any], str | None],
+        key: str = "",
+    ) -> None:
+        self._kinds = kinds
+        self._wrong = wrong
+        self._kind_of = kind_of
+        self._key = key
+
+    @classmethod
+    def by(cls, key: str, kinds: Mapping[str, type[BodyPart]]) -> Kinds:
+        """Objects whose member `key` names their kind."""
+
+        def kind_of(value: Any) -> str | None:
+            name = value.get(key) if isinstance(value, dict) else None
+            return f"={name}" if isinstance(name, str) and name in kinds else None
+
+        named = {f"={name}": kind for name, kind in kinds.items()}
+        return cls(named, f"must be one of {', '.join(kinds)}", kind_of, key)
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.tagged_union_schema(
+            {name: handler.generate_schema(kind) for name, kind in self._kinds.items()},
+            self._kind_of,
+            custom_error_type="kind",
+            custom_error_message=self._wrong,
+            custom_error_context={"key": self._key},
+        )
+
+
 def says_nothing(value: Any) -> bool:
     """Whether a value is null or empty, or holds nothing but such values."""
     if isinstance(value, dict):
@@ -101,14 +144,12 @@ def says_nothing(value: Any) -> bool:
 
 # --- what a generating route takes ----------------------------------------------------------------
 
-_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_STOP_SCHEMA = {
-    "anyOf": [
-        _STOP_TEXT,
-        {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS},
-        {"type": "null"},
-    ]
-}
+_STOP_TEXT = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_STOP = Kinds(
+    {"=text": _STOP_TEXT, "=texts": Annotated[list[_STOP_TEXT], Field(max_length=MAX_STOPS)]},
+    "must be a string or a list of strings",
+    lambda value: {str: "=text", list: "=texts"}.get(type(value)),
+)
 _SCHEMA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 _TEXT_PART = {
     "type": "object",
@@ -313,7 +354,7 @@ class GenerationBody(BodyPart):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=1024)
-    stop: Annotated[Any, WithJsonSchema(_STOP_SCHEMA)] = None
+    stop: Annotated[Any, _STOP] = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=1024
     )
@@ -476,7 +517,7 @@ _PLAIN = {
 def _invalid(
     problem: ErrorDetails, body: Mapping[str, Any], at: str, spelled: Mapping[Path, str]
 ) -> InvalidRequestError:
-    path = problem["loc"]
+    path = tuple(p for p in problem["loc"] if not str(p).startswith("="))  # kinds are no members
     value: Any = body
     for part in path:
         try:
@@ -496,8 +537,14 @@ def _invalid(
             param = _joined(param, part if known else echoed(part, 40))
     kind = problem["type"]
     message = problem["msg"]
+    context = problem.get("ctx", {})
     if kind in _PLAIN:
-        message = _PLAIN[kind].format(**problem.get("ctx", {}))
+        message = _PLAIN[kind].format(**context)
+    if kind == "kind" and context["key"]:
+        if isinstance(value, dict):
+            param, value = _joined(param, context["key"]), value.get(context["key"])
+        else:
+            message = _PLAIN["dict_type"]
     if kind == "extra_forbidden":
         return UnknownFieldError(f"Unknown field: {param}.", param=param)
     if kind == "missing":

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 from drafters.catalog import Need, spec_of, that_use
 from drafters.options import OptionError
 from server.api.bodies import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
     BodyPart,
     GenerationBody,
     PredictionBody,
@@ -417,7 +415,7 @@ class Orders:
             values["max_tokens"] = generation.max_tokens
         elif defaults.max_tokens is None:
             values["max_tokens"] = generation.default_max_tokens
-        stop = _stops_of(body.stop) if body.stop is not None else defaults.stop
+        stop = defaults.stop if body.stop is None else body.stop
         stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
         allowed, named = body.allowed_token_ids, body.logprob_token_ids or ()
         for field_name, ids in (
@@ -444,7 +442,8 @@ class Orders:
         values["logit_bias"] = bias
         values["allowed_token_ids"] = None if allowed is None else tuple(sorted(set(allowed)))
         values["stop_token_ids"] = tuple(sorted(set(stop_ids)))
-        values["stop"] = tuple([s.encode() for s in stop])
+        stops = [stop] if isinstance(stop, str) else dict.fromkeys(stop)
+        values["stop"] = tuple([s.encode() for s in stops])
         return values
 
     def _max_tokens(
@@ -517,50 +516,6 @@ def _too_long(
     )
 
 
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The four shapes of `prompt` as a list of texts or id lists. Raises InvalidRequestError."""
-    at = "prompt"
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list):
-        raise InvalidRequestError(
-            "must be a string, a list of strings, a list of token ids or a list of lists of token "
-            f"ids; got {echoed(prompt)}.",
-            at=at,
-        )
-    if not prompt:
-        raise InvalidRequestError("the list is empty.", at=at)
-    first = prompt[0]
-    if isinstance(first, int):
-        return [_ids_of(prompt, at, at)]
-    kind = str if isinstance(first, str) else list
-    prompts: list[str | list[int]] = []
-    for i, item in enumerate(prompt):
-        if not isinstance(item, kind):
-            raise InvalidRequestError(
-                "all items must have one type (strings, token ids or lists of token ids); got "
-                f"{echoed(item)}.",
-                at=f"{at}[{i}]",
-                param=at,
-            )
-        prompts.append(item if isinstance(item, str) else _ids_of(item, f"{at}[{i}]", at))
-    return prompts
-
-
-def _ids_of(items: Any, at: str, param: str) -> list[int]:
-    if not items:
-        raise InvalidRequestError("the list of token ids is empty.", at=at, param=param)
-    for i, item in enumerate(items):
-        if type(item) is not int or item < 0:
-            raise InvalidRequestError(
-                f"a token id is an integer of 0 or more; got {echoed(item)}.",
-                at=f"{at}[{i}]",
-                param=param,
-            )
-    ids: list[int] = items
-    return ids
-
-
 def context_span(
     table: TokenBytes, ids: Sequence[int], after: str | None, before: str | None
 ) -> tuple[int, int] | None:
@@ -586,26 +541,6 @@ def context_span(
             break
         position += len(piece)
     return (start, end) if start < end else None
-
-
-def _stops_of(stop: Any) -> tuple[str, ...]:
-    """The stop strings of a string or a list of strings. Raises InvalidRequestError."""
-    if not isinstance(stop, (str, list)):
-        raise InvalidRequestError(
-            f"must be a string or a list of strings; got {echoed(stop)}.", at="stop"
-        )
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequestError(f"at most {MAX_STOPS} strings; got {len(stops)}.", at="stop")
-    for i, text in enumerate(stops):
-        at = "stop" if isinstance(stop, str) else f"stop[{i}]"
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"must be a string; got {echoed(text)}.", at=at)
-        if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise InvalidRequestError(
-                f"a stop string has 1 to {MAX_STOP_CHARS} characters; got {len(text)}.", at=at
-            )
-    return tuple(dict.fromkeys(stops))
 
 
 def _bias_of(body: GenerationBody, model: ServedModel) -> tuple[tuple[int, float], ...]:

@@ -8,7 +8,13 @@ from typing import Any
 
 from server.api.bodies import validate
 from server.api.faces.completions import CompletionBody, Completions
-from server.api.faces.decisions import Decider, input_text, questions_of
+from server.api.faces.decisions import (
+    Decider,
+    DecisionBody,
+    Question,
+    input_text,
+    questions_of,
+)
 from server.api.order import Order, Orders, Target
 from server.api.served_model import Catalog, ServedModel
 from server.config import LimitsConfig, TaskConfig
@@ -43,10 +49,17 @@ def completion(takes: Orders, room: int | None = None, **body: Any) -> Order:
     return asyncio.run(make())
 
 
+def asked(*questions: Any) -> list[Question]:
+    """What a decision asks."""
+    body = validate(DecisionBody, {"model": "tiny", "input": "x", "questions": [*questions]})
+    return questions_of(body.questions)
+
+
 def decisions(takes: Orders, given: Any, questions: Any) -> list[Request]:
     """The Requests of a decision."""
-    asked = questions_of(questions)
-    work = Decider(takes).requests(input_text(given), "input", asked, target(takes), "d")
+    work = Decider(takes).requests(
+        input_text(given), "input", asked(*questions), target(takes), "d"
+    )
     found = asyncio.run(work)
     takes.close()
     return found

@@ -18,14 +18,13 @@ from server.api.faces.decisions import (
     Question,
     input_text,
     probabilities_of,
-    questions_of,
 )
 from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.types import Delta, Request
 from tests.api.live import TOKENIZER, LiveServer, served
-from tests.api.orders import decisions, orders
+from tests.api.orders import asked, decisions, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.model.torch_runners import runner_over
@@ -120,7 +119,7 @@ def test_one_request_a_question_and_the_first_one_alone(
 
 def test_the_prompt_shows_input_question_and_options() -> None:
     labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
-    (question,) = questions_of([{**CHOICE, "choices": [{"value": "sales"}, {"value": "money"}]}])
+    [question] = asked({**CHOICE, "choices": [{"value": "sales"}, {"value": "money"}]})
     labels = labels_of(labeller, question)
     text = question.text(labels)
     assert not labels.lettered
@@ -134,9 +133,7 @@ def test_the_prompt_shows_input_question_and_options() -> None:
 
 def test_options_that_begin_alike_are_lettered() -> None:
     labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
-    (question,) = questions_of(
-        [{**CHOICE, "choices": [{"value": "true"}, {"value": True}, {"value": " x"}]}]
-    )
+    [question] = asked({**CHOICE, "choices": [{"value": "true"}, {"value": True}, {"value": " x"}]})
     labels = labels_of(labeller, question)
     assert labels.lettered and labels.shown == ("A. true", "B. true", 'C. " x"')
     assert len(set(labels.token_ids)) == 3

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import field
-from pydantic import Field, WithJsonSchema
+from pydantic import FailFast, Field
 
 from server.api.answer import (
     LOWEST_LOGPROB,
@@ -21,10 +21,10 @@ from server.api.answer import (
     joined,
     shown_prompt_logprobs,
 )
-from server.api.bodies import GenerationBody, Neutral
+from server.api.bodies import GenerationBody, Kinds, Neutral, TokenId
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
-from server.api.order import Generation, Names, Order, PromptText, Target, prompts_of
+from server.api.order import Generation, Names, Order, PromptText, Target
 from server.api.route_context import TextFace
 from server.api.shapes import (
     Chunk,
@@ -42,15 +42,26 @@ from server.types import INT31, Delta, TokenLogprob
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        _IDS,
-        {"type": "array", "minItems": 1, "items": _IDS},
-    ]
-}
+_Ids = Annotated[list[TokenId], FailFast(), Field(min_length=1)]
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, list) and prompt:
+        kinds = ((str, "=texts"), (int, "=ids"), (list, "=lists of ids"))
+        return next((name for kind, name in kinds if isinstance(prompt[0], kind)), None)
+    return "=text" if isinstance(prompt, str) else None
+
+
+_PROMPT = Kinds(
+    {
+        "=text": str,
+        "=texts": Annotated[list[str], FailFast()],
+        "=ids": _Ids,
+        "=lists of ids": Annotated[list[_Ids], FailFast()],
+    },
+    "must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    _kind_of_prompt,
+)
 
 
 class CompletionBody(GenerationBody):
@@ -67,8 +78,7 @@ class CompletionBody(GenerationBody):
         "text": "Send prompt.",
     }
 
-    # Checked by hand: a union of four shapes would report four errors for every item.
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[Any, _PROMPT]
     max_tokens: int | None = Field(None, ge=0, le=INT31, description="default the task's, else 16")
     best_of: int | None = Field(None, ge=1, le=1024)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -134,10 +144,11 @@ class Completions(TextFace[CompletionBody]):
             raise UnsupportedFieldError(
                 "this model has no infill; only prompts are continued.", at="suffix"
             )
+        is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         return Generation(
             body=body,
             names=Names(body),
-            prompts=prompts_of(body.prompt),
+            prompts=body.prompt if is_list else [body.prompt],
             max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,

@@ -38,20 +38,19 @@ import secrets
 import string
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.bodies import BodyPart, ModelName, refuse_members, validate
+from server.api.bodies import BodyPart, Kinds, ModelName, refuse_members, validate
 from server.api.engines.submission import RequestAccount, Submission
 from server.api.faces.items import Items, content_schema, input_schema, text_of
-from server.api.openapi import schema_of
 from server.api.order import Orders, Target, tighter
 from server.api.route_context import Face, RouteContext
 from server.api.served_model import ServedModel
@@ -63,7 +62,6 @@ from server.errors import (
     InvalidRequestError,
     LimitExceededError,
     UnsupportedFieldError,
-    echoed,
 )
 from server.types import Request, SamplingParams
 
@@ -375,7 +373,6 @@ Name = Annotated[str, Field(max_length=512)]
 Description = Annotated[str, Field(max_length=65_536)]
 
 Content = Annotated[Any, WithJsonSchema(content_schema("input_json"))]
-_Kinds = Mapping[str, type[BodyPart]]
 
 
 class PredicateQuestion(BodyPart):
@@ -386,13 +383,17 @@ class PredicateQuestion(BodyPart):
     name: Name | None = None
 
 
-_VALUE_SCHEMA = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}
+_VALUE = Kinds(
+    {"=text": Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)], "=flag": bool},
+    f"must be a boolean or a text of 1 to {MAX_LABEL_CHARS} characters",
+    lambda value: {str: "=text", bool: "=flag"}.get(type(value)),
+)
 
 
 class ChoiceOption(BodyPart):
     """One option of a choice."""
 
-    value: Annotated[Any, WithJsonSchema(_VALUE_SCHEMA)]
+    value: Annotated[Any, _VALUE]
     description: Description | None = None
 
 
@@ -421,17 +422,18 @@ class ScoreQuestion(BodyPart):
     name: Name | None = None
 
 
-_QUESTIONS: _Kinds = {
-    "predicate": PredicateQuestion,
-    "choice": ChoiceQuestion,
-    "score": ScoreQuestion,
-}
-_QUESTIONS_SCHEMA = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": MAX_QUESTIONS,
-    "items": {"anyOf": [schema_of(kind) for kind in _QUESTIONS.values()]},
-}
+_QUESTION = Kinds.by(
+    "type",
+    {"predicate": PredicateQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion},
+)
+
+
+def _few(questions: Any) -> Any:
+    if isinstance(questions, list) and len(questions) > MAX_QUESTIONS:
+        raise LimitExceededError(f"at most {MAX_QUESTIONS}; got {len(questions)}.", at="questions")
+    return questions
+
+
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _INPUT_SCHEMA = input_schema(_CALLS, content=content_schema("input_json"))
 
@@ -448,58 +450,32 @@ class DecisionBody(BodyPart):
 
     model: ModelName
     input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
-    questions: Annotated[Any, WithJsonSchema(_QUESTIONS_SCHEMA)]
+    questions: Annotated[
+        list[Annotated[Any, _QUESTION]],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_QUESTIONS),
+        BeforeValidator(_few),
+    ]
     prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
     safety_identifier: str | None = None
 
 
-def one_of(kinds: _Kinds, key: str, value: Any, at: str) -> Any:
-    """`value` as the model that its member `key` names."""
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"must be an object; got {echoed(value)}.", at=at)
-    kind = value.get(key)
-    if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidRequestError(
-            f"must be one of {', '.join(kinds)}; got {echoed(kind)}.", at=f"{at}.{key}"
-        )
-    return validate(kinds[kind], value, at)
-
-
-def questions_of(questions: Any) -> list[Question]:
+def questions_of(given: Sequence[Any]) -> list[Question]:
     """The questions of a body. Raises InvalidRequestError and its kin."""
-    if not isinstance(questions, list) or not questions:
-        raise InvalidRequestError(
-            f"must be a list of questions; got {echoed(questions)}.", at="questions"
-        )
-    if len(questions) > MAX_QUESTIONS:
-        raise LimitExceededError(f"at most {MAX_QUESTIONS}; got {len(questions)}.", at="questions")
-    return [_question(value, f"questions[{i}]") for i, value in enumerate(questions)]
+    return [_question(question, f"questions[{i}]") for i, question in enumerate(given)]
 
 
-def _question(value: Any, at: str) -> Question:
-    given = one_of(_QUESTIONS, "type", value, at)
+def _question(given: Any, at: str) -> Question:
     options: list[Option] = []
     if isinstance(given, ChoiceQuestion):
-        options = [
-            Option(_value(option.value, f"{at}.choices[{k}].value"), option.description)
-            for k, option in enumerate(given.choices)
-        ]
+        options = [Option(option.value, option.description) for option in given.choices]
         if len({(type(option.value), option.value) for option in options}) < len(options):
             raise InvalidRequestError("every value must be there once.", at=f"{at}.choices")
     elif isinstance(given, ScoreQuestion):
         options = [Option(level.label, level.description) for level in given.levels]
     told = _text_of(given.instructions, f"{at}.instructions")
     return Question(given.type, told, tuple(options), at, given.name)
-
-
-def _value(value: Any, at: str) -> str | bool:
-    if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= MAX_LABEL_CHARS):
-        return value
-    raise InvalidRequestError(
-        f"must be a boolean or a text of 1 to {MAX_LABEL_CHARS} characters; got {echoed(value)}.",
-        at=at,
-    )
 
 
 def input_text(given: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from pydantic import Field, WithJsonSchema
 
-from server.api.bodies import BodyPart, ModelName
+from server.api.bodies import BodyPart, Kinds, ModelName
 from server.api.engines.submission import RequestAccount
 from server.api.faces.decisions import (
     MAX_CHOICES,
@@ -33,10 +33,8 @@ from server.api.faces.decisions import (
     QuestionFace,
     best_of,
     json_text,
-    one_of,
     score_of,
 )
-from server.api.openapi import schema_of
 from server.api.shapes import Chance, Count, Shape
 from server.errors import InvalidRequestError, echoed
 
@@ -83,17 +81,9 @@ class ScoreQuestion(BodyPart):
     criteria: list[Content] = Field(min_length=2, max_length=MAX_LEVELS)
 
 
-_QUESTIONS: dict[str, type[BodyPart]] = {
-    "noul": NoulQuestion,
-    "choice": ChoiceQuestion,
-    "score": ScoreQuestion,
-}
-_QUESTIONS_SCHEMA = {
-    "type": "object",
-    "minProperties": 1,
-    "maxProperties": MAX_QUESTIONS,
-    "additionalProperties": {"anyOf": [schema_of(kind) for kind in _QUESTIONS.values()]},
-}
+_QUESTION = Kinds.by(
+    "type", {"noul": NoulQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion}
+)
 
 
 class SystemOneBody(BodyPart):
@@ -101,25 +91,11 @@ class SystemOneBody(BodyPart):
 
     model: ModelName
     state: Content
-    questions: Annotated[Any, WithJsonSchema(_QUESTIONS_SCHEMA)]
+    questions: dict[str, Annotated[Any, _QUESTION]] = Field(min_length=1, max_length=MAX_QUESTIONS)
 
 
-def questions_of(questions: Any) -> list[Question]:
-    """The named questions of a body. Raises InvalidRequestError and its kin."""
-    if not isinstance(questions, dict) or not questions:
-        raise InvalidRequestError(
-            f"must be an object of named questions; got {echoed(questions)}.", at="questions"
-        )
-    if len(questions) > MAX_QUESTIONS:
-        raise InvalidRequestError(f"at most {MAX_QUESTIONS}; got {len(questions)}.", at="questions")
-    return [
-        _question(value, f"questions.{echoed(name, 64).strip(chr(39))}", name)
-        for name, value in questions.items()
-    ]
-
-
-def _question(value: Any, at: str, name: str) -> Question:
-    given = one_of(_QUESTIONS, "type", value, at)
+def _question(given: Any, name: str) -> Question:
+    at = f"questions.{echoed(name, 64).strip(chr(39))}"
     told = _text(given.instructions, f"{at}.instructions")
     if isinstance(given, NoulQuestion):
         for key, criterion in given.criteria or NoulCriteria():
@@ -208,7 +184,8 @@ class SystemOne(QuestionFace):
     id_prefix = "sys-"
 
     def asked(self, body: Any) -> tuple[list[Question], str, str]:
-        return questions_of(body.questions), _text(body.state, "state"), "state"
+        questions = [_question(given, name) for name, given in body.questions.items()]
+        return questions, _text(body.state, "state"), "state"
 
     def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
         num_tokens = sum(account.num_prompt_tokens for account in accounts)
