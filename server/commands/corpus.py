@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +15,16 @@ from cyclopts import Parameter
 from server.commands.data import DataFiles, FieldOptions, open_text
 from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, writing
 from server.commands.own_engine import own_engine
+from server.commands.record import Failure, Prompt, ask_engine
 from server.datasets import open_table
 from server.errors import ConfigError
+from server.types import SamplingParams
+from server.wiring.drafter import model_fingerprint
 
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
+    from drafters.published.grammys import BigramTable
+    from server.engine.engine import Engine
 
 _FIELDS, _MODEL, _IDS = FieldOptions(), ModelOptions(), IdOptions()
 
@@ -96,8 +103,6 @@ def bigrams(
     k: Annotated[int, Parameter(name="-k", help="next tokens kept for each token (10)")] = 10,
     model: ModelOptions = _MODEL,
 ) -> int:
-    from server.engine.bigrams import take_bigrams
-
     if not 1 <= k <= 20:
         raise ConfigError("-k: must lie in 1..20")
     with Bar() as bar, own_engine(model, bar, ()) as (served, engine):
@@ -106,13 +111,51 @@ def bigrams(
             engine,
             k,
             bos_token_id=before[0] if before else None,
-            progress=lambda done, total: bar("bigrams", done, total),
+            progress=partial(bar, "bigrams"),
         )
         with writing(output):
             table.save(output)
     num, kept = table.next_ids.shape
     print(json.dumps({"file": str(output), "tokens": num, "next": kept}))
     return 0
+
+
+def take_bigrams(
+    engine: Engine,
+    num_next: int = 10,
+    *,
+    bos_token_id: int | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> BigramTable:
+    """The bigrams of an idle engine's model, for the drafter `grammys` (N-Grammys, arXiv
+    2411.03786): the model is run on every id alone, behind its BOS where it has one, and the most
+    probable next ids are kept with their probabilities. This needs no data, and takes as long as
+    prefilling the whole vocabulary.
+
+    num_next: ids kept for each, 1 to 20. progress: (done, all). Raises RuntimeError when the model
+    cannot be run on some id.
+    """
+    import numpy as np
+
+    from drafters.published.grammys import BigramTable
+
+    info = engine.info
+    num, num_next = info.vocab_size, min(num_next, info.vocab_size)
+    next_ids, chances = np.zeros((num, num_next), np.int32), np.zeros((num, num_next), np.float32)
+    before = () if bos_token_id is None else (bos_token_id,)
+    answers = ask_engine(
+        engine, None, (Prompt(i, None, (*before, i)) for i in range(num)),
+        SamplingParams(temperature=0.0, max_tokens=1), num_open=engine.settings.max_num_seqs,
+        num_likely=lambda _: num_next, task="bigrams",
+    )  # fmt: skip
+    for done, answer in enumerate(answers, 1):
+        if isinstance(answer, Failure):
+            raise RuntimeError(f"the model cannot be run: {answer.message}")
+        token, top = answer.prompt.line, answer.likely[0].top[:num_next]
+        next_ids[token, : len(top)] = [i for i, _ in top]
+        chances[token, : len(top)] = [math.exp(value) for _, value in top]
+        progress(done, num)
+    return BigramTable(model_fingerprint(info.fingerprint), next_ids, chances)
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ def up(file: Path, /) -> int:
     listen = server.listen
 
     def on_ready() -> None:
-        host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
-        print(f"The fleet is ready on http://{host}:{listen.port}.", flush=True)
+        print(f"The fleet is ready on {listen.url(listen.port)}.", flush=True)
 
     def again() -> tuple[ClusterConfig, FleetParts]:
         cluster, server = _checked(file)

@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from drafters.atomic_file import replacing
+from drafters.json_text import object_in
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.options import Bar, ModelOptions, SamplingOptions, duration, sampling_of
 from server.commands.quality import METRICS, Estimate, estimate
@@ -168,11 +169,7 @@ class Steps:
     """What was done: step -> the digest of what it was made from, and its figures; in `file`."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
-        try:
-            self._known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self._known = {}
+        self._file, self._known = file, object_in(file)
 
     def figures(self, step: str, made_from: str) -> dict[str, Any] | None:
         """Of a step that was ended and made from this; None for others."""

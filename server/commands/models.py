@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from drafters.json_text import parsed
+from drafters.json_text import object_in
 from server.commands.options import Bar, ModelOptions, writing
 from server.errors import ConfigError
 
@@ -71,7 +71,7 @@ def list_models() -> int:
 
 def show(model: ModelName, /) -> int:
     folder, found = _find(model)
-    config = _json(folder / "config.json")
+    config = object_in(folder / "config.json")
     text = config.get("text_config") or config
     facts: dict[str, Any] = {
         "folder": folder,
@@ -81,7 +81,7 @@ def show(model: ModelName, /) -> int:
         "hidden size": text.get("hidden_size"),
         "vocabulary": text.get("vocab_size"),
         "context": text.get("max_position_embeddings"),
-        "made from": _json(folder / "tailor.json").get("source"),
+        "made from": object_in(folder / "tailor.json").get("source"),
         "supported": _supported(config),
     }
     facts |= _head(folder, text)
@@ -189,10 +189,10 @@ def prior(
 
     from server.commands.own_engine import own_engine
     from server.commands.train_prior import embeddings_of, fit, own_texts, read_texts
-    from server.engine.bigrams import model_fingerprint
     from server.model.cache_folder import writing_to_cache
     from server.model.cpu.generic.runner import GenericRunner
     from server.model.cpu.runner import CpuRunner
+    from server.wiring.drafter import model_fingerprint
     from server.wiring.engine import prior_file
 
     for name, number in (("--tokens", tokens), ("--steps", steps), ("--threads", threads)):
@@ -258,7 +258,7 @@ def _all_here() -> Iterator[_Here]:
     built_in = {find(name): name for find in finders for name in BUILT_IN}
     folders: dict[str, list[Path]] = {}  # as it is, and dequantised
     for folder in (one for models in model_dirs() for one in sorted(models.glob("*"))):
-        marker = _json(folder / "tailor.json")
+        marker = object_in(folder / "tailor.json")
         if marker:
             name = built_in.get(folder) or str(marker.get("source", folder.name))
             folders.setdefault(name, []).append(folder)
@@ -315,14 +315,6 @@ def folder_size(folder: Path) -> int:
 def told_size(num_bytes: int) -> str:
     """As people say it, in powers of ten."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        loaded = parsed(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _supported(config: dict[str, Any]) -> str:

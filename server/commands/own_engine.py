@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from drafters.json_text import parsed
+from drafters.json_text import object_in
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,12 +151,7 @@ def _no_model(model: ModelConfig, folder: Path) -> str:
             f"model {model.name}: {folder}: holds no config.json; a model's folder has config.json,"
             " *.safetensors and tokenizer.json"
         )
-    try:
-        base = parsed((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
-    except (OSError, ValueError, AttributeError):
-        base = None
+    base = object_in(folder / ADAPTER_FILE).get("base_model_name_or_path")
     return (
         f"model {model.name}: {folder}: is an adapter and no model; serve its base with it: "
         f"--model {base or 'BASE'} --adapter {folder}"

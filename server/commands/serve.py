@@ -197,9 +197,7 @@ def serve(
     plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
 
     def on_ready(port: int) -> None:
-        host = config.listen.host
-        scheme = "http" if config.listen.ssl_certfile is None else "https"
-        url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+        url = config.listen.url(port)
         took_s = time.monotonic() - start_s
         print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
         if hello:

@@ -116,6 +116,12 @@ class ListenConfig(Section):
         None, min_length=1, description="its key, where the chain's file has none"
     )
 
+    def url(self, port: int) -> str:
+        """What this machine calls it by. port: the one that was taken."""
+        scheme = "http" if self.ssl_certfile is None else "https"
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"{scheme}://{host}:{port}"
+
     @property
     def certificate(self) -> tuple[str, str | None] | None:
         """The files of HTTPS: the chain's, and its key's where that is another one."""

@@ -164,7 +164,6 @@ class EnrichedDrafter:
 def _read(file: OptionFile, name: str, task: str, fingerprint: str, model: str | None) -> Any:
     """The content of an option's file. Raises ValueError."""
     from drafters.array_file import FingerprintError
-    from server.engine.bigrams import model_fingerprint
 
     module, _, attribute = file.kind.partition(":")
     kind = getattr(importlib.import_module(module), attribute)
@@ -180,6 +179,12 @@ def _read(file: OptionFile, name: str, task: str, fingerprint: str, model: str |
             f"{file.what} of task {task}: {name} was taken from another {file.of}; make it again "
             f"with `{file.made_by}`"
         ) from None
+
+
+def model_fingerprint(fingerprint: str) -> str:
+    """A model's fingerprint without the storage types of weights and KV cache, which hardly change
+    what it says next."""
+    return fingerprint.partition(":")[0]
 
 
 def content_id(path: Path) -> str:

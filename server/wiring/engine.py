@@ -21,7 +21,7 @@ from server.errors import ModelError
 from server.machine import cores, release_memory
 from server.model.cache_folder import cache_dir
 from server.types import adapter_of
-from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter
+from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter, model_fingerprint
 from server.wiring.model import enrichment_of, table_file
 
 if TYPE_CHECKING:
@@ -260,8 +260,6 @@ class _Vocabularies:
 
 def prior_file(fingerprint: str) -> Path:
     """Where the prior of a model lies, once `tailor models prior` has made it."""
-    from server.engine.bigrams import model_fingerprint
-
     return cache_dir() / "priors" / f"{model_fingerprint(fingerprint)[:24]}.prior"
 
 
@@ -270,7 +268,6 @@ def _prior(order: EngineOrder, runner: Runner) -> Prior | None:
     from drafters.array_file import ArrayFileError
     from drafters.auto.prior import Prior
     from server.engine.batch import StateRunner
-    from server.engine.bigrams import model_fingerprint
 
     file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
     if not file.is_file():

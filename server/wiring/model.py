@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafters.json_text import parsed
+from drafters.json_text import object_in, parsed
 from server.errors import CacheFolderError, ConfigError, ModelError
 from server.types import PARAMETERS, AdapterOrder
 
@@ -126,11 +126,7 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
 
 def _tokenizer_class(folder: Path) -> str:
     """What tokenizer_config.json names; where it names nothing, transformers' own default."""
-    try:
-        told = parsed((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        named = told.get("tokenizer_class") if isinstance(told, dict) else None
-    except (OSError, ValueError):
-        named = None
+    named = object_in(folder / "tokenizer_config.json").get("tokenizer_class")
     return named if isinstance(named, str) else "PreTrainedTokenizerFast"
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.catalog import Need, that_use
-from drafters.json_text import parsed
+from drafters.json_text import object_in, parsed
 from server.api.shapes import CorpusSize
 from server.config import DEFAULT_TASK, DEFAULT_TASKS, ServerConfig, TaskConfig, load_tasks
 from server.errors import ConfigError, StorageError
@@ -238,12 +238,8 @@ class TaskSet:
         ids = task.sampling.stop_token_ids
         if not ids:
             return ""
-        try:
-            config = parsed((self._model_of(task)[0] / "config.json").read_bytes())
-            vocab_size = int(config["vocab_size"])
-        except (OSError, ValueError, KeyError):
-            return ""
-        if max(ids) < vocab_size:
+        vocab_size = object_in(self._model_of(task)[0] / "config.json").get("vocab_size")
+        if not isinstance(vocab_size, int) or max(ids) < vocab_size:
             return ""
         return f"sampling.stop_token_ids: {max(ids)} is not below the vocabulary size, {vocab_size}"
 

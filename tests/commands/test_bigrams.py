@@ -9,9 +9,10 @@ import pytest
 
 from drafters.array_file import FingerprintError
 from drafters.published.grammys import BigramTable
-from server.engine.bigrams import model_fingerprint, take_bigrams
+from server.commands.corpus import take_bigrams
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
+from server.wiring.drafter import model_fingerprint
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 40
@@ -50,9 +51,7 @@ def test_the_table_holds_the_models_likeliest_next_tokens(bos: int | None, tmp_p
         BigramTable.load(tmp_path / "t.bigrams", fingerprint="other")
 
 
-def test_a_small_vocabulary_and_wrong_numbers() -> None:
-    with pytest.raises(ValueError, match="num_next"):
-        take_bigrams(_engine(), 21)
+def test_a_model_that_cannot_be_run_is_told() -> None:
     with pytest.raises(RuntimeError, match="cannot be run"):
         take_bigrams(_engine(fail=True))
 
