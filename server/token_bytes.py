@@ -54,19 +54,6 @@ class TokenBytes:
     Ids of V or above, and ids the tokenizer does not know (a padded vocabulary), have no bytes.
     """
 
-    __slots__ = (
-        "_blob",
-        "_file",
-        "_offsets",
-        "_special",
-        "blob",
-        "fingerprint",
-        "offsets",
-        "path",
-        "special_ids",
-        "strip_start",
-    )
-
     def __init__(
         self,
         offsets: npt.NDArray[np.int64],

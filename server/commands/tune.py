@@ -33,7 +33,6 @@ from server.commands.tune_choice import (
     WORTH,
     Choice,
     Expected,
-    Options,
     Pricing,
     best_of,
     bigram_coverage,
@@ -60,15 +59,11 @@ from server.commands.tune_data import (
     refuse_to_replace,
 )
 from server.errors import ConfigError
-from server.types import CORPUS_FITS, SpeculationParams
+from server.types import CORPUS_FITS
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
     from drafters.corpus import Corpus
     from server.engine.step_times import CostTable
-
-Corpora = dict[str, "tuple[Path, Corpus]"]
-"""The corpora that are tried, by what they hold: their files and themselves."""
 
 _MADE_BY = "Made by `tailor tasks tune`"
 _OURS = "# Made by `tailor tasks "
@@ -91,29 +86,21 @@ def tune(run: Tuning) -> dict[str, Any]:
         else:
             refuse_to_replace(file.place, file.force)
         gather(run, data)
-        corpora: Corpora = {}
         for i, (part, examples) in enumerate(material.parts.items()):
             progress("building corpora", i, len(material.parts))
             built, path = _corpus(run, examples), Path(scratch) / f"{i}.corpus"
             built.save(path)
-            corpora[part] = (path, built)
+            material.corpora[part] = (path, built)
         progress("building corpora", len(material.parts), len(material.parts))
-
-        def drafter_of(name: str, label: str | None, options: Options) -> Drafter:
-            path = None if label is None else str(corpora[label][0])
-            given = tuple((f"{name}.{key}", value) for key, value in options)
-            return run.make_drafter(name, file.name, SpeculationParams(name, 16, given, path))
-
         pricing = Pricing(run.engine, run.head[1])
-        choices = replay_all(run, drafter_of, list(corpora), pricing)
+        choices = replay_all(run, pricing)
         best = best_of(choices)
         label = best.corpus if best is not None else None
-        corpus = None if label is None else str(corpora[label][0])
         progress(f"replaying {MANY_STREAMS} streams", 0, None)
-        forecasts = forecast_gains(run, best, drafter_of, pricing)
+        forecasts = forecast_gains(run, best, pricing)
         gains = {clients: expected_gain(told) for clients, told in forecasts.items()}
         report = _report(run, best, gains)
-        report["why"] = corpus_fit(choices) | _why(best, material, corpora)
+        report["why"] = corpus_fit(choices) | _why(best, material)
         told = partial(task_text, run, pricing.cost, choices, best)
         # The choice is made: from here on there is a task file, whatever ends the run.
         was_ours = run.kept.once("was ours", lambda: is_ours(file.place))
@@ -123,7 +110,7 @@ def tune(run: Tuning) -> dict[str, Any]:
             save(file.place.with_suffix(".corpus"), whole.save)
         _write(file, told(report), {".corpus": label is not None} if was_ours else {})
         if best is not None:
-            report |= _gains_told(measured_gains(run, best, forecasts, corpus))
+            report |= _gains_told(measured_gains(run, best, forecasts))
         progress("vocabulary", 0, None)
         slices, profile = vocabulary(run, best, pricing.cost)
         report["vocabulary"] = slices
@@ -149,12 +136,12 @@ def _corpus(run: Tuning, examples: Sequence[Example]) -> Corpus:
     return build_calibrated(spelled, fingerprint=run.tokens.fingerprint.hex())
 
 
-def _why(best: Choice | None, material: Material, corpora: Corpora) -> dict[str, Any]:
+def _why(best: Choice | None, material: Material) -> dict[str, Any]:
     """What explains the choice: how the outputs repeat themselves, and where drafts came from."""
     why: dict[str, Any] = {}
-    measured = (best.corpus if best is not None else None) or next(iter(corpora), None)
+    measured = (best.corpus if best is not None else None) or next(iter(material.corpora), None)
     if measured is not None:
-        corpus = corpora[measured][1]
+        corpus = material.corpora[measured][1]
         entropy, k80 = corpus.bigram_measures()
         why = {
             "corpus": measured,

@@ -13,8 +13,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from drafters.catalog import Need, catalog, that_use
@@ -25,6 +25,7 @@ from server.commands.tune_data import (
     DATA,
     OWN,
     Example,
+    Options,
     Tuning,
     sampling_of,
 )
@@ -63,10 +64,6 @@ _FEWEST = 16  # prompts that are worth measuring
 _ALONE_SHARE = 2.0 / 3.0  # of the time for measuring is spent on one client
 _MACHINE = 0.02  # two measurements of the same requests on one machine differ by so much
 _REPLAYED = 0.05  # ... and a replay from a measurement
-
-Options = tuple[tuple[str, float], ...]
-DrafterOf = Callable[[str, "str | None", Options], "Drafter"]
-"""(drafter, corpus, options) -> it, anew."""
 
 
 # --- replayed and priced --------------------------------------------------------------------------
@@ -281,8 +278,7 @@ class _Priced:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to draft, and what it is expected to bring. corpus: which examples it holds. options:
-    of the drafter, by key, where they are not the defaults."""
+    """One way to draft, and what it is expected to bring. corpus: which examples it holds."""
 
     drafter: str
     corpus: str | None
@@ -296,15 +292,13 @@ class Choice:
         return " ".join([self.drafter, *(f"{key} {value:g}" for key, value in self.options)])
 
 
-def replay_all(
-    run: Tuning, drafter_of: DrafterOf, corpora: Sequence[str], pricing: Pricing
-) -> list[Choice]:
+def replay_all(run: Tuning, pricing: Pricing) -> list[Choice]:
     """Every drafter with every corpus it can use, at every budget, and where a published one is
     among the best its options; one stream. Those that are kept are not replayed again."""
 
     def tried(name: str, label: str | None, budget: int, options: Options = ()) -> Choice:
         def replayed() -> dict[str, Any]:
-            drafter = drafter_of(name, label, options)  # anew: a drafter learns from what it sees
+            drafter = run.drafter(name, label, options)
             return asdict(pricing.replay(drafter, run.material.held, budget))
 
         found = run.kept.once(f"replay {(name, label, budget, options)}", replayed)
@@ -315,7 +309,10 @@ def replay_all(
         (spec.name, None, n) for spec in catalog().values() if spec.without_corpus for n in budgets
     ]
     cells += [
-        (name, label, n) for name in that_use(Need.CORPUS) for label in corpora for n in budgets
+        (name, label, n)
+        for name in that_use(Need.CORPUS)
+        for label in run.material.corpora
+        for n in budgets
     ]
     choices = []
     for i, (name, label, budget) in enumerate(cells):
@@ -402,15 +399,13 @@ def expected_gain(told: Taken, *, num_served: int = 0) -> Expected:
     return Expected(told.speedup, low, high, num_served, told.tokens_per_step)
 
 
-def forecast_gains(
-    run: Tuning, best: Choice | None, drafter_of: DrafterOf, pricing: Pricing
-) -> dict[int, Taken]:
+def forecast_gains(run: Tuning, best: Choice | None, pricing: Pricing) -> dict[int, Taken]:
     """What a choice is expected to bring one client and MANY_STREAMS, by replay; {} for none."""
     if best is None:
         return {}
 
     def replayed() -> dict[str, Any]:
-        drafter = drafter_of(best.drafter, best.corpus, best.options)
+        drafter = run.drafter(best.drafter, best.corpus, best.options)
         return asdict(pricing.replay(drafter, run.material.held, best.budget, MANY_STREAMS))
 
     many = Taken(**run.kept.once(f"replay {MANY_STREAMS} streams", replayed))
@@ -418,18 +413,13 @@ def forecast_gains(
 
 
 def measured_gains(
-    run: Tuning, best: Choice, forecasts: Mapping[int, Taken], corpus: str | None
+    run: Tuning, best: Choice, forecasts: Mapping[int, Taken]
 ) -> dict[int, Expected]:
     """Of a choice, for so many clients as were forecast: measured where there are prompts and time
-    for it. corpus: the file of the choice's, without what is held back."""
-    learns = best.drafter in that_use(Need.LEARNED)  # as a task's requests do
-    speculation = SpeculationParams(
-        best.drafter,
-        best.budget,
-        tuple((f"{best.drafter}.{key}", value) for key, value in best.options),
-        corpus,
-        learn_tokens=SpeculationConfig().learn_max_tokens if learns else 0,
-    )
+    for it. What is held back is in no corpus."""
+    speculation = run.speculation(best.drafter, best.budget, best.corpus, best.options)
+    if best.drafter in that_use(Need.LEARNED):  # as a task's requests do
+        speculation = replace(speculation, learn_tokens=SpeculationConfig().learn_max_tokens)
 
     def measured(clients: int, told: Taken) -> Expected:
         share = _ALONE_SHARE if clients == 1 else 1.0 - _ALONE_SHARE

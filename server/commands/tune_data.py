@@ -32,6 +32,7 @@ from server.types import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+    from drafters.corpus import Corpus
     from drafters.replay import Recording
     from server.engine.engine import Engine
     from server.token_bytes import TokenBytes
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 Ids = Sequence[int]
 Example = tuple[Ids, Ids]
 Progress = Callable[[str, int, int | None], None]
+Options = tuple[tuple[str, float], ...]
+"""Of a drafter, by key, where they are not the defaults."""
 MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
 """(drafter's name, task, speculation) -> Drafter, as the server makes it."""
 Data = tuple[list[Example | None], list[Prompt], list[str | None]]
@@ -164,13 +167,15 @@ class Material:
 
     compared: the model's outputs beside the data's. has_plain_prompts: not all are rendered chats.
     held: replayed. to_serve: held-back prompts, recorded or not, in no order. parts: examples by
-    corpus label, without those of either; whole: with them.
+    corpus label, without those of either; whole: with them. corpora: of the parts, with their
+    files, by `tune`.
     """
 
     held: list[Recording] = field(default_factory=list)
     to_serve: list[tuple[int, ...]] = field(default_factory=list)
     parts: dict[str, list[Example]] = field(default_factory=dict)
     whole: dict[str, list[Example]] = field(default_factory=dict)
+    corpora: dict[str, tuple[Path, Corpus]] = field(default_factory=dict)
     num_lines: int = 0
     num_recorded: int = 0
     compared: list[Compared] = field(default_factory=list)
@@ -228,6 +233,18 @@ class Tuning:
             hashlib.sha256(self.data.read_bytes()).hexdigest(),
         )  # fmt: skip
         return repr(given)
+
+    def speculation(
+        self, name: str, budget: int, label: str | None, options: Options = ()
+    ) -> SpeculationParams:
+        """Of a drafter with the corpus of a part."""
+        path = None if label is None else str(self.material.corpora[label][0])
+        given = tuple((f"{name}.{key}", value) for key, value in options)
+        return SpeculationParams(name, budget, given, path)
+
+    def drafter(self, name: str, label: str | None, options: Options = ()) -> Drafter:
+        """The same, made anew: a drafter learns from what it sees."""
+        return self.make_drafter(name, self.file.name, self.speculation(name, 16, label, options))
 
     @property
     def stop(self) -> list[str]:
