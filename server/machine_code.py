@@ -62,13 +62,13 @@ def is_ready() -> bool:
     return all(library.has_library(job.package, job.target) for job in jobs_of(chosen()))
 
 
-def make_ready(progress: Progress | None = None) -> None:
+def make_ready() -> None:
     """Have all code of this CPU. Raises RuntimeError where it can neither be found nor made."""
     if is_ready():
         return
     with library.alone(library.code_folder() / f"{chosen().name}.lock"):
         if not is_ready():
-            make(jobs_of(chosen()), progress=progress)
+            make(jobs_of(chosen()))
 
 
 def make(

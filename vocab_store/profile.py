@@ -50,6 +50,7 @@ _ALIGN = 64
 Progress = Callable[[str, int, int | None], None]
 """(stage, done, total or None), called now and then."""
 
+_NUM_WORST = 10  # missed ids that a report names
 TICK = 256
 """Documents between two calls of a Progress."""
 
@@ -399,7 +400,6 @@ def build_profile(
     *,
     heldout: Sequence[Example] = (),
     head_row_bytes: int | None = None,
-    num_worst: int = 10,
     progress: Progress | None = None,
 ) -> VocabProfile:
     """Algorithm 1 on `examples`, reported on `heldout`.
@@ -430,7 +430,7 @@ def build_profile(
     coverage = measure_coverage(static, heldout) if heldout else None
     fill = fill_order(examples, static, settings.max_fill)
     gains = fill_gains(fill, coverage) if coverage else np.zeros(fill.shape[0], np.float32)
-    worst = () if coverage is None else coverage.missed[:num_worst]
+    worst = () if coverage is None else coverage.missed[:_NUM_WORST]
     report = ProfileReport(
         len(examples),
         int(np.count_nonzero(every)),

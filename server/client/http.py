@@ -316,14 +316,9 @@ class Tally:
             sums[0] += int(counts.get("drafted_tokens", 0))
             sums[1] += int(counts.get("accepted_tokens", 0))
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Mean tokens of a decode step, drafted or not; None before any step."""
-        return self.num_tokens / self.num_steps if self.num_steps else None
-
     def summary(self) -> str:
         """ "2.31 tokens/step; accepted: suffix 120 of 200, prompt 8 of 40" """
-        mean = self.tokens_per_step
-        parts = [f"{mean:.2f} tokens/step"] if mean is not None else []
+        num = self.num_steps
+        parts = [f"{self.num_tokens / num:.2f} tokens/step"] if num else []
         sources = ", ".join(f"{name} {a} of {d}" for name, (d, a) in sorted(self.by_source.items()))
         return "; ".join([*parts, f"accepted: {sources}" if sources else "no drafts"])

@@ -115,19 +115,11 @@ def read_task_data(
     fields: FieldOptions,
     *,
     max_held_out: int = 300,
-    told: Callable[[str, int, int | None], None] = lambda *_: None,
 ) -> TaskData:
-    """The examples of `files`, shuffled by a fixed seed; a tenth is held back.
-
-    told: (stage, done, None) now and then. Raises ConfigError for files that cannot be read and for
-    fewer than 20 examples.
-    """
+    """The examples of `files`, shuffled by a fixed seed; a tenth is held back. Raises ConfigError
+    for files that cannot be read and for fewer than 20 examples."""
     text = open_text(model, fields)
-    examples = []
-    for example in text.reader.read(files):
-        examples.append(example)
-        if len(examples) % 1000 == 0:
-            told("Reading", len(examples), None)
+    examples = list(text.reader.read(files))
     if len(examples) < _LEAST:
         where = ", ".join(map(str, files))
         raise ConfigError(f"{where}: {len(examples)} examples; {_LEAST} are needed")

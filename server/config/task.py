@@ -23,6 +23,7 @@ from server.config.yaml_file import (
     validate,
 )
 from server.errors import ConfigError
+from server.types import VocabularyMode
 
 DEFAULT_TASK = "completion"
 DEFAULT_TASKS = Path("configs/tasks")
@@ -147,13 +148,10 @@ class SpeculationConfig(Section):
         return tuple(sorted(pairs))
 
 
-VocabularyModeName = Literal["full", "slice", "exact"]
-
-
 class VocabularyConfig(Section):
     """What part of the LM head the task computes. Only `slice` may change the text."""
 
-    mode: VocabularyModeName = Field(
+    mode: VocabularyMode = Field(
         "full",
         description="slice: draw only from the profile's ids and the request's own; exact: propose "
         "from them, verify with the full head, the text of full",
@@ -167,7 +165,7 @@ class VocabularyConfig(Section):
         le=1024,
         description="tokens that exact verifies at once; default adapted to the measured misses",
     )
-    allowed_modes: tuple[VocabularyModeName, ...] | None = Field(
+    allowed_modes: tuple[VocabularyMode, ...] | None = Field(
         None,
         description="modes that a request may choose; default the task's own, full and, with a "
         "profile, exact",
@@ -189,7 +187,7 @@ class VocabularyConfig(Section):
         return self
 
     @property
-    def modes(self) -> tuple[VocabularyModeName, ...]:
+    def modes(self) -> tuple[VocabularyMode, ...]:
         """The modes that a request may choose."""
         if self.allowed_modes is not None:
             return tuple(dict.fromkeys(self.allowed_modes))
