@@ -15,14 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, HeadSlice, Int32
 from server.model.cpu.kernels import copy_bytes, gather_logits, greedy, likeliest, product
-from server.model.cpu.linear import empty_panels, float_linear
+from server.model.cpu.linear import aligned, float_linear
 from server.model.cpu.records import (
     FAILED,
     LANES,
@@ -141,67 +141,63 @@ class FullHead:
 
 _EMPTY_ROW = np.empty(0, np.float32)
 Panels = npt.NDArray[Any]
-"""float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
+"""Of floats [panels, K, PANEL], float32 or uint16 with bfloat16 bits; of integers uint8 [panels,
+bytes of a panel]."""
 
 
-class PackedHead(Protocol):
+class PackedHead:
     """An LM head as its weight kind packs it: what products and slices need of it.
 
-    outputs_per_panel: rows in each of a panel. width: K. row_bytes: memory of one row. in_file:
-    whether the rows stay in the model's file, and are packed when they are asked for.
+    panels: [panels, ...], `outputs_per_panel` rows of the head in each. width: K. runs: as
+    kernels.copy_bytes has them. record_of: (panels, how many of them) -> a product's weights.
+    row_bytes: memory of one row. in_file: whether the rows stay in the model's file, and are packed
+    when they are asked for.
     """
 
-    outputs_per_panel: int
-    width: int
-    row_bytes: int
-    in_file: bool
-
-    def empty(self, num_rows: int) -> Any:
-        """Zeroed panels for num_rows rows, on a cache line's boundary."""
-
-    def copy_rows(self, token_ids: Int64, out: Any, places: Int64) -> None:
-        """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
-
-    def record(self, panels: Any, num_panels: int) -> Linear:
-        """The first num_panels of some panels as a product's weights."""
-
-    def pieces(self) -> Iterator[Linear]:
-        """All rows as products' weights, one piece after the other; each is good until the next."""
-
-
-class FloatHead:
-    """A PackedHead of floats: panels [panels, K, PANEL], float32 or bfloat16 bits."""
-
-    outputs_per_panel = PANEL
     in_file = False
 
-    def __init__(self, panels: Panels) -> None:
+    def __init__(
+        self,
+        panels: Panels,
+        outputs_per_panel: int,
+        width: int,
+        runs: Int64,
+        record_of: Callable[[Panels, int], Linear],
+    ) -> None:
         self.panels = panels
-        self.width = int(panels.shape[1])
-        self.row_bytes = self.width * panels.itemsize
+        self.outputs_per_panel, self.width = outputs_per_panel, width
+        self.row_bytes = panels.strides[0] // outputs_per_panel
+        self.record = record_of
+        self._runs = runs
 
     def empty(self, num_rows: int) -> Panels:
         """Zeroed panels for num_rows rows, on a cache line's boundary."""
-        return empty_panels(num_rows, self.width, self.panels.dtype)
+        num_panels = -(-num_rows // self.outputs_per_panel)
+        memory = aligned(num_panels * self.outputs_per_panel * self.row_bytes)
+        return memory.view(self.panels.dtype).reshape(num_panels, *self.panels.shape[1:])
 
     def copy_rows(self, token_ids: Int64, out: Panels, places: Int64) -> None:
-        """Row token_ids[i] of the head to row places[i] of `out`."""
-        lane = self.panels.itemsize
-        starts = np.arange(self.width, dtype=np.int64) * (PANEL * lane)
-        runs = np.stack([starts, starts * 0 + lane, starts * 0 + PANEL], axis=1)
-        copy_bytes(_bytes(self.panels), token_ids, _bytes(out), places, runs)
-
-    def record(self, panels: Panels, num_panels: int) -> Linear:
-        """The first num_panels panels as a product's weights."""
-        return float_linear(panels)._replace(outputs=num_panels * PANEL)
+        """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
+        copy_bytes(_bytes(self.panels), token_ids, _bytes(out), places, self._runs)
 
     def pieces(self) -> Iterator[Linear]:
-        """One, the whole."""
+        """All rows as products' weights, one piece after the other; each is good until the next."""
         yield self.record(self.panels, self.panels.shape[0])
 
 
-class HeadInFile:
-    """A PackedHead whose rows stay in the model's file: for a model whose tasks are all slices.
+def float_head(panels: Panels) -> PackedHead:
+    """A head of floats: panels [panels, K, PANEL], float32 or bfloat16 bits."""
+    width, lane = int(panels.shape[1]), panels.itemsize
+    starts = np.arange(width, dtype=np.int64) * (PANEL * lane)
+    runs = np.stack([starts, starts * 0 + lane, starts * 0 + PANEL], axis=1)
+    return PackedHead(
+        panels, PANEL, width, runs,
+        lambda some, num: float_linear(some)._replace(outputs=num * PANEL),
+    )  # fmt: skip
+
+
+class HeadInFile(PackedHead):
+    """A head whose rows stay in the model's file: for a model whose tasks are all slices.
 
     pack: some rows by their ids, as a PackedHead of their own. What needs all rows packs them
     anew, _PIECE of them at a time: right, and slow.
@@ -210,24 +206,15 @@ class HeadInFile:
     in_file = True
 
     def __init__(self, num_rows: int, pack: Callable[[Int64], PackedHead]) -> None:
+        one = pack(np.zeros(1, np.int64))
+        super().__init__(one.panels, one.outputs_per_panel, one.width, one._runs, one.record)
         self._num_rows, self._pack = num_rows, pack
-        self._one = one = pack(np.zeros(1, np.int64))
-        self.outputs_per_panel, self.width = one.outputs_per_panel, one.width
-        self.row_bytes = one.row_bytes
 
-    def empty(self, num_rows: int) -> Any:
-        """Zeroed panels for num_rows rows, on a cache line's boundary."""
-        return self._one.empty(num_rows)
-
-    def copy_rows(self, token_ids: Int64, out: Any, places: Int64) -> None:
-        """Row token_ids[i] of the head to row places[i] of `out`."""
+    def copy_rows(self, token_ids: Int64, out: Panels, places: Int64) -> None:
+        """See PackedHead."""
         if token_ids.shape[0]:
             own = np.arange(token_ids.shape[0], dtype=np.int64)
             self._pack(token_ids).copy_rows(own, out, places)
-
-    def record(self, panels: Any, num_panels: int) -> Linear:
-        """The first num_panels panels as a product's weights."""
-        return self._one.record(panels, num_panels)
 
     def pieces(self) -> Iterator[Linear]:
         """_PIECE rows each, but the last."""

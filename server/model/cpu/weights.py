@@ -7,12 +7,12 @@ float32, or bfloat16 for the *stored* weights: activations, sums and logits are 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.head import FloatHead, HeadInFile, PackedHead
+from server.model.cpu.head import HeadInFile, PackedHead, float_head
 from server.model.cpu.integers.forms import Form
 from server.model.cpu.kernels import embed_rows
 from server.model.cpu.linear import aligned, float_linears, pack_panels, packed
@@ -32,8 +32,6 @@ from server.model.cpu.records import (
 )
 from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
 from server.model.shape import ModelShape
-
-_NO_IDS = np.zeros(0, np.int32)
 
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
@@ -80,47 +78,46 @@ def block_table(form: Form, rows: UInt8) -> Table:
     return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.number)
 
 
-def embedded(table: Table, numbers: npt.NDArray[Any], token_ids: Int64, width: int) -> Float32:
-    """float32 [n, width]: rows of a table; of its `numbers`, where no kernel reads it."""
-    if table.kind == READY:
-        return widened(numbers[token_ids])
-    num = token_ids.shape[0]
-    rows = np.empty((num, width), np.float32)
-    embed_rows(0, num, token_ids.astype(np.int32), table, rows, 1)
-    return rows
-
-
-class RunnerWeights(Protocol):
-    """What CpuRunner needs of a model's weights, whatever their kind.
+class RunnerWeights:
+    """What CpuRunner needs of a model's weights, whatever their kind. Read-only after construction.
 
     layers: the records of the forward pass. inner_size: width of what goes into the last product
-    of an MLP. num_embeddings: rows of the embedding table. table: the same as it lies in memory;
-    NO_TABLE where only `embed` reads it. packed_head: the LM head. num_bytes: of all panels.
+    of an MLP. packed_head: the LM head, for products and for slices. num_bytes: of all panels, and
+    norms. embedding: the embedding table, as tensors.Weights gives it, which stays in its file.
+    table: the same as it lies in memory; NO_TABLE where only `embed` reads it.
     """
 
     layers: Layers
     inner_size: int
-    num_embeddings: int
-    table: Table
+    packed_head: PackedHead
     num_bytes: int
 
+    def __init__(self, embedding: Any, table: Table) -> None:
+        self.embedding, self.table = embedding, table
+        self._numbers = numbers_of(embedding)
+
     @property
-    def packed_head(self) -> PackedHead:
-        """The LM head, for products and for slices."""
+    def num_embeddings(self) -> int:
+        """Rows of the embedding table."""
+        return int(self.embedding.shape[0])
 
     def embed(self, token_ids: Int64) -> Float32:
-        """float32 [n, hidden_size]: rows of the embedding table."""
+        """float32 [n, hidden_size]: rows of the embedding table.
+
+        Without torch: its threads would go on spinning beside the team's for milliseconds.
+        """
+        if self.table.kind == READY:
+            return widened(self._numbers[token_ids])
+        num = token_ids.shape[0]
+        rows = np.empty((num, self.layers.norms.shape[2]), np.float32)
+        embed_rows(0, num, token_ids.astype(np.int32), self.table, rows, 1)
+        return rows
 
 
-class PackedWeights:
-    """All weights of a model in the kernels' layout. Read-only after construction.
-
-    Peak memory while packing is the panels and one tensor. num_bytes: panels and norms. layers: the
-    records of the forward pass. head: the LM head's panels, [panels, hidden_size, PANEL], a second
-    copy of a tied embedding table (which stays in its file); packed_head: the same for its users.
-    head_in_file: there is no `head`, its rows are packed when they are asked for. embedding: the
-    table as a torch tensor.
-    """
+class PackedWeights(RunnerWeights):
+    """All weights of a model in the kernels' layout. Peak memory while packing is the panels and
+    one tensor. The LM head is a second copy of a tied embedding table; head_in_file: its rows are
+    packed when they are asked for."""
 
     def __init__(
         self,
@@ -135,6 +132,8 @@ class PackedWeights:
         self.bf16 = dtype == "bfloat16"
         self._shape = s = shape
         self._tensors = ModelTensors(shape, weights)
+        embedding = self._tensors.embedding().tensor
+        super().__init__(embedding, float_table(embedding))
         self._sizes = _sizes(s)
         self.inner_size = self._sizes["down"].width
         items = sum(
@@ -171,19 +170,14 @@ class PackedWeights:
         }
         self.layers = Layers(**matrices, **self._tensors.vectors()._asdict())
         table = self._tensors.head().tensor
-        self.packed_head: PackedHead
         if head_in_file:
             self.packed_head = HeadInFile(s.vocab_size, partial(self._some_rows, table))
         else:
-            self.head = self._take(_Size(head_panels, s.hidden_size))
+            head = self._take(_Size(head_panels, s.hidden_size))
             for first in range(0, head_panels, 256):
                 rows = table[first * PANEL : min((first + 256) * PANEL, s.vocab_size)]
-                pack_panels(as_stored(rows, self.bf16), self.head, first_panel=first)
-            self.packed_head = FloatHead(self.head)
-        self.embedding = self._tensors.embedding().tensor
-        self._numbers = numbers_of(self.embedding)
-        self.num_embeddings = int(self.embedding.shape[0])
-        self.table = float_table(self.embedding)
+                pack_panels(as_stored(rows, self.bf16), head, first_panel=first)
+            self.packed_head = float_head(head)
         self.num_bytes += self.layers.norms.nbytes
 
     def _take(self, size: _Size) -> Panels:
@@ -192,16 +186,9 @@ class PackedWeights:
         taken, self._left = self._left[:num], self._left[num:]
         return taken.reshape(size.num_panels, size.width, PANEL)
 
-    def _some_rows(self, table: Any, token_ids: Int64) -> FloatHead:
+    def _some_rows(self, table: Any, token_ids: Int64) -> PackedHead:
         """A head of some rows of the model's."""
-        return FloatHead(packed(as_stored(table[token_ids], self.bf16)))
-
-    def embed(self, token_ids: Int64) -> Float32:
-        """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
-
-        Without torch: its threads would go on spinning beside the team's for milliseconds.
-        """
-        return embedded(self.table, self._numbers, token_ids, self._shape.hidden_size)
+        return float_head(packed(as_stored(table[token_ids], self.bf16)))
 
     def _of(self, layer: int) -> dict[str, _Size]:
         """The matrices that a layer has."""

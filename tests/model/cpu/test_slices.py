@@ -12,7 +12,7 @@ import torch
 
 from server.engine.batch import HeadSlice
 from server.model.cpu.draws import takes_argmax
-from server.model.cpu.head import FloatHead, SlicedHead, gather, padded
+from server.model.cpu.head import SlicedHead, float_head, gather, padded
 from server.model.cpu.kernels import argmax
 from server.model.cpu.linear import new_work, pack_panels
 from server.model.cpu.records import PANEL
@@ -231,7 +231,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     weight = -rng.random((rows, width), np.float32) - np.float32(0.5)
     head = np.zeros((5, width, PANEL), np.float32)
     pack_panels(weight, head)
-    sliced = SlicedHead(FloatHead(head), new_work(2))
+    sliced = SlicedHead(float_head(head), new_work(2))
     ids = np.sort(rng.choice(rows, num, replace=False)).astype(np.int32)
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)

@@ -25,7 +25,7 @@ from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
 from server.model.cpu.generic.attention import Memory, PagedStep, StateStore, StepHolder
 from server.model.cpu.generic.soundness import called, check_rows, forward
-from server.model.cpu.head import FloatHead
+from server.model.cpu.head import PackedHead, float_head
 from server.model.cpu.kernels import product
 from server.model.cpu.linear import float_linear, new_work, packed
 from server.model.cpu.records import (
@@ -41,6 +41,7 @@ from server.model.cpu.records import (
 )
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
 from server.model.cpu.tensors import as_stored
+from server.model.cpu.weights import RunnerWeights
 from server.model.draws import batch_rows
 from server.model.families import layer_types
 from server.model.inspection import (
@@ -159,27 +160,16 @@ def replace_modules(body: nn.Module, work: Work, num_positions: int, *, bf16: bo
         setattr(body.get_submodule(owner), leaf, made)
 
 
-class _HeadWeights:
-    """The weights of a CpuRunner with another body: the LM head. layers: nothing.
-    num_embeddings: rows of the embedding table. num_bytes: of the matrices, packed."""
+class _HeadWeights(RunnerWeights):
+    """The weights of a CpuRunner with another body: the LM head. layers: nothing; the module
+    embeds. num_bytes: of the matrices, packed."""
 
     layers = Layers(*cast("Any", (None,) * len(Layers._fields)))
     inner_size = 0
-    table = NO_TABLE
 
-    def __init__(self, head: FloatHead, num_embeddings: int, num_bytes: int) -> None:
-        self._head = head
-        self.num_embeddings = num_embeddings
-        self.num_bytes = num_bytes
-
-    @property
-    def packed_head(self) -> FloatHead:
-        """The LM head, for products and for slices."""
-        return self._head
-
-    def embed(self, token_ids: Int64) -> Float32:
-        """Never called: the module embeds."""
-        raise NotImplementedError
+    def __init__(self, head: PackedHead, embedding: torch.Tensor, num_bytes: int) -> None:
+        super().__init__(embedding, NO_TABLE)
+        self.packed_head, self.num_bytes = head, num_bytes
 
 
 class GenericModel(NamedTuple):
@@ -244,7 +234,8 @@ def generic_model(
     num_bytes = panels.nbytes + sum(
         part.panels.nbytes for part in module.modules() if isinstance(part, RowLinear)
     )
-    weights = _HeadWeights(FloatHead(panels), int(model.config.vocab_size), num_bytes)
+    embedding = model.get_input_embeddings().weight.detach()
+    weights = _HeadWeights(float_head(panels), embedding, num_bytes)
     made = GenericModel(module, holder, nets, shape, weights, found)
     _check(made, ids[0].numpy())
     return made

@@ -1,13 +1,13 @@
 """IntegerWeights: a model's weights as integers, in panels.
 
-What: matrices as a GGUF has them, or rounded to a form, in panels; the same attributes as
-weights.PackedWeights, which keeps floats. Norms and biases stay float32. What not: files (the
+What: matrices as a GGUF has them, or rounded to a form, in panels; weights.PackedWeights keeps
+floats. Norms and biases stay float32. What not: files (the
 Weights that it is given), products (kernels/integer_linear.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -37,8 +37,7 @@ from server.model.cpu.integers.weights import (
     quantised,
     spread_weights,
 )
-from server.model.cpu.kernels import copy_bytes
-from server.model.cpu.linear import Arena, activations, aligned
+from server.model.cpu.linear import Arena, activations
 from server.model.cpu.records import (
     INTEGERS,
     Activations,
@@ -46,10 +45,9 @@ from server.model.cpu.records import (
     Int64,
     Layers,
     Linear,
-    Table,
 )
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of
-from server.model.cpu.weights import block_table, embedded, float_table
+from server.model.cpu.weights import RunnerWeights, block_table, float_table
 from server.model.shape import ModelShape
 
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
@@ -119,16 +117,15 @@ class FileWeights(Weights, Protocol):
         """Give back the memory of what was read."""
 
 
-class IntegerWeights:
-    """All weights of a model, quantised. Read-only after construction.
+class IntegerWeights(RunnerWeights):
+    """All weights of a model, quantised.
 
     form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are FileWeights, and
     nothing is rounded. max_rows: most rows of a product. measured: of `int8`. kept: the panels of
     an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
     the embedding. head_in_file: the LM head's rows are packed when they are asked for; not with
     `kept`, whose pages are a file's already. parts: what the panels are, by layer and kind, "head"
-    is the head. num_bytes, layers, embed, table, packed_head, inner_size: as
-    weights.PackedWeights. Peak memory while packing is the panels and one tensor.
+    is the head. Peak memory while packing is the panels and one tensor.
     """
 
     def __init__(
@@ -157,6 +154,13 @@ class IntegerWeights:
         self._buffers: dict[int, Activations] = {}
         self.inner_size = -(-shape.intermediate_size // BLOCK) * BLOCK
         tensors = ModelTensors(shape, weights)
+        name, embedding = tensors.embedding()
+        if self._form is None:
+            file: Any = weights
+            table = block_table(BY_NAME[file.form(name)], numbers_of(embedding))
+        else:
+            table = float_table(embedding)
+        super().__init__(embedding, table)
         kinds: dict[str, list[IntegerMatrix | None]] = {
             kind: [None] * shape.num_layers for kind in _KINDS
         }
@@ -168,15 +172,6 @@ class IntegerWeights:
                 progress(layer + 1, shape.num_layers + 1)
         records: dict[str, Any] = {kind: self._record(kind, found) for kind, found in kinds.items()}
         self.layers = Layers(**records, **tensors.vectors()._asdict())
-        self._embedding = tensors.embedding()
-        self._table = numbers_of(self._embedding.tensor)
-        self.num_embeddings = int(self._embedding.tensor.shape[0])
-        if self._form is not None:
-            self.table: Table = float_table(self._embedding.tensor)
-        else:
-            file: Any = weights
-            self.table = block_table(BY_NAME[file.form(self._embedding.name)], self._table)
-        self.packed_head: PackedHead
         if head_in_file and kept is None:
             rows = tensors.head()
             self.packed_head = HeadInFile(shape.vocab_size, partial(self._some_rows, rows))
@@ -190,13 +185,6 @@ class IntegerWeights:
             source.release_pages()
         if progress is not None:
             progress(shape.num_layers + 1, shape.num_layers + 1)
-
-    def embed(self, token_ids: Int64) -> Float32:
-        """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
-
-        Without torch: its threads would go on spinning beside the team's for milliseconds.
-        """
-        return embedded(self.table, self._table, token_ids, self._hidden_size)
 
     def _factors(self, name: str, num_inputs: int) -> Float32:
         """float32 [num_inputs]: what the inputs of a matrix are spread with."""
@@ -240,12 +228,12 @@ class IntegerWeights:
             self._buffers[num_inputs] = activations(self._max_rows, num_inputs)
         return self._buffers[num_inputs]
 
-    def _head_of(self, part: Part) -> IntegerHead:
+    def _head_of(self, part: Part) -> PackedHead:
         inputs = part.inputs if part.form.per_output else 0
         factors = self._factors("head", inputs)[None]
-        return IntegerHead(part, self._hidden_size, self._rows(part.inputs), factors)
+        return integer_head(part, self._hidden_size, self._rows(part.inputs), factors)
 
-    def _some_rows(self, rows: Rows, token_ids: Int64) -> IntegerHead:
+    def _some_rows(self, rows: Rows, token_ids: Int64) -> PackedHead:
         """A head of some rows of the model's."""
         own = Rows(rows.name, rows.tensor[token_ids])
         head = self._head_of(pack(self._stored("head", own, self._head_form), Arena()))
@@ -304,49 +292,22 @@ def _runs(form: Form, num_inputs: int) -> Int64:
     return np.array(runs, np.int64)
 
 
-class IntegerHead:
-    """The full head [panels, bytes of a panel], and what slices need of it (head.PackedHead).
+def integer_head(part: Part, width: int, rows: Activations, factors: Float32) -> PackedHead:
+    """The full head [panels, bytes of a panel].
 
     rows: the buffer of quantised inputs that products use. factors: of a head with one scale an
     output, what its inputs are spread with (float32 [1, num_inputs]), else [1, 0].
     """
+    form, inputs = part.form, part.inputs
 
-    outputs_per_panel = PANEL
-    in_file = False
-
-    def __init__(self, part: Part, width: int, rows: Activations, factors: Float32) -> None:
-        self.width = width
-        self.panels = part.panels
-        self._form = form = part.form
-        self._num_inputs = num_inputs = part.inputs
-        self._factors = factors
-        self._rows = rows
-        self._runs = _runs(form, num_inputs)
-        self.row_bytes = form.panel_bytes(num_inputs) // PANEL
-
-    def empty(self, num_rows: int) -> UInt8:
-        """Zeroed panels for num_rows rows, on a cache line's boundary."""
-        num_panels = -(-num_rows // PANEL)
-        size = self._form.panel_bytes(self._num_inputs)
-        return aligned(num_panels * size).reshape(num_panels, size)
-
-    def copy_rows(self, token_ids: Int64, out: UInt8, places: Int64) -> None:
-        """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
-        copy_bytes(self.panels, token_ids, out, places, self._runs)
-
-    def record(self, panels: UInt8, num_panels: int) -> Linear:
-        """The first num_panels panels as a product's weights."""
-        form = self._form
+    def record(panels: UInt8, num_panels: int) -> Linear:
         line = (
-            panels.ctypes.data, kernel_address(form), form.panel_bytes(self._num_inputs),
-            count_of(form, self._num_inputs), 0, num_panels * PANEL,
+            panels.ctypes.data, kernel_address(form), form.panel_bytes(inputs),
+            count_of(form, inputs), 0, num_panels * PANEL,
         )  # fmt: skip
-        parts = np.array([[line]], np.int64)
         return Linear(
-            INTEGERS, parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]),
-            self._rows, self._factors, tile_rows(form.per_output),
+            INTEGERS, np.array([[line]], np.int64), inputs, num_panels * PANEL,
+            np.array([form.per_output]), rows, factors, tile_rows(form.per_output),
         )  # fmt: skip
 
-    def pieces(self) -> Iterator[Linear]:
-        """One, the whole."""
-        yield self.record(self.panels, self.panels.shape[0])
+    return PackedHead(part.panels, PANEL, width, _runs(form, inputs), record)
