@@ -23,9 +23,8 @@ import torch
 from loadtest.gpu import correct, options, steps, vocabulary
 from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, runner_of
 from server.model.gpu.attention import bytes_per_block
-from server.model.gpu.device import DeviceMemory
 from server.model.gpu.runner import FEW_SLOTS
-from server.model.kv_memory import num_blocks_for
+from server.model.kv_memory import MARGIN, num_blocks_for
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
 
 Part = Callable[[Asked], Iterator[dict[str, Any]]]
@@ -65,24 +64,10 @@ def machine(asked: Asked) -> Iterator[dict[str, Any]]:
     yield line
 
 
-class _NoDevice(DeviceMemory):
-    """DeviceMemory of a dry run: 1 GiB, all of it free."""
-
-    def release(self) -> None: ...
-
-    def held(self) -> int:
-        return 0
-
-    most_held = elsewhere = held
-
-    def free(self) -> int:
-        return 1 << 30
-
-
 def check_reserve(asked: Asked) -> Iterator[dict[str, Any]]:
-    """The memory of steps, as the engine measures it at its start: a line. Then a KV cache of what
-    remains is made, the largest steps run again and the graphs are captured: what is free at the
-    end says how much of the margin is left."""
+    """Whether a KV cache fits beside the largest steps, as the engine makes it at its start: a
+    line. The cache takes all that those steps leave, they run again and the graphs are captured:
+    what is free at the end says how much of the margin is left."""
     device, shape = asked.device, SHAPES[asked.name]
     on_gpu = device.type == "cuda"
     module = build(shape, device, asked.dtype)
@@ -91,21 +76,25 @@ def check_reserve(asked: Asked) -> Iterator[dict[str, Any]]:
         module, device, shape.max_model_len, num_blocks=-(-FEW_SLOTS // BLOCK_SIZE), num_seqs=seqs,
         num_rows=rows, cuda_graphs=on_gpu,
     )  # fmt: skip
-    memory = DeviceMemory(device) if on_gpu else _NoDevice(device)
-    reserve = runner.reserve(memory, (), 0)
-    free = memory.free()
+
+    def free() -> int:
+        return torch.cuda.mem_get_info(device)[0] if on_gpu else 1 << 30
+
+    runner.take_room((), 0)
+    before = free()
     per_block = bytes_per_block(
         shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, asked.dtype
     )
-    blocks = num_blocks_for(per_block, device, fraction=1.0, reserve=reserve.num_bytes, free=free)
-    runner.resize_kv(blocks if on_gpu else 64, shape.max_model_len)
+    blocks = 64
+    if on_gpu:
+        blocks = num_blocks_for(per_block, device, fraction=1.0, reserve=MARGIN)
+    runner.resize_kv(blocks, shape.max_model_len)
     runner.warm_up()
     runner.try_out(runner.trials.largest())
     yield {
-        "what": "reserve", "shape": asked.name, "steps_mib": reserve.steps >> 20,
-        "graphs_mib": reserve.graphs >> 20, "free_mib": free >> 20,
-        "kv_tokens": blocks * BLOCK_SIZE, "free_at_the_end_mib": memory.free() >> 20,
-        "ok": memory.free() > 0,
+        "what": "reserve", "shape": asked.name, "free_mib": before >> 20,
+        "kv_tokens": blocks * BLOCK_SIZE, "free_at_the_end_mib": free() >> 20,
+        "ok": free() > 0,
     }  # fmt: skip
     runner.close()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from drafters.json_text import parsed
+from server.engine.batch import places_of
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import EnrichmentFileError
@@ -28,7 +29,7 @@ from vocab_store.errors import EnrichmentFileError
 if TYPE_CHECKING:
     import torch
 
-    from server.engine.batch import Int32, Int64
+    from server.engine.batch import Batch, Int32, Int64
     from server.model.shape import ModelShape
 
 HEAD = "lm_head.weight"
@@ -394,6 +395,22 @@ def token_rows(
             f"adapter {lora.folder}: row {most - 1} lies past the {num_rows} that it has"
         )
     return embedding, head
+
+
+def own_embeddings(
+    batch: Batch, held: Mapping[int, TokenRows]
+) -> Iterator[tuple[TokenRows, Int64, Int64]]:
+    """(an adapter's own rows of the embedding, rows of the batch with ids that it has, their places
+    among its rows), of the adapters that `held` has by place."""
+    if batch.seq_adapters is None:
+        return
+    of_rows = batch.seq_adapters[batch.seq_ids]
+    for place in np.unique(of_rows).tolist():
+        if place in held:
+            rows = np.flatnonzero(of_rows == place)
+            at, found = places_of(held[place].ids, batch.token_ids[rows])
+            if at.shape[0]:
+                yield held[place], rows[found], at
 
 
 def _rows_of(lora: LoraAdapter, name: str, width: int) -> TokenRows | None:

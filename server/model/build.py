@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from server.model.gpu.device import DeviceMemory
     from server.model.gpu.runner import TorchRunner
     from server.model.loader import ModelFolder
     from server.model.shape import ModelShape
@@ -276,30 +275,23 @@ def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def _fit_kv(
-    spec: RunnerSpec,
-    shape: ModelShape,
-    runner: TorchRunner,
-    memory: DeviceMemory,
-) -> None:
+def _fit_kv(spec: RunnerSpec, shape: ModelShape, runner: TorchRunner) -> None:
     """Give the KV cache of a runner that has a small one its share of what is free beside a step.
 
     Raises ValueError when no block fits, or max_model_len does not.
     """
-    from server.model.kv_memory import num_blocks_for
+    from server.model.kv_memory import MARGIN, num_blocks_for
 
-    reserve = runner.reserve(memory, spec.adapters, spec.adapter_places)
+    runner.take_room(spec.adapters, spec.adapter_places)
     block_bytes, size = runner.info.kv_block_bytes, spec.sizes.block_size
-    free = memory.free()
     num_blocks = num_blocks_for(
-        block_bytes, spec.device, fraction=spec.sizes.kv_fraction, reserve=reserve.num_bytes,
-        free=free,
-    )  # fmt: skip
+        block_bytes, spec.device, fraction=spec.sizes.kv_fraction, reserve=MARGIN
+    )
     max_model_len = min(runner.info.max_model_len, _length(spec, shape, num_blocks))
     runner.resize_kv(num_blocks, max_model_len)
     _log.info(
-        "%s of %d MiB free; KV cache: %d tokens, %d MiB",
-        reserve, free >> 20, num_blocks * size, num_blocks * block_bytes >> 20,
+        "KV cache: %d tokens, %d MiB, beside steps, graphs and adapters",
+        num_blocks * size, num_blocks * block_bytes >> 20,
     )  # fmt: skip
 
 
@@ -311,7 +303,6 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
 
     from server.model.gpu.attention import bytes_per_block
     from server.model.gpu.body import kept_by
-    from server.model.gpu.device import DeviceMemory
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
     from server.model.kv_memory import num_blocks_for
@@ -376,7 +367,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
     runner = TorchRunner(model, info, ways)
     if measures:
-        _fit_kv(spec, shape, runner, DeviceMemory(device))
+        _fit_kv(spec, shape, runner)
     _log.info("weights: %s", runner.info.dtype)
     runner.warm_up()
     return runner

@@ -4,11 +4,22 @@ they may give and their penalty counts; and Answers, of which a Drawn is made.""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int64, Likely, UInt32
+from server.engine.batch import (
+    Batch,
+    DrawError,
+    Drawn,
+    DrawParams,
+    Int32,
+    Int64,
+    Likely,
+    UInt32,
+    places_of,
+)
 from server.model.cpu.records import Rows
 
 
@@ -100,6 +111,46 @@ def penalty_counts(params: DrawParams, path: Sequence[int]) -> tuple[Int64, Int6
         np.concatenate((out, np.fromiter(new.values(), np.int64))),
         np.concatenate((prompt, np.zeros(len(new), np.int64))),
     )
+
+
+class Adjustments(NamedTuple):
+    """What a request changes of a draw's logits, by column: an id, or its place in a slice.
+
+    bias_ids int64 [b], biases float64 [b]: what is added. words: of allowed_words, by id. ids, out,
+    prompt: of penalty_counts; empty without penalties.
+    """
+
+    bias_ids: Int64
+    biases: npt.NDArray[np.float64]
+    words: UInt32 | None
+    ids: Int64
+    out: Int64
+    prompt: Int64
+
+
+_NO_COUNTS = (np.empty(0, np.int64),) * 3
+
+
+def adjustments(
+    batch: Batch, draw: int, path: Sequence[int], width: int, column_ids: Int32 | None = None
+) -> Adjustments:
+    """Those of a draw of `width` columns. path: Batch.path_tokens of the draw. column_ids: of the
+    columns, ascending, where they are not 0, 1, ...: what is not among them cannot be drawn
+    anyway."""
+    params = batch.params[batch.draw_params[draw]]
+    s = params.sampling
+    num_ids = width if column_ids is None else int(column_ids[-1]) + 1
+    added = [(i, bias) for i, bias in s.logit_bias if bias > -100.0]
+    bias_ids = np.array([i for i, _ in added], np.int64)
+    biases = np.array([bias for _, bias in added], np.float64)
+    ids, out, prompt = penalty_counts(params, path) if s.has_penalties else _NO_COUNTS
+    if column_ids is not None:
+        bias_ids, found = places_of(column_ids, bias_ids)
+        biases = biases[found]
+        ids, found = places_of(column_ids, ids)
+        out, prompt = out[found], prompt[found]
+    words = allowed_words(batch, draw, path, num_ids)
+    return Adjustments(bias_ids, biases, words, ids, out, prompt)
 
 
 Top = tuple[tuple[int, float], ...]

@@ -13,7 +13,8 @@ DEFAULT_FRACTIONS = {"cpu": 0.3, "cuda": 0.85}
 """Of the free memory that the KV cache takes, by kind of device: others use a CPU's memory too."""
 
 MARGIN = 256 << 20
-"""Bytes beside what a step is known to take: fragments, and what was not there when it was."""
+"""Bytes beside what the largest steps have taken: smaller graphs, adapters' graphs, slices of
+vocabularies and fragments."""
 
 
 def num_blocks_for(
@@ -23,15 +24,13 @@ def num_blocks_for(
     num_bytes: int | None = None,
     fraction: float | None = None,
     reserve: int = 0,
-    free: int | None = None,
 ) -> int:
     """How many blocks fit.
 
     num_bytes: memory given to the KV cache; when None, `fraction` of what is free on the device
     now (the weights are loaded by then; on the CPU, memory that this process may still take), less
     `reserve` bytes, of which at most half of the free memory is kept. fraction: None is that of
-    DEFAULT_FRACTIONS. free: bytes, where it is known. Raises ValueError when not even one block
-    fits.
+    DEFAULT_FRACTIONS. Raises ValueError when not even one block fits.
     """
     kind = str(device).partition(":")[0]
     if num_bytes is None:
@@ -39,11 +38,11 @@ def num_blocks_for(
             fraction = DEFAULT_FRACTIONS[kind]
         if not 0.0 < fraction <= 1.0:
             raise ValueError(f"the KV memory fraction must be in (0, 1], not {fraction}")
-        if free is None and kind == "cuda":
+        if kind == "cuda":
             import torch
 
             free = torch.cuda.mem_get_info(device)[0]
-        elif free is None:
+        else:
             free = available_memory()
         num_bytes = int((free - min(reserve, free // 2)) * fraction)
     num_blocks = num_bytes // per_block - 1  # one block more is allocated for padded rows

@@ -28,9 +28,10 @@ from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
-from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close
+from tests.model.gpu.test_slices import assert_close
 from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of, make_slices
+from tests.model.slice_engines import asking, requests_of, serve
 from tests.model.torch_runners import body_of, head_of, runner_over
 
 pytestmark = pytest.mark.gpu
@@ -272,7 +273,7 @@ def test_launch_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
 @pytest.mark.parametrize("place", ["device", "stream", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_slices_and_verify_draw_what_the_cpu_draws(family: str, place: str) -> None:
-    """Rows copied on a side stream beside the steps, heads streamed or multiplied on the CPU."""
+    """Heads on the device, streamed to it or multiplied on the CPU."""
     found = []
     for device in (CPU, CUDA):
         runner = make_slicing(families.build(family), place, device)
@@ -295,10 +296,10 @@ def test_slices_and_verify_draw_what_the_cpu_draws(family: str, place: str) -> N
 @pytest.mark.parametrize("place", ["device", "stream", "cpu"])
 def test_exact_is_full_on_the_device(place: str) -> None:
     """Texts of a real engine, with drafts, misses, preemption and neighbours in other modes."""
-    want, _ = _serve(make_slicing(families.build("gemma3"), "device", CUDA), _requests(0))
+    want, _ = serve(make_slicing(families.build("gemma3"), "device", CUDA), requests_of(0))
     runner = make_slicing(families.build("gemma3"), place, CUDA)
-    asked = _asked(_requests(0), Random(7), ("exact", "full"))
-    got, _ = _serve(runner, asked, num_blocks=6, max_num_seqs=4)
+    asked = asking(requests_of(0), Random(7), ("exact", "full"))
+    got, _ = serve(runner, asked, num_blocks=6, max_num_seqs=4)
     assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
     runner.close()
 

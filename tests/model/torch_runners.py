@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
-from server.model.gpu.transfers import SideStream
 from server.types import ModelInfo
 from tests.model.batches import BLOCK_SIZE
 from tests.model.families import MAX_LEN
@@ -18,7 +17,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def runner_over(module: Any, *, side: SideStream | None = None, **options: Any) -> TorchRunner:
+def runner_over(module: Any, **options: Any) -> TorchRunner:
     """Its device and ids are the module's, unless they are given."""
     own = {"vocab_size": module.config.vocab_size, "dtype": str(module.dtype)}
     model, ways = (
@@ -26,7 +25,7 @@ def runner_over(module: Any, *, side: SideStream | None = None, **options: Any) 
         for kind in (TorchModel, GpuOptions)
     )
     info = ModelInfo(**(SIZES | own | options))
-    return TorchRunner(TorchModel(module, **model), info, GpuOptions(**ways), side)
+    return TorchRunner(TorchModel(module, **model), info, GpuOptions(**ways))
 
 
 def body_of(runner: TorchRunner) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, Int32, Int64, places_of
+from server.engine.batch import Batch, Int32, Int64
 from server.model.adapter import (
     LoraAdapter,
     TokenRows,
@@ -26,6 +26,7 @@ from server.model.adapter import (
     linear_sizes,
     num_ids_with,
     opened_adapter,
+    own_embeddings,
     token_rows,
 )
 from server.model.cpu.head import FullLogits, padded
@@ -270,25 +271,20 @@ class AdapterBank:
         spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ADAPTER_ROWS)
         return np.array(spans, np.int64).reshape(-1, 3)
 
+    def _embeddings(self) -> dict[int, TokenRows]:
+        """Own rows of the embedding, by place."""
+        own = ((place, adapter.embedding) for place, adapter in self._held.items())
+        return {place: rows for place, rows in own if rows is not None}
+
     def brings_embeddings(self, batch: Batch) -> bool:
         """Whether an adapter of the batch has rows of the embedding of its own."""
-        if batch.seq_adapters is None:
-            return False
-        places = set(batch.seq_adapters.tolist())
-        return any(p >= 0 and self._held[p].embedding is not None for p in places)
+        places = None if batch.seq_adapters is None else batch.seq_adapters.tolist()
+        return places is not None and not self._embeddings().keys().isdisjoint(places)
 
-    def embed(self, batch: Batch, ids: Int32, x: Float32) -> None:
-        """Put adapters' own rows of the embedding over x[r], that of ids[r]."""
-        if batch.seq_adapters is None:
-            return
-        of_row = batch.seq_adapters[batch.seq_ids]
-        for place in np.unique(of_row):
-            own = None if place < 0 else self._held[int(place)].embedding
-            if own is None:
-                continue
-            rows = np.flatnonzero(of_row == place)
-            at, found = places_of(own.ids, ids[rows])
-            x[rows[found]] = own.rows[at]
+    def embed(self, batch: Batch, x: Float32) -> None:
+        """Put adapters' own rows of the embedding over x[r], that of row r's id."""
+        for own, rows, at in own_embeddings(batch, self._embeddings()):
+            x[rows] = own.rows[at]
 
     def base_ids(self, ids: Int32) -> Int64:
         """The ids, with those that the base's table does not have as 0; `embed` has their rows."""

@@ -14,14 +14,12 @@ from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, pl
 from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits, gather, padded
 from server.model.cpu.records import FAILED, LANES, Constraints, Counts, Float32
-from server.model.draws import Answers, allowed_words, noise_key, penalty_counts
+from server.model.draws import Answers, adjustments, noise_key
 from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
-_EMPTY_IDS = np.empty(0, np.int64)
 _FIRST = np.zeros(1, np.int64)
 _ALL_WORDS = np.empty(0, np.uint32)
-_NO_COUNTS = Counts(_EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS)
 
 SlicedLogits = dict[int, tuple[Float32, Float32]]
 """SlicedHead.logits_of: per draw its row's logits over the table and the dynamic rows."""
@@ -104,28 +102,50 @@ class Draws:
         """
         params = [batch.params[p] for p in batch.draw_params[list(draws)].tolist()]
         plain = [p.takes_argmax(batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)]
+        sizes = [self._size(batch, int(batch.draw_rows[d])) for d in draws]
         if all(plain):
-            ids = np.empty(len(rows), np.int32)
-            kernels.greedy(np.array(rows, np.int64), full.logits, full.states, ids)
-            result.token_ids[list(draws)] = ids
+            drawn = np.empty(len(rows), np.int32)
+            kernels.greedy(np.array(rows, np.int64), full.logits, full.states, drawn)
+            ids = drawn.tolist()
         else:
-            for d, row, is_plain in zip(draws, rows, plain, strict=True):
-                size = self._size(batch, int(batch.draw_rows[d]))
-                result.token_ids[d] = self._draw_one(
+            ids = [
+                self._draw_one(
                     batch, d, full.logits[row], size, _ALL_IDS, full.states[row], is_plain
                 )
+                for d, row, size, is_plain in zip(draws, rows, sizes, plain, strict=True)
+            ]
+        for d, row, size, token in zip(draws, rows, sizes, ids, strict=True):
+            view = full.logits[row], size, _ALL_IDS, full.states[row]
+            self._note(result, batch, d, token, view, keeps=keeps)
+
+    def _note(
+        self,
+        result: Answers,
+        batch: Batch,
+        d: int,
+        column: int,
+        view: tuple[Float32, int, Int32, Float32],
+        *,
+        keeps: bool = True,
+    ) -> None:
+        """What is told of a draw. view: its logits, how many, the ids of their columns (empty: of
+        the full head), and its hidden state."""
+        logits, num, ids, state = view
+        sliced = ids.shape[0] > 0
+        result.token_ids[d] = ids[column] if sliced and column != FAILED else column
         if result.likely is not None:
             kernels.likeliest(
-                np.array(draws, np.int64), np.array(rows, np.int64), full.logits, full.states,
-                result.likely.ids, result.likely.chances,
+                np.array([d]), _FIRST, logits[None], state[None], result.likely.ids,
+                result.likely.chances,
             )  # fmt: skip
-        for d, row, own in zip(draws, rows, params, strict=True):
-            token = int(result.token_ids[d])
-            if token == FAILED:
-                result.failed.append((d, _reason(full.states[row])))
-            elif own.sampling.num_logprobs is not None and not (keeps and batch.is_kept(d)):
-                size = self._size(batch, int(batch.draw_rows[d]))
-                self._tell(result, d, full.logits[row], size, token, own.sampling, _ALL_IDS)
+            if sliced:
+                likely = result.likely.ids[d]
+                likely[likely >= 0] = ids[likely[likely >= 0]]
+        own = batch.params[batch.draw_params[d]].sampling
+        if column == FAILED:
+            result.failed.append((d, _reason(state)))
+        elif own.num_logprobs is not None and not (keeps and batch.is_kept(d)):
+            self._tell(result, d, logits, num, column, own, ids)
 
     def _size(self, batch: Batch, row: int) -> int:
         """Real ids of a row of the batch."""
@@ -166,27 +186,11 @@ class Draws:
         slice_ = batch.slices[int(batch.draw_slice[d])]
         num = slice_.ids.shape[0]
         state = hidden[int(batch.draw_rows[d])]
-        own = batch.params[batch.draw_params[d]]
-        plain = own.takes_argmax(batch.draw_mask[d])
+        plain = batch.params[batch.draw_params[d]].takes_argmax(batch.draw_mask[d])
         column = self._draw_one(batch, d, logits, num, slice_.ids, state, plain)
-        if column == FAILED:
-            if kernels.is_finite_row(state):
-                return False
-            if result.likely is not None:
-                result.likely.ids[d], result.likely.chances[d] = FAILED, 0.0
-            result.token_ids[d] = column
-            result.failed.append((d, _reason(state)))
-            return True
-        result.token_ids[d] = slice_.ids[column]
-        if result.likely is not None:
-            ids = result.likely.ids[d]
-            kernels.likeliest(
-                np.array([d]), _FIRST, logits[None], state[None], result.likely.ids,
-                result.likely.chances,
-            )  # fmt: skip
-            ids[ids >= 0] = slice_.ids[ids[ids >= 0]]
-        if own.sampling.num_logprobs is not None and not batch.is_kept(d):
-            self._tell(result, d, logits, num, column, own.sampling, slice_.ids)
+        if column == FAILED and kernels.is_finite_row(state):
+            return False
+        self._note(result, batch, d, column, (logits, num, slice_.ids, state))
         return True
 
     def _tell(
@@ -231,21 +235,14 @@ class Draws:
             return int(kernels.argmax(logits))
         params = batch.params[batch.draw_params[d]]
         s, path = params.sampling, batch.path_tokens(d)
-        words = allowed_words(batch, d, path, int(ids[-1]) + 1 if ids.shape[0] else num)
+        change = adjustments(batch, d, path, num, ids if ids.shape[0] else None)
+        words = change.words
         if not ids.shape[0] and words is not None and params.takes_argmax(-1, len(path)):
             return int(kernels.masked_argmax(logits, words, num))  # but for its grammar
-        counts = Counts(*penalty_counts(params, path)) if s.has_penalties else _NO_COUNTS
-        added = [(i, bias) for i, bias in s.logit_bias if bias > -100.0]
+        counts = Counts(change.ids, change.out, change.prompt)
         constraints = Constraints(
-            np.array([i for i, _ in added], np.int64),
-            np.array([bias for _, bias in added], np.float64),
-            _ALL_WORDS if words is None else words,
+            change.bias_ids, change.biases, _ALL_WORDS if words is None else words
         )
-        if ids.shape[0]:  # columns of a slice: what is not in it cannot be drawn anyway
-            bias_ids, found = places_of(ids, constraints.bias_ids)
-            constraints = constraints._replace(bias_ids=bias_ids, biases=constraints.biases[found])
-            counted, had = places_of(ids, counts.ids)
-            counts = Counts(counted, counts.out[had], counts.prompt[had])
         if num > self._wide.shape[0]:
             self._wide = np.zeros(num, np.float64)
         key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))

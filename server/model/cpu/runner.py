@@ -440,7 +440,7 @@ class CpuRunner:
         num, x = batch.num_rows, self._scratch.x
         ids = batch.token_ids
         x[:num] = self._weights.embed(self._adapters.base_ids(ids))
-        self._adapters.embed(batch, ids, x)
+        self._adapters.embed(batch, x)
         if self._shape.embedding_scale != 1.0:
             x[:num] *= np.float32(self._shape.embedding_scale)
 

@@ -10,13 +10,14 @@ is not touched, so it has the bits that it has in a step without adapters.
 
 Rows of the embedding and of the LM head that adapters bring (OwnRows):
 
-    embedding   a row whose adapter has a row of its own for its id takes that one, else the base's
+    embedding   a row whose adapter has a row of its own for its id takes that one, which travels in
+                the step's upload, else the base's
     head        the logits of a row whose adapter has head rows are as wide as the widest adapter's
                 ids: its own rows' products in the columns of their ids, the base's logits in the
                 others, -inf where neither has a row
 
-Tokens of an adapter's own come from PEFT's `trainable_token_indices` (server.model.adapter). All
-tables are read by CUDA graphs where they are.
+Tokens of an adapter's own come from PEFT's `trainable_token_indices` (server.model.adapter). The
+tables of LoraBank are read by CUDA graphs where they are.
 
 Products are grouped as in S-LoRA and Punica (arXiv 2311.03285, 2310.18547): rows of one adapter
 that follow each other share a program and its reads of the adapter's matrix. `grouped_torch` is the
@@ -26,7 +27,7 @@ reference of the kernel in triton_kernels.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from server.engine.batch import Batch, Int32, places_of
+from server.engine.batch import Batch, Int32, Int64
 from server.errors import TailorError
 from server.model.adapter import (
     LoraAdapter,
@@ -46,15 +47,17 @@ from server.model.adapter import (
     linear_sizes,
     num_ids_with,
     opened_adapter,
+    own_embeddings,
     token_rows,
 )
 from server.model.gpu.attention import power_of_two
-from server.model.gpu.lm_head import gathered, soft_capped
+from server.model.gpu.lm_head import product, soft_capped
+from server.model.gpu.transfers import gathered
 from server.model.shape import ModelShape
 
 _log = logging.getLogger(__name__)
-_LEAST_RANK = 16  # columns of A, and own rows: those of a tensor core's tile
-_LEAST_NEW = 64  # ids beside the base's
+Array = npt.NDArray[Any]
+_LEAST_RANK = 16  # columns of A: those of a tensor core's tile
 
 SPAN_ROWS = 16
 """Most rows of one span: those of one program's tile."""
@@ -62,17 +65,11 @@ SPAN_ROWS = 16
 SPAN_FIELDS = 3
 
 
-def spans_of(places: Int32) -> Int32:
-    """int32 [n, SPAN_FIELDS]: first row, rows (1 .. SPAN_ROWS), place, of every run of rows of one
-    place; of places int32 [R], -1 for the base."""
-    return np.array(adapter_spans(places, SPAN_ROWS), np.int32).reshape(-1, SPAN_FIELDS)
-
-
 class Grouped(Protocol):
     """One grouped product: row r of a span of place p becomes x[r] @ w[p], written to y or, with
     `adds`, added to it and rounded once; other rows are left alone.
 
-    x: [R, K]. spans: int32 [n, SPAN_FIELDS], of spans_of. w: [P, K, N] of any strides. y: [R, N].
+    x: [R, K]. spans: int32 [n, SPAN_FIELDS], of lora_spans. w: [P, K, N] of any strides. y: [R, N].
     x and y may be strided except in their last dimension.
     """
 
@@ -111,147 +108,81 @@ def _larger(table: torch.Tensor, *size: int, fill: int = 0) -> torch.Tensor:
     return larger
 
 
-class OwnPart(NamedTuple):
-    """Own rows of one table. P: places, N: rows of a place.
-
-    at: int32 [P, W]: where an id's row lies among its place's `rows`, -1: the base's. rows:
-    [P, N, hidden_size], in the model's dtype.
-    """
-
-    at: torch.Tensor
-    rows: torch.Tensor
-
-
-def part_sizes(num_base: int, parts: Sequence[TokenRows]) -> tuple[int, int]:
-    """(columns of `at`, rows of a place) that parts, at least one, need beside num_base rows."""
-    new = max(int(part.ids[-1]) + 1 for part in parts) - num_base
-    width = num_base + (power_of_two(max(new, _LEAST_NEW)) if new > 0 else 0)
-    return width, power_of_two(max(_LEAST_RANK, *(part.ids.shape[0] for part in parts)))
-
-
 class OwnRows:
-    """The own rows of the adapters on a device, by place. Changed between steps alone.
+    """The own rows of the adapters that are held, by place. Changed between steps alone.
 
-    num_base: rows of the base's tables, of `size` numbers. product: of own head rows. width:
-    columns of logits with own rows: at least the ids of every adapter; 0 while none was held.
+    embeddings: in CPU memory, from which a step's rows are put into its upload. heads: (ids, rows)
+    on the device, int64 [n] and [n, hidden_size] in the model's dtype. num_base: rows of the base's
+    tables.
     """
 
-    def __init__(
-        self, num_base: int, size: int, dtype: torch.dtype, device: torch.device, product: Grouped
-    ) -> None:
-        self.width = 0
-        self._num_base, self._size = num_base, size
-        self._product = product
+    def __init__(self, num_base: int, device: torch.device) -> None:
+        self._num_base, self._device = num_base, device
         self.embeddings: dict[int, TokenRows] = {}
-        self.heads: dict[int, TokenRows] = {}
-        at = torch.zeros((0, 0), dtype=torch.int32, device=device)
-        rows = torch.zeros((0, 0, size), dtype=dtype, device=device)
-        self._embedding = self._head = OwnPart(at, rows)
+        self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.width = num_base
+        """Columns of logits with own rows: the ids of every adapter that was held."""
 
-    def hold(self, place: int, embedding: TokenRows | None, head: TokenRows | None) -> bool:
-        """Put an adapter's rows at a free place; whether the tables have moved for it."""
-        parts = [part for part in (embedding, head) if part is not None]
-        if not parts:
-            return False
-        num_places, num_rows = self._embedding.rows.shape[:2]
-        width, most = part_sizes(self._num_base, parts)
-        moves = place >= num_places or width > self.width or most > num_rows
-        if moves:
-            places = max(num_places, power_of_two(place + 1))
-            self.width = max(width, self.width)
-            shape = places, max(most, num_rows)
-            self._embedding = self._grown(self._embedding, *shape)
-            self._head = self._grown(self._head, *shape)
-        for own, held, part in (
-            (embedding, self.embeddings, self._embedding),
-            (head, self.heads, self._head),
-        ):
-            if own is not None:
-                num = own.ids.shape[0]
-                part.rows[place, :num] = own.rows.to(part.rows.device)
-                at = torch.from_numpy(own.ids).to(part.at.device)
-                part.at[place, at] = torch.arange(num, dtype=torch.int32, device=part.at.device)
-                held[place] = own
-        return moves
-
-    def bytes_for(self, parts: Sequence[TokenRows], places: int) -> int:
-        """Bytes of the tables of so many places with room for each of these parts."""
-        width, num = part_sizes(self._num_base, parts)
-        a_place = 4 * width + num * self._size * self._embedding.rows.element_size()
-        return 2 * places * a_place
+    def hold(self, place: int, embedding: TokenRows | None, head: TokenRows | None) -> None:
+        """Put an adapter's rows at a free place."""
+        if embedding is not None:
+            self.embeddings[place] = embedding
+        if head is not None:
+            ids = torch.from_numpy(head.ids).to(self._device)
+            self.heads[place] = ids, head.rows.to(self._device)
+            self.width = max(self.width, int(head.ids[-1]) + 1)
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine."""
-        for held, part in ((self.embeddings, self._embedding), (self.heads, self._head)):
-            if held.pop(place, None) is not None:
-                part.at[place] = -1
+        self.embeddings.pop(place, None)
+        self.heads.pop(place, None)
 
-    def _grown(self, part: OwnPart, places: int, num: int) -> OwnPart:
-        return OwnPart(
-            _larger(part.at, places, self.width, fill=-1),
-            _larger(part.rows, places, num, self._size),
-        )
-
-    # -- which rows ---------------------------------------------------------------------------
-
-    @staticmethod
-    def places(
-        batch: Batch, held: Mapping[int, TokenRows], rows: Int32 | slice = slice(None)
-    ) -> Int32 | None:
-        """int32 [n]: the place of each of these rows of the batch whose adapter is in `held`
-        (`embeddings` or `heads`), else -1; None where no row has one."""
-        of_seq = batch.seq_adapters
-        if of_seq is None or not held:
+    def embeds(self, batch: Batch) -> tuple[Int64, Array] | None:
+        """(rows of a batch whose adapter has a row of the embedding for their ids, these rows as
+        transfers.gathered has them), or None where there is none."""
+        found = [
+            (rows, gathered(own.rows, at))
+            for own, rows, at in own_embeddings(batch, self.embeddings)
+        ]
+        if not found:
             return None
-        of_rows = np.where(np.isin(of_seq, list(held)), of_seq, -1)[batch.seq_ids[rows]]
+        rows, values = zip(*found, strict=True)
+        return np.concatenate(rows), np.concatenate(values)
+
+    def base_ids(self, ids: Int32) -> Int32:
+        """The ids, with those that the base's tables lack as 0."""
+        return np.where(ids < self._num_base, ids, 0).astype(np.int32)
+
+    def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
+        """int32 [n]: the place of each of these rows of the batch whose adapter has head rows, else
+        -1; None where no row has one."""
+        of_seq = batch.seq_adapters
+        if of_seq is None or not self.heads:
+            return None
+        of_rows = np.where(np.isin(of_seq, list(self.heads)), of_seq, -1)[batch.seq_ids[rows]]
         return of_rows.astype(np.int32) if (of_rows >= 0).any() else None
-
-    # -- the embedding ------------------------------------------------------------------------
-
-    def embed(self, table: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size]: rows of the base's table and own ones, not scaled yet. ids, places:
-        int32 [R]."""
-        part, ids, place = self._embedding, ids.long(), places.clamp(min=0).long()
-        at = torch.where(places >= 0, part.at[place, ids.clamp(max=part.at.shape[1] - 1)], -1)
-        base = table.index_select(0, ids.clamp(max=table.shape[0] - 1))
-        return torch.where(at[:, None] >= 0, part.rows[place, at.clamp(min=0).long()], base)
-
-    def gathered(self, table: torch.Tensor, batch: Batch, token_ids: Int32) -> npt.NDArray[Any]:
-        """The same where the base's table is in CPU memory: as lm_head.gathered has them."""
-        found = gathered(table, np.where(token_ids < table.shape[0], token_ids, 0))
-        places = self.places(batch, self.embeddings)
-        if places is not None:
-            for place in np.unique(places[places >= 0]).tolist():
-                own, rows = self.embeddings[place], np.flatnonzero(places == place)
-                at, has_own = places_of(own.ids, token_ids[rows])
-                found[rows[has_own]] = gathered(own.rows, at)
-        return found
-
-    # -- the head -----------------------------------------------------------------------------
 
     def widened(
         self,
         hidden: torch.Tensor,
         logits: torch.Tensor,
-        spans: torch.Tensor,
+        held: Iterable[int],
         places: torch.Tensor,
         cap: float,
     ) -> torch.Tensor:
         """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
 
-        places: of `heads`; spans: their spans_of. cap: soft-capping of logits, 0 = none.
+        places: int32 [n], of head_places; held: which there are among them. cap: soft-capping of
+        logits, 0 = none.
         """
-        num, part = hidden.shape[0], self._head
-        out = torch.empty((num, self.width), dtype=torch.float32, device=hidden.device)
-        shape = num, part.rows.shape[1]
-        own = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-        self._product(hidden, spans, part.rows.transpose(1, 2), own)
-        # Rows without a place have anything in `own`, which nothing reads.
-        at = part.at.index_select(0, places.clamp(min=0)).masked_fill_(places[:, None] < 0, -1)
+        out = logits.new_full((logits.shape[0], self.width), float("-inf"))
         out[:, : logits.shape[1]] = logits
-        out[:, logits.shape[1] :] = float("-inf")
-        mine = soft_capped(own, cap).gather(1, at.clamp(min=0).long())
-        return out.copy_(torch.where(at >= 0, mine, out))
+        for place in held:
+            ids, rows = self.heads[place]
+            own = soft_capped(product(hidden, rows), cap)
+            mine = (places == place)[:, None]
+            out.index_copy_(1, ids, torch.where(mine, own, out.index_select(1, ids)))
+        return out
 
 
 class LoraTable(NamedTuple):
@@ -298,8 +229,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
         for part in token_rows(lora, shape, num_rows)
     ]
     num_bytes = _column_values(shape) * columns * dtype.itemsize
-    for part in own:
-        num_bytes += 0 if part is None else part.rows.nbytes + 4 * num_rows
+    num_bytes += sum(part.rows.nbytes for part in own if part is not None)
     return GpuAdapter(parts, columns, num_ids_with(lora, num_ids), num_bytes, *own)
 
 
@@ -319,7 +249,8 @@ def lora_spans(batch: Batch) -> Int32:
     adapter. Empty where no row has one."""
     if batch.seq_adapters is None:
         return np.zeros((0, SPAN_FIELDS), np.int32)
-    return spans_of(batch.seq_adapters[batch.seq_ids])
+    spans = adapter_spans(batch.seq_adapters[batch.seq_ids], SPAN_ROWS)
+    return np.array(spans, np.int32).reshape(-1, SPAN_FIELDS)
 
 
 class LoraBank:
@@ -339,7 +270,7 @@ class LoraBank:
         product: Grouped,
     ) -> None:
         self.shape = shape
-        self.own = OwnRows(shape.vocab_size, shape.hidden_size, dtype, device, product)
+        self.own = OwnRows(shape.vocab_size, device)
         self.dtype = dtype
         self.spans: torch.Tensor | None = None
         self._product = product
@@ -364,42 +295,41 @@ class LoraBank:
         self._product(x, self.spans, table.a, t)
         self._product(t, self.spans, table.b, y, adds=True)
 
-    def bytes_for(self, folders: Iterable[str], most: int) -> int:
-        """Bytes of the tables once `most` adapters are held, in the lowest places, each as large as
-        the largest of these folders, or as small as one can be where there is none. Reads no
-        matrices; a folder that cannot be served counts nothing.
+    def make_room(self, folders: Iterable[str], most: int) -> None:
+        """Tables for `most` adapters in the lowest places, each as large as the largest of these
+        folders, or as small as one can be where there is none. Reads no matrices; a folder that
+        cannot be served counts nothing.
         """
-        if not most:
-            return 0
-        columns, own = _LEAST_RANK, list[TokenRows]()
+        columns = _LEAST_RANK
         for folder in folders:
             try:
-                lora, num_rows = opened_adapter(Path(folder), self.shape, self.shape.vocab_size)
-                parts = token_rows(lora, self.shape, num_rows)
+                lora, _ = opened_adapter(Path(folder), self.shape, self.shape.vocab_size)
             except (TailorError, OSError) as error:  # whoever loads it is told
-                _log.warning("the reserve has no room for adapter %s: %s", folder, error)
+                _log.warning("there is no room for adapter %s: %s", folder, error)
                 continue
             columns = max(columns, _columns(lora))
-            own += [part for part in parts if part is not None]
-        places = power_of_two(most)
-        a_column = _column_values(self.shape) * self.dtype.itemsize
-        own_bytes = self.own.bytes_for(own, places) if own else 0
-        return places * columns * a_column + own_bytes
+        if most:
+            self._grow(most, columns)
+
+    def _grow(self, places: int, columns: int) -> bool:
+        """Room for so many places and columns; whether the tables have moved for it."""
+        if places <= self._places and columns <= self._columns:
+            return False
+        self._places = places = max(self._places, power_of_two(places))
+        self._columns = columns = max(columns, self._columns)
+        for name, (outputs, inputs) in self._sizes.items():  # one at a time is there twice
+            a, b = self._tables[name]
+            self._tables[name] = LoraTable(
+                _larger(a, places, inputs, columns), _larger(b, places, columns, outputs)
+            )
+        return True
 
     def hold(self, place: int, adapter: GpuAdapter) -> bool:
         """Put a packed adapter at a free place; whether the tables have moved for it. No step may
         be in flight."""
         if place in self._held:
             raise ValueError(f"place {place} is taken")
-        moves = place >= self._places or adapter.columns > self._columns
-        if moves:
-            self._places = places = max(self._places, power_of_two(place + 1))
-            self._columns = columns = max(adapter.columns, self._columns)
-            for name, (outputs, inputs) in self._sizes.items():  # one at a time is there twice
-                a, b = self._tables[name]
-                self._tables[name] = LoraTable(
-                    _larger(a, places, inputs, columns), _larger(b, places, columns, outputs)
-                )
+        moves = self._grow(place + 1, adapter.columns)
         for name, table in self._tables.items():
             for part in table:
                 part[place] = 0
@@ -408,7 +338,8 @@ class LoraBank:
                 table.a[place, :, : a.shape[1]] = a.to(table.a.device)
                 table.b[place, : a.shape[1]] = b.to(table.b.device)
         self._held[place] = adapter
-        return self.own.hold(place, adapter.embedding, adapter.head) or moves
+        self.own.hold(place, adapter.embedding, adapter.head)
+        return moves
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine. No step may be in flight."""

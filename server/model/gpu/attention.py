@@ -150,9 +150,9 @@ TILE_FIELDS = 8
 
 SMALL_M = 16  # query vectors of a tile of decode rows and trees: the least a tensor core takes
 LARGE_M = 64  # of a tile of a prompt chunk
-MAX_TREE_RUN = 64  # a longer run of rows has large tiles: its keys would be read too often
+MAX_TREE_RUN = 64  # a longer run of rows has large tiles, whose keys are not split: it fills the
+# device without, and with small ones its keys would be read too often
 SPLIT_SIZE = 256  # keys of one split
-MAX_SPLIT_RUN = 128  # a longer run of rows fills the device without splitting its keys
 WORD = 32  # tree rows of one word of `ancestor_bits`
 _REFERENCE_ROWS = 64  # rows the reference scores at once: bounds its memory
 
@@ -245,48 +245,39 @@ def run_starts(seq_ids: Int32) -> npt.NDArray[np.int64]:
 def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
     """Divide a Batch's rows into tiles.
 
-    Short runs (decode, trees) get small tiles, longer ones (chunk ends) large tiles, both with
-    their keys split over programs, because few rows over a long history would leave the device
-    idle; long runs (prompt chunks) get large tiles over all their keys. A decoded row and a drafted
-    one are of one kind, so that a tree changes nothing for its neighbours. When the partial buffer
-    cannot hold all split rows, the runs that come last are not split.
+    Short runs (decode, trees) get small tiles with their keys split over programs, because few
+    rows over a long history would leave the device idle; long runs (prompt chunks) get large tiles
+    over all their keys. A decoded row and a drafted one are of one kind, so that a tree changes
+    nothing for its neighbours. When the partial buffer cannot hold all split rows, the runs that
+    come last are as long ones are.
     """
     starts = run_starts(batch.seq_ids)
     lengths = np.diff(np.append(starts, batch.num_rows))
-    small = lengths <= MAX_TREE_RUN
-    splittable = lengths <= MAX_SPLIT_RUN
+    short = lengths <= MAX_TREE_RUN
     num_splits = 1
-    if splittable.any():
-        longest = int(np.maximum.reduceat(batch.prefix_len, starts)[splittable].max())
+    if short.any():
+        longest = int(np.maximum.reduceat(batch.prefix_len, starts)[short].max())
         num_splits = max(1, -(-longest // shape.split_size))
     if num_splits > 1:
         room = shape.max_partials // num_splits
-        splittable &= np.cumsum(np.where(splittable, lengths, 0)) <= room
-    kinds = (
-        (small & splittable, shape.small_m, num_splits),
-        (~small & splittable, shape.large_m, num_splits),
-        (~splittable, shape.large_m, 1),
-    )
+        short &= np.cumsum(np.where(short, lengths, 0)) <= room
+        num_splits = num_splits if short.any() else 1
     groups = []
-    split_rows = []
-    num_parts = 0
-    for chosen, block_m, splits in kinds:
+    split_rows = np.empty(0, np.int32)
+    for chosen, block_m, splits in (
+        (short, shape.small_m, num_splits), (~short, shape.large_m, 1),
+    ):  # fmt: skip
         if not chosen.any():
             continue
         rows_per_tile = block_m // shape.group_size
         tiles = _divide(batch, starts[chosen], lengths[chosen], rows_per_tile)
         if splits > 1:
             rows = tiles[:, TILE_NUM_ROWS]
-            tiles[:, TILE_PART_START] = num_parts + np.cumsum(rows) - rows
-            num_parts += int(rows.sum())
+            tiles[:, TILE_PART_START] = np.cumsum(rows) - rows
             offsets = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
-            split_rows.append(np.repeat(tiles[:, TILE_ROW_START], rows) + offsets)
+            split_rows = (np.repeat(tiles[:, TILE_ROW_START], rows) + offsets).astype(np.int32)
         groups.append(TileGroup(tiles, block_m, splits))
-    return TilePlan(
-        tuple(groups),
-        np.concatenate(split_rows).astype(np.int32) if split_rows else np.empty(0, np.int32),
-        num_splits if split_rows else 1,
-    )
+    return TilePlan(tuple(groups), split_rows, num_splits)
 
 
 def _divide(

@@ -17,9 +17,9 @@ device buffer at offsets that a bucket fixes (they come first in a step's upload
 grids known on the host, and nothing between the upload and the last hidden state syncs. When the
 buffer moves, for a step that is larger than any before, the graphs are captured again.
 
-Adapters' rows are in graphs of their own, and so are those of adapters with rows of the embedding:
-their tables keep their addresses until larger ones are needed, and the graphs are captured again
-then. Embeddings that are gathered in CPU memory are inputs like the others.
+Adapters' rows are in graphs of their own: their tables keep their addresses until larger ones are
+needed, and the graphs are captured again then. So are adapters' own rows of the embedding, which
+are inputs like the others, as embeddings are that are gathered in CPU memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from server.model.families import family_of
 from server.model.gpu import attention as paged
 from server.model.gpu.adapters import Grouped, LoraBank, grouped_torch, lora_spans
 from server.model.gpu.attention import KvCache
-from server.model.gpu.lm_head import gathered
 from server.model.gpu.recurrent import (
     ITEMS_A_ROW,
     NOTHING,
@@ -52,6 +51,7 @@ from server.model.gpu.recurrent import (
     input_slots,
     replace_convolutions,
 )
+from server.model.gpu.transfers import gathered
 from server.model.shape import ModelShape, generic_shape, shape_of
 from server.types import ModelInfo
 
@@ -234,7 +234,7 @@ def pad_to_bucket(
     the key alone.
     """
     num_rows, num_splits = key.rows, key.splits
-    fills = {"slots": trash_slot, "sources": NOTHING, "own_places": -1}
+    fills = {"slots": trash_slot, "sources": NOTHING}
     shapes: dict[str, tuple[int, ...]] = {
         "block_tables": tables_shape,
         "ancestors": (num_rows, -(-num_rows // paged.WORD)),
@@ -349,11 +349,17 @@ class BodyRun:
             "prefix_len": batch.prefix_len,
             "block_tables": batch.block_tables,
         }
+        own = None if self.own is None else self.own.embeds(batch)
+        if self.own is not None and own is not None:
+            arrays["token_ids"] = self.own.base_ids(batch.token_ids)
         if self.embedding is not None:
-            if self.own is None:
-                arrays["embeds"] = gathered(self.embedding, batch.token_ids)
-            else:
-                arrays["embeds"] = self.own.gathered(self.embedding, batch, batch.token_ids)
+            arrays["embeds"] = gathered(self.embedding, arrays["token_ids"])
+            if own is not None:
+                arrays["embeds"][own[0]] = own[1]
+        elif own is not None:
+            arrays["is_own"] = np.isin(np.arange(batch.num_rows), own[0])
+            arrays["own_embeds"] = np.zeros((batch.num_rows, own[1].shape[1]), own[1].dtype)
+            arrays["own_embeds"][own[0]] = own[1]
         if self._taps:
             arrays["sources"] = input_slots(batch, self._taps, self.cache.block_size)
         if self.states is not None:
@@ -361,9 +367,6 @@ class BodyRun:
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans
-        own_places = None if self.own is None else self.own.places(batch, self.own.embeddings)
-        if own_places is not None:
-            arrays["own_places"] = own_places
         if self._attention == "torch":
             arrays |= {
                 "path_start": batch.path_start,
@@ -402,7 +405,7 @@ class BodyRun:
             return None
         if "items" in arrays and arrays["items"].shape[0] > ITEMS_A_ROW * num_rows:
             return None  # a history is replayed
-        return GraphKey(num_rows, num_splits, "adapters" in arrays, "own_places" in arrays)
+        return GraphKey(num_rows, num_splits, "adapters" in arrays, "own_embeds" in arrays)
 
     def run(
         self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan
@@ -434,7 +437,8 @@ class BodyRun:
             embeds = tensors["embeds"].view(self.embedding.dtype)
         forward = partial(
             self._forward, tensors["token_ids"], embeds, tensors.get("adapters"),
-            tensors.get("own_places"), paged.PagedStep(self.cache, attention, step, recur),
+            (tensors["is_own"], tensors["own_embeds"]) if "own_embeds" in tensors else None,
+            paged.PagedStep(self.cache, attention, step, recur),
         )  # fmt: skip
         if plan.graph_key is None or self.graphs is None:
             self._num_plain += 1
@@ -451,20 +455,22 @@ class BodyRun:
         token_ids: torch.Tensor,
         embeds: torch.Tensor | None,
         adapters: torch.Tensor | None,
-        own_places: torch.Tensor | None,
+        own: tuple[torch.Tensor, torch.Tensor] | None,
         step: paged.PagedStep,
     ) -> torch.Tensor:
         """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing.
 
         token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
         memory, in their place, own ones among them; None where the table is on the device.
-        adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own_places:
-        int32 [R], OwnRows.places of its embeddings, None where no row has one. step: with its rows.
+        adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own: bool
+        [R], which rows have an adapter's own, and [R, hidden_size], these; None where none has, or
+        they are among the embeds. step: with its rows.
         """
         if self.adapters is not None:
             self.adapters.spans = adapters
-            if embeds is None and own_places is not None:
-                embeds = self.adapters.own.embed(self._table, token_ids, own_places)
+        if own is not None:
+            rows = self._table.index_select(0, token_ids)
+            embeds = torch.where(own[0][:, None], own[1].view(rows.dtype), rows)
         given: dict[str, torch.Tensor]
         if embeds is None:
             given = {"input_ids": token_ids[None]}

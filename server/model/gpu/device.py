@@ -1,7 +1,6 @@
-"""What a CUDA device tells of itself: DeviceMeter, how full and how busy it is, for /metrics;
-DeviceMemory, its memory as the process sees it, before the KV cache has its size; Reserve, what
-stays free of KV; Trials, batches that TorchRunner runs before the first request, so that kernels
-are compiled, graphs captured, and memory is measured (TorchRunner.reserve).
+"""What a CUDA device tells of itself: DeviceMeter, how full and how busy it is, for /metrics; and
+Trials, batches that TorchRunner runs before the first request, so that kernels are compiled, graphs
+captured, and the KV cache takes its share of what steps leave free (build.py).
 
 tests/model/gpu/test_warm_up.py counts what is compiled or captured after them. Not met here:
 adapters, whose kernels and graphs come with the first one that is loaded.
@@ -12,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +18,6 @@ import torch
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu import attention as paged
 from server.model.gpu.body import ROW_BUCKETS, split_level
-from server.model.kv_memory import MARGIN
 from server.types import DeviceFigures, ModelInfo, SamplingParams
 
 INTERVAL_S = 1.0
@@ -59,59 +56,6 @@ class DeviceMeter:
             )
             self._read_s = now_s
         return self._last
-
-
-class DeviceMemory:
-    """A CUDA device's memory in bytes, as the process sees it, by torch's statistics and the
-    driver's. Every method waits for queued work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def release(self) -> None:
-        """Give back what the allocator holds for nobody; `most_held` counts from here."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def held(self) -> int:
-        """What the allocator holds."""
-        return torch.cuda.memory_reserved(self._device)
-
-    def most_held(self) -> int:
-        """The most that it held, in blocks that were taken from the driver, fragments and all."""
-        return torch.cuda.max_memory_reserved(self._device)
-
-    def free(self) -> int:
-        """Free device memory."""
-        return torch.cuda.mem_get_info(self._device)[0]
-
-    def elsewhere(self) -> int:
-        """What is neither free nor held: the driver's, and other processes'."""
-        torch.cuda.synchronize(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - self.held()
-
-
-class Reserve(NamedTuple):
-    """Bytes that stay free of KV. steps: what the largest step takes. graphs: what graphs take
-    beside it, at the driver. adapters: of their tables, which come later: calculated
-    (LoraBank.bytes_for). MARGIN is for adapters' graphs, slices of vocabularies and fragments."""
-
-    steps: int
-    graphs: int
-    adapters: int
-
-    @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.steps + self.graphs + self.adapters + MARGIN
-
-    def __str__(self) -> str:
-        return (
-            f"reserve {self.num_bytes >> 20} MiB (steps {self.steps >> 20}, graphs "
-            f"{self.graphs >> 20}, adapters {self.adapters >> 20}, margin {MARGIN >> 20})"
-        )
 
 
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=20)
@@ -175,14 +119,10 @@ def warm_up_shapes(
 ) -> list[tuple[int, int, int]]:
     """(sequences, rows of each, length): every kernel that serving needs, then every graph.
 
-    Rows of decode and of trees, of ends of prompts and of long runs, each with its keys in one part
-    and in several.
+    Rows of decode and of trees, with their keys in one part and in several, and of long runs.
     """
-    in_parts = min(longest, 2 * shape.split_size)
-    tree = min(paged.MAX_SPLIT_RUN, paged.MAX_TREE_RUN + 1)
-    shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
-    shapes += [(1, tree, max(tree, 2)), (1, tree, in_parts), (1, tree, longest)]
-    shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
+    long = paged.MAX_TREE_RUN + 1
+    shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest), (1, long, long)]
     if graph_rows:
         shapes.append((1, graph_rows + 1, graph_rows + 1))  # the shortest run without a graph
     # The largest first: smaller ones fit into the memory that it took.

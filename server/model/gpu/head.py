@@ -1,8 +1,7 @@
-"""A step's rows through the LM head: slabs of rows by the part that their draws see, and what comes
-back.
+"""A step's rows through the LM head: slabs of rows by what their draws see, and what comes back.
 
 HeadRun plans on the host, with numpy, before anything is launched, multiplies what is planned, and
-queues draws and scores; sampler.py says what a slab's draws need and draws them. Step is one
+queues draws and scores; sampler.py says what a part's draws need and draws them. Step is one
 launched step of TorchRunner, and how its results come back to the host.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,63 +28,55 @@ from server.engine.batch import (
 )
 from server.model.draws import Answers, Top, allowed_words
 from server.model.gpu import sampler
-from server.model.gpu.adapters import OwnRows, spans_of
-from server.model.gpu.lm_head import LmHead, Placed, TorchSlices
+from server.model.gpu.adapters import OwnRows
+from server.model.gpu.lm_head import LmHead, SliceView, TorchSlices
 from server.model.gpu.sampler import NAN_LOGITS, DrawPlan, plan_draws, token_logprobs
 
 Array = npt.NDArray[Any]
+Tensors = Mapping[str, torch.Tensor]
 
 LOGIT_BYTES = 64
-"""Peak bytes of one logit of a slab whose draws are processed: 4 for its float32, float64 copies,
+"""Peak bytes of one logit of a part whose draws are processed: 4 for its float32, float64 copies,
 sorted values with their indices and running sums; int64 order keys for logprobs."""
-
-STREAMED_BYTES = 128 << 20
-"""Memory of the logits that share one pass over a head in CPU memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SliceView:
-    """How a slab's draws see slices: of which table (-1: in the full head's logits), and of each
-    draw the row of the slab, the slot of its slice and its number of ids. width: the most ids,
-    rounded up; pool_width: dynamic rows of the product."""
+class Part:
+    """Draws and scores that read the logits of rows first .. last - 1 of a slab.
 
-    table: int
-    rows: Int32
-    slots: Int32
-    nums: Int32
-    width: int
-    pool_width: int
+    plan: its rows begin at `first`; where draws see slices, draw i reads a row i of its own.
+    own_places: None; or int32 of the rows, of OwnRows.head_places: what is read are the rows' wide
+    logits. rows, slices: int32 of each draw that sees a slice: its row of the slab, its place
+    in the slab's view.
+    """
+
+    first: int
+    last: int
+    draw_ids: Array
+    plan: DrawPlan
+    score_ids: Array
+    num_score_top: int = 0
+    own_places: Int32 | None = None
+    rows: Int32 | None = None
+    slices: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
     """Rows (ascending, unique) that go through the head together, and what reads their logits.
-
-    start: where its rows begin among the step's head rows; slabs of the same rows have the same.
-    view: None for the whole vocabulary. own_places: None; or int32 of the rows, OwnRows.places of
-    its heads: the slab's draws and scores see the rows' wide logits.
-    """
+    view: None for the whole vocabulary."""
 
     rows: Int32
-    start: int
-    draw_ids: Array
-    plan: DrawPlan
-    score_ids: Array
-    num_score_top: int
+    parts: tuple[Part, ...]
     view: SliceView | None = None
-    own_places: Int32 | None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + int(self.rows.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:
     """Divides a step's head rows into slabs, and runs them.
 
-    vocab_size: of the head. head_bytes: memory that a slab of logits and the work on it may take;
-    more rows go through the head in several slabs. own: adapters' own rows, if there may be some.
+    vocab_size: of the head. head_bytes: memory that the work on the logits of a part may take; a
+    quarter of it may be their slab's. own: adapters' own rows, if there may be some.
     """
 
     slices: TorchSlices
@@ -93,13 +85,11 @@ class HeadRun:
     own: OwnRows | None
     on_gpu: bool
 
-    def plan(self, batch: Batch) -> tuple[list[Slab], list[Placed]]:
-        """(what goes through the head, in order; slices whose slots must be written first)."""
+    def plan(self, batch: Batch) -> list[Slab]:
+        """What goes through the head, in order."""
         draws = np.arange(batch.num_draws)
         if batch.draw_slice is None:
-            return self.full(batch, draws, 0), []
-        cached, new = self.slices.place(batch.slices)
-        places = {id(p.slice): p for p in cached}
+            return self.full(batch, draws)
         by_table: dict[int, list[int]] = {}
         full: list[int] = []
         for d, nth in enumerate(batch.draw_slice.tolist()):
@@ -107,96 +97,65 @@ class HeadRun:
                 by_table.setdefault(batch.slices[nth].table, []).append(d)
             else:
                 full.append(d)
-        slabs = self.full(batch, np.asarray(full, np.int64), 0)
+        slabs = self.full(batch, np.asarray(full, np.int64))
         for table, chosen in sorted(by_table.items()):
-            start = slabs[-1].end if slabs else 0
-            slabs += self._sliced(batch, table, np.asarray(chosen), places, start)
-        return slabs, new
+            slabs += self._sliced(batch, table, np.asarray(chosen))
+        return slabs
 
-    def full(self, batch: Batch, draws: Array, first: int) -> list[Slab]:
+    def full(self, batch: Batch, draws: Array) -> list[Slab]:
         """Slabs of the draws from the full head and of all scores. Where adapters have own head
-        rows, their draws are a slab of their own over the same rows, so that the others' work is
+        rows, their draws are a part of their own over the same rows, so that the others' work is
         what it is without them."""
         all_rows = np.unique(np.concatenate([batch.draw_rows[draws], batch.score_rows]))
         places = None
         if self.own is not None:
-            places = self.own.places(batch, self.own.heads, all_rows)
+            places = self.own.head_places(batch, all_rows)
         draw_at = np.searchsorted(all_rows, batch.draw_rows[draws])
         score_at = np.searchsorted(all_rows, batch.score_rows)
-        width = self.vocab_size
-        if self.own is not None and places is not None:
-            width += 2 * self.own.width  # logits, and wide ones beside them
-        at_once = max(1, self.head_bytes // (width * bytes_per_logit(batch)))
+        wide = 0 if self.own is None or places is None else self.own.width
+        at_once = max(1, self.head_bytes // ((self.vocab_size + wide) * bytes_per_logit(batch)))
+        together = max(1, self.head_bytes // (16 * self.vocab_size) // at_once) * at_once
         slabs: list[Slab] = []
-        for start in range(0, all_rows.shape[0], at_once):
-            rows = all_rows[start : start + at_once].astype(np.int32)
-
-            def add(
-                width: int, is_read: Array, own: Int32 | None = None, start: int = start,
-                rows: Int32 = rows,
-            ) -> None:  # fmt: skip
-                """What reads `width` columns of the logits of those rows that is_read says."""
-
-                def those(at: Array) -> Array:
-                    inside = (at >= 0) & (at < is_read.shape[0])
-                    return np.flatnonzero(inside & is_read[np.where(inside, at, 0)])
-
-                chosen, scores = those(draw_at - start), those(score_at - start)
-                plan = plan_draws(batch, draws[chosen], draw_at[chosen] - start, width)
-                most = int(batch.score_top[scores].max(initial=0))
-                slabs.append(
-                    Slab(rows, first + start, draws[chosen], plan, scores, most, own_places=own)
-                )
-
-            own = None if places is None else places[start : start + rows.shape[0]]
-            if self.own is None or own is None or not (own >= 0).any():
-                add(self.vocab_size, np.ones(rows.shape[0], bool))
-                continue
-            if not (own >= 0).all():
-                add(self.vocab_size, own < 0)
-            add(self.own.width, own >= 0, own)
+        for start in range(0, all_rows.shape[0], together):
+            rows = all_rows[start : start + together].astype(np.int32)
+            parts: list[Part] = []
+            for first in range(0, rows.shape[0], at_once):
+                last = min(first + at_once, rows.shape[0])
+                own = None if places is None else places[start + first : start + last]
+                is_own = np.zeros(last - first, np.bool_) if own is None else own >= 0
+                for kind in np.unique(is_own):
+                    chosen, scores = (
+                        _reading(at - start - first, is_own == kind) for at in (draw_at, score_at)
+                    )
+                    plan = plan_draws(
+                        batch, draws[chosen], draw_at[chosen] - start - first,
+                        wide if kind else self.vocab_size,
+                    )  # fmt: skip
+                    most = int(batch.score_top[scores].max(initial=0))
+                    places_ = own if kind else None
+                    parts.append(Part(first, last, draws[chosen], plan, scores, most, places_))
+            slabs.append(Slab(rows, tuple(parts)))
         return slabs
 
-    def _sliced(
-        self,
-        batch: Batch,
-        table: int,
-        draws: Array,
-        places: Mapping[int, Placed],
-        first: int,
-    ) -> list[Slab]:
+    def _sliced(self, batch: Batch, table: int, draws: Array) -> list[Slab]:
         """Slabs of draws from slices of one table, or of none (-1)."""
         assert batch.draw_slice is not None
-        own = [places[id(batch.slices[int(batch.draw_slice[d])])] for d in draws]
-        most = max(p.num_ids for p in own)
-        width = -(-most // 16) * 16
-        pool_width = max(p.pool_width for p in own)
-        per_row = width * (bytes_per_logit(batch) + 24)
-        if table >= 0:
-            per_row += 4 * self.slices.num_columns(table, pool_width)
-        else:
-            per_row += 4 * self.vocab_size
-        at_once = max(1, self.head_bytes // per_row)
+        known = [i for i, one in enumerate(batch.slices) if one.table == table]
+        view = self.slices.view([batch.slices[i] for i in known])
+        which = np.searchsorted(known, batch.draw_slice[draws]).astype(np.int32)
+        at_once = max(1, self.head_bytes // (view.width * (bytes_per_logit(batch) + 8)))
         order = np.argsort(batch.draw_rows[draws], kind="stable")
         none = np.empty(0, np.int64)
         slabs: list[Slab] = []
         for start in range(0, draws.shape[0], at_once):
-            part = order[start : start + at_once]
-            rows, at = np.unique(batch.draw_rows[draws[part]], return_inverse=True)
-            placed = [own[i] for i in part]
-            view = SliceView(
-                table,
-                at.astype(np.int32),
-                np.asarray([p.slot for p in placed], np.int32),
-                np.asarray([p.num_ids for p in placed], np.int32),
-                width,
-                pool_width,
-            )
-            plan = plan_draws(
-                batch, draws[part], np.arange(part.shape[0]), width, [p.slice.ids for p in placed]
-            )
-            begin = slabs[-1].end if slabs else first
-            slabs.append(Slab(rows.astype(np.int32), begin, draws[part], plan, none, 0, view))
+            some = order[start : start + at_once]
+            rows, at = np.unique(batch.draw_rows[draws[some]], return_inverse=True)
+            plan = plan_draws(batch, draws[some], np.arange(some.shape[0]), view.width, view.ids)
+            part = Part(
+                0, rows.shape[0], draws[some], plan, none, rows=at.astype(np.int32),
+                slices=which[some],
+            )  # fmt: skip
+            slabs.append(Slab(rows.astype(np.int32), (part,), view))
         return slabs
 
     def run(
@@ -204,37 +163,34 @@ class HeadRun:
         step: Step,
         slabs: Sequence[Slab],
         hidden: torch.Tensor,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
         head: LmHead,
     ) -> None:
         """Multiply every slab's rows of `hidden` ([rows, hidden_size]) by the head, and draw and
         score."""
-        shared: list[Slab] = []
-        logits = hidden[:0]
+        of_parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            prefix, _, name = key.rpartition(".")
+            of_parts[prefix][name] = tensor
         for i, slab in enumerate(slabs):
-            prefix = f"{i}."
-            own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
-            if slab.view is not None and slab.view.table >= 0:
-                with self._timed(step):
-                    seen = self.slices.logits(
-                        rows_of(hidden, [slab], tensors), slab.view.table, slab.view.pool_width
+            states, view = rows_of(hidden, slab.rows, of_parts[str(i)]), slab.view
+            with self._timed(step):
+                if view is None or view.ids is None:
+                    logits = head.logits(states)
+                else:
+                    logits = self.slices.logits(states, view)
+            for j, part in enumerate(slab.parts):
+                own, seen = of_parts[f"{i}.{j}"], logits[part.first : part.last]
+                if view is not None:
+                    seen = logits.index_select(0, own["slice_rows"]).masked_fill_(
+                        ~view.seen.index_select(0, own["slice_places"]), float("-inf")
                     )
-            else:
-                if slab not in shared:
-                    shared = sharing(slabs[i:], head)
-                    with self._timed(step):
-                        logits = head.logits(rows_of(hidden, shared, tensors))
-                seen = logits[slab.start - shared[0].start : slab.end - shared[0].start]
-                if self.own is not None and slab.own_places is not None:
-                    states = rows_of(hidden, [slab], tensors)
-                    of_rows = own["own_spans"], own["own_places"]
-                    seen = self.own.widened(states, seen, *of_rows, head.cap)
-            ids = None
-            if slab.view is not None:
-                seen, ids = self.slices.pick(
-                    seen, own["slice_rows"], own["slice_slots"], own["slice_nums"], slab.view.width
-                )
-            self._finish(step, slab, seen, ids, own)
+                elif self.own is not None and part.own_places is not None:
+                    held = np.unique(part.own_places[part.own_places >= 0]).tolist()
+                    seen = self.own.widened(
+                        states[part.first : part.last], seen, held, own["own_places"], head.cap
+                    )
+                self._finish(step, part, seen, view, own)
 
     @contextlib.contextmanager
     def _timed(self, step: Step) -> Iterator[None]:
@@ -253,121 +209,106 @@ class HeadRun:
     def _finish(
         self,
         step: Step,
-        slab: Slab,
+        part: Part,
         logits: torch.Tensor,
-        ids: torch.Tensor | None,
-        tensors: Mapping[str, torch.Tensor],
+        view: SliceView | None,
+        tensors: Tensors,
     ) -> None:
-        """Draw and score on a slab's logits; queue the results for the way back.
-
-        ids: int32 like the logits, the columns' vocabulary ids; None where a column is one."""
-
-        def named(columns: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            """Vocabulary ids of columns [n, k] of these rows."""
-            if ids is None:
-                return columns
-            return ids.index_select(0, rows).gather(1, columns.clamp(min=0).long())
-
+        """Draw and score on a part's logits; queue the results for the way back."""
         told = step.segments
-        if slab.draw_ids.shape[0]:
-            drawn = sampler.draw(logits, slab.plan, tensors, ids)
-            token_ids = drawn
-            if ids is not None:
-                every = torch.arange(drawn.shape[0], device=drawn.device)
-                token_ids = torch.where(drawn >= 0, named(drawn[:, None], every)[:, 0], drawn)
-            told.append(Segment("draw", slab.draw_ids, (token_ids,)))
+
+        def named(columns: torch.Tensor) -> torch.Tensor:
+            return columns if view is None else view.named(columns)
+
+        if part.draw_ids.shape[0]:
+            column_ids = None if view is None else view.ids_there
+            drawn = sampler.draw(logits, part.plan, tensors, column_ids)
+            told.append(
+                Segment("draw", part.draw_ids, (torch.where(drawn >= 0, named(drawn), drawn),))
+            )
             if step.batch.num_likely:
-                rows = tensors["likely_rows"]
-                columns, chances = likeliest(logits.index_select(0, rows), step.batch.num_likely)
-                told.append(Segment("likely", slab.draw_ids, (named(columns, rows), chances)))
-            wanted = slab.draw_ids[slab.plan.arrays["logprob_at"]]
+                rows = logits.index_select(0, tensors["likely_rows"])
+                columns, chances = likeliest(rows, step.batch.num_likely)
+                told.append(Segment("likely", part.draw_ids, (named(columns), chances)))
+            wanted = part.draw_ids[part.plan.arrays["logprob_at"]]
             if wanted.shape[0]:
-                rows = tensors["logprob_rows"]
-                seen = logits.index_select(0, rows)
+                seen = logits.index_select(0, tensors["logprob_rows"])
                 own = drawn.index_select(0, tensors["logprob_at"])
-                found = token_logprobs(seen, own, slab.plan.num_top)
-                found = found._replace(top_ids=named(found.top_ids, rows))
-                told.append(Segment("logprob", wanted, found))
+                found = token_logprobs(seen, own, part.plan.num_top)
+                told.append(
+                    Segment("logprob", wanted, found._replace(top_ids=named(found.top_ids)))
+                )
                 if "named_columns" in tensors:
                     columns = tensors["named_columns"]  # -1: a slice lacks it
                     values = seen.gather(1, columns.clamp(min=0).long())
                     values = values - torch.logsumexp(seen, dim=1)[:, None]
                     values = torch.where(columns >= 0, values, float("-inf"))
                     told.append(Segment("named", wanted, (values,)))
-        if slab.score_ids.shape[0]:
+        if part.score_ids.shape[0]:
             seen = logits.index_select(0, tensors["score_rows"])
-            found = token_logprobs(seen, tensors["score_targets"], slab.num_score_top)
-            told.append(Segment("score", slab.score_ids, found))
+            found = token_logprobs(seen, tensors["score_targets"], part.num_score_top)
+            told.append(Segment("score", part.score_ids, found))
+
+
+def _reading(at: Array, is_read: Array) -> Array:
+    """Which of `at` are one of the rows that is_read says."""
+    inside = (at >= 0) & (at < is_read.shape[0])
+    return np.flatnonzero(inside & is_read[np.where(inside, at, 0)])
 
 
 def slab_arrays(batch: Batch, slabs: Sequence[Slab]) -> dict[str, Array]:
-    """What the slabs read, by slab."""
-    of_slabs = {slab.start: slab.rows for slab in slabs}
-    none = np.empty(0, np.int32)
-    arrays: dict[str, Array] = {"head_rows": np.concatenate((none, *of_slabs.values()))}
+    """What the slabs read: "slab.rows" and "slab.part.name"."""
+    arrays: dict[str, Array] = {}
     for i, slab in enumerate(slabs):
-        arrays.update({f"{i}.{name}": a for name, a in slab.plan.arrays.items()})
-        if slab.own_places is not None:
-            arrays[f"{i}.own_places"] = slab.own_places
-            arrays[f"{i}.own_spans"] = spans_of(slab.own_places)
-        # The columns of logprob_token_ids: -1 where a slice lacks one, and behind the last.
-        draws = slab.draw_ids[slab.plan.arrays["logprob_at"]].tolist()
-        named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
-        columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
-        for row, d, token_ids in zip(columns, draws, named, strict=True):
-            own = row[: len(token_ids)]
-            if slab.view is not None and batch.draw_slice is not None:
-                ids = batch.slices[int(batch.draw_slice[d])].ids
-                at, found = places_of(ids, np.asarray(token_ids))
-                own[found] = at
-            else:
-                own[:] = token_ids
-        if columns.shape[1]:
-            arrays[f"{i}.named_columns"] = columns
-        if slab.view is not None:
-            arrays[f"{i}.slice_rows"] = slab.view.rows
-            arrays[f"{i}.slice_slots"] = slab.view.slots
-            arrays[f"{i}.slice_nums"] = slab.view.nums
-        else:
-            rows = batch.score_rows[slab.score_ids]
-            arrays[f"{i}.score_rows"] = np.searchsorted(slab.rows, rows).astype(np.int32)
-            arrays[f"{i}.score_targets"] = batch.score_targets[slab.score_ids]
-        if batch.num_likely and slab.view is not None:  # a row of logits for each draw
-            arrays[f"{i}.likely_rows"] = np.arange(slab.draw_ids.shape[0], dtype=np.int32)
-        elif batch.num_likely:
-            at = np.searchsorted(slab.rows, batch.draw_rows[slab.draw_ids])
-            arrays[f"{i}.likely_rows"] = at.astype(np.int32)
+        arrays[f"{i}.rows"] = slab.rows
+        for j, part in enumerate(slab.parts):
+            own = _part_arrays(batch, slab, part)
+            arrays |= {f"{i}.{j}.{name}": array for name, array in own.items()}
     return arrays
 
 
-def rows_of(
-    hidden: torch.Tensor, slabs: Sequence[Slab], tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """The rows of `hidden` that consecutive slabs take, without a copy where they lie together."""
-    start, end = slabs[0].start, slabs[-1].end
-    first, last = int(slabs[0].rows[0]), int(slabs[-1].rows[-1])
-    if slabs[0].start == slabs[-1].start and last - first + 1 == end - start:
+def _part_arrays(batch: Batch, slab: Slab, part: Part) -> dict[str, Array]:
+    arrays: dict[str, Array] = dict(part.plan.arrays)
+    if part.own_places is not None:
+        arrays["own_places"] = part.own_places
+    # The columns of logprob_token_ids: -1 where a slice lacks one, and behind the last.
+    draws = part.draw_ids[part.plan.arrays["logprob_at"]].tolist()
+    named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
+    columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
+    for row, token_ids in zip(columns, named, strict=True):
+        own = row[: len(token_ids)]
+        if slab.view is not None and slab.view.ids is not None:
+            at, found = places_of(slab.view.ids, np.asarray(token_ids))
+            own[found] = at
+        else:
+            own[:] = token_ids
+    if columns.shape[1]:
+        arrays["named_columns"] = columns
+    if part.rows is not None and part.slices is not None:
+        arrays |= {"slice_rows": part.rows, "slice_places": part.slices}
+        of_draws = np.arange(part.draw_ids.shape[0])
+    else:
+        of_draws, of_scores = (
+            np.searchsorted(slab.rows, rows) - part.first
+            for rows in (batch.draw_rows[part.draw_ids], batch.score_rows[part.score_ids])
+        )
+        arrays["score_rows"] = of_scores.astype(np.int32)
+        arrays["score_targets"] = batch.score_targets[part.score_ids]
+    if batch.num_likely:
+        arrays["likely_rows"] = of_draws.astype(np.int32)
+    return arrays
+
+
+def rows_of(hidden: torch.Tensor, rows: Int32, tensors: Tensors) -> torch.Tensor:
+    """A slab's rows of `hidden`, without a copy where they lie together."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == rows.shape[0]:
         return hidden[first : last + 1]
-    return hidden.index_select(0, tensors["head_rows"][start:end])
-
-
-def sharing(slabs: Sequence[Slab], head: LmHead) -> list[Slab]:
-    """The first of these slabs, and those after it that go through the full head with it: those of
-    the same rows, others only where a pass over the head costs more than the memory of their
-    logits."""
-    shared = [slabs[0]]
-    for slab in slabs[1:]:
-        num_rows = slab.end - shared[0].start
-        is_cached = slab.view is not None and slab.view.table >= 0
-        has_room = head.is_streamed and 4 * num_rows * head.vocab_size <= STREAMED_BYTES
-        if is_cached or not (slab.start == shared[0].start or has_room):
-            break
-        shared.append(slab)
-    return shared
+    return hidden.index_select(0, tensors["rows"])
 
 
 def bytes_per_logit(batch: Batch) -> int:
-    """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken, two
+    """Peak bytes for one logit of a part: 4 for its float32 where only the argmax is taken, two
     more float32 where the likeliest ids are wanted; LOGIT_BYTES where draws are processed."""
     params = (p.sampling for p in batch.params)
     only_argmax = all(s.takes_likeliest and s.num_logprobs is None for s in params)
@@ -386,7 +327,8 @@ def has_choice(batch: Batch, draw: int, ids: Int32) -> bool:
 
 @dataclass(slots=True)
 class Segment:
-    """Results of one kind, to be read back: device tensors of 4-byte items, in order."""
+    """Results of one kind: of draws or scores `index`, one tensor a field; on the host once their
+    step has ended."""
 
     kind: Literal["draw", "logprob", "named", "score", "likely"]
     index: Array
@@ -398,15 +340,13 @@ class Step:
     """A launched step until `wait` returns it.
 
     batch: as it is computed. products: begin and end of each product of the head, as events on a
-    GPU, else in seconds. placed: slices that it was the first to see.
+    GPU, else in seconds.
     """
 
     batch: Batch
     begin_s: float
     products: list[tuple[Any, Any]] = field(default_factory=list)
-    placed: Sequence[Placed] = ()
     segments: list[Segment] = field(default_factory=list)
-    results: torch.Tensor | None = None
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     model_s: float = 0.0
@@ -420,12 +360,14 @@ class Step:
 
     def mark_end(self, *, on_gpu: bool) -> None:
         """Queue the way back of the results, and the event behind it."""
-        if self.segments:
-            parts = [t.reshape(-1).view(torch.int32) for s in self.segments for t in s.tensors]
-            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for segment in self.segments:
             # A copy without CUDA too: the next step overwrites what its graph gives.
-            self.results = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
-            self.results.copy_(flat, non_blocking=True)
+            segment.tensors = tuple(
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(
+                    t, non_blocking=True
+                )
+                for t in segment.tensors
+            )
         if on_gpu:
             self.done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self.done.record()
@@ -441,16 +383,8 @@ class Step:
         else:
             head_s = sum(b - a for a, b in self.products)
         batch, told = self.batch, Answers(self.batch)
-        flat = np.empty(0, np.int32) if self.results is None else self.results.numpy()
-        at = 0
         for segment in self.segments:
-            parts = []
-            for tensor in segment.tensors:
-                size = tensor.numel()
-                part = flat[at : at + size].reshape(tuple(tensor.shape))
-                parts.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
-                at += size
-            index = segment.index
+            index, parts = segment.index, [tensor.numpy() for tensor in segment.tensors]
             if segment.kind == "draw":
                 told.token_ids[index] = parts[0]
             elif segment.kind == "likely":

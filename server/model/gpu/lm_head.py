@@ -1,28 +1,21 @@
 """The LM head: hidden states of rows that draw or are scored -> float32 logits.
 
-Over all ids: LmHead has its weight where the hidden states are; StreamedHead has it in CPU memory
-and copies it through two buffers on the device, a chunk being copied while the one before is
-multiplied. Over the ids of slices, TorchSlices:
-
-    load_table, load_rows   head rows copied on a side stream, beside the prompt's forward pass
-    logits                  [a table's rows | dynamic rows] times hidden states: two products for
-                            all sequences of a table, whatever the number of their slices
-    place, pick             a slice's ids and columns, kept on the device while its sequence runs;
-                            the logits of each draw's own slice in id order, -inf past its ids
+LmHead has all ids, its weight where the hidden states are or in CPU memory, from which every
+product copies it piece by piece. TorchSlices has the rows of slices: a table's T, copied once, when
+the engine names it, and one pool of dynamic rows. What the slices of a table see in a step is a
+SliceView: T's ids and the dynamic ones of all of them, ascending, and for each slice which of these
+columns are its own. It is made anew when a sequence comes, goes or has another slice.
 
 Elsewhere: which rows a slice has, who holds them, and when they are forgotten (vocab_store's
-SliceCacheIndex, in the engine), draws (sampler.py).
-
-A table's T is copied once, when the engine names it, and never for a request. Nothing waits on the
-host: a product waits on the device for the copies that it reads. No result depends on other rows of
-the batch but for the last bits that a library's product may choose by its shape.
+SliceCacheIndex, in the engine), draws (sampler.py). No result depends on other rows of the batch
+but for the last bits that a library's product may choose by its shape.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,16 +24,14 @@ import torch
 from torch.nn import functional
 
 from server.engine.batch import HeadSlice, Int32
-from server.model.gpu.transfers import Fence, HostTable, SideStream, Upload
 
 Array = npt.NDArray[Any]
 
 _CPU_SLAB = 8192  # vocabulary rows upcast at once where there is no float32-output product
 CHUNK_BYTES = 16 << 20
-"""Bytes of one of StreamedHead's two buffers: long enough for a copy to run at full speed."""
+"""Bytes of a head in CPU memory that are copied at once: long enough for a copy to run at full
+speed, of which the product takes a hundredth."""
 _ROWS = 64  # tables and pool are rounded up to it: products of odd sizes are slow
-_COPY_BYTES = 4 << 20  # head rows gathered in CPU memory and copied at once
-_FIRST_SLOTS = 8
 
 
 def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,16 +58,13 @@ def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 class LmHead:
-    """All rows of the head, its weight where the hidden states are.
+    """All rows of the head.
 
-    weight: [V, hidden_size], may be the tied embedding table (never copied). bias: [V] or None.
-    num_token_ids: ids that exist; rows of the weight from there on are padding, multiplied (odd
-    sizes are slow) but never shown, so that no such id can be drawn or listed. cap: logits are
-    soft_capped by it, 0 = not. is_streamed: whether every product reads the head over the bus, so
-    that rows should share one.
+    weight: [V, hidden_size], where the hidden states are (may be the tied embedding table, never
+    copied) or, with is_streamed, in CPU memory. bias: [V] beside the hidden states, or None.
+    num_token_ids: ids that exist; rows of the weight from there on are padding: never shown, so
+    that no such id can be drawn or listed. cap: logits are soft_capped by it, 0 = not.
     """
-
-    is_streamed = False
 
     def __init__(
         self,
@@ -84,6 +72,8 @@ class LmHead:
         bias: torch.Tensor | None,
         num_token_ids: int | None = None,
         cap: float = 0.0,
+        *,
+        is_streamed: bool = False,
     ) -> None:
         num_rows = int(weight.shape[0])
         size = num_rows if num_token_ids is None else num_token_ids
@@ -91,68 +81,23 @@ class LmHead:
             raise ValueError(f"{num_token_ids} token ids, but the head has {num_rows} rows")
         self.weight, self.vocab_size, self.cap = weight, size, cap
         self.bias = None if bias is None else bias.float()
+        self.is_streamed = is_streamed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] in the weight's dtype -> float32 [n, vocab_size]; no sync."""
-        logits = self._product(hidden)[:, : self.vocab_size]
+        size, weight = self.vocab_size, self.weight
+        if self.is_streamed:
+            logits = hidden.new_empty((hidden.shape[0], size), dtype=torch.float32)
+            step = max(1, CHUNK_BYTES // (weight.shape[1] * weight.element_size()))
+            for start in range(0, size, step):
+                rows = weight[start : min(start + step, size)]
+                there = rows.to(hidden.device, non_blocking=True)
+                logits[:, start : start + rows.shape[0]] = product(hidden, there)
+        else:  # padding is multiplied: odd sizes are slow
+            logits = product(hidden, weight)[:, :size]
         if self.bias is not None:
-            logits += self.bias[: self.vocab_size]
+            logits += self.bias[:size]
         return soft_capped(logits, self.cap)
-
-    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, vocab_size or more]."""
-        return product(hidden, self.weight)
-
-
-class StreamedHead(LmHead):
-    """A head that stays in CPU memory and is copied through two buffers at every product, but for
-    its padding.
-
-    table: its weight. bias: [V] on the device, or None. side: the stream of the copies. The buffers
-    are allocated at the first product.
-    """
-
-    is_streamed = True
-
-    def __init__(
-        self,
-        table: HostTable,
-        bias: torch.Tensor | None,
-        num_token_ids: int | None,
-        side: SideStream,
-        *,
-        cap: float = 0.0,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        super().__init__(table.tensor, bias, num_token_ids, cap)
-        self._side = side
-        row_bytes = self.weight.shape[1] * self.weight.element_size()
-        self._chunk_rows = max(1, min(self.vocab_size, chunk_bytes // row_bytes))
-        self._buffers: list[torch.Tensor] = []
-
-    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
-        size, step = self.vocab_size, self._chunk_rows
-        if not self._buffers:
-            shape = (step, self.weight.shape[1])
-            self._buffers = [
-                torch.empty(shape, dtype=self.weight.dtype, device=hidden.device) for _ in range(2)
-            ]
-        logits = torch.empty((hidden.shape[0], size), dtype=torch.float32, device=hidden.device)
-        starts = range(0, size, step)
-        fences = [self._copy(i, start) for i, start in enumerate(starts[:2])]
-        for i, start in enumerate(starts):
-            end = min(start + step, size)
-            fences[i].wait()
-            logits[:, start:end] = product(hidden, self._buffers[i % 2][: end - start])
-            if i + 2 < len(starts):
-                # Queued behind the product that has just read this buffer, and not behind the next.
-                fences.append(self._copy(i + 2, starts[i + 2]))
-        return logits
-
-    def _copy(self, nth: int, start: int) -> Fence:
-        rows = self.weight[start : min(start + self._chunk_rows, self.vocab_size)]
-        target = self._buffers[nth % 2][: rows.shape[0]]
-        return self._side.run(lambda: target.copy_(rows, non_blocking=True))
 
 
 def _round_up(num: int) -> int:
@@ -161,56 +106,62 @@ def _round_up(num: int) -> int:
 
 @dataclass(slots=True)
 class _Rows:
-    """`num` head rows on the device, the last of them zeros; fence: the end of the last copy."""
+    """Head rows on the device, rounded up by zeros. ids: of a table's rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    num: int
-    fence: Fence
+    ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n, rows]."""
+        logits = product(hidden, self.weight)
+        return logits if self.bias is None else logits + self.bias
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A slice whose ids and columns are on the device, in row `slot` of the slot tables.
+@dataclass(frozen=True, slots=True, eq=False)
+class SliceView:
+    """What slices of one table see. W: columns.
 
-    Holds the slice, so that no other object can take its identity. pool_width: dynamic rows that a
-    product must cover for it, rounded up.
+    ids: int32 [W], the columns' vocabulary ids, ascending, and the same on the device; None for
+    slices that are not cached: a column of the full head is an id. seen: bool [slices, W]: which
+    columns a slice has. pool: int64, places of the dynamic rows. order: int64 [W]: a column's place
+    in [the table's rows | those of `pool`].
     """
 
-    slice: HeadSlice
-    slot: int
-    num_ids: int
-    pool_width: int
+    slices: tuple[HeadSlice, ...]
+    seen: torch.Tensor
+    ids: Int32 | None = None
+    ids_there: torch.Tensor | None = None
+    pool: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return int(self.seen.shape[1])
+
+    def named(self, columns: torch.Tensor) -> torch.Tensor:
+        """int32: the vocabulary ids of columns."""
+        return columns if self.ids_there is None else self.ids_there[columns.clamp(min=0).long()]
 
 
 class TorchSlices:
-    """Tables, dynamic rows and slots of one runner. One thread; the runner's stream is current.
+    """Tables and dynamic rows of one runner. One thread; the runner's stream is current.
 
-    head: the full head that rows are copied from: on the device, or gathered in CPU memory and
-    copied. side: the stream of the copies. All device memory belongs to the runner's stream: before
-    it is given back, that stream waits for the side stream's use of it.
+    head: the full head that rows are copied from.
     """
 
-    def __init__(self, head: LmHead, device: torch.device, side: SideStream) -> None:
+    def __init__(self, head: LmHead, device: torch.device) -> None:
         self._head = head
         self._device = device
-        self._side = side
-        self._width = int(head.weight.shape[1])
-        self.row_bytes = self._width * head.weight.element_size()
-        self._upload: Upload | None = None  # made on the side stream, which its memory belongs to
         self._tables: dict[int, _Rows] = {}
-        self._pool = self._empty(0)
-        self._placed: OrderedDict[int, Placed] = OrderedDict()  # by the slice's identity, LRU first
-        self._free = list(range(_FIRST_SLOTS))
-        self._num_slots = _FIRST_SLOTS
-        self._ids = torch.zeros((0, 0), dtype=torch.int32, device=device)
-        self._columns = self._ids
+        self._pool = self._rows_for(0)
+        self._views: dict[int, SliceView] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of copied head rows on the device, rounded-up rows included."""
-        rows = [self._pool, *self._tables.values()]
-        return sum(r.weight.numel() * r.weight.element_size() for r in rows)
+        return sum(rows.weight.nbytes for rows in (self._pool, *self._tables.values()))
 
     # -- head rows --------------------------------------------------------------------------
 
@@ -221,18 +172,15 @@ class TorchSlices:
         """
         if table in self._tables:
             raise ValueError(f"table {table} is loaded already")
-        num = int(token_ids.shape[0])
-        rows = self._empty(num)
-        self._copy(rows, token_ids, np.arange(num, dtype=np.int32))
+        rows = self._rows_for(token_ids.shape[0])
+        rows.ids = token_ids
+        self._copy(rows, token_ids, np.arange(token_ids.shape[0]))
         self._tables[table] = rows
 
     def drop_table(self, table: int) -> None:
-        """Forget a table and the slices over it; unknown numbers are fine."""
-        rows = self._tables.pop(table, None)
-        if rows is None:
-            return
-        rows.fence.wait()
-        self.forget([p for p in self._placed.values() if p.slice.table == table])
+        """Forget a table; unknown numbers are fine."""
+        self._tables.pop(table, None)
+        self._views.pop(table, None)
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
         """Copy head rows into places of the pool, which doubles when it is too small.
@@ -241,195 +189,104 @@ class TorchSlices:
         """
         if not places.shape[0]:
             return
-        most = int(places.max()) + 1
-        if most > self._pool.num:
-            old = self._pool
-            grown = self._empty(max(most, 2 * old.num))
-            old.fence.wait()
-            grown.weight[: old.weight.shape[0]] = old.weight
-            if grown.bias is not None and old.bias is not None:
-                grown.bias[: old.bias.shape[0]] = old.bias
-            self._pool = grown
+        old, most = self._pool, int(places.max()) + 1
+        if most > old.weight.shape[0]:
+            self._pool = self._rows_for(max(most, 2 * old.weight.shape[0]))
+            self._pool.weight[: old.weight.shape[0]] = old.weight
+            if self._pool.bias is not None and old.bias is not None:
+                self._pool.bias[: old.bias.shape[0]] = old.bias
         self._copy(self._pool, token_ids, places)
 
-    def _empty(self, num: int) -> _Rows:
+    def _rows_for(self, num: int) -> _Rows:
         size, weight = _round_up(num), self._head.weight
         try:
-            rows = torch.zeros((size, self._width), dtype=weight.dtype, device=self._device)
-            bias = None
-            if self._head.bias is not None:
-                bias = torch.zeros(size, dtype=torch.float32, device=self._device)
+            rows = torch.zeros((size, weight.shape[1]), dtype=weight.dtype, device=self._device)
+            bias = None if self._head.bias is None else torch.zeros(size, device=self._device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"no room for {size} rows of the LM head: {error}") from error
-        return _Rows(rows, bias, size, Fence())
+        return _Rows(rows, bias)
 
-    def _copy(self, rows: _Rows, token_ids: Int32, places: Int32) -> None:
-        """Queue the copy of head rows into places of `rows`, behind what may still read them."""
-        on_device = not self._head.is_streamed
+    def _copy(self, rows: _Rows, token_ids: Int32, places: Array) -> None:
+        """Copy head rows into places of `rows`."""
+        ids, at = (self._there(array.astype(np.int64)) for array in (token_ids, places))
+        weight = self._head.weight
+        if self._head.is_streamed:
+            found = weight.index_select(0, torch.from_numpy(token_ids.astype(np.int64)))
+            found = found.to(self._device, non_blocking=True)
+        else:
+            found = weight.index_select(0, ids)
+        rows.weight.index_copy_(0, at, found)
+        if rows.bias is not None and self._head.bias is not None:
+            rows.bias.index_copy_(0, at, self._head.bias.index_select(0, ids))
 
-        def copy() -> None:
-            if self._upload is None:
-                self._upload = Upload(self._device, 2 * _COPY_BYTES)
-            at_once = max(1, _COPY_BYTES // (self.row_bytes + 8))
-            for start in range(0, token_ids.shape[0], at_once):
-                ids = token_ids[start : start + at_once]
-                arrays = {"ids": ids, "places": places[start : start + at_once]}
-                if not on_device:
-                    arrays["rows"] = gathered(self._head.weight, ids)
-                there = self._upload(arrays)
-                if on_device:
-                    found = self._head.weight.index_select(0, there["ids"])
-                else:
-                    found = there["rows"].view(rows.weight.dtype)
-                rows.weight.index_copy_(0, there["places"].long(), found)
-                if rows.bias is not None and self._head.bias is not None:
-                    bias = self._head.bias.index_select(0, there["ids"])
-                    rows.bias.index_copy_(0, there["places"].long(), bias)
-
-        rows.fence = self._side.run(copy)
+    def _there(self, array: Array) -> torch.Tensor:
+        """On the device. Pageable memory is staged before the call returns, which waits for
+        nothing."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     # -- slices -----------------------------------------------------------------------------
 
-    def place(self, slices: Iterable[HeadSlice]) -> tuple[list[Placed], list[Placed]]:
-        """(where each slice's ids and columns lie, those that `write` must be given first).
+    def view(self, slices: Sequence[HeadSlice]) -> SliceView:
+        """What these slices of one table, or of none, see. Slices are known by identity: the engine
+        makes a new one when a sequence's rows change.
 
-        Slices are known by identity: the engine makes a new one when a sequence's rows change. The
-        least recently used make room; as many slots exist as one batch ever had slices, or more.
         Raises ValueError for a slice over rows that are not there.
         """
-        wanted = {id(s): s for s in slices}
-        needed = {key: self._check(s) for key, s in wanted.items() if key not in self._placed}
-        for key in wanted.keys() - needed.keys():
-            self._placed.move_to_end(key)
-        new: list[Placed] = []
-        for key, pool_width in needed.items():
-            slice_ = wanted[key]
-            placed = Placed(slice_, self._slot_for(wanted), slice_.ids.shape[0], pool_width)
-            self._placed[key] = placed
-            new.append(placed)
-        result = [self._placed[key] for key in wanted]
-        num_ids = max((p.num_ids for p in result), default=0)
-        rows, width = self._ids.shape
-        if num_ids and (rows < self._num_slots or width < num_ids):
-            shape = self._num_slots, max(width, _round_up(num_ids + num_ids // 4))
-            try:
-                ids, columns = self._ids.new_zeros(shape), self._ids.new_zeros(shape)
-            except torch.OutOfMemoryError:
-                self.forget(new)
-                raise
-            ids[:rows, :width], columns[:rows, :width] = self._ids, self._columns
-            self._ids, self._columns = ids, columns
-        return result, new
+        table = slices[0].table
+        known = self._views.get(table)
+        if (
+            known is None
+            or len(known.slices) != len(slices)
+            or not all(map(operator.is_, known.slices, slices))
+        ):
+            known = self._views[table] = self._seen_by(tuple(slices))
+        return known
 
-    def forget(self, placed: Iterable[Placed]) -> None:
-        """Slices that were never written are new again."""
-        for one in placed:
-            if self._placed.pop(id(one.slice), None) is not None:
-                self._free.append(one.slot)
-
-    def _check(self, slice_: HeadSlice) -> int:
-        """The pool's rows that a slice needs. Indices past memory would end the process."""
-        if slice_.ids.shape[0] and int(slice_.ids[-1]) >= self._head.vocab_size:
+    def _seen_by(self, slices: tuple[HeadSlice, ...]) -> SliceView:
+        if any(one.ids.shape[0] and one.ids[-1] >= self._head.vocab_size for one in slices):
             raise ValueError("a slice has an id outside the vocabulary")
-        if slice_.table < 0:
-            return 0
-        rows = self._tables.get(slice_.table)
+        if slices[0].table < 0:
+            seen = np.zeros((len(slices), self._head.vocab_size), np.bool_)
+            for row, one in zip(seen, slices, strict=True):
+                row[one.ids] = True
+            return SliceView(slices, self._there(seen))
+        rows = self._tables.get(slices[0].table)
         if rows is None:
-            raise ValueError(f"table {slice_.table} is not loaded")
-        most = int(slice_.columns.max(initial=-1)) + 1 - slice_.num_static
-        if most > self._pool.num or slice_.num_static > rows.num:
+            raise ValueError(f"table {slices[0].table} is not loaded")
+        num = rows.ids.shape[0]
+        own = [np.flatnonzero(one.columns >= one.num_static) for one in slices]
+        for one, at in zip(slices, own, strict=True):
+            if one.num_static != num or one.ids.shape[0] != num + at.shape[0]:
+                raise ValueError(f"a slice is not the rows of table {one.table} and dynamic ones")
+        dynamic, first = np.unique(
+            np.concatenate([one.ids[at] for one, at in zip(slices, own, strict=True)]),
+            return_index=True,
+        )
+        places = np.concatenate([one.columns[at] for one, at in zip(slices, own, strict=True)])
+        places = places[first] - num
+        if places.shape[0] and places.max() >= self._pool.weight.shape[0]:
             raise ValueError("a slice has columns past the cached rows")
-        return _round_up(max(0, most))
+        every = np.concatenate([rows.ids, dynamic])
+        order = np.argsort(every)
+        ids = every[order].astype(np.int32)
+        seen = np.zeros((len(slices), ids.shape[0]), np.bool_)
+        seen[:, order < num] = True
+        for row, one, at in zip(seen, slices, own, strict=True):
+            row[np.searchsorted(ids, one.ids[at])] = True
+        # Behind the table's own rows are those that it is rounded up with.
+        order = order + (order >= num) * (rows.weight.shape[0] - num)
+        pool = np.zeros(_round_up(places.shape[0]), np.int64)
+        pool[: places.shape[0]] = places
+        there = [self._there(array) for array in (ids, pool, order)]
+        return SliceView(slices, self._there(seen), ids, *there)
 
-    def _slot_for(self, wanted: Iterable[int]) -> int:
-        if self._free:
-            return self._free.pop()
-        keep = set(wanted)
-        oldest = next((key for key in self._placed if key not in keep), None)
-        if oldest is not None:
-            return self._placed.pop(oldest).slot
-        slot = self._num_slots
-        self._free.extend(range(slot + 1, 2 * slot))
-        self._num_slots = 2 * slot
-        return slot
-
-    def arrays(self, new: Sequence[Placed]) -> dict[str, Array]:
-        """What the step's upload carries for `write`."""
-        if not new:
-            return {}
-        columns = []
-        for slice_ in (p.slice for p in new):
-            if slice_.table < 0:  # looked up in the full head's logits: its columns are ids
-                columns.append(slice_.ids)
-                continue
-            # The dynamic rows begin behind the rows that the table is rounded up with.
-            shift = self._tables[slice_.table].num - slice_.num_static
-            columns.append(slice_.columns + (slice_.columns >= slice_.num_static) * shift)
-        return {
-            "slice_ids": np.concatenate([p.slice.ids for p in new]).astype(np.int32),
-            "slice_columns": np.concatenate(columns).astype(np.int32),
-        }
-
-    def write(self, new: Sequence[Placed], tensors: dict[str, torch.Tensor]) -> None:
-        """Fill the slots of new slices from the uploaded `arrays`."""
-        start = 0
-        for placed in new:
-            num = placed.num_ids
-            self._ids[placed.slot, :num] = tensors["slice_ids"][start : start + num]
-            self._columns[placed.slot, :num] = tensors["slice_columns"][start : start + num]
-            start += num
-
-    # -- logits -----------------------------------------------------------------------------
-
-    def num_columns(self, table: int, pool_width: int) -> int:
-        """Columns of `logits`."""
-        return self._tables[table].num + pool_width
-
-    def logits(self, hidden: torch.Tensor, table: int, pool_width: int) -> torch.Tensor:
-        """float32 [n, ...] over [the table's rows | pool_width dynamic rows], for `pick`.
-
-        hidden: [n, hidden_size] in the weight's dtype. The device waits for their copies first.
-        """
-        rows = self._tables[table]
-        parts = [_part(hidden, rows, rows.num)]
-        if pool_width:
-            parts.append(_part(hidden, self._pool, pool_width))
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return soft_capped(whole, self._head.cap)
-
-    def pick(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        nums: torch.Tensor,
-        width: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits float32, their vocabulary ids int32), both [draws, width], in id order.
-
-        logits: of `logits`, or of the full head for slices that are not cached. rows, slots, nums:
-        int32 of each draw: its row of logits, its slice's slot and number of ids. width: at least
-        the most ids; columns from nums on are -inf.
-        """
-        ids = self._ids.index_select(0, slots)[:, :width]
-        columns = self._columns.index_select(0, slots)[:, :width].long()
-        inside = torch.arange(width, device=logits.device)[None, :] < nums[:, None]
-        # A slot that a longer slice had before holds its columns past the new one's.
-        columns = torch.where(inside, columns, 0)
-        found = logits[rows[:, None].long(), columns]
-        return torch.where(inside, found, float("-inf")), torch.where(inside, ids, 0)
-
-
-def _part(hidden: torch.Tensor, rows: _Rows, num: int) -> torch.Tensor:
-    rows.fence.wait()
-    logits = product(hidden, rows.weight[:num])
-    if rows.bias is not None:
-        logits += rows.bias[:num]
-    return logits
-
-
-def gathered(table: torch.Tensor, token_ids: Array) -> Array:
-    """Rows of a table in CPU memory, as numpy has them: float32, or int16 with a half's bits."""
-    rows = table.index_select(0, torch.from_numpy(np.ascontiguousarray(token_ids)))
-    found: Array = (rows if rows.dtype == torch.float32 else rows.view(torch.int16)).numpy()
-    return found
+    def logits(self, hidden: torch.Tensor, view: SliceView) -> torch.Tensor:
+        """float32 [n, W] of a view over cached rows. hidden: [n, hidden_size] in the weight's
+        dtype."""
+        assert view.pool is not None and view.order is not None
+        parts = [self._tables[view.slices[0].table].logits(hidden)]
+        if view.pool.shape[0]:
+            weight, bias = self._pool.weight, self._pool.bias
+            own = None if bias is None else bias.index_select(0, view.pool)
+            parts.append(_Rows(weight.index_select(0, view.pool), own).logits(hidden))
+        return soft_capped(torch.cat(parts, dim=1).index_select(1, view.order), self._head.cap)

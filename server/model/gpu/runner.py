@@ -6,11 +6,11 @@ paged attention (body.py), the LM head on the rows that draw or are scored (head
 (sampler.py), one download.
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
-One step is in flight. All work is queued on one stream of the runner, KV moves included, but for
-copies of the LM head's rows, which have a second one (transfers.py).
+One step is in flight. All work is queued on one stream of the runner, KV moves and copies of the LM
+head's rows included.
 
 Vocabulary slices: draws are sorted by what they see, the full head or a table's slices; each kind
-goes through the head and the sampler in slabs of rows (lm_head.py). `verify` draws again from
+goes through the head and the sampler in slabs of rows (head.py). `verify` draws again from
 kept hidden states with the full head, on the device, streamed to it, or on the CPU.
 
 What ran where, of this whole folder: with the torch attention it runs in CI on a CPU; the Triton
@@ -38,11 +38,11 @@ from server.errors import UnsupportedModelError
 from server.model.adapter import check_adapter
 from server.model.gpu import adapters
 from server.model.gpu import attention as paged
-from server.model.gpu.body import MAX_GRAPH_ROWS, ROW_BUCKETS, BodyRun, narrow_layers
-from server.model.gpu.device import DeviceMemory, DeviceMeter, Reserve, Trials
+from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, narrow_layers
+from server.model.gpu.device import DeviceMeter, Trials
 from server.model.gpu.head import HeadRun, Step, slab_arrays
-from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices
-from server.model.gpu.transfers import HostTable, SideStream, Upload
+from server.model.gpu.lm_head import LmHead, TorchSlices
+from server.model.gpu.transfers import Upload, page_locked
 from server.types import DeviceFigures, ModelInfo, NarrowForm
 
 Array = npt.NDArray[Any]
@@ -89,7 +89,7 @@ class TorchRunner:
     """server.engine.batch.SlicingRunner and AdaptingRunner on torch.
 
     model: the weights, which it takes over. info: the sizes; ids from vocab_size on are padding.
-    ways: how a step is computed. side: the stream of copies, for tests; None makes one.
+    ways: how a step is computed.
 
     Raises ValueError when a number does not fit the model, MemoryError when CPU memory cannot be
     page-locked.
@@ -100,7 +100,6 @@ class TorchRunner:
         model: TorchModel,
         info: ModelInfo,
         ways: GpuOptions = GpuOptions(),  # noqa: B008  (immutable)
-        side: SideStream | None = None,
     ) -> None:
         module, embedding = model.module, model.embedding
         if info.max_model_len > module.config.max_position_embeddings:
@@ -118,18 +117,16 @@ class TorchRunner:
             raise ValueError("CUDA graphs need the triton attention")
         paged.register()
         module.config._attn_implementation = paged.NAME
-        self._side = side or SideStream(device)
-        self._host_head: HostTable | None = None
         self._cpu_head: LmHead | None = None
         self._head = self._make_head(model)
         dtype = self._head.weight.dtype
         self.head_row_bytes = int(self._head.weight.shape[1]) * dtype.itemsize
-        if embedding is not None and self._host_head is not None and embedding is model.head:
-            embedding = self._host_head.tensor
+        if embedding is not None and embedding is model.head:
+            embedding = self._head.weight
         if embedding is not None and embedding.dtype != dtype:
             raise ValueError(f"the embedding is {embedding.dtype}, the head {dtype}")
         self._max_blocks = -(-info.max_model_len // info.block_size)
-        self._slices = TorchSlices(self._head, device, self._side)
+        self._slices = TorchSlices(self._head, device)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         if ways.weights is not None:
             narrow_layers(module)
@@ -165,11 +162,11 @@ class TorchRunner:
             if model.verify_on_cpu:
                 raise ValueError("verify_on_cpu needs a head in CPU memory")
             return LmHead(own.weight, bias, num_token_ids, cap)
-        self._host_head = HostTable(model.head, self._device)
+        table = page_locked(model.head, self._device)
         if model.verify_on_cpu:
             cpu_bias = None if bias is None else bias.cpu()
-            self._cpu_head = LmHead(self._host_head.tensor, cpu_bias, num_token_ids, cap)
-        return StreamedHead(self._host_head, bias, num_token_ids, self._side, cap=cap)
+            self._cpu_head = LmHead(table, cpu_bias, num_token_ids, cap)
+        return LmHead(table, bias, num_token_ids, cap, is_streamed=True)
 
     # The Runner protocol.
 
@@ -187,7 +184,6 @@ class TorchRunner:
             step.error = error
             if isinstance(error, torch.OutOfMemoryError):  # the engine knows no torch
                 step.error = MemoryError(str(error))
-            self._slices.forget(step.placed)  # it may not have come to writing them
         self._in_flight = step
 
     def wait(self) -> Drawn:
@@ -244,7 +240,7 @@ class TorchRunner:
             raise ValueError("a hidden state that was never kept")
         with self._queued():
             step.mark_begin(on_gpu=self._on_gpu)
-            slabs = self._head_run.full(batch, np.arange(batch.num_draws), 0)
+            slabs = self._head_run.full(batch, np.arange(batch.num_draws))
             arrays = slab_arrays(batch, slabs)
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
@@ -306,12 +302,8 @@ class TorchRunner:
         self._in_flight = None
         if self._stream is not None:
             self._stream.synchronize()
-        self._side.synchronize()
         del self._body, self._head, self._cache, self._upload, self._head_run
         del self._slices, self._kept, self._cpu_head
-        if self._host_head is not None:
-            self._host_head.close()
-            self._host_head = None
         if self._on_gpu:
             torch.cuda.empty_cache()
 
@@ -343,41 +335,30 @@ class TorchRunner:
                 states.is_warming = False
         return num_steps
 
-    def reserve(self, memory: DeviceMemory, folders: Iterable[str], most: int) -> Reserve:
-        """What its steps take, and the tables of `most` adapters as large as those of these
-        folders. Call it before any KV is kept; its graphs are gone afterwards.
+    def take_room(self, folders: Iterable[str], most: int) -> None:
+        """Take what its steps need, and the tables of `most` adapters as large as those of these
+        folders: what is free afterwards is free beside them.
 
         The largest steps that the sizes allow run over a KV cache of a few slots, then the largest
-        graphs are captured. What the allocator held at most, less what it still holds when all that
-        is given back, is what steps take; what the driver took at each capture, beside the
-        allocator, is what a graph takes, and there will be so many. What remains (cuBLAS, compiled
-        kernels) is not free any more when the KV cache takes its share. What other processes do on
-        the device meanwhile shows as the driver's. Raises what such a step raises: serving would.
+        graphs are captured; torch's allocator holds what they took until `resize_kv`. Call it
+        before any KV is kept. Raises what such a step raises: serving would.
         """
-        trials = self.trials
-        memory.release()
-        self.try_out(trials.largest())
-        before = memory.elsewhere()
-        num = self.try_out(trials.graphs())
-        each = max(0, memory.elsewhere() - before) // max(1, num)
-        held = memory.most_held()
-        self.forget_graphs()
-        memory.release()
-        bank = self._body.adapters
-        return Reserve(
-            steps=max(0, held - memory.held()),
-            graphs=each * num * sum(bucket <= trials.graph_rows for bucket in ROW_BUCKETS),
-            adapters=0 if bank is None else bank.bytes_for(folders, most),
-        )
+        self.try_out(self.trials.largest())
+        self.try_out(self.trials.graphs())
+        if self._body.adapters is not None:
+            with self._queued():
+                self._body.adapters.make_room(folders, most)
 
     def resize_kv(self, num_blocks: int, max_model_len: int) -> None:
         """Room for other numbers than it was made with, before any KV is kept; max_model_len at
-        most what it was."""
+        most what it was. What torch's allocator holds for nobody is free again."""
         self._check_idle()
         self.forget_graphs()
         self._forget_states(np.arange(self._cache.num_slots, dtype=np.int32))
         with self._queued():
             self._cache.resize(num_blocks)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
         self.info = replace(self.info, num_blocks=num_blocks, max_model_len=max_model_len)
 
     def forget_graphs(self) -> None:
@@ -405,7 +386,12 @@ class TorchRunner:
             contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         )
         with torch.inference_mode(), on_stream:
-            yield
+            try:
+                yield
+            except Exception:
+                if self._stream is not None:  # its upload may be under way
+                    self._stream.synchronize()
+                raise
 
     def _start(self, step: Step) -> None:
         batch = step.batch
@@ -413,7 +399,7 @@ class TorchRunner:
         own_ids = self._adapting().num_ids(batch, num_ids) if held else num_ids
         check_batch(batch, self.info, self._cache.num_slots, own_ids)
         step.mark_begin(on_gpu=self._on_gpu)
-        slabs, step.placed = self._head_run.plan(batch)
+        slabs = self._head_run.plan(batch)
         plan = self._body.plan(batch)
         arrays: dict[str, Array] = {}
         if batch.draw_keep is not None and (batch.draw_keep >= 0).any():
@@ -424,10 +410,8 @@ class TorchRunner:
             if num > before.shape[0]:
                 self._kept = before.new_zeros((max(num, 2 * before.shape[0]), before.shape[1]))
                 self._kept[: before.shape[0]] = before
-        arrays |= self._slices.arrays(step.placed)
         arrays |= slab_arrays(batch, slabs)
         tensors = self._upload(plan.arrays | arrays)  # what graphs read comes first
-        self._slices.write(step.placed, tensors)
         hidden = self._body.run(batch, tensors, plan)
         if "keep_rows" in arrays:
             rows = hidden.index_select(0, tensors["keep_rows"])

@@ -14,7 +14,7 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.batch import Batch, Int32, places_of
-from server.model.draws import allowed_words, noise_key, penalty_counts
+from server.engine.batch import Batch, Int32
+from server.model.draws import adjustments, noise_key
 from server.types import DRAW_NUMBERS
 
 Array = npt.NDArray[Any]
@@ -49,7 +49,7 @@ class DrawPlan:
       numbers: float64 [m, k], SamplingParams.numbers. noise: int64 [m, 3]: the words of noise_key,
       and 1 where noise is added. ordered int32: processed draws with top-k or top-p.
       logprob_rows, logprob_at int32: draws whose logprobs are wanted.
-    Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
+    Every `*_id` is a column of the logits.
     num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
     num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
     noisy: whether a draw is not greedy.
@@ -67,15 +67,14 @@ def plan_draws(
     draw_ids: Array,
     logits_rows: Array,
     width: int,
-    slice_ids: Sequence[Int32] | None = None,
+    column_ids: Int32 | None = None,
 ) -> DrawPlan:
     """Plan the draws `draw_ids` of a Batch; draw i of the slab reads row logits_rows[i].
 
-    width: columns of the logits. slice_ids: None where a column is a vocabulary id, else for each
-    draw the ids of its first columns, ascending; the others are -inf.
+    width: columns of the logits. column_ids: their vocabulary ids, ascending; None where a column
+    is one.
     """
     lists: dict[str, list[Any]] = {name: [] for name in _DTYPES}
-    num_ids = width if slice_ids is None else max(int(ids[-1]) + 1 for ids in slice_ids)
     num_top, noisy = -1, False
 
     def entries(row: str, **values: Array) -> None:
@@ -97,23 +96,16 @@ def plan_draws(
             lists["plain_at"].append(at)
             continue
 
-        def places(ids: Array, at: int = at) -> tuple[Array, Array | slice]:
-            return (ids, slice(None)) if slice_ids is None else places_of(slice_ids[at], ids)
-
-        added = [(i, bias) for i, bias in s.logit_bias if bias > -100.0]
-        ids, found = places(np.array([i for i, _ in added], np.int64))
-        entries("bias_row", bias_id=ids, bias=np.array([bias for _, bias in added])[found])
-        words = allowed_words(batch, draw, path, num_ids)
-        if words is not None:
+        change = adjustments(batch, draw, path, width, column_ids)
+        entries("bias_row", bias_id=change.bias_ids, bias=change.biases)
+        if change.words is not None:
             lists["mask_rows"].append(len(lists["at"]))
-            lists["masks"].append(words.view(np.int32))
+            lists["masks"].append(change.words.view(np.int32))
         if s.has_penalties:
-            counted, out, prompt = penalty_counts(params, path)
-            ids, found = places(counted)
-            out, prompt = out[found], prompt[found]
+            out = change.out
             entries(
-                "penalty_row", penalty_id=ids,
-                repetition=np.where((out > 0) | (prompt > 0), s.repetition_penalty, 1.0),
+                "penalty_row", penalty_id=change.ids,
+                repetition=np.where((out > 0) | (change.prompt > 0), s.repetition_penalty, 1.0),
                 subtract=s.frequency_penalty * out + s.presence_penalty * (out > 0),
             )  # fmt: skip
         key, is_noisy = (0, 0), s.temperature > 0.0
@@ -153,7 +145,7 @@ def noise_hash(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The hash of ids under a draw's key, in int64 arithmetic, as torch has no uint32 product:
     fmix32(fmix32(id ^ key0) + key1) of uint32, MurmurHash3's finaliser.
 
-    token_ids int64 [V] or [n, V]; keys int64 [n, 2], each word in [0, 2^32). Returns int64 [n, V]
+    token_ids int64 [V]; keys int64 [n, 2], each word in [0, 2^32). Returns int64 [n, V]
     in [0, 2^32). A product of two 32-bit words may wrap around 2^63; its low 32 bits are right.
     """
     return _fmix32((_fmix32(token_ids ^ keys[:, :1]) + keys[:, 1:2]) & _MASK32)
@@ -172,7 +164,7 @@ def gumbel_max(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value float64 [n], its lowest column int32 [n]) of logits float64 [n, V] + noise.
 
-    words: int64 [n, 2], of noise_key. is_noisy: bool [n, 1]. ids: int64 [V] or [n, V], the columns'
+    words: int64 [n, 2], of noise_key. is_noisy: bool [n, 1]. ids: int64 [V], the columns'
     vocabulary ids.
     """
     u = (noise_hash(ids, words).double() + 0.5) / 4294967296.0
@@ -240,7 +232,7 @@ def adjusted(
     """Logits float64 [m, V] of the plan's processed draws, over the temperature; -inf where a
     request excludes an id.
 
-    raw: float32 [m, V], one row a draw. arrays: plan.arrays on raw's device. ids: int32 [m, V], the
+    raw: float32 [m, V], one row a draw. arrays: plan.arrays on raw's device. ids: int32 [V], the
     columns' vocabulary ids where they are not 0, 1, ...
     """
     x = raw.double()
@@ -251,12 +243,8 @@ def adjusted(
         x[row, token] = x[row, token] + arrays["bias"]
     if host["mask_rows"].shape[0]:
         rows = arrays["mask_rows"].long()
-        if ids is None:
-            bits = torch.arange(x.shape[1], device=x.device)
-            words = arrays["masks"].index_select(1, bits >> 5)
-        else:
-            bits = ids.index_select(0, rows).long()
-            words = arrays["masks"].gather(1, bits >> 5)
+        bits = torch.arange(x.shape[1], device=x.device) if ids is None else ids.long()
+        words = arrays["masks"].index_select(1, bits >> 5)
         drop = ((words >> (bits & 31).int()) & 1) == 0
         x[rows] = x[rows].masked_fill(drop, minus_infinity)
     if host["penalty_row"].shape[0]:
@@ -297,7 +285,7 @@ def draw(
     """Drawn columns int32 [n]; NAN_LOGITS or NOTHING_LEFT where there is no answer.
 
     logits: float32 [rows, V], left unchanged. arrays: plan.arrays on the logits' device. ids: None
-    where a column is a vocabulary id, else the columns' ids, int32 [rows, V].
+    where a column is a vocabulary id, else the columns' ids, int32 [V].
     """
     if plan.plain_is_all:
         return argmax_ids(logits[: plan.num_draws])
@@ -308,14 +296,12 @@ def draw(
         drawn.index_copy_(0, arrays["plain_at"].long(), answer)
     if plan.num_draws > num_plain:
         raw = logits.index_select(0, arrays["rows"])
-        own = None if ids is None else ids.index_select(0, arrays["rows"])
-        x = adjusted(raw, plan, arrays, own)
+        x = adjusted(raw, plan, arrays, ids)
         if plan.noisy:
             _cut(x, plan, arrays)
             noise = arrays["noise"]
-            if own is None:
-                own = torch.arange(x.shape[1], device=x.device)
-            value, which = gumbel_max(x, noise[:, :2], noise[:, 2:] != 0, own.long())
+            own = torch.arange(x.shape[1], device=x.device) if ids is None else ids.long()
+            value, which = gumbel_max(x, noise[:, :2], noise[:, 2:] != 0, own)
         else:
             value, which = x.max(dim=1)
         value = torch.where(raw.isnan().any(dim=1), float("nan"), value)

@@ -1,11 +1,8 @@
-"""What crosses between CPU memory and the device: one packed upload, copies on a side stream,
-page-locked tables. Everything that needs CUDA for that is in this file; without it, copies happen
-at once and in order, and locking does nothing.
+"""What crosses between CPU memory and the device: one packed upload a step, page-locked tables and
+rows that are gathered from them. Without CUDA a copy is made at once and locking does nothing.
 
-Rules kept here, from torch's notes on CUDA semantics ("CUDA streams", "Use pinned memory buffers")
-and Tensor.record_stream: a copy is asynchronous only from page-locked memory, which must stay as it
-is until the copy has run; memory is allocated, and given back, on the stream that the allocator
-knows it by, after every other stream's use of it was waited for.
+A copy is asynchronous only from page-locked memory, which must stay as it is until the copy has run
+(torch's notes on CUDA semantics, "Use pinned memory buffers").
 """
 
 from __future__ import annotations
@@ -19,19 +16,16 @@ import torch
 
 Array = npt.NDArray[Any]
 
-TURNS = 2
-"""Page-locked buffers that an Upload takes in turn: as many copies may be under way."""
-
 _ALIGNMENT = 16
-_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: locked for every context of the process
 
 
 class Upload:
     """Many small host arrays to the device by one copy on the current stream.
 
     Arrays are packed in order, each aligned to 16 bytes, so equal shapes get equal addresses from
-    call to call: what CUDA graphs read. Without CUDA there is one buffer. moved: called when arrays
-    need a larger one, after which earlier addresses are invalid. Use one Upload on one stream.
+    call to call: what CUDA graphs read. Call it again once the copy has run: whoever waits for a
+    step has waited for its upload. moved: called when arrays need a larger buffer, after which
+    earlier addresses are invalid.
     """
 
     def __init__(
@@ -39,23 +33,13 @@ class Upload:
     ) -> None:
         self._device = device
         self._moved = moved
-        self._on_gpu = device.type == "cuda"
-        self._next = 0
-        self._turns = TURNS if self._on_gpu else 1
-        self._events: list[torch.cuda.Event | None] = [None] * self._turns
         self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
-        self._host = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
-            for _ in range(self._turns)
-        ]
-        self._memory = (
-            torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-            if self._on_gpu
-            else self._host[0]
-        )
-        self._capacity = num_bytes
+        on_gpu = self._device.type == "cuda"
+        self._host = self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        if on_gpu:
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """Tensors of the same names, shapes and dtypes on the device; valid until the next call."""
@@ -64,31 +48,16 @@ class Upload:
         for array in arrays.values():
             offsets.append(end)
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if end > self._capacity:
-            if self._on_gpu:
-                # Freed memory is reused in stream order, so steps in flight keep their inputs; the
-                # pinned side must be read before it goes.
-                torch.cuda.current_stream(self._device).synchronize()
-            self._events = [None] * self._turns
+        if end > self._host.shape[0]:
             self._allocate(2 * end)
             self._moved()
-        turn, self._next = self._next, (self._next + 1) % self._turns
-        event = self._events[turn]
-        if event is not None:
-            event.synchronize()  # TURNS copies ago: over long since
-        host = self._host[turn]
-        raw = host.numpy()
+        raw, memory = self._host.numpy(), self._memory
         for array, offset in zip(arrays.values(), offsets, strict=True):
             raw[offset : offset + array.nbytes] = (
                 np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             )
-        memory = host
-        if self._on_gpu:
-            memory = self._memory
-            memory[:end].copy_(host[:end], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._events[turn] = event
+        if memory is not self._host:
+            memory[:end].copy_(self._host[:end], non_blocking=True)
         return {
             name: memory[offset : offset + array.nbytes]
             .view(getattr(torch, array.dtype.name))  # one name in both
@@ -97,80 +66,25 @@ class Upload:
         }
 
 
-class Fence:
-    """The end of some work of a SideStream."""
-
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """What the current stream is given from now on runs after that work. The host goes on."""
-        if self._event is not None:
-            self._event.wait()  # of the current stream
-
-
-class SideStream:
-    """A second stream, for copies that run beside the model. Without CUDA, work is done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(self, work: Callable[[], object]) -> Fence:
-        """Queue `work` behind all that the current stream was given so far; the host goes on.
-
-        Memory that `work` touches and did not allocate must live until the fence was waited for.
-        """
-        if self._stream is None:
-            work()
-            return Fence()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work()
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return Fence(event)
-
-    def synchronize(self) -> None:
-        """Wait for all of its work, on the host."""
-        if self._stream is not None:
-            self._stream.synchronize()
+def page_locked(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table [rows, width] in CPU memory that a device reads. For CUDA a page-locked copy, whose
+    room torch rounds up to a power of two; else the table itself (a view of the mapped file stays
+    one, shared by all processes of the host). Raises MemoryError when it cannot be locked."""
+    if table.device.type != "cpu" or table.dim() != 2:
+        raise ValueError("a table of the host is a matrix in CPU memory")
+    if device.type != "cuda":
+        return table.contiguous()
+    try:
+        return table.contiguous().pin_memory()
+    except RuntimeError as error:
+        raise MemoryError(
+            f"{table.nbytes} bytes of CPU memory cannot be page-locked ({error}): raise the limit "
+            "of locked memory, or keep the full head on the device"
+        ) from error
 
 
-class HostTable:
-    """A table [rows, width] in CPU memory that a device reads: page-locked where that is CUDA.
-
-    Locking takes a copy of its own: the driver locks a mapped file's pages by copying them one by
-    one, and cudaHostRegister's read-only form is not supported everywhere. torch's own pinned
-    allocator is not used because it rounds up to a power of two. Without CUDA the tensor is kept
-    as it is (a view of the mapped file stays one, shared by all processes of the host).
-
-    Raises MemoryError when the memory cannot be locked.
-    """
-
-    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
-        if tensor.device.type != "cpu" or tensor.dim() != 2:
-            raise ValueError("a host table is a matrix in CPU memory")
-        self._locked = device.type == "cuda"
-        self.tensor = tensor.contiguous()
-        if self._locked:
-            self.tensor = self.tensor.clone()
-            size = self.tensor.numel() * self.tensor.element_size()
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = int(
-                cudart.cudaHostRegister(self.tensor.data_ptr(), size, _HOST_REGISTER_PORTABLE)
-            )
-            if code:
-                self._locked = False
-                raise MemoryError(
-                    f"{size} bytes of CPU memory cannot be page-locked (CUDA error {code}): raise "
-                    "the limit of locked memory, or keep the full head on the device"
-                )
-
-    def close(self) -> None:
-        """Unlock the memory; no copy from it may be under way. Idempotent."""
-        if self._locked:
-            self._locked = False
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
+def gathered(table: torch.Tensor, token_ids: Array) -> Array:
+    """Rows of a table in CPU memory, as numpy has them: float32, or int16 with a half's bits."""
+    rows = table.index_select(0, torch.from_numpy(np.ascontiguousarray(token_ids)))
+    found: Array = (rows if rows.dtype == torch.float32 else rows.view(torch.int16)).numpy()
+    return found

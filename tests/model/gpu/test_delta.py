@@ -5,8 +5,6 @@ The Triton half runs in the interpreter's process (tests/model/gpu/test_attentio
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,14 +36,10 @@ from tests.model import generic_models
 from tests.model import test_hf_equality as equality
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
 from tests.model.gpu.ahead_of_time import compiled
-from tests.model.gpu.test_slices import _requests, _serve
+from tests.model.gpu.needs import INTERPRETED, needs_interpreter, needs_triton
+from tests.model.slice_engines import requests_of, serve
 from tests.model.torch_runners import body_of, runner_over
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 V = generic_models.VOCAB_SIZE
 
 
@@ -112,13 +106,13 @@ def test_a_lost_state_is_replayed(truth: Any, keep: int, monkeypatch: pytest.Mon
 
 def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
     made = hybrid(num_blocks=48)
-    want, _ = _serve(made, _requests(0), max_num_seqs=1)
+    want, _ = serve(made, requests_of(0), max_num_seqs=1)
     rng = Random(7)
     preempted = 0
     for blocks, seats in ((48, 8), (4, 4)):
         kinds = SpeculationParams(), SpeculationParams("suffix", 6)
-        asked = [replace(r, speculation=rng.choice(kinds)) for r in _requests(0)]
-        got, engine = _serve(made, asked, num_blocks=blocks, max_num_seqs=seats)
+        asked = [replace(r, speculation=rng.choice(kinds)) for r in requests_of(0)]
+        got, engine = serve(made, asked, num_blocks=blocks, max_num_seqs=seats)
         preempted += engine.scheduler.num_preemptions
         assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
     assert preempted > 0

@@ -6,8 +6,6 @@ The Triton half runs in the interpreter's process (tests/model/gpu/test_attentio
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,18 +31,12 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.gpu.needs import needs_interpreter, needs_peft, of_peft, quiet
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = of_peft
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed"
-)
-quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 V, NEW, MORE = families.VOCAB_SIZE, 5, 90
 Logprobs = npt.NDArray[np.float32]
 
@@ -302,6 +294,7 @@ def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
     use_graphs(runner, graphs)
     for order, settings in (((1, -1), {}), ((2, 1), {"temperature": 0.9, "num_logprobs": 2})):
         batch = decoded(2, order, **settings)
+        batch.token_ids[0] = V + 1
         got, want = (step(one, batch, order) for one in (runner, plain))
         assert got.token_ids.tolist() == want.token_ids.tolist()
         assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)

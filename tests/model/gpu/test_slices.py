@@ -1,13 +1,12 @@
 """Slices on the torch runner: the full head restricted, whatever lies, runs and is copied beside
 them; `verify` and `exact`; the embedding and the head in CPU memory.
 
-Everything runs on the CPU, where the side stream's work would be done at once. `LateSide` does it
-as late as a GPU might: when somebody waits for it, and not before.
+Everything runs on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -19,17 +18,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters import make_drafter
 from server.engine.batch import Batch, HeadSlice
-from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.model.build import RunnerSpec, _build_torch_runner
-from server.model.gpu.lm_head import LmHead, StreamedHead, TorchSlices, product
+from server.model.gpu import lm_head
+from server.model.gpu.lm_head import LmHead, TorchSlices, product
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.transfers import Fence, HostTable, SideStream, Upload
-from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
-from tests.engine.scenarios import Result, run_requests
+from server.model.gpu.transfers import page_locked
+from server.types import EngineSizes, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
@@ -46,41 +41,13 @@ from tests.model.slice_cases import (
     uncached,
     verification,
 )
+from tests.model.slice_engines import PROFILES, asking, assert_same, requests_of, serve
 from tests.model.tiny_models import save_tiny
 from tests.model.torch_runners import body_of, head_of, runner_over
-from vocab_store.profile import VocabProfile
-from vocab_store.slice import RequiredIds, VocabSlice
 
 V = families.VOCAB_SIZE
 CPU = torch.device("cpu")
 PLACES = ["device", "stream", "cpu"]
-
-
-class LateSide(SideStream):
-    """Does its work in order, and only when a fence is waited for."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.waiting: list[Callable[[], object]] = []
-        self.num_done = 0
-
-    def run(self, work: Callable[[], object]) -> Fence:
-        self.waiting.append(work)
-        return _LateFence(self, self.num_done + len(self.waiting))
-
-    def do(self, until: int) -> None:
-        while self.waiting and self.num_done < until:
-            self.num_done += 1
-            self.waiting.pop(0)()
-
-
-class _LateFence(Fence):
-    def __init__(self, side: LateSide, number: int) -> None:
-        super().__init__()
-        self._side, self._number = side, number
-
-    def wait(self) -> None:
-        self._side.do(self._number)
 
 
 def make(
@@ -100,7 +67,6 @@ def make(
         embed.weight = torch.nn.Parameter(embed.weight.to("meta"), requires_grad=False)
     numbers: dict[str, Any] = {
         "device": str(device),
-        "side": LateSide() if device.type == "cpu" else None,
         "verify_on_cpu": place == "cpu",
     }
     return runner_over(module, **(numbers | tables | options))
@@ -282,8 +248,8 @@ def test_verify_is_the_full_head_s_draw(runner: TorchRunner, slices: list[HeadSl
 
 
 def test_rows_are_replaced_while_sequences_run() -> None:
-    """More slices than slots, longer ones and shorter in a slot that had the other kind, rows taken
-    over by other ids, a pool that grows: always the full head restricted."""
+    """Slices that come and go, rows taken over by other ids, a pool that grows: always the full
+    head restricted."""
     runner = make(families.build("llama"), "stream")
     rng = np.random.default_rng(0)
     tables = [ids_of(i, 10 + 60 * i) for i in range(3)]
@@ -309,32 +275,15 @@ def test_rows_are_replaced_while_sequences_run() -> None:
     runner.close()
 
 
-def test_a_step_that_fails_leaves_no_slice_half_placed(
-    runner: TorchRunner, slices: list[HeadSlice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same slices are drawn from when the step is done again."""
-    fresh = [replace(s) for s in slices]
-    batch = replace(batch_of(6, 1, [0, 1, 2, 0, 1, 2]), slices=tuple(fresh))
-    upload = Upload.__call__
-    left = [1]
-
-    def fail_once(self: Upload, arrays: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise MemoryError("no room")
-        return upload(self, arrays)
-
-    monkeypatch.setattr(Upload, "__call__", fail_once)
-    with pytest.raises(MemoryError):
-        run(runner, batch)
-    assert_close(run(runner, batch), run(runner, replace(batch, slices=tuple(slices))))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"table": 7}, "table 7 is not loaded"),
-        ({"columns": np.array([90_000], np.int32)}, "past the cached rows"),
+        ({"columns": np.full(23, 90_000, np.int32)}, "is not the rows of table 0"),
+        (
+            {"columns": np.arange(90_000, 90_023, dtype=np.int32), "num_static": 0},
+            "is not the rows",
+        ),
         ({"ids": np.array([V], np.int32)}, "outside the vocabulary"),
     ],
 )
@@ -357,11 +306,7 @@ def test_pads_never_win_when_every_logit_is_negative(
     rng = np.random.default_rng(num)
     weight = torch.from_numpy(-rng.random((300, 32), np.float32) - np.float32(0.5)).to(dtype)
     bias = torch.from_numpy(-rng.random(300, np.float32))
-    side = LateSide()
-    head: Any = LmHead(weight, bias)
-    if streamed:
-        head = StreamedHead(HostTable(weight, CPU), bias, None, side)
-    sliced = TorchSlices(head, CPU, side)
+    sliced = TorchSlices(LmHead(weight, bias, is_streamed=streamed), CPU)
     ids = np.sort(rng.choice(300, num, replace=False)).astype(np.int32)
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)
@@ -373,17 +318,14 @@ def test_pads_never_win_when_every_logit_is_negative(
         0,
         static.shape[0],
     )
-    [placed], new = sliced.place([slice_])
-    sliced.write(new, {k: torch.from_numpy(a) for k, a in sliced.arrays(new).items()})
+    view = sliced.view([slice_])
+    assert sliced.view([slice_]) is view
     states = torch.from_numpy(rng.random((2, 32), np.float32) + np.float32(0.1)).to(dtype)
-    source = sliced.logits(states, 0, placed.pool_width)
-    rows = torch.tensor([1, 0], dtype=torch.int32)
-    slot, count = rows * 0 + placed.slot, rows * 0 + num
-    logits, named = sliced.pick(source, rows, slot, count, num + 24)
-    want = (states.float() @ weight.float().t() + bias)[[1, 0]][:, ids.tolist()]
-    torch.testing.assert_close(logits[:, :num], want)
-    assert (logits[:, :num] < 0).all() and (logits[:, num:] == -torch.inf).all()
-    assert named[0, :num].tolist() == ids.tolist()
+    logits = sliced.logits(states, view)
+    want = (states.float() @ weight.float().t() + bias)[:, ids.tolist()]
+    torch.testing.assert_close(logits, want)
+    assert (logits < 0).all() and view.seen.all()
+    assert view.named(torch.arange(num)).tolist() == ids.tolist()
 
 
 # -- the full head and the embedding in CPU memory -----------------------------------------------
@@ -391,19 +333,17 @@ def test_pads_never_win_when_every_logit_is_negative(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100, 150, 1000])
-def test_a_streamed_head_is_the_head(dtype: torch.dtype, chunk_rows: int) -> None:
+def test_a_streamed_head_is_the_head(
+    dtype: torch.dtype, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", chunk_rows * 24 * dtype.itemsize)
     generator = torch.Generator().manual_seed(chunk_rows)
     weight = torch.randn(160, 24, generator=generator).to(dtype)
     bias = torch.randn(160, generator=generator)
     hidden = torch.randn(5, 24, generator=generator).to(dtype)
-    side = LateSide()
-    head = StreamedHead(
-        HostTable(weight, CPU), bias, 150, side, chunk_bytes=chunk_rows * 24 * dtype.itemsize
-    )
+    head = LmHead(weight, bias, 150, is_streamed=True)
     want = (product(hidden, weight) + bias)[:, :150]
-    for _ in range(2):  # the buffers are used again
-        torch.testing.assert_close(head.logits(hidden), want)
-    assert side.num_done == 2 * -(-150 // min(chunk_rows, 150)) and not side.waiting
+    torch.testing.assert_close(head.logits(hidden), want)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
@@ -475,85 +415,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="the embedding is torch"):
         make(families.build("llama"), "device", embedding=embed.weight.detach().double())
     with pytest.raises(ValueError, match="matrix in CPU memory"):
-        HostTable(torch.zeros(3), CPU)
+        page_locked(torch.zeros(3), CPU)
 
 
 # -- a real engine -------------------------------------------------------------------------------
-
-
-def _profile(seed: int, num: int) -> VocabProfile:
-    ids = sorted({2, *Random(seed).sample(range(3, V), num)})
-    fill = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.asarray(ids))
-    made = VocabSlice.make(ids, RequiredIds.of(V, eos_ids=[2]))
-    return VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
-
-
-PROFILES = {"small": _profile(1, 40), "large": _profile(2, 150)}
-
-
-def _requests(seed: int) -> list[Request]:
-    rng = Random(seed)
-    samplings = [
-        SamplingParams(temperature=0.0, num_logprobs=2),
-        SamplingParams(temperature=0.7, top_p=0.9),
-        SamplingParams(temperature=1.3, top_k=20, min_p=0.02),
-        SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.4),
-        SamplingParams(temperature=0.9, min_tokens=6, stop_token_ids=(9, 14, 77)),
-        SamplingParams(temperature=0.9, stop=(b"<5", b"7><1")),
-    ]
-    requests = []
-    for i, own in enumerate(samplings):
-        prompt = ([rng.randrange(3, V) for _ in range(5)] * 4)[: rng.randint(3, 18)]
-        own = replace(own, max_tokens=rng.randint(8, 20), seed=rng.randrange(1 << 40))
-        requests.append(Request(f"r{i}", "task", "tiny", tuple(prompt), own,
-                                num_choices=2 if i == 3 else 1))  # fmt: skip
-    return requests
-
-
-def _serve(
-    runner: TorchRunner,
-    requests: list[Request],
-    *,
-    num_blocks: int = 48,
-    max_num_seqs: int = 8,
-    slice_rows: int = 4096,
-    abort_after: dict[str, int] | None = None,
-) -> tuple[dict[tuple[str, int], Result], Engine]:
-    runner.info = replace(runner.info, num_blocks=num_blocks)
-    engine = Engine(
-        runner,
-        {"suffix": make_drafter("suffix")},
-        EngineSettings(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=64,
-            chunked_prefill_rows=16,
-            slice_cache_rows=slice_rows,
-        ),
-        stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
-        profiles=PROFILES.__getitem__,
-    )
-    aborts = [(after, request_id) for request_id, after in (abort_after or {}).items()]
-    results = run_requests(engine, [(0, request) for request in requests], aborts)
-    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
-    assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
-    for table in range(8):  # the runner lives on
-        runner.drop_table(table)
-    return results, engine
-
-
-def _asked(requests: list[Request], rng: Random, modes: tuple[str, ...]) -> list[Request]:
-    return [
-        replace(
-            request,
-            vocabulary=VocabularyParams(
-                rng.choice(modes),  # type: ignore[arg-type]
-                rng.choice(("small", "large")),
-                rng.choice((0, 1, 3, 7)),
-            ),
-            speculation=rng.choice((SpeculationParams(), SpeculationParams("suffix", 6))),
-        )
-        for request in requests
-    ]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +428,7 @@ def _asked(requests: list[Request], rng: Random, modes: tuple[str, ...]) -> list
 def test_exact_is_full(family: str, place: str) -> None:
     """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
     for all (preemption) and too few rows for all slices."""
-    want, _ = _serve(make(families.build(family)), _requests(0), max_num_seqs=1)
+    want, _ = serve(make(families.build(family)), requests_of(0), max_num_seqs=1)
     runner = make(families.build(family), place)
     rng = Random(7)
     missed = preempted = 0
@@ -572,25 +437,12 @@ def test_exact_is_full(family: str, place: str) -> None:
         (4, 4, 4096, ("exact", "full", "slice")),
         (48, 8, 8, ("exact", "full")),
     ):
-        asked = _asked(_requests(0), rng, modes)
-        got, engine = _serve(runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_rows=rows)
+        asked = asking(requests_of(0), rng, modes)
+        got, engine = serve(runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_rows=rows)
         preempted += engine.scheduler.num_preemptions
         exact = {r.request_id for r in asked if r.vocabulary.mode != "slice"}
-        assert set(got) == set(want)
-        for (request_id, choice), result in got.items():
-            missed += sum(v.num_missed for v in result.vocabulary)
-            if request_id in exact:
-                full = want[request_id, choice]
-                assert result.ids == full.ids
-                assert (result.finish_reason, result.stop_reason) == (
-                    full.finish_reason,
-                    full.stop_reason,
-                )
-                np.testing.assert_allclose(
-                    [x.logprob for x in result.logprobs],
-                    [x.logprob for x in full.logprobs],
-                    atol=2e-4,
-                )
+        assert_same(got, want, 2e-4, exact.__contains__)
+        missed += sum(v.num_missed for result in got.values() for v in result.vocabulary)
     runner.close()
     assert missed > 10 and preempted > 0
 
@@ -598,18 +450,18 @@ def test_exact_is_full(family: str, place: str) -> None:
 def test_a_slice_s_text_does_not_depend_on_neighbours_that_come_and_go() -> None:
     """Alone, or among others that are aborted, preempted and miss: the same ids, in the slice."""
     runner = make(families.build("gemma3"), "stream")
-    requests = _asked(_requests(1), Random(1), ("slice",))
+    requests = asking(requests_of(1), Random(1), ("slice",))
     alone: dict[Any, Any] = {}
     for request in requests:
-        alone |= _serve(runner, [request])[0]
+        alone |= serve(runner, [request])[0]
     others = [
         replace(r, request_id=f"other-{r.request_id}")
-        for r in _asked(_requests(2), Random(2), ("exact",))
+        for r in asking(requests_of(2), Random(2), ("exact",))
     ]
     for blocks in (48, 7):
         aborted = {"other-r0": 2, "other-r2": 4, "other-r5": 6}
-        got, _ = _serve(runner, others[:3] + requests + others[3:], num_blocks=blocks,
-                        max_num_seqs=6, abort_after=aborted)  # fmt: skip
+        got, _ = serve(runner, others[:3] + requests + others[3:], num_blocks=blocks,
+                       max_num_seqs=6, abort_after=aborted)  # fmt: skip
         for key, result in alone.items():
             assert got[key].ids == result.ids
             assert got[key].finish_reason == result.finish_reason
@@ -619,6 +471,7 @@ def test_a_slice_s_text_does_not_depend_on_neighbours_that_come_and_go() -> None
                 *profile.slice.ids.tolist(),
                 *request.prompt_ids,
                 *request.sampling.stop_token_ids,
+                *(i for i, _ in request.sampling.logit_bias),
             }
             assert set(result.ids) <= own
     runner.close()

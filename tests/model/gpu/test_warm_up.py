@@ -8,7 +8,6 @@ interpreter's process (tests/model/gpu/test_attention.py starts it).
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,8 @@ from tests.engine.scenarios import Collector
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.gpu.needs import needs_interpreter, quiet
 from tests.model.torch_runners import runner_over
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 
 Program = tuple[Any, ...]
 
@@ -97,9 +94,8 @@ def _serve(runner: TorchRunner) -> Engine:
     return engine
 
 
-# A bucket's padded rows hold what the memory held, and nobody reads them.
 @needs_interpreter
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+@quiet
 @pytest.mark.parametrize("with_graphs", [True, False])
 def test_triton_nothing_is_compiled_or_captured_after_warming_up(
     with_graphs: bool, programs: set[Program]

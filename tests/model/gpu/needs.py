@@ -1,0 +1,25 @@
+"""What tests of the GPU path need of the machine, as marks.
+
+Triton's interpreter is chosen before triton is first imported, so what runs in it runs in a process
+of its own, which tests/model/gpu/test_attention.py starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed"
+)
+# peft 0.21 asks transformers 5.23 by an old name.
+of_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+# A bucket's padded rows hold what the memory held, and nobody reads them.
+quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
