@@ -7,7 +7,7 @@ float32, or bfloat16 for the *stored* weights: activations, sums and logits are 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,13 @@ import numpy.typing as npt
 from server.model.cpu.head import HeadInFile, PackedHead, float_head
 from server.model.cpu.integers.forms import Form
 from server.model.cpu.kernels import embed_rows
-from server.model.cpu.linear import aligned, float_linears, pack_panels, packed
+from server.model.cpu.linear import Arena, float_linears, pack_panels, packed
 from server.model.cpu.records import (
     BFLOATS,
     BLOCKS,
     FLOATS,
     HALVES,
+    KINDS,
     NO_TABLE,
     PANEL,
     READY,
@@ -35,31 +36,6 @@ from server.model.shape import ModelShape
 
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
-
-
-def _num_panels(num_outputs: int) -> int:
-    return -(-num_outputs // PANEL)
-
-
-class _Size(NamedTuple):
-    """A matrix: panels, and the width of its input."""
-
-    num_panels: int
-    width: int
-
-
-def _sizes(s: ModelShape) -> dict[str, _Size]:
-    """The matrices that a layer may have."""
-    hidden, attended = s.hidden_size, s.num_heads * s.head_dim
-    pairs = _num_panels(s.intermediate_size)
-    return {
-        "qkv": _Size(_num_panels((s.num_heads + 2 * s.num_kv_heads) * s.head_dim), hidden),
-        "out": _Size(_num_panels(hidden), attended),
-        "conv_in": _Size(_num_panels(3 * hidden), hidden),
-        "conv_out": _Size(_num_panels(hidden), hidden),
-        "gate_up": _Size(2 * pairs, hidden),
-        "down": _Size(_num_panels(hidden), pairs * PANEL),
-    }
 
 
 def float_table(tensor: Any) -> Table:
@@ -129,68 +105,55 @@ class PackedWeights(RunnerWeights):
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"the CPU runner stores weights as float32 or bfloat16, not {dtype}")
-        self.bf16 = dtype == "bfloat16"
-        self._shape = s = shape
-        self._tensors = ModelTensors(shape, weights)
-        embedding = self._tensors.embedding().tensor
+        self._bf16 = dtype == "bfloat16"
+        self._arena = Arena()
+        self._kept: list[Panels] = []  # the addresses of records are theirs
+        tensors = ModelTensors(shape, weights)
+        embedding = tensors.embedding().tensor
         super().__init__(embedding, float_table(embedding))
-        self._sizes = _sizes(s)
-        self.inner_size = self._sizes["down"].width
-        items = sum(
-            size.num_panels * size.width
-            for i in range(s.num_layers)
-            for size in self._of(i).values()
-        )
-        head_panels = 0 if head_in_file else _num_panels(s.vocab_size)
-        # One piece, on a cache line's boundary: vectors that straddle lines cost a tenth of the
-        # bandwidth.
-        items, dtype_ = items + head_panels * s.hidden_size, np.uint16 if self.bf16 else np.float32
-        self._left = aligned(items * PANEL * np.dtype(dtype_).itemsize).view(dtype_)
-        self.num_bytes = self._left.nbytes
-        self._addresses = {kind: np.zeros(s.num_layers, np.int64) for kind in self._sizes}
-        for layer in range(s.num_layers):
-            views = {}
-            for kind, size in self._of(layer).items():
-                views[kind] = self._take(size)
-                self._addresses[kind][layer] = views[kind].ctypes.data
-            for kind, parts in self._tensors.matrices(layer).items():
-                stored = [as_stored(part.tensor, self.bf16) for part in parts]
-                if kind == "gate_up":
+        self.inner_size = -(-shape.intermediate_size // PANEL) * PANEL
+        addresses = {kind: np.zeros(shape.num_layers, np.int64) for kind in KINDS}
+        sizes: dict[str, tuple[int, int]] = {}
+        for layer in range(shape.num_layers):
+            for kind, parts in tensors.matrices(layer).items():
+                stored = [as_stored(part.tensor, self._bf16) for part in parts]
+                if kind == "gate_up":  # their panels alternate
+                    panels = self._take(2 * self.inner_size, stored[0].shape[1])
                     for half, part in enumerate(stored):
-                        pack_panels(part, views[kind][half::2])
-                elif kind == "down":
-                    wide = np.zeros((s.hidden_size, self.inner_size), stored[0].dtype)
-                    wide[:, : s.intermediate_size] = stored[0]
-                    pack_panels(wide, views[kind])
+                        pack_panels(part, panels[half::2])
                 else:
-                    pack_panels(np.concatenate(stored), views[kind])
+                    rows = np.concatenate(stored)
+                    if kind == "down":
+                        wide = self.inner_size - shape.intermediate_size
+                        rows = np.pad(rows, ((0, 0), (0, wide)))
+                    panels = self._take(*rows.shape)
+                    pack_panels(rows, panels)
+                addresses[kind][layer] = panels.ctypes.data
+                sizes[kind] = panels.shape[:2]
         matrices: dict[str, Any] = {
-            kind: float_linears(self._addresses[kind], size.num_panels, size.width, self.bf16)
-            for kind, size in self._sizes.items()
+            kind: float_linears(addresses[kind], *sizes.get(kind, (0, 0)), self._bf16)
+            for kind in KINDS
         }
-        self.layers = Layers(**matrices, **self._tensors.vectors()._asdict())
-        table = self._tensors.head().tensor
+        self.layers = Layers(**matrices, **tensors.vectors()._asdict())
+        table, num_rows = tensors.head().tensor, shape.vocab_size
         if head_in_file:
-            self.packed_head = HeadInFile(s.vocab_size, partial(self._some_rows, table))
+            self.packed_head = HeadInFile(num_rows, partial(self._some_rows, table))
         else:
-            head = self._take(_Size(head_panels, s.hidden_size))
-            for first in range(0, head_panels, 256):
-                rows = table[first * PANEL : min((first + 256) * PANEL, s.vocab_size)]
-                pack_panels(as_stored(rows, self.bf16), head, first_panel=first)
+            head = self._take(num_rows, shape.hidden_size)
+            for first in range(0, head.shape[0], 256):
+                some = table[first * PANEL : min((first + 256) * PANEL, num_rows)]
+                pack_panels(as_stored(some, self._bf16), head, first_panel=first)
             self.packed_head = float_head(head)
-        self.num_bytes += self.layers.norms.nbytes
+        self.num_bytes = sum(part.nbytes for part in (*self._kept, self.layers.norms))
 
-    def _take(self, size: _Size) -> Panels:
-        """The next panels of the piece, zeros."""
-        num = size.num_panels * size.width * PANEL
-        taken, self._left = self._left[:num], self._left[num:]
-        return taken.reshape(size.num_panels, size.width, PANEL)
+    def _take(self, num_outputs: int, width: int) -> Panels:
+        """Zeroed panels for that many outputs, [panels, width, PANEL], which live with the arena's
+        memory."""
+        dtype, num = np.dtype(np.uint16 if self._bf16 else np.float32), -(-num_outputs // PANEL)
+        panels = self._arena.take(num * width * PANEL * dtype.itemsize).view(dtype)
+        self._kept.append(panels)
+        return panels.reshape(num, width, PANEL)
 
     def _some_rows(self, table: Any, token_ids: Int64) -> PackedHead:
         """A head of some rows of the model's."""
-        return float_head(packed(as_stored(table[token_ids], self.bf16)))
-
-    def _of(self, layer: int) -> dict[str, _Size]:
-        """The matrices that a layer has."""
-        absent = ("qkv", "out") if self._shape.convolutions[layer] else ("conv_in", "conv_out")
-        return {kind: size for kind, size in self._sizes.items() if kind not in absent}
+        return float_head(packed(as_stored(table[token_ids], self._bf16)))

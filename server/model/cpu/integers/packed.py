@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from server.model.cpu.integers.weights import (
 from server.model.cpu.linear import Arena, activations
 from server.model.cpu.records import (
     INTEGERS,
+    KINDS,
     Activations,
     Float32,
     Int64,
@@ -56,55 +57,40 @@ blocks for outliers (outliers.py measures which) and the LM head."""
 
 HEAD_FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
 # Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
-_KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
 _CHUNK = 128 * PANEL  # rows of the head that are taken apart at a time: it is larger then
 
 
-class IntegerMatrix(NamedTuple):
-    """A matrix of weights whose outputs are cut into parts, each in a form of its own.
-
-    parts: int64 [parts, 6]: address of the panels, of the form's kernel, bytes of a panel, count
-    (the kernel's argument), first output, outputs. inputs: K. outputs: N. per_row: whether
-    activations have one scale a row (`int8`) and not one a block.
-    """
-
-    parts: npt.NDArray[np.int64]
-    inputs: int
-    outputs: int
-    per_row: bool
-
-
-def matrix_of(parts: Sequence[Part]) -> IntegerMatrix:
-    """The matrix of these outputs, one part after the other; it points into their panels.
+def integer_linear(layers: Sequence[Sequence[Part]], rows: Activations, factors: Float32) -> Linear:
+    """The record of matrices of the same sizes, one a layer, whose outputs are cut into parts, each
+    in a form of its own; a layer without has none. It points into their panels.
 
     The parts have the same inputs. Raises ValueError when per-output forms stand beside others.
     """
-    per_row = {part.form.per_output for part in parts}
-    if len(per_row) != 1:
-        raise ValueError("int8 with one scale an output does not mix with forms in blocks")
-    rows, first = [], 0
-    inputs = parts[0].inputs
-    for part in parts:
-        if part.inputs != inputs:
-            raise ValueError(f"parts have {inputs} and {part.inputs} inputs")
-        kernel, count = kernel_address(part.form), count_of(part.form, inputs)
-        size = part.form.panel_bytes(inputs)
-        rows.append((part.panels.ctypes.data, kernel, size, count, first, part.outputs))
-        first += part.outputs
-    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop())
-
-
-def integer_linear(
-    matrices: Sequence[IntegerMatrix], rows: Activations, factors: Float32
-) -> Linear:
-    """The record of matrices of the same sizes, one a layer."""
-    first = matrices[0]
-    parts = np.stack([m.parts for m in matrices])
-    per_row = np.array([m.per_row for m in matrices])
-    if per_row.any() and factors.shape != (len(matrices), first.inputs):
-        raise ValueError(f"factors are {factors.shape}, not {(len(matrices), first.inputs)}")
-    least = max(tile_rows(kind) for kind in set(per_row.tolist()))
-    return Linear(INTEGERS, parts, first.inputs, first.outputs, per_row, rows, factors, least)
+    some = next((parts for parts in layers if parts), [])
+    inputs = some[0].inputs if some else 0
+    table = np.zeros((len(layers), max(1, len(some)), 6), np.int64)
+    per_row = np.zeros(len(layers), np.bool_)
+    known: set[bool] = set()
+    for layer, parts in enumerate(layers):
+        forms = {part.form.per_output for part in parts}
+        if len(forms) > 1:
+            raise ValueError("int8 with one scale an output does not mix with forms in blocks")
+        per_row[layer] = True in forms
+        known |= forms
+        first = 0
+        for i, part in enumerate(parts):
+            if part.inputs != inputs:
+                raise ValueError(f"parts have {inputs} and {part.inputs} inputs")
+            table[layer, i] = (
+                part.panels.ctypes.data, kernel_address(part.form), part.form.panel_bytes(inputs),
+                count_of(part.form, inputs), first, part.outputs,
+            )  # fmt: skip
+            first += part.outputs
+    if per_row.any() and factors.shape != (len(layers), inputs):
+        raise ValueError(f"factors are {factors.shape}, not {(len(layers), inputs)}")
+    outputs = sum(part.outputs for part in some)
+    least = max(tile_rows(kind) for kind in known or {False})
+    return Linear(INTEGERS, table, inputs, outputs, per_row, rows, factors, least)
 
 
 class FileWeights(Weights, Protocol):
@@ -161,16 +147,15 @@ class IntegerWeights(RunnerWeights):
         else:
             table = float_table(embedding)
         super().__init__(embedding, table)
-        kinds: dict[str, list[IntegerMatrix | None]] = {
-            kind: [None] * shape.num_layers for kind in _KINDS
-        }
+        layers: list[dict[str, list[Part]]] = []
         for layer in range(shape.num_layers):
-            for kind, parts in self._layer(tensors, layer).items():
-                self.parts[f"{layer}.{kind}"] = parts
-                kinds[kind][layer] = matrix_of(parts)
+            layers.append(self._layer(tensors, layer))
+            self.parts |= {f"{layer}.{kind}": parts for kind, parts in layers[-1].items()}
             if progress is not None:
                 progress(layer + 1, shape.num_layers + 1)
-        records: dict[str, Any] = {kind: self._record(kind, found) for kind, found in kinds.items()}
+        records: dict[str, Any] = {
+            kind: self._record(kind, [parts.get(kind, []) for parts in layers]) for kind in KINDS
+        }
         self.layers = Layers(**records, **tensors.vectors()._asdict())
         if head_in_file and kept is None:
             rows = tensors.head()
@@ -212,15 +197,13 @@ class IntegerWeights(RunnerWeights):
             found[kind] = [pack(self._stored(name, part, form), self._arena) for part in parts]
         return found
 
-    def _record(self, kind: str, matrices: Sequence[IntegerMatrix | None]) -> Linear:
-        """One matrix a layer; None where a layer has none of the kind."""
-        known = [matrix for matrix in matrices if matrix is not None]
-        nothing = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
-        absent = known[0]._replace(parts=np.zeros_like(known[0].parts)) if known else nothing
-        found = [absent if matrix is None else matrix for matrix in matrices]
-        num = absent.inputs if any(matrix.per_row for matrix in found) else 0
-        factors = [self._factors(f"{layer}.{kind}", num) for layer in range(len(found))]
-        return integer_linear(found, self._rows(absent.inputs), np.stack(factors))
+    def _record(self, kind: str, layers: Sequence[Sequence[Part]]) -> Linear:
+        """One matrix a layer; none where a layer has none of the kind."""
+        inputs = max((part.inputs for parts in layers for part in parts), default=0)
+        per_row = any(part.form.per_output for parts in layers for part in parts)
+        names = [f"{layer}.{kind}" for layer in range(len(layers))]
+        factors = [self._factors(name, inputs if per_row else 0) for name in names]
+        return integer_linear(layers, self._rows(inputs), np.stack(factors))
 
     def _rows(self, num_inputs: int) -> Activations:
         """The buffer for inputs of that width, shared by all products with it."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from server.model.cpu.integers.forms import BY_NAME, FORMS
-from server.model.cpu.integers.packed import integer_linear, matrix_of
+from server.model.cpu.integers.packed import integer_linear
 from server.model.cpu.integers.weights import Stored, from_ggml, pack, quantised
 from server.model.cpu.kernels import product
 from server.model.cpu.linear import Arena, activations, new_work
@@ -56,11 +56,11 @@ def multiplied(
     """The product as the server computes it. factors: what inputs are spread with, ones when None;
     of forms in blocks, nothing."""
     packed = [pack(part, Arena()) for part in parts]  # alive as long as the matrix is
-    matrix = matrix_of(packed)
-    out = np.full((x.shape[0], matrix.outputs), np.nan, np.float32)
+    inputs = packed[0].inputs
     if factors is None:
-        factors = np.ones(matrix.inputs, np.float32)
-    weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs), factors[None])
+        factors = np.ones(inputs, np.float32)
+    weights = integer_linear([packed], activations(x.shape[0], inputs), factors[None])
+    out = np.full((x.shape[0], weights.outputs), np.nan, np.float32)
     product(x, x.shape[0], weights, out, 0.0, new_work(threads))
     del packed
     return out
