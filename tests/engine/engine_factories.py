@@ -14,11 +14,6 @@ from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 
-def _fail_on_nine(batch: Batch) -> None:
-    if 9 in batch.token_ids:
-        raise MemoryError("out of memory")
-
-
 def _always_fail(batch: Batch) -> None:
     raise RuntimeError("the device is gone")
 
@@ -28,7 +23,7 @@ def _hang(batch: Batch) -> None:
         time.sleep(3600)
 
 
-_FAILURES = {"": None, "nine": _fail_on_nine, "always": _always_fail, "hang": _hang}
+_FAILURES = {"": None, "always": _always_fail, "hang": _hang}
 
 
 def _raise(payload: Any) -> Any:

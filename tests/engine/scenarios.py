@@ -38,6 +38,7 @@ from tests.fakes.fake_drafters import (
     random_drafter,
 )
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.waiting import wait_until
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -398,7 +399,7 @@ def open_choices(engine: Engine, request_id: str) -> list[Sequence]:
 
 def run_requests(
     engine: Engine,
-    arrivals: Iterable[tuple[int, Request]],
+    arrivals: Iterable[tuple[int, Request]] = (),
     aborts: Iterable[tuple[int, str]] = (),
     each_step: Callable[[int], None] = lambda _: None,
     max_steps: int = 3000,
@@ -409,7 +410,7 @@ def run_requests(
     waiting = sorted(arrivals, key=lambda item: item[0])
     aborts = list(aborts)
     step = 0
-    while waiting or engine.has_work:
+    while waiting or engine.num_open:
         while waiting and waiting[0][0] <= step:
             engine.submit(waiting.pop(0)[1])
         for at, request_id in aborts:
@@ -418,6 +419,8 @@ def run_requests(
         each_step(step)
         collector.take(engine.step())
         engine.check()
+        if engine.num_open and not (waiting or engine.has_work):  # a grammar or adapter is read
+            wait_until(lambda: engine.has_work)
         step += 1
         assert step < max_steps, "the engine makes no progress"
     collector.take(engine.take_deltas())

@@ -4,7 +4,6 @@ text of its own model; what is in memory is bounded; nothing is left behind."""
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -31,11 +30,12 @@ from tests.engine.one_token_loop import Outcome, one_token_loop
 from tests.engine.scenarios import (
     EOS,
     Collector,
-    Result,
     Workload,
     compare,
+    drive,
     fake_runner,
     random_workload,
+    run_requests,
 )
 from tests.fakes.fake_drafters import oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -123,30 +123,6 @@ def make_engine(
     return engine, runner
 
 
-def drive(
-    work: Workload, engine: Engine, forget: dict[int, str] | None = None
-) -> dict[tuple[str, int], Result]:
-    collector = Collector()
-    arrivals = sorted(work.requests, key=lambda item: item[0])
-    aborts = [(at, r.request_id) for _, r, at in work.requests if at is not None]
-    step = 0
-    deadline = time.monotonic() + 30
-    while arrivals or engine.num_open:
-        while arrivals and arrivals[0][0] <= step:
-            engine.submit(arrivals.pop(0)[1])
-        for at, request_id in aborts:
-            if at == step:
-                engine.abort(request_id)
-        if forget and step in forget:
-            engine.adapters.forget(forget[step])
-        collector.take(engine.step())
-        engine.check()
-        step += 1
-        assert time.monotonic() < deadline, "the engine makes no progress"
-    collector.take(engine.take_deltas())
-    return collector.results
-
-
 def settle(engine: Engine) -> None:
     """Until the threads have nothing left to read."""
     states = engine.adapters.controls["adapter_states"]
@@ -172,7 +148,12 @@ def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None
     for name in own.models:
         engine.adapters.register(own.order(name), load=rng.random() < 0.5)
     forget = {rng.randint(0, 6): rng.choice(list(own.models))} if rng.random() < 0.3 else {}
-    results = drive(work, engine, forget)
+
+    def each_step(step: int) -> None:
+        if step in forget:
+            engine.adapters.forget(forget[step])
+
+    results = drive(work, engine, each_step)
     refused = {
         key for key, r in results.items() if r.error_code in ("adapters_full", "model_not_found")
     }
@@ -190,10 +171,12 @@ def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None
     assert runner.num_adapters <= most
     for name in own.models:
         engine.adapters.forget(name)
-    deadline = time.monotonic() + 10
-    while any(engine.adapters.find(name) is not None for name in own.models):
+
+    def is_forgotten() -> bool:
         engine.adapters.poll()  # one may be on its way into memory
-        assert time.monotonic() < deadline
+        return all(engine.adapters.find(name) is None for name in own.models)
+
+    wait_until(is_forgotten, pause_s=0.001)
     assert runner.num_adapters == 0
     engine.close()
 
@@ -221,16 +204,6 @@ def ask(name: str, adapter: str, **sampling: object) -> Request:
     return Request(name, "t", "fake", (3, 4, 5, 6, 7), SamplingParams(**settings), adapter=adapter)  # type: ignore[arg-type]
 
 
-def finish(engine: Engine) -> dict[tuple[str, int], Result]:
-    collector = Collector()
-    deadline = time.monotonic() + 30
-    while engine.num_open:
-        collector.take(engine.step())
-        assert time.monotonic() < deadline
-    collector.take(engine.take_deltas())
-    return collector.results
-
-
 def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     engine, runner, own = small(50, 4)
     engine.adapters.register(own.order("a0@", pinned=True))
@@ -240,7 +213,7 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     assert runner.num_adapters == 1
     for i in range(50):
         engine.submit(ask(f"r{i}", f"a{i}@"))
-        assert finish(engine)[f"r{i}", 0].finish_reason == "length"
+        assert run_requests(engine)[f"r{i}", 0].finish_reason == "length"
         assert runner.num_adapters <= 4
     states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
     assert len(states) == 50
@@ -264,7 +237,7 @@ def test_figures_are_of_a_bounded_number_of_names() -> None:
     for i, name in enumerate(own.models):
         engine.adapters.register(own.order(name), load=False)
         engine.submit(ask(f"r{i}", name))
-        finish(engine)
+        run_requests(engine)
     figures = {f.name: f for f in engine.adapters.figures}
     assert len(figures) == MAX_NAMES + 1
     assert figures[OTHER_ADAPTERS].num_requests == figures[OTHER_ADAPTERS].num_loads == 5
@@ -281,11 +254,11 @@ def test_a_request_is_refused_when_all_in_memory_are_in_use() -> None:
     for i in range(3):
         engine.submit(ask(f"r{i}", f"a{i}@"))
     engine.submit(ask("base", ""))
-    results = finish(engine)
+    results = run_requests(engine)
     assert results["r2", 0].error_code == "adapters_full"
     assert {results[name, 0].finish_reason for name in ("r0", "r1", "base")} == {"length"}
     engine.submit(ask("again", "a2@"))
-    assert finish(engine)["again", 0].finish_reason == "length"
+    assert run_requests(engine)["again", 0].finish_reason == "length"
     engine.close()
 
 
@@ -311,7 +284,7 @@ def test_others_go_on_while_an_adapter_is_read() -> None:
     engine.adapters.forget("a0@")  # what is open ends with it
     engine.submit(ask("late", "a0@"))
     gate.set()
-    results = finish(engine)
+    results = run_requests(engine)
     assert results["waits", 0].finish_reason == "length"
     assert results["late", 0].error_code == "model_not_found"
     assert runner.num_adapters == 0 and engine.adapters.find("a0@") is None
@@ -325,12 +298,12 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
         engine.adapters.register(own.order(name), load=False)
     engine.submit(ask("bad", "a0@"))
     engine.submit(ask("good", "a1@"))
-    results = finish(engine)
+    results = run_requests(engine)
     assert results["bad", 0].error_code == "engine_error"
     assert results["good", 0].finish_reason == "length"
     runner.models = own.models  # they are back
     engine.submit(ask("bad", "a0@"))
-    assert finish(engine)["bad", 0].finish_reason == "length"
+    assert run_requests(engine)["bad", 0].finish_reason == "length"
     engine.close()
 
 
@@ -343,7 +316,7 @@ def test_its_ids_and_its_head_are_its_own() -> None:
     engine.submit(ask("outside", "a0@", allowed_token_ids=(17,)))
     sliced = ask("sliced", "a0@")
     engine.submit(replace(sliced, vocabulary=VocabularyParams("slice", "p")))
-    results = finish(engine)
+    results = run_requests(engine)
     assert results["own", 0].ids == [16] * 5
     assert results["base", 0].error_code == results["outside", 0].error_code == "invalid_value"
     assert results["sliced", 0].error_code == "unsupported_parameter"
@@ -360,7 +333,7 @@ def test_a_runner_without_adapters_refuses_them() -> None:
     with pytest.raises(ValueError, match="no adapters"):
         engine.adapters.register(AdapterOrder("a@", "a", 16))
     engine.submit(ask("r", "a@"))
-    assert finish(engine)["r", 0].error_code == "model_not_found"
+    assert run_requests(engine)["r", 0].error_code == "model_not_found"
 
 
 def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:

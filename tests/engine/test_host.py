@@ -235,18 +235,6 @@ def test_an_idle_engine_does_not_spin(start_own: Start) -> None:
     assert not handle.connection.poll(0)
 
 
-def test_an_out_of_memory_fails_a_request_and_not_the_engine(start: Start) -> None:
-    handle = start(factory(fail="nine"))
-    _ready(handle)
-    bad = Request("bad", "task", "fake", (9, 9), SamplingParams(temperature=0.0, max_tokens=4))
-    _submit(handle, bad)
-    results = _until_finished(handle, {"bad"})
-    assert results["bad"][-1].error_code == "engine_error"
-    # What the device said is for the log: it tells of the machine.
-    assert results["bad"][-1].error == "the model failed on this request"
-    assert handle.is_alive()
-
-
 def test_a_broken_runner_fails_its_requests_says_so_and_exits_1(start: Start) -> None:
     handle = start(factory(fail="always"))
     _ready(handle)

@@ -16,12 +16,9 @@ from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.types import Request, SamplingParams
 from tests.engine.scenarios import (
-    compare,
-    drive,
-    make_drafter,
-    make_engine,
     random_workload,
     run_requests,
+    run_workload,
     without_drafts,
 )
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -70,12 +67,7 @@ def test_steps_that_follow_each_other_give_the_one_token_loop(seed: int) -> None
     """Stops, ends, aborts, forks, chunks, logprobs and preemption between such steps."""
     work = without_drafts(random_workload(Random(seed)))
     note(f"{work}")
-    expected = work.expected()
-    engine, _ = make_engine(work, make_drafter(work, expected))
-    compare(work, expected, drive(work, engine))
-    assert engine.num_failed_steps == engine.num_open == 0
-    assert engine.pool.num_free == work.num_blocks, "a block was lost"
-    engine.pool.check([])
+    run_workload(work)
 
 
 def test_most_steps_are_like_the_one_before() -> None:
