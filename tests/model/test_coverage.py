@@ -28,14 +28,9 @@ def _params(test: Any) -> set[str]:
     return {families.model_type(name) for name in names}
 
 
-def _cuda() -> set[str]:
-    pairs = test_hf_equality.PAIRS
-    return {families.model_type(family) for runner, family in pairs if runner == "torch"}
-
-
 COLUMNS: dict[str, Callable[[], set[str]]] = {
     "CPU": lambda: _params(test_greedy.test_greedy_ids_are_those_of_generate),
-    "CUDA": _cuda,
+    "CUDA": lambda: {families.model_type(name) for name in test_hf_equality.FAMILIES},
     "drafts": lambda: _params(test_family_engines),
     "slices": lambda: _params(test_family_engines),
     "exact": lambda: _params(test_family_engines),

@@ -1,12 +1,14 @@
-"""Our paged forward against transformers' own, to 1e-4 in float32, for every supported family.
+"""The GPU's paged forward, on the CPU, against transformers' own, to 1e-4 in float32.
 
 The runner gives log-softmax over whole rows through scores that ask for all ids; transformers'
-untouched eager forward on the full sequence is the truth.
+untouched eager forward on the full sequence is the truth. For the CPU's path test_families.py and
+test_greedy.py tie every family to transformers, cpu/test_bits.py chunks, trees and forks to a
+plain prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,31 +19,14 @@ from server.engine.batch import Runner
 from server.model.loader import finish_module
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs
-from tests.model.cpu_models import cpu_runner
 from tests.model.torch_runners import runner_over
 
 TOLERANCE = 1e-4
 NUM_BLOCKS = 64
 V = families.VOCAB_SIZE
+FAMILIES = tuple(families.FAMILIES)
 
 Logprobs = npt.NDArray[np.float32]
-RunnerFactory = Callable[[str], Runner]
-
-
-def torch_runner(family: str) -> Runner:
-    """The GPU's path on the CPU, over weights of its own."""
-    return runner_over(finish_module(families.build(family)))
-
-
-def fused_cpu_runner(family: str) -> Runner:
-    """The fused CPU path over the same weights."""
-    return cpu_runner(families.build(family), num_blocks=NUM_BLOCKS)
-
-
-RUNNERS: dict[str, RunnerFactory] = {
-    "torch": torch_runner,
-    "cpu": fused_cpu_runner,
-}
 
 
 class Truth:
@@ -59,34 +44,25 @@ class Truth:
         return result
 
 
-# The GPU's path runs every family once; the battery is for those that it treats differently. The
-# CPU
-# runner has all of it for all.
-BATTERY = {
-    "torch": {"llama", "qwen3", "gemma3", "lfm2"},
-    "cpu": set(families.FAMILIES),
-}
-PAIRS = [(runner, family) for family in families.FAMILIES for runner in RUNNERS]
-BATTERY_PAIRS = [(runner, family) for runner, family in PAIRS if family in BATTERY[runner]]
-battery = pytest.mark.parametrize(
-    "pair", BATTERY_PAIRS, indirect=True, ids="-".join, scope="module"
+BATTERY = pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "lfm2"], indirect=True, scope="module"
 )
+"""Those that this path treats differently; the others run once."""
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
-def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
-    result: tuple[str, str] = request.param
-    return result
-
-
-@pytest.fixture(scope="module")
-def truth(pair: tuple[str, str]) -> Truth:
-    return Truth(pair[1])
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def runner(pair: tuple[str, str]) -> Iterator[Runner]:
-    made = RUNNERS[pair[0]](pair[1])
+def truth(family: str) -> Truth:
+    return Truth(family)
+
+
+@pytest.fixture(scope="module")
+def runner(family: str) -> Iterator[Runner]:
+    made = runner_over(finish_module(families.build(family)))
     yield made
     made.close()
 
@@ -123,7 +99,7 @@ def test_whole_prefill(runner: Runner, truth: Truth) -> None:
     close(step(runner, builder, rows), truth(ids))
 
 
-@battery
+@BATTERY
 @pytest.mark.parametrize("chunk", [1, 5, 16, 33])
 def test_chunked_prefill(runner: Runner, truth: Truth, chunk: int) -> None:
     num = 24 if chunk == 1 else 70
@@ -137,7 +113,7 @@ def test_chunked_prefill(runner: Runner, truth: Truth, chunk: int) -> None:
     close(np.concatenate(got), truth(ids))
 
 
-@battery
+@BATTERY
 def test_several_sequences_in_one_batch(runner: Runner, truth: Truth) -> None:
     """A prompt chunk, two decode rows and a second chunk of another prompt, on scattered blocks."""
     pages = Pages(NUM_BLOCKS, seed=7)
@@ -158,7 +134,7 @@ def test_several_sequences_in_one_batch(runner: Runner, truth: Truth) -> None:
 TREE = [-1, 0, 1, 2, 0, 4, -1, 6, 7, 8, 9, 10]
 
 
-@battery
+@BATTERY
 @pytest.mark.parametrize("root", [0, 3, 6, 7, 8, 15, 30])
 def test_tree_rows_are_the_path_fed_linearly(runner: Runner, truth: Truth, root: int) -> None:
     """Every node, for roots on both sides of the window's and the blocks' edges; the tree hangs
@@ -202,7 +178,7 @@ def test_decode_after_an_accepted_path(runner: Runner, truth: Truth) -> None:
         close(step(runner, builder, rows), truth(ids)[-1:])
 
 
-@battery
+@BATTERY
 def test_a_fork_reads_its_copied_block(runner: Runner, truth: Truth) -> None:
     """The tail block is copied; both choices then write their own continuation."""
     ids = tokens(20, 70)

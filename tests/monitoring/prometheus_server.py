@@ -32,13 +32,9 @@ def binary(name: str) -> str:
 
 
 class Prometheus:
-    """A running Prometheus; a context manager.
+    """A running Prometheus; a context manager. folder: for its configuration and its data."""
 
-    folder: for its configuration and its data; what folder/data holds already is served, too.
-    flags: further ones of its command line.
-    """
-
-    def __init__(self, folder: Path, target: str, *flags: str) -> None:
+    def __init__(self, folder: Path, target: str) -> None:
         config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
         # A scrape may take its whole interval, and a busy machine needs more than half a second.
         config["global"] = {
@@ -66,7 +62,6 @@ class Prometheus:
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
                 "--log.level=warn",
-                *flags,
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
