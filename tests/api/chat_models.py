@@ -1,17 +1,15 @@
-"""Models for chat tests: one tokenizer, a template of each family, written for these tests."""
+"""Models for chat tests: one tokenizer, a template of each family, written for these tests, and an
+engine for them."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from drafters import make_drafter
 from server import token_bytes
 from server.api.chat_template import ChatTemplate
 from server.api.engines.client import EngineSpec
 from server.api.served_model import ServedModel
-from tests.api.real_engine import grammar_spec
+from tests.api.real_engine import spec, task_drafters
 from tests.api.tiny_tokenizers import chat_tokenizer
 from tests.fakes.scripted_engine import Script, ScriptedEngine, saying
 
@@ -129,16 +127,12 @@ def scripted(name: str, script: Script | None = None) -> ScriptedEngine:
     )  # fmt: skip
 
 
-def chat_spec(folder: Path, model: str, name: str = "e") -> EngineSpec:
-    """The real Engine of a model, with drafters and grammars. folder: for its tokenizer's file."""
-    return grammar_spec(
-        folder, model, name, tokenizer=TOKENIZER, table=TABLE, max_model_len=CONTEXT, context=2,
-        boost=6.0, drafters={drafter: partial(_drafter, drafter) for drafter in ("suffix", "auto")},
+def chat_spec(name: str, i: int = 0) -> EngineSpec:
+    """The real engine of a model on the FakeRunner, with grammars, for a LiveServer."""
+    return spec(
+        i=i, of=name, table=TABLE, tokenizer=TOKENIZER, max_model_len=CONTEXT,
+        drafters=task_drafters(None, "suffix", "auto"), model={"context": 2, "boost": 6.0},
     )  # fmt: skip
-
-
-def _drafter(name: str, task: str, speculation: Any) -> Any:
-    return make_drafter(name)
 
 
 def encode(text: str) -> list[int]:

@@ -25,7 +25,7 @@ SAYS = [{"role": "user", "content": "the quick brown fox"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     config = ServerConfig.model_validate(
         {
             "keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"}),
@@ -33,8 +33,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         }
     )
     models = {"hermes": served("hermes")}
-    specs = [chat_spec(tmp_path_factory.mktemp("model"), "hermes")]
-    with LiveServer(specs, models=models, config=config, drafters=("off", "suffix", "auto")) as s:
+    drafters = ("off", "suffix", "auto")
+    with LiveServer([chat_spec("hermes")], models=models, config=config, drafters=drafters) as s:
         # What the first grammars of a process take is no attack's: tables, threads' heaps.
         for i in range(4):
             complete(s, max_tokens=8, structured_outputs={"regex": rf"\w{{{5000 + i}}}"})

@@ -18,9 +18,8 @@ MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("model")
-    specs = [chat_spec(folder, name, f"engine-{name}") for name in MODELS]
+def server() -> Iterator[LiveServer]:
+    specs = [chat_spec(name, i) for i, name in enumerate(MODELS)]
     models = {name: served(name) for name in MODELS}
     with LiveServer(specs, models=models, drafters=("off", "suffix", "auto")) as live:
         yield live

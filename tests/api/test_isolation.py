@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +16,6 @@ import numpy as np
 import pytest
 
 from server.api import grammars
-from server.api.engines.client import EngineSpec
 from server.config import (
     MetricsConfig,
     ServerConfig,
@@ -27,17 +24,10 @@ from server.config import (
     VocabularyConfig,
 )
 from server.engine import grammar
-from server.engine.engine import Engine
-from server.engine.grammar import GrammarCompiler
-from server.engine.host import start_thread
-from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.grammar_text import grammar_problem, grammar_text
-from server.wiring.drafter import make_task_drafter
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
-from tests.engine.tiny_vocabularies import read_grammar_tokenizer
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.api.real_engine import FINGERPRINT, spec, task_drafters
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -70,40 +60,18 @@ def _profile(_: str) -> VocabProfile:
     return VocabProfile(made, none, none.astype(np.float32))
 
 
-def _engine(folder: Path) -> Engine:
-    tokenizer_file = folder / "tokenizer.json"
-    tokenizer_file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    info = fake_info(
-        vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=256, eos_token_ids=(EOS,)
-    )
-    memory = TaskStore(None, fingerprint="f", build_share=1e9)
-    drafters = {
-        name: partial(make_task_drafter, name, "f", (EOS,), memory=memory)
-        for name in ("auto", "suffix")
-    }
-    return Engine(
-        FakeRunner(FakeModel(VOCAB, context=1, boost=9.0, alphabet=40), info),
-        drafters,
-        EngineSettings(max_num_seqs=8, max_num_batched_tokens=64),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
-        grammars=GrammarCompiler(
-            partial(read_grammar_tokenizer, tokenizer_file, VOCAB, (EOS,)), VOCAB
-        ),
+@contextmanager
+def _server(**config: Any) -> Iterator[LiveServer]:
+    memory = TaskStore(None, fingerprint=FINGERPRINT, build_share=1e9)
+    engine = spec(
+        tokenizer=TOKENIZER,
         profiles=_profile,
         memory=memory,
+        drafters=task_drafters(memory, "auto", "suffix"),
+        model={"context": 1, "boost": 9.0, "alphabet": 40},
     )
-
-
-@contextmanager
-def _server(folder: Path, **config: Any) -> Iterator[LiveServer]:
-    factory = partial(start_thread, partial(_engine, folder), name="e", device="cpu")
     made = ServerConfig.model_validate({"keys": KEYS, **config})
-    with LiveServer(
-        [EngineSpec("e", "tiny", "cpu", factory)],
-        config=made,
-        tasks=TASKS,
-        drafters=("off", "suffix", "auto"),
-    ) as live:
+    with LiveServer([engine], config=made, tasks=TASKS, drafters=("off", "suffix", "auto")) as live:
         yield live
 
 
@@ -139,8 +107,8 @@ def _told(answer: dict[str, Any]) -> dict[str, Any]:
 Probe = Callable[[LiveServer], Any]
 
 
-def _seen(folder: Path, probe: Probe, before: Probe | None) -> Any:
-    with _server(folder) as server:
+def _seen(probe: Probe, before: Probe | None) -> Any:
+    with _server() as server:
         if before is not None:
             before(server)
         return probe(server)
@@ -162,7 +130,7 @@ def _seen(folder: Path, probe: Probe, before: Probe | None) -> Any:
     ],
 )
 def test_nothing_told_depends_on_what_another_has_asked(
-    tmp_path: Path, task: str, extra: dict[str, Any], salted: bool
+    task: str, extra: dict[str, Any], salted: bool
 ) -> None:
     """salted: the other is the same key with another cache_salt."""
 
@@ -176,20 +144,20 @@ def test_nothing_told_depends_on_what_another_has_asked(
     def probe(server: LiveServer) -> dict[str, Any]:
         return _told(_ask(server, "b", model=task, prompt=PROBE, **extra))
 
-    alone = _seen(tmp_path, probe, None)
-    assert _seen(tmp_path, probe, before) == alone
+    alone = _seen(probe, None)
+    assert _seen(probe, before) == alone
     if task != "plain" and not salted:
         # The same key's own requests do change it: the probe is able to tell.
         def own(server: LiveServer) -> None:
             for _ in range(12):  # calibration is folded in now and then
                 _ask(server, "b", model=task, prompt=SECRET, max_tokens=60, **extra)
 
-        assert _seen(tmp_path, probe, own) != alone
+        assert _seen(probe, own) != alone
 
 
-def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used(tmp_path: Path) -> None:
+def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used() -> None:
     """A probe of one unusual id: 0 rows loaded would say that it was in the other's prompt."""
-    with _server(tmp_path) as server:
+    with _server() as server:
         ids = encode(PROBE)
 
         def rows(key: str) -> int:
@@ -201,8 +169,8 @@ def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used(tmp_path: P
         assert rows("b") == len(set(ids) - set(range(300, VOCAB)) - {EOS})
 
 
-def test_a_slice_does_not_grow_by_what_another_s_outputs_missed(tmp_path: Path) -> None:
-    with _server(tmp_path) as server:
+def test_a_slice_does_not_grow_by_what_another_s_outputs_missed() -> None:
+    with _server() as server:
 
         def size(key: str, num_tokens: int) -> int:
             answer = _ask(
@@ -217,9 +185,7 @@ def test_a_slice_does_not_grow_by_what_another_s_outputs_missed(tmp_path: Path) 
         assert size("b", 1) == first
 
 
-def test_a_grammar_of_another_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_of_another_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled already comes at once: the time would tell who asks with the same schema."""
     checked: list[str] = []
     compiled: list[str] = []
@@ -235,7 +201,7 @@ def test_a_grammar_of_another_is_compiled_again(
 
     monkeypatch.setattr(grammars, "grammar_problem", count_check)
     monkeypatch.setattr(grammar, "grammar_text", count_compiled)
-    with _server(tmp_path) as server:
+    with _server() as server:
         checked.clear()
 
         def jobs(key: str, **extra: Any) -> tuple[int, int]:
@@ -252,8 +218,8 @@ def test_a_grammar_of_another_is_compiled_again(
         assert jobs("a", cache_salt="x") == (1, 1)
 
 
-def test_cached_tokens_are_one_s_own(tmp_path: Path) -> None:
-    with _server(tmp_path) as server:
+def test_cached_tokens_are_one_s_own() -> None:
+    with _server() as server:
 
         def cached(key: str, **extra: Any) -> int:
             usage = _ask(server, key, model="plain", prompt=SECRET, max_tokens=1, **extra)["usage"]
@@ -265,9 +231,9 @@ def test_cached_tokens_are_one_s_own(tmp_path: Path) -> None:
         assert cached("a", cache_salt="x") == 0
 
 
-def test_the_same_request_id_is_two_requests(tmp_path: Path) -> None:
+def test_the_same_request_id_is_two_requests() -> None:
     """A client may name its request; that another has one of this name open is not told."""
-    with _server(tmp_path) as server:
+    with _server() as server:
         answers = [
             httpx.post(
                 f"{server.url}/v1/completions",
@@ -282,7 +248,7 @@ def test_the_same_request_id_is_two_requests(tmp_path: Path) -> None:
         assert answers[0].json()["id"] != answers[1].json()["id"]
 
 
-def test_sums_over_all_keys_can_be_kept_to_admins(tmp_path: Path) -> None:
+def test_sums_over_all_keys_can_be_kept_to_admins() -> None:
     def get(server: LiveServer, path: str, key: str) -> httpx.Response:
         headers = {"authorization": f"Bearer sk-{key}"} if key else {}
         return httpx.get(server.url + path, headers=headers, timeout=30.0)
@@ -290,7 +256,7 @@ def test_sums_over_all_keys_can_be_kept_to_admins(tmp_path: Path) -> None:
     def steady(figures: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in figures.items() if name != "now_s"}
 
-    with _server(tmp_path, metrics=MetricsConfig(admin_only=True).model_dump()) as server:
+    with _server(metrics=MetricsConfig(admin_only=True).model_dump()) as server:
         assert get(server, "/metrics", "").status_code == 401
         assert get(server, "/metrics", "b").status_code == 403
         assert get(server, "/metrics", "root").status_code == 200
@@ -302,12 +268,12 @@ def test_sums_over_all_keys_can_be_kept_to_admins(tmp_path: Path) -> None:
         assert set(after["engines"][0]) >= {"up", "running", "waiting", "kv_usage"}
         whole = get(server, "/dashboard/data", "root").json()
         assert any(entry["tokens"] for entry in whole["drafts"])
-    with _server(tmp_path) as server:
+    with _server() as server:
         assert get(server, "/metrics", "b").status_code == 200
 
 
-def test_what_tasks_have_learned_is_told_to_admins_alone(tmp_path: Path) -> None:
-    with _server(tmp_path) as server:
+def test_what_tasks_have_learned_is_told_to_admins_alone() -> None:
+    with _server() as server:
         for path in ("/v1/tasks", "/v1/tasks/drafted", "/v1/tasks/drafted/corpus"):
             for key, status in (("b", 403), ("root", 200)):
                 response = httpx.get(

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.api.live import BYTE_IDS, LiveServer
-from tests.api.real_engine import grammar_spec
+from tests.api.live import BYTE_IDS, TOKENIZER, LiveServer
+from tests.api.real_engine import spec
 from tests.api.test_errors import check
 
 A = BYTE_IDS[b"a"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer([grammar_spec(tmp_path_factory.mktemp("model"), boost=4.0)]) as live:
+def server() -> Iterator[LiveServer]:
+    with LiveServer([spec(tokenizer=TOKENIZER)]) as live:
         yield live
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.live import LiveServer
-from tests.api.real_engine import grammar_spec
+from tests.api.live import TOKENIZER, LiveServer
+from tests.api.real_engine import spec
 from tests.api.test_completions import events
 
 SCHEMA = {
@@ -25,9 +25,12 @@ SCHEMA = {
 }
 
 
+ENGINE: dict[str, Any] = {"tokenizer": TOKENIZER, "model": {"context": 1, "boost": 4.0}}
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer([grammar_spec(tmp_path_factory.mktemp("model"), boost=4.0)]) as live:
+def server() -> Iterator[LiveServer]:
+    with LiveServer([spec(**ENGINE)]) as live:
         yield live
 
 

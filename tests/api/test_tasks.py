@@ -28,43 +28,24 @@ from server.api.faces.completions import CompletionBody
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine
 from server.engine.host import start_thread
-from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.errors import ConfigError
 from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
-from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet, build_upload
-from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.api.live import TOKENIZER, LiveServer, encode, served
+from tests.api.real_engine import CONTEXT, FINGERPRINT, make_engine, task_drafters
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import wait_until
 
 DRAFTERS = ("off", "auto", "mix", "suffix", "trie")
-FINGERPRINT = TABLE.fingerprint.hex()
-CONTEXT = 256
 ADMIN = {"authorization": "Bearer the-admin-key"}
 TEAM = {"authorization": "Bearer the-team-key"}
 
 
 def _make_engine(folder: Path) -> Engine:
-    info = fake_info(
-        vocab_size=TABLE.vocab_size, num_blocks=256, block_size=8, max_model_len=CONTEXT,
-        max_num_seqs=16, max_num_batched_tokens=128, eos_token_ids=(0,),
-    )  # fmt: skip
     memory = TaskStore(folder, fingerprint=FINGERPRINT, build_share=1e9)
-    drafters = {
-        name: partial(make_task_drafter, name, FINGERPRINT, (0,), memory=memory)
-        for name in DRAFTERS[1:]
-    }
-    return Engine(
-        FakeRunner(FakeModel(TABLE.vocab_size, context=1, boost=9.0), info),
-        drafters,
-        EngineSettings(max_num_seqs=16, max_num_batched_tokens=128, chunked_prefill_rows=64),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
-        memory=memory,
-    )
+    return make_engine(memory=memory, drafters=task_drafters(memory, *DRAFTERS[1:]))
 
 
 class Place:

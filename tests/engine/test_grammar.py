@@ -147,14 +147,12 @@ COMPACT = replace(SCHEMA, whitespace="")
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
+def load() -> Callable[[], Any]:
     """Reads the tokenizer as a compiler does."""
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     padded = byte_level_tokenizer()
     padded.enable_truncation(8)
     padded.enable_padding()
-    file.write_text(padded.to_str(), encoding="utf-8")
-    return partial(read_grammar_tokenizer, file, VOCAB, (0,))
+    return partial(read_grammar_tokenizer, padded, VOCAB)
 
 
 @pytest.fixture(scope="module")

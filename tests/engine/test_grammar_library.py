@@ -70,7 +70,7 @@ def test_nothing_is_built_before_the_first_grammar(tmp_path: Path) -> None:
     def load() -> GrammarTokenizer:
         nonlocal num_loads
         num_loads += 1
-        return read_grammar_tokenizer(file, size, (0,))
+        return read_grammar_tokenizer(tokenizer, size)
 
     compiler = GrammarCompiler(load, size)
     assert num_loads == 0

@@ -21,8 +21,7 @@ BASE, EOS = 128, 2
 def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState, Enrichment]:
     """(over base ids, over enriched ids, the enrichment)."""
     save_tokenizer(folder)
-    file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -32,7 +31,7 @@ def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState
 
     def state(given: Enrichment | None, size: int) -> GrammarState:
         def load() -> GrammarTokenizer:
-            return read_grammar_tokenizer(file, size, (EOS,), given)
+            return read_grammar_tokenizer(tokenizer, size, (EOS,), given)
 
         return GrammarState(GrammarCompiler(load, size).compile(spec).result())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,16 +25,19 @@ NO_PIECES = token_bytes.TokenBytes(
 
 
 def read_grammar_tokenizer(
-    tokenizer_file: Path,
+    tokenizer: Tokenizer,
     vocab_size: int,
-    eos_token_ids: Sequence[int],
+    eos_token_ids: Sequence[int] = (0,),
     enrichment: Enrichment | None = None,
 ) -> GrammarTokenizer:
-    """load_grammar_tokenizer with the table of the file's ids."""
-    table = token_bytes.build(Tokenizer.from_file(str(tokenizer_file)), vocab_size)
-    return load_grammar_tokenizer(
-        tokenizer_file, table, vocab_size, eos_token_ids, Tokenizer.from_str, enrichment
-    )
+    """load_grammar_tokenizer of a tokenizer's file, with the table of its ids."""
+    table = token_bytes.build(tokenizer, vocab_size)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        tokenizer.save(str(file))
+        return load_grammar_tokenizer(
+            file, table, vocab_size, eos_token_ids, Tokenizer.from_str, enrichment
+        )
 
 
 class _Greedy:

@@ -16,21 +16,24 @@ from server.config.cluster import ClusterConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
 from server.engine.host import start_thread
-from server.engine.plan import EngineSettings
 from server.engine.process import start_process
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import Sharing
 from server.fleet.learning.storage import LearningNumbers
 from server.fleet.parts import FleetParts, Front, version_of
 from server.machine_code import make_ready
-from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet
 from tests.api.live import PLAIN_TASK, served
-from tests.api.real_engine import CONTEXT, TABLE, make_engine, make_learning_engine
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.api.real_engine import (
+    CONTEXT,
+    FINGERPRINT,
+    MODEL,
+    make_engine,
+    make_learning_engine,
+    task_drafters,
+)
 
 TASKS = tuple(f"task-{i}" for i in range(24))
-SEATS, ROWS = 16, 128  # of an engine
 DECIDING = 6  # last tokens of a text, which decide how it goes on in an engine that learns
 
 
@@ -47,30 +50,17 @@ def free_port(num: int = 1) -> int:
         return first
 
 
-def learning_engine(*, step_s: float = 0.0, row_s: float = 0.0, learns: bool = True) -> Engine:
+def learning_engine(*, step_s: float = 0.0, row_s: float = 0.0) -> Engine:
     """An Engine that drafts from what it has answered. Its texts go on by their last DECIDING
     tokens, so they repeat what was answered after the same end of a prompt, and not themselves."""
-    info = fake_info(
-        vocab_size=TABLE.vocab_size,
-        num_blocks=256,
-        block_size=8,
-        max_model_len=CONTEXT,
-        max_num_seqs=SEATS,
-        max_num_batched_tokens=ROWS,
-        eos_token_ids=(0,),
-    )
-    memory = TaskStore(None, fingerprint="f", build_share=1e9) if learns else None
+    memory = TaskStore(None, fingerprint=FINGERPRINT, build_share=1e9)
     make_ready()
-    return Engine(
-        FakeRunner(
-            FakeModel(TABLE.vocab_size, context=DECIDING, boost=12.0),
-            info,
-            step_s=step_s,
-            row_s=row_s,
-        ),
-        {"auto": partial(make_task_drafter, "auto", "f", (0,), memory=memory)},
-        EngineSettings(max_num_seqs=SEATS, max_num_batched_tokens=ROWS),
+    return make_engine(
+        drafters=task_drafters(memory, "auto"),
         memory=memory,
+        model={"context": DECIDING, "boost": 12.0},
+        step_s=step_s,
+        row_s=row_s,
     )
 
 
@@ -119,7 +109,7 @@ class FakeParts(FleetParts):
         admin = TaskSet(
             tasks,
             load=self.tasks,
-            models={"tiny": (Path(), TABLE.fingerprint.hex())},
+            models={"tiny": (Path(), FINGERPRINT)},
             kept=Path("nowhere") if self.more_tasks is None else self.more_tasks.parent,
         )
         return Front(tasks, {"tiny": model}, drafters, admin)
@@ -152,7 +142,9 @@ class FakeParts(FleetParts):
         """One engine."""
         if self.drafts:
             return learning_engine(step_s=step_s, row_s=self.row_s)
-        return make_engine(step_s=step_s, row_s=self.row_s, drafts=False, seed=self.text)
+        return make_engine(
+            step_s=step_s, row_s=self.row_s, drafts=False, model={**MODEL, "seed": self.text}
+        )
 
 
 def fake_server(**sections: object) -> ServerConfig:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.api.engines.client import EngineSpec
 from tests.api.chat_models import chat_spec, served
 from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import (  # noqa: F401  # collected with this file's `server`
@@ -20,15 +19,12 @@ from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("model")
-
-    def fleet(model: str) -> EngineSpec:
-        specs = [chat_spec(folder, model, f"{model}/{i}") for i in range(2)]
-        return fleet_spec(LocalReplicas(specs), lambda: live.loop)
-
+def server() -> Iterator[LiveServer]:
+    specs = [
+        fleet_spec(LocalReplicas([chat_spec(name, i) for i in range(2)]), lambda: live.loop)
+        for name in MODELS
+    ]
     models = {name: served(name) for name in MODELS}
-    specs = [fleet(name) for name in MODELS]
     live = LiveServer(specs, models=models, drafters=("off", "suffix", "auto"))
     with live:
         yield live

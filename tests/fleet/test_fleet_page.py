@@ -28,7 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page's first cluster.yaml, a server.yaml and a tiny model."""
     folder = tmp_path_factory.mktemp("fleet")
     model = folder / "model"
-    model.mkdir()
     save_tiny(model, "llama", vocab_size=260, max_position_embeddings=512)
     save_tokenizer(model, 259)
     first, *_ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)

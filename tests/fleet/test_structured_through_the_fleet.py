@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.api.live import LiveServer
-from tests.api.real_engine import grammar_spec
+from tests.api.real_engine import spec
 from tests.api.test_structured_end_to_end import (  # noqa: F401  # with this file's `server`
+    ENGINE,
     test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output,
     test_every_form_matches_with_and_without_drafts,
     test_forced_tokens_are_reported_as_a_source,
@@ -19,9 +20,8 @@ from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("model")
-    specs = [grammar_spec(folder, "tiny", name, boost=4.0) for name in ("e0", "e1")]
-    live = LiveServer([fleet_spec(LocalReplicas(specs), lambda: live.loop)])
+def server() -> Iterator[LiveServer]:
+    replicas = LocalReplicas([spec(i=i, **ENGINE) for i in range(2)])
+    live = LiveServer([fleet_spec(replicas, lambda: live.loop)])
     with live:
         yield live

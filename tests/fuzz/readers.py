@@ -854,10 +854,7 @@ def _grammar_tokenizer() -> Any:
     from tests.api.tiny_tokenizers import byte_level_tokenizer
     from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "tokenizer.json"
-        byte_level_tokenizer().save(str(file))
-        return read_grammar_tokenizer(file, 400, (0,))
+    return read_grammar_tokenizer(byte_level_tokenizer(), 400)
 
 
 def _use_grammar(data: bytes, folder: Path) -> None:

@@ -161,10 +161,8 @@ def check(language: Language, texts: list[Path_]) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    made = GrammarCompiler(partial(read_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(partial(read_grammar_tokenizer, TOKENIZER, VOCAB), VOCAB)
     yield made
     made.close()
 
@@ -214,9 +212,7 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
     spec = RunnerSpec("real", str(real_model_folder), sizes, weights="float32", max_model_len=256)
     runner: Any = build_runner(spec)
     eos = runner.info.eos_token_ids
-    load = partial(
-        read_grammar_tokenizer, real_model_folder / "tokenizer.json", runner.info.vocab_size, eos
-    )
+    load = partial(read_grammar_tokenizer, tokenizer, runner.info.vocab_size, eos)
     compiler = GrammarCompiler(load, runner.info.vocab_size)
     module: Any = AutoModelForCausalLM.from_pretrained(real_model_folder, dtype=torch.float32)
     prompt = tuple(tokenizer.encode("Is the sky blue? Answer with one word:").ids)

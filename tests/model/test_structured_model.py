@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,15 +62,8 @@ def _module() -> LlamaForCausalLM:
     return module
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
-    return file
-
-
-def _engine(runner: Runner, tokenizer_file: Path) -> Engine:
-    load = partial(read_grammar_tokenizer, tokenizer_file, VOCAB, (0,))
+def _engine(runner: Runner) -> Engine:
+    load = partial(read_grammar_tokenizer, TOKENIZER, VOCAB)
     return Engine(
         runner,
         {name: make_drafter(name) for name in ("suffix", "auto")},
@@ -81,10 +73,10 @@ def _engine(runner: Runner, tokenizer_file: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer_file: Path) -> Iterator[Engine]:
+def engine() -> Iterator[Engine]:
     runner = cpu_runner(_module())
     runner.info = replace(runner.info, eos_token_ids=(0,))
-    made = _engine(runner, tokenizer_file)
+    made = _engine(runner)
     yield made
     made.close()
 
@@ -140,11 +132,11 @@ def test_drafts_change_nothing(engine: Engine, sampling: dict[str, Any]) -> None
         assert any(r.finish_reason == "stop" for r in plain.values())
 
 
-def test_the_torch_runner_masks_its_draws_too(tokenizer_file: Path) -> None:
+def test_the_torch_runner_masks_its_draws_too() -> None:
     runner = runner_over(
         _module(), max_model_len=256, max_num_batched_tokens=128, eos_token_ids=(0,)
     )
-    engine = _engine(runner, tokenizer_file)
+    engine = _engine(runner)
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 4}):
         runs = [
             _run(engine, drafter, sampling, whitespaces=("",), max_tokens=40)
