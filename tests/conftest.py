@@ -149,6 +149,13 @@ def _no_server_error(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not faults.told, "the server had an internal error"
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, which nobody has made yet."""
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The converted smollm2-135m-instruct folder. Fetched and converted once into the cache."""

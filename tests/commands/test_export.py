@@ -16,21 +16,13 @@ from server.datasets import open_table
 from server.errors import ConfigError
 from server.model.loader import build_module, open_model
 from tests.model.peft_adapters import enriched
-from tests.model.tiny_models import save_tiny, tiny_model
+from tests.model.tiny_models import tiny_model
 from vocab_store.enrichment import Enrichment
 
 pytest.importorskip("peft")
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "tiny").mkdir()
-    save_tiny(tmp_path / "tiny", "llama")
-    return tmp_path / "tiny"
 
 
 def test_an_adapter_s_tokens_become_added_tokens(folder: Path, tmp_path: Path) -> None:

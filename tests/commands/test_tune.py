@@ -442,7 +442,6 @@ def test_a_busy_machine_decides_nothing(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
     save_tiny(folder, "llama")
     return folder
 

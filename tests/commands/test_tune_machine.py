@@ -10,18 +10,14 @@ from server.commands.options import ModelOptions
 from server.commands.tasks import compare_forms, forms_of
 from server.commands.tune import form_lines
 from server.model.gguf_folder import file_folder
+from tests.model.gguf_models import BLOCKS, write_llama
 from tests.model.tiny_models import save_tiny
-from tests.setup.test_gguf_file import write_gguf
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_each_form_is_scored_on_the_data_and_timed(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
     save_tiny(folder, "llama")
     model = ModelOptions(model=str(folder), threads=1)
     examples = [(list(range(3, 20)), list(range(40, 48))), ([], [1]), ([5] * 600, [6])]
@@ -43,7 +39,7 @@ def test_each_form_is_scored_on_the_data_and_timed(tmp_path: Path) -> None:
 
 def test_nothing_is_fetched_or_converted_for_it(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
-    write_gguf(file)
+    write_llama(file, *BLOCKS)
     assert forms_of(ModelOptions(model=str(file))) == []
     file_folder(str(file))
     assert [form for form, _ in forms_of(ModelOptions(model=str(file)))] == ["file"]

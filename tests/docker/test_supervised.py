@@ -45,7 +45,6 @@ def unit() -> configparser.ConfigParser:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("supervised")
-    (made / "tiny").mkdir()
     save_tiny(made / "tiny", "llama")
     (made / "server.yaml").write_text(json.dumps({"restart": {"max_restarts": 0}}))
     return made

@@ -130,7 +130,6 @@ def test_slices_of_a_model_with_and_without_its_texts(
 ) -> None:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     model = tmp_path / "tiny"
-    model.mkdir()
     save_tiny(model, "llama")
     for split in ("train", "test"):
         (tmp_path / "towns").mkdir(exist_ok=True)
@@ -170,7 +169,6 @@ def test_both_adapters_are_measured_on_the_same_prompts(
 ) -> None:
     pytest.importorskip("peft")
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "tiny").mkdir()
     save_tiny(tmp_path / "tiny", "llama")
     data = tmp_path / "train.jsonl"
     lines = [

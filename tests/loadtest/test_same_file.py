@@ -26,13 +26,13 @@ from server.model.gguf_index import GgufIndex
 from server.model.scoring import Text, score
 from server.types import EngineSizes
 from tests.loadtest.conftest import last_json
+from tests.model.gguf_models import BLOCKS, write_llama
 from tests.model.tiny_models import save_tiny, save_tokenizer
-from tests.setup.test_gguf_file import write_gguf
 
 
 def test_a_file_is_rounded_and_keeps_the_rest(tmp_path: Path) -> None:
     source, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
-    write_gguf(source)
+    write_llama(source, *BLOCKS)
     requantise(source, out, "q8_0")
     before, after = GgufIndex(source), GgufIndex(out)
     assert set(before.tensors) == set(after.tensors)
@@ -63,7 +63,7 @@ def test_a_file_of_random_weights_is_served_in_its_own_shape(
     """Written with another file's tokenizer, filled up; read by transformers and by us alike."""
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("loadtest.same_file._POOL", 1 << 12)
-    write_gguf(tmp_path / "in.gguf")
+    write_llama(tmp_path / "in.gguf", *BLOCKS)
     for name, one in SHAPES.items():
         dim = 128 if one.architecture == "qwen3" else 32  # what transformers takes it to be
         small = replace(one, layers=2, hidden=128, inner=96, heads=4, kv_heads=2, head_dim=dim)

@@ -3,64 +3,34 @@ of its classes Qwen3_5TextModel, StarCoder2Model, Phi2Model and GemmaModel, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
-from tests.model.families import randomised
 from tests.model.gguf_models import (
-    MAX_LEN,
-    VOCAB_SIZE,
     WINDOW,
+    GgufModel,
     Writer,
     add_tokenizer,
+    head_lengths,
     named_tensors,
     write_tensors,
     zeros,
 )
 
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": MAX_LEN,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
-@dataclass(frozen=True)
-class GenericModel:
-    """kind: `general.architecture`. about: writes the keys that are its own. norms: what is added
-    to them."""
-
-    architecture: str
-    kind: str
-    changes: dict[str, Any]
-    about: Callable[[Writer, Any], None]
-    norms: float = 0.0
-
-    def build(self) -> Any:
-        """The model, float32."""
-        model_class: Any = getattr(transformers, self.architecture)
-        torch.manual_seed(0)
-        config = model_class.config_class(**{**_SIZES, **self.changes})
-        return randomised(model_class(config), zero_norms=bool(self.norms))
+def _gemma(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_lengths(writer, config)
 
 
 def _qwen35(writer: Writer, config: Any) -> None:
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    _gemma(writer, config)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     share = config.rope_parameters["partial_rotary_factor"]
@@ -88,15 +58,7 @@ def _phi2(writer: Writer, config: Any) -> None:
     writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
 
 
-def _gemma(writer: Writer, config: Any) -> None:
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-
-
 _NETS = {
-    "intermediate_size": 96,
-    "num_key_value_heads": 2,
     "head_dim": 32,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
@@ -110,35 +72,36 @@ _NETS = {
     },
 }
 
-MODELS: dict[str, GenericModel] = {
-    "gemma": GenericModel(
+MODELS: dict[str, GgufModel] = {
+    "gemma": GgufModel(
         "GemmaForCausalLM",
         "gemma",
-        {"intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 32},
-        _gemma,
+        {"num_key_value_heads": 1, "head_dim": 32},
         norms=1.0,
+        about=_gemma,
     ),
-    "phi": GenericModel(
+    "phi": GgufModel(
         "PhiForCausalLM",
         "phi2",
         {
             "intermediate_size": 256,
+            "num_key_value_heads": 4,
             "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
-        _phi2,
+        about=_phi2,
     ),
-    "qwen3_5_text": GenericModel(
+    "qwen3_5_text": GgufModel(
         "Qwen3_5ForCausalLM",
         "qwen35",
         {**_NETS, "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL]},
-        _qwen35,
         norms=1.0,
+        about=_qwen35,
     ),
-    "starcoder2": GenericModel(
+    "starcoder2": GgufModel(
         "Starcoder2ForCausalLM",
         "starcoder2",
-        {"intermediate_size": 96, "num_key_value_heads": 2, "sliding_window": WINDOW},
-        _starcoder2,
+        {"sliding_window": WINDOW},
+        about=_starcoder2,
     ),
 }
 """By model_type."""
@@ -162,7 +125,7 @@ def _delta_net(config: Any, part: str, values: np.ndarray) -> np.ndarray:
     return -np.exp(values) if part == "A_log" else values
 
 
-def _converted(model: GenericModel, module: Any) -> dict[str, np.ndarray]:
+def _converted(model: GgufModel, module: Any) -> dict[str, np.ndarray]:
     """The tensors under llama.cpp's names, float32."""
     config = module.config
     found: dict[str, np.ndarray] = {}
@@ -181,7 +144,7 @@ def _converted(model: GenericModel, module: Any) -> dict[str, np.ndarray]:
 
 
 def write(
-    model: GenericModel,
+    model: GgufModel,
     module: Any,
     path: Path,
     form: str = "F32",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -85,7 +86,7 @@ class GgufModel:
 # --- keys of some architectures -------------------------------------------------------------------
 
 
-def _head_lengths(writer: Writer, config: Any) -> None:
+def head_lengths(writer: Writer, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
 
@@ -110,14 +111,14 @@ def _windows(writer: Writer, config: Any) -> None:
 
 
 def _gemma2(writer: Writer, config: Any) -> None:
-    _head_lengths(writer, config)
+    head_lengths(writer, config)
     writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_sliding_window(config.sliding_window)
 
 
 def _gemma3(writer: Writer, config: Any) -> None:
-    _head_lengths(writer, config)
+    head_lengths(writer, config)
     writer.add_sliding_window(config.sliding_window)
 
 
@@ -365,15 +366,15 @@ def _common(writer: Writer, config: Any) -> None:
     eps = getattr(config, "rms_norm_eps", None)
     writer.add_layer_norm_rms_eps(config.norm_eps if eps is None else eps)
     if config.model_type not in ("gemma2", "phi3", "granite", "granitemoehybrid", "lfm2"):
-        _head_lengths(writer, config)
+        head_lengths(writer, config)
 
 
-def add_tokenizer(writer: Writer, vocab_size: int) -> None:
+def add_tokenizer(writer: Writer, vocab_size: int, pre: str = "smollm") -> None:
     """A byte-level BPE with two merges, as large as the vocabulary."""
     tokens = ["<|end|>", "<|start|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "Ġ1"]
     tokens += [f"<|x{i}|>" for i in range(vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if t.startswith("<|") else 1 for t in tokens])
     writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
@@ -411,11 +412,17 @@ def named_tensors(
             yield name, cast("str", written), tensor.numpy().copy()
 
 
-def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], form: str) -> None:
-    """The file's end: matrices in a form of ggml, vectors and convolutions in float32."""
-    kind = gguf.GGMLQuantizationType[form]
+def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], *forms: str) -> None:
+    """The file's end: matrices take turns through forms of ggml, vectors and convolutions are in
+    float32."""
+    turns = cycle(forms)
     for name, values in tensors.items():
-        if values.ndim == 1 or form == "F32" or "conv.weight" in name or "conv1d" in name:
+        if values.ndim == 1 or "conv.weight" in name or "conv1d" in name:
+            form = "F32"
+        else:
+            form = next(turns)
+        kind = gguf.GGMLQuantizationType[form]
+        if form == "F32":
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -472,3 +479,33 @@ def write(
     model.about(writer, module.config)
     add_tokenizer(writer, module.config.vocab_size)
     write_tensors(writer, converted(model, module) | zeros(extra), form)
+
+
+_LLAMA = GgufModel(
+    "LlamaForCausalLM",
+    "llama",
+    {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    },
+    permuted=True,
+    about=_rotated,
+)  # fmt: skip
+
+
+def write_llama(path: Path, *forms: str, pre: str = "smollm") -> dict[str, np.ndarray]:
+    """A tiny Llama of 300 ids with two ends, 0 and 260; its tensors by llama.cpp's names. forms: of
+    ggml, through which its matrices take turns."""
+    module = _LLAMA.build()
+    writer = Writer(path, _LLAMA.kind)
+    _common(writer, module.config)
+    _rotated(writer, module.config)
+    add_tokenizer(writer, module.config.vocab_size, pre)
+    writer.add_eot_token_id(260)
+    tensors = converted(_LLAMA, module)
+    write_tensors(writer, tensors, *forms)
+    return tensors
+
+
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+"""Forms of 32 inputs."""

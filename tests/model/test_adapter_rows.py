@@ -19,19 +19,16 @@ from vocab_store.enrichment import Enrichment
 peft = pytest.importorskip("peft")
 
 # peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.usefixtures("own_cache"),
+]
 
 IDS = torch.arange(20)[None]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", family)
     num = model.config.vocab_size
     enrichment = Enrichment("tok", num, (num, num + 1, num + 2), ((3, 4), (5, 6, 7), (8, 9)))
@@ -57,7 +54,6 @@ def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> 
 
 
 def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "llama")
     num = model.config.vocab_size
     with_tokens(model, tmp_path / "adapter", Enrichment("t", num, (num,), ((1, 2),)))
@@ -69,7 +65,6 @@ def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_rows_of_base_ids_are_put_in_as_peft_does(family: str, tmp_path: Path) -> None:
     """A tied head has the embedding's new rows, a head of its own does not."""
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", family)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[3, 17]
@@ -84,7 +79,6 @@ def test_rows_of_base_ids_are_put_in_as_peft_does(family: str, tmp_path: Path) -
 
 
 def test_ids_without_a_text_or_without_a_row_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "llama")
     num = model.config.vocab_size
     enrichment = Enrichment("t", num, (num, num + 1), ((1, 2), (3, 4)))

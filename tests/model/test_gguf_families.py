@@ -23,12 +23,9 @@ from tests.model import gguf_generic_models as generic
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.gguf_models import MODELS, VOCAB_SIZE, write
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 FAMILIES = list(MODELS)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def _ids() -> list[int]:

@@ -15,10 +15,7 @@ from server.model.loader import build_module, open_model
 from server.model.supported import check_supported
 from tests.model.tiny_models import FAMILIES, save_tiny, tiny_config
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -118,7 +115,6 @@ def test_fingerprint_follows_weights_and_config(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         save_tiny(tmp_path / name, "llama", seed, **changes)
         prints.add(open_model(tmp_path / name).fingerprint)
-    (tmp_path / "again").mkdir()
     save_tiny(tmp_path / "again", "llama", 0)
     assert len(prints) == 3 and open_model(tmp_path / "again").fingerprint in prints
 

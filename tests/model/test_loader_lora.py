@@ -17,12 +17,10 @@ from tests.model.tiny_models import save_tiny
 peft = pytest.importorskip("peft")
 
 # peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.usefixtures("own_cache"),
+]
 
 
 def _adapter(model: Any, out: Path, **settings: Any) -> Any:
@@ -60,7 +58,6 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
     ],
 )
 def test_merge_equals_peft(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", family)
     base = open_model(tmp_path / "model")
     merged = _adapter(model, tmp_path / "adapter", **settings)
@@ -82,7 +79,6 @@ def test_merge_equals_peft(family: str, settings: dict[str, Any], tmp_path: Path
 def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "llama")
     _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -109,7 +105,6 @@ def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
 def test_what_is_not_plain_lora_is_refused(
     settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "mistral")
     wrapped = peft.get_peft_model(
         model, peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ALL, **settings})
@@ -134,7 +129,6 @@ def test_numbers_that_are_no_weights_are_refused(
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "llama")
     _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -167,7 +161,6 @@ def test_numbers_that_are_no_weights_are_refused(
 def test_adapter_config_is_believed_only_where_known(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "model").mkdir()
     model = save_tiny(tmp_path / "model", "llama")
     _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
     file = tmp_path / "adapter" / "adapter_config.json"
@@ -183,14 +176,12 @@ def test_adapter_of_another_model(tmp_path: Path) -> None:
     _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
     with pytest.raises(ModelError, match=r"layers\.3\.mlp\.down_proj\.weight, which is not there"):
         open_model(tmp_path / "model", adapter=tmp_path / "adapter")
-    (tmp_path / "wider").mkdir()
     save_tiny(tmp_path / "wider", "llama", num_hidden_layers=4, intermediate_size=50)
     with pytest.raises(ModelError, match=r"in the model, and \["):
         open_model(tmp_path / "wider", adapter=tmp_path / "adapter")
 
 
 def test_missing_adapter(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
     save_tiny(tmp_path / "model", "llama")
     with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
         open_model(tmp_path / "model", adapter=tmp_path / "nothing")

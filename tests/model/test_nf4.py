@@ -59,10 +59,8 @@ def test_rounding_is_to_the_nearest_level_and_takes_four_bits() -> None:
     assert zero.abs().max() < 1e-20
 
 
-def test_a_folder_of_bitsandbytes_is_a_model_of_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_a_folder_of_bitsandbytes_is_a_model_of_its_numbers(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "llama")
     save_as_bitsandbytes(tmp_path)
     opened = open_model(tmp_path)

@@ -99,7 +99,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("adapters")
     patch = pytest.MonkeyPatch()
     patch.setenv("TAILOR_CACHE_DIR", str(folder / "cache"))
-    (folder / "tiny").mkdir()
     save_tiny(folder / "tiny", "llama")
     base = served_model(ModelConfig(name="m", path="m"), folder / "tiny", None)
     tokenizer = base.table.fingerprint.hex()

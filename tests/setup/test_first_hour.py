@@ -38,7 +38,6 @@ def _keep(file: Path, num: int) -> None:
 
 def test_the_first_hour(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
-    folder.mkdir(parents=True)
     save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=2048)
     save_tokenizer(folder, 259)
     (folder / MARKER).write_text("{}")

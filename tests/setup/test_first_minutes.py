@@ -42,7 +42,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
-    folder.mkdir(parents=True)
     save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=512)
     save_tokenizer(folder, 259)
     (folder / MARKER).write_text(json.dumps({"source": "smollm2-135m-instruct.gguf"}))

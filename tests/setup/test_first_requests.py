@@ -15,7 +15,6 @@ from tests.model.tiny_models import save_tiny
 
 def test_every_kind_of_request_is_served_without_a_compiler(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
     save_tiny(folder, "llama")
     make_ready()
     root = Path(__file__).parents[2]

@@ -25,68 +25,13 @@ from server.model.gguf_tokenizer import gguf_fields
 from server.model.loader import open_model
 from server.model.scoring import Text, score
 from server.types import EngineSizes
-
-HIDDEN, INNER, LAYERS, VOCAB = 32, 64, 2, 300
-_FORMS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-
-
-def write_gguf(path: Path, matrix_form: str | None = None) -> None:
-    """A tiny `llama` file; its matrices take turns through the forms of 32 inputs."""
-    from tokenizers import pre_tokenizers
-
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
-    tokens = ["<|end|>", "<|start|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokens += ["ĠĠ", "Ġ1"] + [f"<|x{i}|>" for i in range(VOCAB - len(tokens) - 2)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if t.startswith("<|") else 1 for t in tokens])
-    writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
-    shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
-    for i in range(LAYERS):
-        shapes |= {
-            f"blk.{i}.attn_norm.weight": (HIDDEN,),
-            f"blk.{i}.ffn_norm.weight": (HIDDEN,),
-            f"blk.{i}.attn_q.weight": (HIDDEN, HIDDEN),
-            f"blk.{i}.attn_k.weight": (HIDDEN // 2, HIDDEN),
-            f"blk.{i}.attn_v.weight": (HIDDEN // 2, HIDDEN),
-            f"blk.{i}.attn_output.weight": (HIDDEN, HIDDEN),
-            f"blk.{i}.ffn_gate.weight": (INNER, HIDDEN),
-            f"blk.{i}.ffn_up.weight": (INNER, HIDDEN),
-            f"blk.{i}.ffn_down.weight": (HIDDEN, INNER),
-        }
-    for number, (name, shape) in enumerate(shapes.items()):
-        values = rng.normal(size=shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, values)
-            continue
-        values *= np.float32(0.2)  # so that what is rounded off does not grow from layer to layer
-        form = gguf.GGMLQuantizationType[matrix_form or _FORMS[number % len(_FORMS)]]
-        writer.add_tensor(name, gguf.quants.quantize(values, form), raw_dtype=form)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+from tests.model.gguf_models import BLOCKS, write_llama
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("files") / "tiny.gguf"
-    write_gguf(path)
+    write_llama(path, *BLOCKS)
     return path
 
 
@@ -148,7 +93,7 @@ def test_it_runs_near_the_dequantised_model(model: Path) -> None:
 
 def test_what_cannot_be_served_as_it_is_says_so(model: Path, tmp_path: Path) -> None:
     floats = tmp_path / "floats.gguf"
-    write_gguf(floats, "F16")
+    write_llama(floats, "F16")
     with pytest.raises(UnsupportedModelError, match=r"weights: int8"):
         file_folder(str(floats))
     with pytest.raises(ModelError, match="needs a GGUF"):

@@ -20,14 +20,11 @@ from server.model.gguf_folder import file_folder
 from server.model.loader import open_model
 from server.model.shape import shape_of
 from tests.model import families
+from tests.model.gguf_models import write_llama
 from tests.model.tiny_models import save_tiny
 from tests.setup.second_start import digest
-from tests.setup.test_gguf_file import write_gguf
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.parametrize("family", ["llama", "gguf", "gemma3"])
@@ -35,11 +32,10 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
     family: str, tmp_path: Path
 ) -> None:
     if family == "gguf":
-        write_gguf(tmp_path / "tiny.gguf", "Q8_0")
+        write_llama(tmp_path / "tiny.gguf", "Q8_0")
         folder = file_folder(str(tmp_path / "tiny.gguf"))
     else:
         folder = tmp_path / "model"
-        folder.mkdir()
         save_tiny(folder, family)
     first = digest(str(folder))
     code = (
@@ -55,7 +51,7 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
 
 def test_a_converted_file_s_first_start_imports_no_transformers(tmp_path: Path) -> None:
     """As in an image that holds the model, and a cache that is new."""
-    write_gguf(tmp_path / "tiny.gguf", "Q8_0")
+    write_llama(tmp_path / "tiny.gguf", "Q8_0")
     folder = file_folder(str(tmp_path / "tiny.gguf"))
     code = (
         "import sys; from tests.setup.second_start import digest; "
@@ -91,7 +87,6 @@ def test_what_is_kept_is_what_transformers_says(family: str) -> None:
 
 def test_tables_are_kept_for_the_positions_that_were_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
     save_tiny(folder, "llama")
     want = open_model(folder, remembers=True).ropes(200)
     again = open_model(folder, remembers=True)
@@ -110,7 +105,6 @@ def test_the_number_of_ids_is_kept_without_the_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
     save_tiny(folder, "llama")
     opened = open_model(folder)
     known = Tokenizer.from_file(str(opened.tokenizer_file)).get_vocab(with_added_tokens=True)
@@ -130,7 +124,6 @@ def test_the_number_of_ids_is_kept_without_the_tokenizer(
 
 def test_damaged_files_are_made_anew_and_weights_are_checked_all_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
     save_tiny(folder, "llama")
     open_model(folder, remembers=True).ropes(64)
     for file in (tmp_path / "cache" / "configs").iterdir():

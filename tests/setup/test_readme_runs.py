@@ -60,7 +60,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, family in (("smollm2-135m-instruct", "llama"), ("gemma-3-270m", "gemma3")):
         assert name in BUILT_IN
         folder = home / "cache" / "models" / f"{name}-v{CONVERTER_VERSION}"
-        folder.mkdir(parents=True)
         save_tiny(folder, family, vocab_size=260, max_position_embeddings=2048)
         save_tokenizer(folder, 259)
         if family == "llama":

@@ -38,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
     save_tiny(folder, "llama")
     return folder
 
@@ -159,7 +158,7 @@ def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
 
 
 def test_rows_that_pad_the_vocabulary_are_no_ids_of_the_api(
-    tiny_folder: Path, tmp_path: Path, own_cache: None
+    tiny_folder: Path, tmp_path: Path, own_cache: Path
 ) -> None:
     folder = tmp_path / "padded"
     shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -172,7 +171,7 @@ def test_rows_that_pad_the_vocabulary_are_no_ids_of_the_api(
 
 
 def test_more_context_than_the_model_has_is_refused_before_loading(
-    tiny_folder: Path, own_cache: None
+    tiny_folder: Path, own_cache: Path
 ) -> None:
     most = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
     model = ModelConfig(name="tiny", path=str(tiny_folder))
@@ -182,7 +181,7 @@ def test_more_context_than_the_model_has_is_refused_before_loading(
 
 
 def test_a_folders_chat_template_is_served_and_a_broken_one_is_told(
-    tiny_folder: Path, tmp_path: Path, own_cache: None, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "talker"
     shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -238,12 +237,7 @@ def test_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
 # --- the plan ---
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def test_plan_has_one_order_a_device(tiny_folder: Path, own_cache: None) -> None:
+def test_plan_has_one_order_a_device(tiny_folder: Path, own_cache: Path) -> None:
     config = ServerConfig(
         models=(
             ModelConfig(name="a", path="a", devices=("cuda:0", "cuda:1"), dtype="float16"),
@@ -266,7 +260,7 @@ def test_plan_has_one_order_a_device(tiny_folder: Path, own_cache: None) -> None
     assert all(Path(order.table).is_file() for order in plan.orders)
 
 
-def test_engines_on_the_cpu_share_its_cores(tiny_folder: Path, own_cache: None) -> None:
+def test_engines_on_the_cpu_share_its_cores(tiny_folder: Path, own_cache: Path) -> None:
     def threads(devices: tuple[str, ...], given: int | None = None) -> list[int | None]:
         config = ServerConfig(
             models=(ModelConfig(name="a", path="a", devices=devices),),

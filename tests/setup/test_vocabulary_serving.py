@@ -26,15 +26,9 @@ EOS = 2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models") / "tiny"
-    made.mkdir()
     # More rows than the tokenizer has tokens: their ids are never drawn.
     save_tiny(made, "llama", vocab_size=144)
     return made
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def _table(folder: Path) -> token_bytes.TokenBytes:
@@ -105,7 +99,7 @@ def _task(profile: Path, mode: str = "exact") -> dict[str, TaskConfig]:
 
 
 def test_a_plan_names_the_task_whose_profile_is_wrong(
-    folder: Path, tmp_path: Path, own_cache: None
+    folder: Path, tmp_path: Path, own_cache: Path
 ) -> None:
     path = tmp_path / "t.vocab"
     folders = {"m": folder}
@@ -148,7 +142,7 @@ def _answers(engine: Engine, path: Path) -> dict[str, list[Delta]]:
 
 
 def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode_that_it_holds(
-    folder: Path, tmp_path: Path, own_cache: None
+    folder: Path, tmp_path: Path, own_cache: Path
 ) -> None:
     path = tmp_path / "t.vocab"
     _full_profile(folder).save(path)

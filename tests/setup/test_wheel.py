@@ -113,7 +113,6 @@ def test_it_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_it_serves_in_an_environment_without_a_compiler(installed: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
-    model.mkdir()
     save_tiny(model, "llama")
     words = ["--model", str(model), "--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
     env = {

@@ -26,6 +26,8 @@ from tests.model import gguf_models
 from tests.model.bitsandbytes_files import save_as_bitsandbytes
 from tests.model.tiny_models import save_tiny
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CPU = torch.device("cpu")
 ROW_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q4_k": 144, "q5_k": 176,
              "q6_k": 210}  # fmt: skip
@@ -108,11 +110,9 @@ def over_base(model: str, form: str) -> Tuned:
     + [(family, form) for family in ("gemma3", "qwen2") for form in ("auto", "nf4", "int8")],
 )
 def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
-    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, form: str, tmp_path: Path
 ) -> None:
     """Loss and gradients are those over floats that are the widened numbers."""
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "m").mkdir()
     save_tiny(tmp_path / "m", family)
     given = over_base(str(tmp_path / "m"), form)
     found, gradients = loss_of(given)
@@ -134,9 +134,8 @@ def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "granite"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_1", "F32"])
 def test_over_a_file_as_it_is_the_loss_is_that_over_its_floats(
-    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, form: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     model = gguf_models.MODELS[family]
     file = tmp_path / "m.gguf"
     gguf_models.write(model, model.build(), file, form)
@@ -151,10 +150,7 @@ def test_over_a_file_as_it_is_the_loss_is_that_over_its_floats(
         torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
 
 
-def test_transformers_own_module_reads_a_file_as_floats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_transformers_own_module_reads_a_file_as_floats(tmp_path: Path) -> None:
     from server.model.gguf_folder import file_folder
 
     model = gguf_models.MODELS["llama"]
@@ -168,12 +164,8 @@ def test_transformers_own_module_reads_a_file_as_floats(
     assert torch.equal(*logits)
 
 
-def test_over_a_folder_of_bitsandbytes_the_loss_is_that_over_its_floats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_over_a_folder_of_bitsandbytes_the_loss_is_that_over_its_floats(tmp_path: Path) -> None:
     folder = tmp_path / "m"
-    folder.mkdir()
     save_tiny(folder, "qwen2")
     with pytest.raises(ConfigError, match="needs a GGUF, or NF4"):
         over_base(str(folder), "file")

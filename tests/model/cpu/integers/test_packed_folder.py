@@ -33,10 +33,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(packed_folder, "WORTH_BYTES", 0)
-    return tmp_path / "cache"
+    return own_cache
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,6 @@ def test_the_second_start_maps_what_the_first_one_made(
         runner.close()
     # Other weights, or another form, are not what is kept.
     other = folder.parent / "other"
-    other.mkdir(exist_ok=True)
     save_tiny(other, "llama", seed=1, **WIDE)
     assert not np.array_equal(_logprobs(other, form), first)
 
