@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ from server.config import TracingConfig
 from server.errors import ConfigError
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.small_server import Handler, serving
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -33,32 +33,22 @@ class Collector:
         self.resources: list[dict[str, Any]] = []
         collector = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Receiver(Handler):
             def do_POST(self) -> None:
                 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
                     ExportTraceServiceRequest,
                 )
 
-                data = self.rfile.read(int(self.headers["content-length"]))
-                message = ExportTraceServiceRequest.FromString(data)
+                message = ExportTraceServiceRequest.FromString(self.body())
                 collector.paths.append(self.path)
                 for resource in message.resource_spans:
                     collector.resources.append(values(resource.resource.attributes))
                     for scope in resource.scope_spans:
                         collector.spans += scope.spans
-                self.send_response(200)
-                self.end_headers()
+                self.reply(b"")
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.handler = Receiver
+        self.url = ""
 
 
 def values(attributes: Any) -> dict[str, Any]:
@@ -68,8 +58,8 @@ def values(attributes: Any) -> dict[str, Any]:
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     made = Collector()
-    yield made
-    made.close()
+    with serving(made.handler) as made.url:
+        yield made
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from server.commands.cli import main
 from server.errors import TailorError
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.small_server import Handler, serving
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -205,17 +205,12 @@ def answering(answer: Callable[[int, Any], Answer | None]) -> Iterator[tuple[str
     times: list[float] = []
     lock = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
+    class Scripted(Handler):
         def do_GET(self) -> None:
-            self.reply((200, {}, {"id": "tiny"}))
+            self.reply({"id": "tiny"})
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.loads(self.body())
             with lock:
                 i = len(times)
                 times.append(time.monotonic())
@@ -224,27 +219,11 @@ def answering(answer: Callable[[int, Any], Answer | None]) -> Iterator[tuple[str
                 self.close_connection = True
                 self.connection.close()
             else:
-                self.reply(given)
+                status, headers, told = given
+                self.reply(told, status, headers)
 
-        def reply(self, given: Answer) -> None:
-            status, headers, body = given
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in {**headers, "content-length": str(len(data))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", times
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Scripted) as url:
+        yield url, times
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +29,7 @@ from server.types import SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.small_server import Handler, serving
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = TOKENIZER.get_vocab_size()
@@ -211,7 +210,7 @@ def test_bad_prompts_name_file_and_line(line: str, what: str, tmp_path: Path) ->
 # --- a server ---
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     """Answers with the prompt's length; some prompts are refused, the first try of each is 429."""
 
     bodies: ClassVar[list[dict[str, Any]]] = []
@@ -220,10 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         known = not self.path.endswith("/none")
-        self._say(200, {"id": "m"}) if known else self._say(404, {"error": {"message": "no none"}})
+        self.reply({"id": "m"}) if known else self.reply({"error": {"message": "no none"}}, 404)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.body())
         prompt = body["prompt"]
         self.bodies.append(body)
         self.keys.add(self.headers["authorization"])
@@ -248,32 +247,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.tried.add(prompt)
             status, answer = 429, {"error": {"message": "busy"}}
             headers = {"retry-after": "0.01"}
-        self._say(status, answer, headers)
-
-    def _say(self, status: int, answer: Any, headers: dict[str, str] | None = None) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.reply(answer, status, headers)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
     for record_of in (_Handler.bodies, _Handler.tried, _Handler.keys):
         record_of.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(_Handler) as at:
+        yield f"{at}/"
 
 
 def test_a_server_is_asked_again_when_it_is_busy(url: str) -> None:

