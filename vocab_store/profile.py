@@ -62,6 +62,14 @@ class Example(NamedTuple):
     output_ids: Int32
 
 
+Document = tuple[npt.ArrayLike, npt.ArrayLike]
+"""(ids of its prompt, of its output); an Example is one."""
+
+
+def _examples(documents: Iterable[Document]) -> list[Example]:
+    return [Example(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in documents]
+
+
 def corpus_hash(examples: Iterable[Example]) -> str:
     """sha256 over the documents' lengths and ids, in order."""
     digest = hashlib.sha256()
@@ -393,23 +401,24 @@ class VocabProfile:
 
 
 def build_profile(
-    examples: Sequence[Example],
+    documents: Sequence[Document],
     tokens: TokenTexts,
     required: RequiredIds,
     settings: ProfileSettings,
     *,
-    heldout: Sequence[Example] = (),
+    heldout: Sequence[Document] = (),
     head_row_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> VocabProfile:
-    """Algorithm 1 on `examples`, reported on `heldout`.
+    """Algorithm 1 on `documents`, reported on `heldout`.
 
     head_row_bytes: bytes of one row of the LM head (width times bytes per value).
 
     Raises VocabStoreError without documents, UnknownBlockError for an unknown language.
     """
-    if not examples:
+    if not documents:
         raise VocabStoreError("a profile needs at least one document")
+    examples, judged = _examples(documents), _examples(heldout)
     num = required.vocab_size
     every = document_frequencies(examples, num, input_aware=False, progress=progress)
     df = every
@@ -427,7 +436,7 @@ def build_profile(
         ids = tolerance_filter(ids, df, settings.tolerance, len(examples))
     static = VocabSlice.make(np.union1d(ids, required.ids), required)
 
-    coverage = measure_coverage(static, heldout) if heldout else None
+    coverage = measure_coverage(static, judged) if judged else None
     fill = fill_order(examples, static, settings.max_fill)
     gains = fill_gains(fill, coverage) if coverage else np.zeros(fill.shape[0], np.float32)
     worst = () if coverage is None else coverage.missed[:_NUM_WORST]

@@ -87,8 +87,6 @@ class SliceCacheIndex:
 
     def __init__(self, capacity: int) -> None:
         """capacity: rows of the dynamic pool."""
-        if capacity < 0:
-            raise ValueError("a slice cache cannot have a negative capacity")
         self.capacity = capacity
         self.num_hits = 0
         self.num_loads = 0
@@ -104,16 +102,11 @@ class SliceCacheIndex:
     # -- profiles ------------------------------------------------------------------------------
 
     def add_profile(self, profile: Hashable, static: VocabSlice) -> Placement:
-        """Make T resident, once. `profile` names a task's profile *version*.
-
-        A second call with the same ids loads nothing. Raises ValueError when the name is already
-        bound to other ids: a new version needs a new name, since sequences keep theirs.
-        """
+        """Make T resident, once. `profile` names a task's profile *version*, so that a name stands
+        for the same ids: a second call loads nothing."""
         known = self._static.get(profile)
         none = np.empty(0, np.int32)
         if known is not None:
-            if not np.array_equal(known.ids, static.ids):
-                raise ValueError(f"profile {profile!r} is already loaded with other ids")
             known.dropped = False
             return Placement(none, none)
         self._static[profile] = _Static(static.ids)
@@ -143,20 +136,16 @@ class SliceCacheIndex:
         *,
         scope: Hashable = None,
     ) -> Placement:
-        """Pin the rows of a sequence's slice beyond its profile's T. scope: who shares them.
+        """Pin the rows of a new sequence's slice, which holds T of its profile, beyond T. scope:
+        who shares them.
 
-        Raises KeyError for a profile that is not resident, ValueError for a sequence that already
-        holds rows or a slice that lacks part of T, SliceCapacityError when pinned rows leave no
-        room (the caller then uses the full head for it, or lets it wait).
+        Raises KeyError for a profile that is not resident, SliceCapacityError when pinned rows
+        leave no room (the caller then uses the full head for it, or lets it wait).
         """
         entry = self._static[profile]
         if entry.dropped:
             raise KeyError(profile)
-        if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence!r} already holds a slice")
         dynamic = np.setdiff1d(slice_.ids, entry.ids, assume_unique=True)
-        if slice_.num_ids - dynamic.shape[0] != entry.ids.shape[0]:
-            raise ValueError(f"the slice of sequence {sequence!r} lacks ids of its profile's T")
         placement = self._pin(scope, dynamic.tolist())
         self._sequences[sequence] = _Holder(profile, scope, dynamic.tolist())
         entry.num_users += 1
@@ -179,15 +168,12 @@ class SliceCacheIndex:
 
     def take_back(self, sequence: Hashable, token_ids: Ids) -> None:
         """Forget rows that `acquire` or `extend` has just told to load, and that a device had no
-        room for: the next who asks for them is told to load them again.
-
-        Raises KeyError for an unknown sequence, ValueError for rows that others hold, too.
+        room for: the next who asks for them is told to load them again. They are the sequence's
+        alone. Raises KeyError for an unknown sequence.
         """
         holder = self._sequences[sequence]
         gone = {int(i) for i in token_ids}
         rows = [(holder.scope, i) for i in gone]
-        if any(self._num_users.get(row) != 1 for row in rows) or not gone <= set(holder.ids):
-            raise ValueError(f"rows that are not sequence {sequence!r}'s alone")
         holder.ids = [i for i in holder.ids if i not in gone]
         for row in rows:
             del self._num_users[row]

@@ -586,17 +586,15 @@ class _Make:
 
         model, adapter = self._served.model, self._served.adapter
         corpus = corpus_of(model, [self._train], adapter=adapter, fields=self._read)
-        corpus_file = self.output.with_suffix(".corpus")
-        save(corpus_file, corpus.save)
-        lines = [
-            "# Made by `tailor tasks make` of the data alone; nothing is measured yet.",
-            *self.file.head(),
-        ]
-        lines += ["sampling:", "  temperature: 0", f"  max_tokens: {_FIRST_MAX_TOKENS}"]
-        lines += [f"  stop: {json.dumps(list(self._stop))}"] if self._stop else []
-        lines += ["speculation:", "  drafter: auto", "  max_draft_tokens: 8"]
-        lines += [f"  corpus: {json.dumps(corpus_file.name)}"]
-        self._write_task("\n".join(lines))
+        save(self.output.with_suffix(".corpus"), corpus.save)
+        told = "# Made by `tailor tasks make` of the data alone; nothing is measured yet."
+        lines = self.file.lines(
+            max_tokens=str(_FIRST_MAX_TOKENS),
+            drafter=("drafter: auto", "max_draft_tokens: 8"),
+            stop=self._stop,
+            has_corpus=True,
+        )
+        self._write_task("\n".join([told, *lines]))
 
     def _write_task(self, text: str, evaluated: str | None = None) -> None:
         """The task's file: `text`, which a step has written, and what is known beside it."""

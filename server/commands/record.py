@@ -434,7 +434,8 @@ class Kept:
 
     def __init__(self, output: Path, identity: str, *, is_dropped: bool = False) -> None:
         self._output, self._is_dropped = output, is_dropped
-        self._key = hashlib.sha256(identity.encode()).hexdigest()
+        # Other versions kept answers in another form, under the identity alone.
+        self._key = hashlib.sha256(f"findings of {identity}".encode()).hexdigest()
         self._file = AnswerFile(kept_file(output))
         self._found: dict[str, Any] = {}
         self.num_found = 0

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -309,30 +308,21 @@ def _origin_lines(run: Tuning, cost: CostTable, num_held_tokens: int) -> list[st
 
 def _body(run: Tuning, best: Choice | None, report: dict[str, Any]) -> list[str]:
     """The lines that the server reads."""
-    file, material = run.file, run.material
-    body = [
-        *file.head(),
-        "sampling:",
-        f"  temperature: {run.sampling.temperature:g}",
-        f"  max_tokens: {material.max_tokens}"
-        + (f"  # the longest output has {material.longest}" if material.longest else ""),
-    ]
-    if run.stop:
-        body.append(f"  stop: {json.dumps(run.stop, ensure_ascii=False)}")
-    body.append("speculation:")
-    if best is None:
-        body.append("  drafter: off")
-    else:
-        body += [f"  drafter: {best.drafter}", f"  max_draft_tokens: {best.budget}"]
+    longest, drafter = run.material.longest, ["drafter: off"]
+    if best is not None:
+        drafter = [f"drafter: {best.drafter}", f"max_draft_tokens: {best.budget}"]
         if best.options:
             options = ", ".join(f"{key}: {value:g}" for key, value in best.options)
-            body.append(f"  {best.drafter}: {{{options}}}")
-    if report["corpus"] is not None:
-        body.append(f"  corpus: {json.dumps(Path(report['corpus']).name)}")
-    if report["vocabulary"].get("mode") == "exact":
-        profile = file.place.with_suffix(".vocab").name
-        body += ["vocabulary:", "  mode: exact", f"  profile: {json.dumps(profile)}"]
-    return body
+            drafter.append(f"{best.drafter}: {{{options}}}")
+    told = f"  # the longest output has {longest}" if longest else ""
+    return run.file.lines(
+        max_tokens=f"{run.material.max_tokens}{told}",
+        drafter=drafter,
+        stop=run.stop,
+        temperature=run.sampling.temperature,
+        has_corpus=report["corpus"] is not None,
+        is_exact=report["vocabulary"].get("mode") == "exact",
+    )
 
 
 def _why_lines(why: dict[str, Any]) -> list[str]:

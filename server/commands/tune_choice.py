@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +24,6 @@ from server.commands.tune_data import (
     BUSY,
     DATA,
     OWN,
-    Example,
     Options,
     Tuning,
     sampling_of,
@@ -512,26 +511,20 @@ def vocabulary(
     Costs are per token, as server.engine.slices takes them: a step with drafts has more rows
     and emits more tokens, and a verification still reads the whole head once.
     """
-    import numpy as np
-
     from vocab_store.cost import best_fill, slice_head_s
-    from vocab_store.profile import Example as Document
     from vocab_store.profile import ProfileSettings, build_profile
     from vocab_store.slice import RequiredIds
-
-    def documents(examples: Iterable[Example]) -> list[Document]:
-        return [Document(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in examples]
 
     parts, tokens, info = run.material.parts, run.tokens, run.engine.info
     label = next((name for name in (BOTH, DATA, OWN) if parts.get(name)), None)
     if label is None:
         return {}, None
     profile = build_profile(
-        documents(parts[label]),
+        parts[label],
         tokens,
         RequiredIds.from_tokens(tokens, info.eos_token_ids),
         ProfileSettings(),
-        heldout=documents((r.prompt_ids, r.output_ids) for r in run.material.held),
+        heldout=[(r.prompt_ids, r.output_ids) for r in run.material.held],
     )
     held = profile.manifest["report"]["heldout"]
     costs, share = _head_costs(best, tokens.vocab_size, cost, run.head, run.head_share)

@@ -129,18 +129,34 @@ class TaskFile:
         """Where the task file goes; its corpus and its profile lie beside it."""
         return self.output or DEFAULT_TASKS / f"{self.name}.yaml"
 
-    def head(self) -> list[str]:
-        """Its first lines."""
-        told = {
-            "name": self.name,
-            "description": self.description or None,
-            "model": self.served_model_name,
-        }
-        return [
-            f"{key}: {json.dumps(value, ensure_ascii=False)}"
-            for key, value in told.items()
-            if value is not None
-        ]
+    def lines(
+        self,
+        *,
+        max_tokens: str,
+        drafter: Sequence[str],
+        stop: Sequence[str] = (),
+        temperature: float = 0.0,
+        has_corpus: bool = False,
+        is_exact: bool = False,
+    ) -> list[str]:
+        """What the server reads of it. max_tokens: with a comment. drafter: its lines in
+        `speculation`. has_corpus, is_exact: it names the corpus, and the profile, beside it."""
+
+        def text(value: Any) -> str:
+            return json.dumps(value, ensure_ascii=False)
+
+        lines = [f"name: {text(self.name)}"]
+        lines += [f"description: {text(self.description)}"] if self.description else []
+        lines += [f"model: {text(self.served_model_name)}"] if self.served_model_name else []
+        lines += ["sampling:", f"  temperature: {temperature:g}", f"  max_tokens: {max_tokens}"]
+        lines += [f"  stop: {text(list(stop))}"] if stop else []
+        lines += ["speculation:", *(f"  {line}" for line in drafter)]
+        if has_corpus:
+            lines.append(f"  corpus: {text(self.place.with_suffix('.corpus').name)}")
+        if is_exact:
+            profile = text(self.place.with_suffix(".vocab").name)
+            lines += ["vocabulary:", "  mode: exact", f"  profile: {profile}"]
+        return lines
 
     def check(self) -> None:
         """Raise ConfigError for a place or name that cannot be."""

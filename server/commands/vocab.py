@@ -18,7 +18,6 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from server.commands.data import ModelText
     from vocab_store.enrichment import Enrichment
-    from vocab_store.profile import Example
 
 
 @Parameter(name="*")
@@ -105,19 +104,17 @@ def profile(
 
 def _documents(
     text: ModelText, files: Sequence[Path], own: Enrichment | None, bar: Bar
-) -> list[Example]:
+) -> list[tuple[list[int], list[int]]]:
     """The examples of some files as the model reads and writes them, without the id that ends an
     output: it is in every slice. Raises ConfigError with file, line and field."""
-    import numpy as np
-
-    from vocab_store.profile import TICK, Example
+    from vocab_store.profile import TICK
 
     found = []
     for prompt, output in text.reader.read(files):
         ids = output[:-1] if output[-1:] == [text.eos] else output
         if own is not None:
             prompt, ids = own.read(prompt), own.segment(ids)
-        found.append(Example(np.asarray(prompt, np.int32), np.asarray(ids, np.int32)))
+        found.append((prompt, ids))
         if len(found) % TICK == 0:
             bar("tokenize", len(found), None)
     bar("tokenize", len(found), len(found))

@@ -139,12 +139,3 @@ def test_fill_looks_beyond_candidates_that_do_not_help() -> None:
     fill = best_fill(costs, 100, 0.05, [0.0, 0.0, 0.049])
     assert fill.num_fill == 3 and fill.miss == pytest.approx(0.001)
     assert best_fill(costs, 100, 0.05, [0.0, 0.0]).num_fill == 0
-
-
-def test_wrong_figures_are_refused() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        HeadCosts(0.0, 1.0, 10)
-    with pytest.raises(ValueError, match="miss"):
-        best_verify_every(GEMMA, 10, 1.5)
-    with pytest.raises(ValueError, match="verify_every"):
-        expected_yield(0.1, 0)

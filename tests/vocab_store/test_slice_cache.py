@@ -68,8 +68,6 @@ def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
     assert loads == 1, "row 20 is shared by all five"
     assert (index.num_loads, index.num_hits) == (4 + 1, 4)
     assert index.num_static_rows == 4 and index.num_pinned_rows == 1
-    with pytest.raises(ValueError, match="other ids"):
-        index.add_profile("a@1", task_slice(1, 2))
 
 
 def test_a_released_row_stays_cached_until_its_place_is_needed() -> None:
@@ -114,10 +112,6 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     device.do(index.acquire("s1", "a", static.union([10])))
     refused = index.acquire("s2", "a", static.union([10, 11, 12]))
     assert refused.load_ids.tolist() == [11, 12]
-    with pytest.raises(ValueError, match="alone"):
-        index.take_back("s2", [10])
-    with pytest.raises(ValueError, match="alone"):
-        index.take_back("s1", [11])
     index.take_back("s2", refused.load_ids)
     index.release("s2")
     assert (index.num_pinned_rows, index.num_cached_rows) == (1, 1)
@@ -130,22 +124,16 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     assert device.seen_by(index, "s2", "a") == [0, 1, 11, 13]
 
 
-def test_misuse_is_refused() -> None:
+def test_who_is_not_there_is_not_known() -> None:
     index = SliceCacheIndex(4)
     static = task_slice(1, 2)
     with pytest.raises(KeyError):
         index.acquire("s", "a", static)
     index.add_profile("a", static)
     index.acquire("s", "a", static)
-    with pytest.raises(ValueError, match="already holds"):
-        index.acquire("s", "a", static)
-    with pytest.raises(ValueError, match="lacks ids of its profile"):
-        index.acquire("t", "a", task_slice(1, 5))
     index.release("s")
     with pytest.raises(KeyError):
         index.release("s")
-    with pytest.raises(ValueError, match="negative"):
-        SliceCacheIndex(-1)
 
 
 def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
