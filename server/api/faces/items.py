@@ -41,6 +41,7 @@ def content_schema(*further: str) -> dict[str, Any]:
             "type": {"enum": [*_TEXTS, *further]},
             "text": {"type": "string"},
             "refusal": {"type": "string"},
+            **({"data": {"type": ["object", "array"]}} if further else {}),
         },
         "required": ["type"],
     }
