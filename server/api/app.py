@@ -45,7 +45,7 @@ from server.api.dashboard import (
 from server.api.engines.client import EngineClient
 from server.api.faces.chat import ChatCompletions
 from server.api.faces.completions import Completions
-from server.api.faces.decisions import Decider, Decisions
+from server.api.faces.decisions import Decisions
 from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
 from server.api.gate import OPEN_PATHS, Gate, Traces, error_response
@@ -110,13 +110,12 @@ def create_app(
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
     context = RouteContext(orders, client, metrics)
-    decider = Decider(orders)
     faces: list[Face] = [
         Completions(context),
         ChatCompletions(context),
         Responses(context),
-        Decisions(context, decider),
-        SystemOne(context, decider),
+        Decisions(context),
+        SystemOne(context),
     ]
     for face in faces:
         told = described(face.summary, face.answer, body=face.body, chunks=face.chunks)

@@ -13,11 +13,10 @@ import asyncio
 import hashlib
 import json
 import re
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from server.api.bodies import GenerationBody, ResponseFormatBody, StructuredOutputsBody
@@ -227,16 +226,18 @@ class GrammarChecker:
         self._max_waiting = max_waiting
         self._max_known = max_known
         self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are large
-        self._open: dict[tuple[str, GrammarSpec], asyncio.Future[str]] = {}
-        self._lines: dict[str, deque[tuple[str, GrammarSpec]]] = {}  # that wait, by key
-        self._at_work: Counter[str] = Counter()  # threads, by key
+        self._open: dict[_Job, asyncio.Task[str]] = {}
+        self._num_open: Counter[str] = Counter()  # by key
+        self._compiling: set[_Job] = set()
+        # A key waits for its own turn first, so the keys' jobs take turns at the threads.
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._free = asyncio.Semaphore(_NUM_THREADS)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         # Loading the library holds the interpreter lock: better now than under open streams.
         self._threads.submit(grammar_problem, GrammarSpec("regex", "a"))
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        self._lines.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def check(self, spec: GrammarSpec, at: str, scope: str = NO_SCOPE) -> None:
@@ -262,58 +263,40 @@ class GrammarChecker:
         raise InvalidRequestError(text, at=at)
 
     async def _find(self, spec: GrammarSpec, at: str, scope: str) -> str:
-        work = self._open.get((scope, spec))
+        job, key = (scope, spec), scope.partition("\0")[0]
+        work = self._open.get(job)
         if work is None:
-            work = self._submit(scope, spec)
+            waiting = {k: n - _num_threads(k) for k, n in self._num_open.items()}
+            waiting = {k: n for k, n in waiting.items() if n > 0}
+            share = self._max_waiting // len(waiting.keys() | {key})
+            if sum(waiting.values()) >= self._max_waiting and waiting.get(key, 0) >= share:
+                raise _full()
+            self._num_open[key] += 1
+            work = self._open[job] = asyncio.create_task(self._compile(job, key))
         done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
         if done:
             return work.result()
-        if (scope, spec) in self._lines.get(_key_of(scope), ()):
+        if job not in self._compiling:
             raise _full()
         raise LimitExceededError(
             f"takes longer than {self._timeout_s:g} seconds to compile.", at=at
         )
 
-    def _submit(self, scope: str, spec: GrammarSpec) -> asyncio.Future[str]:
-        """What will be found. Raises QueueFullError."""
-        key, lines = _key_of(scope), self._lines
-        num_keys, num = len(lines.keys() | {key}), sum(map(len, lines.values()))
-        if num >= self._max_waiting and len(lines.get(key, ())) >= self._max_waiting // num_keys:
-            raise _full()
-        work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._open[scope, spec] = work
-        lines.setdefault(key, deque()).append((scope, spec))
-        self._begin()
-        return work
-
-    def _begin(self) -> None:
-        """Give free threads work, the keys' in turn: of two threads an API key takes one."""
-        loop = asyncio.get_running_loop()
-        for key in [k for k in self._lines if not k or not self._at_work[k]]:
-            if self._at_work.total() == _NUM_THREADS:
-                return
-            line = self._lines.pop(key)
-            scope, spec = line.popleft()
-            if line:
-                self._lines[key] = line  # behind the others
-            self._at_work[key] += 1
-            found = loop.run_in_executor(self._threads, grammar_problem, spec)
-            found.add_done_callback(partial(self._end, scope, spec))
-
-    def _end(self, scope: str, spec: GrammarSpec, found: asyncio.Future[str]) -> None:
-        work = self._open.pop((scope, spec))
-        self._at_work[_key_of(scope)] -= 1
-        if found.cancelled():
-            work.cancel()
-            return
-        error = found.exception()
-        if error is None:
-            work.set_result(found.result())
-        else:
-            work.set_exception(error)
-        self._begin()
+    async def _compile(self, job: _Job, key: str) -> str:
+        turn = self._turns.setdefault(key, asyncio.Semaphore(_num_threads(key)))
+        try:
+            async with turn, self._free:
+                self._compiling.add(job)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, grammar_problem, job[1])
+        finally:
+            self._compiling.discard(job)
+            self._num_open[key] -= 1
+            del self._open[job]
 
 
+_Job = tuple[str, GrammarSpec]
+"""What is compiled, and in which scope."""
 _NUM_THREADS = 2
 
 
@@ -321,6 +304,6 @@ def _full() -> QueueFullError:
     return QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
 
 
-def _key_of(scope: str) -> str:
-    """The API key of a scope without adapter."""
-    return scope.partition("\0")[0]
+def _num_threads(key: str) -> int:
+    """How many a key may have at once; without keys all are everybody's."""
+    return 1 if key else _NUM_THREADS

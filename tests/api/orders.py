@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from server.api.bodies import validate
 from server.api.faces.completions import CompletionBody, Completions
 from server.api.faces.decisions import (
-    Decider,
     DecisionBody,
+    Decisions,
     Question,
     input_text,
     questions_of,
@@ -57,7 +58,8 @@ def asked(*questions: Any) -> list[Question]:
 
 def decisions(takes: Orders, given: Any, questions: Any) -> list[Request]:
     """The Requests of a decision."""
-    work = Decider(takes).requests(
+    context: Any = SimpleNamespace(orders=takes, limits=takes.limits)
+    work = Decisions(context).requests(
         input_text(given), "input", asked(*questions), target(takes), "d"
     )
     found = asyncio.run(work)

@@ -51,7 +51,7 @@ from starlette.responses import Response
 from server.api.bodies import BodyPart, Kinds, ModelName, refuse_members, validate
 from server.api.engines.submission import RequestAccount, Submission
 from server.api.faces.items import Items, content_schema, input_schema, text_of
-from server.api.order import Orders, Target, tighter
+from server.api.order import Target, tighter
 from server.api.route_context import Face, RouteContext
 from server.api.served_model import ServedModel
 from server.api.shapes import Chance, Count, InputDetails, OutputDetails, Shape, TokenUsage
@@ -224,90 +224,6 @@ class Labeller:
 
 
 # --- the order and its run ------------------------------------------------------------------------
-
-
-class Decider:
-    """Turns questions into Requests, one each. Keeps each model's Labeller."""
-
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
-        self._labellers: dict[str, Labeller] = {}
-
-    async def requests(
-        self, text: str, text_at: str, questions: Sequence[Question], target: Target, prefix: str
-    ) -> list[Request]:
-        """The Requests of questions about a text; each has its label ids.
-
-        text_at: what the route calls the text. prefix: of the ids. Raises 4xx errors.
-        """
-        arrival_s = time.monotonic()
-        task, model, limits = target.task, target.model, self._orders.limits
-        room = target.room
-        if task.limits.max_prompt_tokens is not None:
-            room = min(room, task.limits.max_prompt_tokens)
-
-        def check(num_shared: int) -> None:
-            if num_shared > room:
-                raise ContextLengthExceededError(
-                    f"the context holds {room} tokens, but the input has {num_shared} or more. "
-                    "Nothing is truncated.",
-                    at=text_at,
-                )
-            check_total(num_shared * len(questions))
-
-        def check_total(num_tokens: int) -> None:
-            if num_tokens > limits.max_request_tokens:
-                raise LimitExceededError(
-                    f"The questions take {num_tokens} tokens with their input, or more; the limit "
-                    f"is {limits.max_request_tokens}.",
-                    param="questions",
-                )
-
-        def encode() -> list[tuple[list[int], tuple[int, ...]]]:
-            check(len(_encode(model, [text])[0]))
-            labeller = self._labellers.get(model.name)
-            if labeller is None:
-                labeller = self._labellers[model.name] = Labeller(partial(_encode, model))
-            prompts = []
-            for question in questions:
-                options = [option.shown for option in question.options] or ["Yes", "No"]
-                labels = labeller.labels(options, question.at)
-                whole = f"{text}\n\n{question.text(labels)}"
-                prompts.append((_prompt_ids(model, whole, labels.tail, text_at), labels.token_ids))
-            return prompts
-
-        # The texts of all questions together must be bounded before they are made.
-        check(len(text.encode()) // model.longest_token)
-        num_chars = len(text) * len(questions) + sum(
-            len(question.instructions) + sum(len(option.shown) for option in question.options)
-            for question in questions
-        )
-        prompts = await self._orders.work(encode, num_chars)
-        for question, (ids, _) in zip(questions, prompts, strict=True):
-            if len(ids) > room:
-                raise ContextLengthExceededError(
-                    f"the context holds {room} tokens, but input and question have {len(ids)}. "
-                    "Nothing is truncated.",
-                    at=question.at,
-                    param=text_at,
-                )
-        check_total(sum(len(ids) for ids, _ in prompts))
-        timeout_s = tighter(limits.queue_timeout_s, task.limits.queue_timeout_s)
-        return [
-            Request(
-                request_id=f"{prefix}-{i}",
-                task=task.name,
-                model=model.name,
-                adapter=model.adapter_id,
-                prompt_ids=tuple(ids),
-                sampling=SamplingParams(temperature=0.0, max_tokens=0),
-                tenant=target.tenant,
-                arrival_s=arrival_s,
-                queue_timeout_s=timeout_s or 0.0,
-                label_ids=label_ids,
-            )
-            for i, (ids, label_ids) in enumerate(prompts)
-        ]
 
 
 def _encode(model: ServedModel, texts: Sequence[str]) -> list[list[int]]:
@@ -577,9 +493,9 @@ class QuestionFace(Face):
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, context: RouteContext, decider: Decider) -> None:
+    def __init__(self, context: RouteContext) -> None:
         super().__init__(context)
-        self._decider = decider
+        self._labellers: dict[str, Labeller] = {}  # by model
 
     @abstractmethod
     def asked(self, body: Any) -> tuple[list[Question], str, str]:
@@ -589,13 +505,89 @@ class QuestionFace(Face):
     def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
         """The answer. label: what the body called the model."""
 
+    async def requests(
+        self, text: str, text_at: str, questions: Sequence[Question], target: Target, prefix: str
+    ) -> list[Request]:
+        """The Requests of questions about a text; each has its label ids.
+
+        text_at: what the route calls the text. prefix: of the ids. Raises 4xx errors.
+        """
+        arrival_s = time.monotonic()
+        task, model, limits = target.task, target.model, self.context.limits
+        room = target.room
+        if task.limits.max_prompt_tokens is not None:
+            room = min(room, task.limits.max_prompt_tokens)
+
+        def check(num_shared: int) -> None:
+            if num_shared > room:
+                raise ContextLengthExceededError(
+                    f"the context holds {room} tokens, but the input has {num_shared} or more. "
+                    "Nothing is truncated.",
+                    at=text_at,
+                )
+            check_total(num_shared * len(questions))
+
+        def check_total(num_tokens: int) -> None:
+            if num_tokens > limits.max_request_tokens:
+                raise LimitExceededError(
+                    f"The questions take {num_tokens} tokens with their input, or more; the limit "
+                    f"is {limits.max_request_tokens}.",
+                    param="questions",
+                )
+
+        def encode() -> list[tuple[list[int], tuple[int, ...]]]:
+            check(len(_encode(model, [text])[0]))
+            labeller = self._labellers.get(model.name)
+            if labeller is None:
+                labeller = self._labellers[model.name] = Labeller(partial(_encode, model))
+            prompts = []
+            for question in questions:
+                options = [option.shown for option in question.options] or ["Yes", "No"]
+                labels = labeller.labels(options, question.at)
+                whole = f"{text}\n\n{question.text(labels)}"
+                prompts.append((_prompt_ids(model, whole, labels.tail, text_at), labels.token_ids))
+            return prompts
+
+        # The texts of all questions together must be bounded before they are made.
+        check(len(text.encode()) // model.longest_token)
+        num_chars = len(text) * len(questions) + sum(
+            len(question.instructions) + sum(len(option.shown) for option in question.options)
+            for question in questions
+        )
+        prompts = await self.context.orders.work(encode, num_chars)
+        for question, (ids, _) in zip(questions, prompts, strict=True):
+            if len(ids) > room:
+                raise ContextLengthExceededError(
+                    f"the context holds {room} tokens, but input and question have {len(ids)}. "
+                    "Nothing is truncated.",
+                    at=question.at,
+                    param=text_at,
+                )
+        check_total(sum(len(ids) for ids, _ in prompts))
+        timeout_s = tighter(limits.queue_timeout_s, task.limits.queue_timeout_s)
+        return [
+            Request(
+                request_id=f"{prefix}-{i}",
+                task=task.name,
+                model=model.name,
+                adapter=model.adapter_id,
+                prompt_ids=tuple(ids),
+                sampling=SamplingParams(temperature=0.0, max_tokens=0),
+                tenant=target.tenant,
+                arrival_s=arrival_s,
+                queue_timeout_s=timeout_s or 0.0,
+                label_ids=label_ids,
+            )
+            for i, (ids, label_ids) in enumerate(prompts)
+        ]
+
     async def respond(self, request: HttpRequest) -> Response:
         context = self.context
         body: Any = validate(self.body, await context.body(request))
         target = context.target(request, body.model)
         questions, text, at = self.asked(body)
         prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
-        requests = await self._decider.requests(text, at, questions, target, prefix)
+        requests = await self.requests(text, at, questions, target, prefix)
         submissions: list[Submission] = []
         is_gone = False
 
