@@ -18,7 +18,6 @@ from server.api.chat_template import ChatTemplate
 from server.api.grammars import Wanted, grammar_of_prepared
 from server.api.order import Generation, Orders, Target, rules_of
 from server.api.route_context import TextFace
-from server.api.served_model import ChatModel
 from server.api.tools import (
     ChosenTools,
     ForcedCall,
@@ -103,7 +102,6 @@ class ChatPrompt:
     """A chat as the model gets it. text: of `ids`, with control tokens. grammar: what the answer
     must match to be the forced call, and the field it comes from."""
 
-    model: ChatModel
     tools: ChosenTools
     forced: ForcedCall | None
     grammar: Wanted | None
@@ -113,10 +111,10 @@ class ChatPrompt:
 
 async def prompt_of(chat: Chat, target: Target, orders: Orders) -> ChatPrompt:
     """The ids of a Chat's messages and tools. Raises the client's errors (4xx)."""
-    model, names = target.model.chat_model, chat.names
-    if model is None:
+    model, names, template = target.model, chat.names, target.model.chat
+    if template is None:
         raise UnsupportedFieldError(
-            f"{echoed(target.model.name)} has no chat template: it continues text, it does not "
+            f"{echoed(model.name)} has no chat template: it continues text, it does not "
             "chat. Use /v1/completions.",
             at="model",
         )
@@ -128,23 +126,23 @@ async def prompt_of(chat: Chat, target: Target, orders: Orders) -> ChatPrompt:
     tools = chosen_tools(
         chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
     )
-    if tools.shown is not None and model.style is None:
+    if tools.shown is not None and model.call_style is None:
         raise UnsupportedFieldError(
             "this model's chat template writes calls in a way that is not read here.",
             at="tools",
         )
-    forced, grammar = await _forced(chat, tools, model, target, orders)
-    template, shown = model.template, tools.shown
+    forced, grammar = await _forced(chat, tools, target, orders)
+    shown = tools.shown
     messages = _messages(chat, template, tools)
     num_chars = sum(len(message["content"]) for message in messages)
     # Templates may repeat messages; they hardly ever leave one out.
     orders.check_size(num_chars, target, chat.max_tokens, names)
-    variables = _variables(chat, template, shown is not None and not model.tells_tools)
+    variables = _variables(chat, template, shown is not None and template.has_tools)
     if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
         raise InvalidRequestError(
             "the last message must be an assistant's text.", at="continue_final_message"
         )
-    if model.tells_tools:
+    if not template.has_tools:
         messages, shown = tell_tools(messages, shown), None
     adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
     opening = "" if forced is None else forced.opening
@@ -164,18 +162,18 @@ async def prompt_of(chat: Chat, target: Target, orders: Orders) -> ChatPrompt:
         )
         orders.check_size(rendered.num_bytes, target, chat.max_tokens, names)
         ids = await orders.work(
-            lambda: target.model.prompt_ids(template.encode(rendered)),
+            lambda: model.prompt_ids(template.encode(rendered)),
             rendered.num_bytes,
         )
     except RequestError as error:
         raise (error.moved(names["prompt"]) if error.at == "messages" else error) from None
     if not ids:
         raise InvalidRequestError("they have no tokens.", at=names["prompt"])
-    return ChatPrompt(model, tools, forced, grammar, rendered.text, ids)
+    return ChatPrompt(tools, forced, grammar, rendered.text, ids)
 
 
 async def _forced(
-    chat: Chat, tools: ChosenTools, model: ChatModel, target: Target, orders: Orders
+    chat: Chat, tools: ChosenTools, target: Target, orders: Orders
 ) -> tuple[ForcedCall | None, Wanted | None]:
     """How a call is forced, and its checked grammar."""
     body = chat.body
@@ -195,8 +193,9 @@ async def _forced(
             "cannot be combined with a tool_choice that forces a call.",
             at="continue_final_message",
         )
-    assert model.style is not None
-    forced = force_call(model.style, tools.callable, parallel=tools.parallel)
+    style = target.model.call_style
+    assert style is not None
+    forced = force_call(style, tools.callable, parallel=tools.parallel)
     grammar = grammar_of_prepared(forced.schema, "tools")
     scope = scope_of(target.tenant, body.cache_salt or "")
     await orders.grammars.check(grammar, "tools", scope)
@@ -239,9 +238,9 @@ class ChatFace(TextFace[_B]):
         """The Chat of a body. Raises the client's errors (4xx)."""
 
     async def generation(self, body: _B, target: Target) -> Generation:
-        chat = self.chat(body, target)
+        chat, model = self.chat(body, target), target.model
         prompt = await prompt_of(chat, target, self.context.orders)
-        tools, forced, style = prompt.tools, prompt.forced, prompt.model.style
+        tools, forced, style = prompt.tools, prompt.forced, model.call_style
         can_call = bool(tools.callable)
 
         def new_reader() -> ToolReader:
@@ -261,8 +260,8 @@ class ChatFace(TextFace[_B]):
             grammar=prompt.grammar,
             new_reader=new_reader if can_call else None,
             forces_call=forced is not None,
-            table=prompt.model.table if can_call else None,
-            token_names=prompt.model.names,
+            table=model.call_table if can_call else None,
+            token_names=model.chat_names,
         )
 
 

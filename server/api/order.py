@@ -190,10 +190,7 @@ class Orders:
         num_choices, best_of = self._choices(generation, task)
         prompts = generation.prompts
         most = min(self.limits.max_prompts, task.limits.max_prompts or self.limits.max_prompts)
-        if len(prompts) > most:
-            raise LimitExceededError(
-                f"{len(prompts)} prompts; at most {most} are allowed.", at=names["prompt"]
-            )
+        _check_most(len(prompts), most, names["prompt"])
         sampling = self._sampling(generation, target, best_of > num_choices)
         wished = sampling["max_tokens"]
         wanted = generation.grammar
@@ -352,9 +349,8 @@ class Orders:
         n = body.n or 1
         best_of = n if generation.best_of is None else generation.best_of
         most = min(self.limits.max_choices, task.limits.max_choices or self.limits.max_choices)
-        if max(n, best_of) > most:
-            at = "n" if n > most else "best_of"
-            raise LimitExceededError(f"at most {most}; got {max(n, best_of)}.", at=at)
+        _check_most(n, most, "n")
+        _check_most(best_of, most, "best_of")
         if best_of < n:
             raise InvalidRequestError(
                 f"must be at least n; got best_of {best_of} and n {n}.", at="best_of"
@@ -377,8 +373,7 @@ class Orders:
         for name, num in (
             ("logprobs", generation.logprobs), ("prompt_logprobs", body.prompt_logprobs)
         ):  # fmt: skip
-            if num is not None and num > most:
-                raise LimitExceededError(f"at most {most}; got {num}.", at=names[name])
+            _check_most(num or 0, most, names[name])
         if body.prompt_logprobs is not None and body.stream:
             raise InvalidRequestError(
                 "cannot be streamed: they are told with the whole answer.", at="prompt_logprobs"
@@ -391,10 +386,7 @@ class Orders:
                     "with logprobs, and with tokens to draw.",
                     at=at,
                 )
-            if limit is not None and len(body.logprob_token_ids) > limit:
-                raise LimitExceededError(
-                    f"at most {limit}; got {len(body.logprob_token_ids)}.", at=at
-                )
+            _check_most(len(body.logprob_token_ids), limit, at)
         return n, best_of
 
     def _sampling(self, generation: Generation, target: Target, is_ranked: bool) -> dict[str, Any]:
@@ -465,8 +457,7 @@ class Orders:
             if num_prompt >= room:
                 raise _too_long(names, at, num_prompt, None, room)
             return int(min(wished, room - num_prompt, wished if most is None else most))
-        if most is not None and wished > most:
-            raise LimitExceededError(f"at most {most:g}; got {wished}.", at=names["max_tokens"])
+        _check_most(wished, most, names["max_tokens"])
         if num_prompt + wished > room:
             raise _too_long(names, at, num_prompt, wished, room)
         return wished
@@ -604,7 +595,7 @@ def speculation_of(
         drafter = asked.drafter
     if asked is not None and asked.max_draft_tokens is not None:
         num_draft = asked.max_draft_tokens
-        _check_most(num_draft, task, "speculation.max_draft_tokens")
+        _check_most(num_draft, task.limits.max_draft_tokens, "speculation.max_draft_tokens")
     if body.prediction is not None:
         # A drafter that does not use predictions would ignore the field: it is refused.
         predicting = [name for name in that_use(Need.PREDICTION) if name in drafters]
@@ -643,8 +634,7 @@ def speculation_of(
     }
 
 
-def _check_most(num: float, task: TaskConfig, at: str) -> None:
-    most = task.limits.max_draft_tokens
+def _check_most(num: float, most: float | None, at: str) -> None:
     if most is not None and num > most:
         raise LimitExceededError(f"at most {most}; got {num}.", at=at)
 
@@ -690,7 +680,7 @@ def _options_of(asked: Mapping[str, Mapping[str, Any]], task: TaskConfig, drafte
         spec = spec_of(name)
         for key, value in given.items():
             if spec.option(key).counts_nodes:
-                _check_most(value, task, f"{at}.{key}")
+                _check_most(value, task.limits.max_draft_tokens, f"{at}.{key}")
             merged[f"{name}.{key}"] = value
         own = {one.name: merged.get(f"{name}.{one.key}", one.default) for one in spec.fields}
         try:

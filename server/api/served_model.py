@@ -87,43 +87,28 @@ class ServedModel:
         return max(1, int((offsets[1:] - offsets[:-1]).max(initial=1)))
 
     @cached_property
-    def chat_model(self) -> ChatModel | None:
-        """How it chats; None for a base model."""
-        if self.chat is None:
-            return None
-        has_tools = self.chat.has_tools
-        style: ToolFormat | None = format_of(self.chat.tool_source) if has_tools else "hermes"
-        table = self.table
-        if style is not None:
-            seen = {self.tokenizer.token_to_id(marker) for marker in MARKERS[style]}
-            table = table.showing({token_id for token_id in seen if token_id is not None})
-        return ChatModel(
-            self.chat,
-            style,
-            tells_tools=not has_tools,
-            table=table,
-            names=TokenNames(self.table, prefix=""),
-        )
+    def call_style(self) -> ToolFormat | None:
+        """How it writes calls of tools in a chat, None for a way that is not read here. A model
+        whose template reads no tools is told of them, and how to call them."""
+        if self.chat is None or not self.chat.has_tools:
+            return "hermes"
+        return format_of(self.chat.tool_source)
+
+    @cached_property
+    def call_table(self) -> TokenBytes:
+        """id -> bytes, with text for the tokens that the reading of calls needs."""
+        markers = () if self.call_style is None else MARKERS[self.call_style]
+        seen = {self.tokenizer.token_to_id(marker) for marker in markers}
+        return self.table.showing({token_id for token_id in seen if token_id is not None})
+
+    @cached_property
+    def chat_names(self) -> TokenNames:
+        """Of tokens, for logprobs of chats."""
+        return TokenNames(self.table, prefix="")
 
     def prompt_ids(self, base_ids: list[int]) -> list[int]:
         """The ids of a prompt whose text has these base ids."""
         return base_ids if self.reads is None else self.reads(base_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatModel:
-    """A model with a chat template, and what is read from it once.
-
-    style: how it writes calls, None for a way that is not read here. tells_tools: whether the
-    server describes tools to it, because its template does not. table: id -> bytes, with text for
-    the tokens that the reading of calls needs. names: of tokens, for a chat's logprobs.
-    """
-
-    template: ChatTemplate
-    style: ToolFormat | None
-    tells_tools: bool
-    table: TokenBytes
-    names: TokenNames
 
 
 class Catalog:
