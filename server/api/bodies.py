@@ -690,14 +690,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         _check_depth(body)
     try:
         value = _JSON.decode(text)
-    except InvalidBodyError:
-        raise
     except json.JSONDecodeError as error:
         raise InvalidBodyError(
             f"The body is not JSON: {error.msg} (line {error.lineno}, column {error.colno})."
         ) from None
-    except RecursionError:
-        raise _too_deep() from None
     except ValueError:  # an integer of more than 4,300 digits
         raise InvalidBodyError("The body holds a number that is out of range.") from None
     if not isinstance(value, dict):
@@ -707,10 +703,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _too_deep() -> InvalidBodyError:
-    return InvalidBodyError(f"The body is nested more than {MAX_DEPTH} levels deep.")
-
-
 def _check_depth(body: bytes) -> None:
     depth = 0
     for match in _BRACKETS.finditer(body):
@@ -718,7 +710,7 @@ def _check_depth(body: bytes) -> None:
         if first in b"[{":
             depth += 1
             if depth > MAX_DEPTH:
-                raise _too_deep()
+                raise InvalidBodyError(f"The body is nested more than {MAX_DEPTH} levels deep.")
         elif first in b"]}":
             depth -= 1
 

@@ -19,7 +19,6 @@ no text or open request is kept.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,6 +30,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from server import __version__
 from server.api.engines.client import EngineClient
@@ -66,10 +66,16 @@ _FILES = {
 PAGE_PATHS = tuple(_FILES)
 """Routes of the pages' files."""
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +102,15 @@ def add_dashboard(
 ) -> None:
     """Declare the pages and their data. history: the application runs it. tells_sums: of each
     View."""
-    files: dict[str, tuple[bytes, dict[str, str]]] = {}
-    for path, file in _FILES.items():
-        body = file.read_bytes()
-        files[path] = (
-            body,
-            {
-                "content-type": _TYPES[file.suffix],
-                "content-security-policy": POLICY,
-                "x-content-type-options": "nosniff",
-                "referrer-policy": "no-referrer",
-                "cross-origin-opener-policy": "same-origin",
-                "cache-control": "no-cache",
-                "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
-            },
-        )
+    static = StaticFiles(directory=_FOLDER)
 
     async def get_page(request: HttpRequest) -> Response:
-        body, headers = files[request.scope["path"]]
-        if headers["etag"] in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(body, headers=headers)
+        file = _FILES[request.scope["path"]]
+        response = static.file_response(file, file.stat(), request.scope)
+        response.headers.update(_HEADERS)
+        if response.status_code == 200:
+            response.headers["content-type"] = _TYPES[file.suffix]
+        return response
 
     for path in PAGE_PATHS:
         app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)

@@ -28,6 +28,8 @@ from server.api.bodies import (
     BodyPart,
     GenerationBody,
     PredictionBody,
+    SpeculationBody,
+    VocabularyBody,
     joined_texts,
 )
 from server.api.grammars import (
@@ -464,6 +466,7 @@ class Orders:
 
 
 _NO_TEXT, _FULL = PromptText(), VocabularyParams()
+_NO_SPECULATION, _NO_VOCABULARY = SpeculationBody(), VocabularyBody()
 
 
 def tighter(a: float | None, b: float | None) -> float | None:
@@ -581,11 +584,10 @@ def speculation_of(
 ) -> dict[str, Any]:
     """How a request drafts, within its task's limits: fields of SpeculationParams. drafters: that
     engines know. Raises InvalidRequestError and its kin."""
-    own, asked = task.speculation, body.speculation
+    own, asked = task.speculation, body.speculation or _NO_SPECULATION
     drafter, num_draft = own.drafter, own.max_draft_tokens
     allowed = drafters if own.allowed_drafters is None else own.allowed_drafters
-    named = asked is not None and asked.drafter is not None
-    if asked is not None and asked.drafter is not None:
+    if asked.drafter is not None:
         if asked.drafter not in allowed or asked.drafter not in drafters:
             raise InvalidRequestError(
                 f"{echoed(asked.drafter)} is not available; choose from "
@@ -593,14 +595,14 @@ def speculation_of(
                 at="speculation.drafter",
             )
         drafter = asked.drafter
-    if asked is not None and asked.max_draft_tokens is not None:
+    if asked.max_draft_tokens is not None:
         num_draft = asked.max_draft_tokens
         _check_most(num_draft, task.limits.max_draft_tokens, "speculation.max_draft_tokens")
     if body.prediction is not None:
         # A drafter that does not use predictions would ignore the field: it is refused.
         predicting = [name for name in that_use(Need.PREDICTION) if name in drafters]
         able = [name for name in predicting if name in allowed]
-        if not named and drafter not in predicting and able:
+        if asked.drafter is None and drafter not in predicting and able:
             drafter = able[0]
         if drafter not in predicting or num_draft == 0:
             raise UnsupportedFieldError(
@@ -609,13 +611,13 @@ def speculation_of(
                 at="prediction",
             )
     corpus = own.corpus
-    if asked is not None and asked.corpus is not None:
+    if asked.corpus is not None:
         corpus = _corpus_of(asked.corpus, task, drafter, catalog)
     drafts = drafter != "off" and num_draft > 0
     # The options that the request sets, by drafter.
     given = {
         name: member.model_dump(by_alias=True, exclude_none=True)
-        for name, member in asked or ()
+        for name, member in body.speculation or ()
         if isinstance(member, BodyPart)
     }
     options = _options_of(given, task, drafter) if given or drafts else ()
@@ -623,7 +625,7 @@ def speculation_of(
         return {"max_draft_tokens": 0}
     # Outputs are learned where they can be drafted from: by the task, or by this request.
     able_to_learn = {drafter, own.drafter} & set(that_use(Need.LEARNED))
-    learns = own.learn and able_to_learn and (asked is None or asked.corpus in (None, task.name))
+    learns = own.learn and able_to_learn and asked.corpus in (None, task.name)
     return {
         "drafter": drafter,
         "max_draft_tokens": num_draft,
@@ -693,16 +695,16 @@ def _options_of(asked: Mapping[str, Mapping[str, Any]], task: TaskConfig, drafte
 def vocabulary_of(body: GenerationBody, task: TaskConfig) -> VocabularyParams:
     """The request's mode and verify_every within what the task allows. Raises
     InvalidRequestError."""
-    own, asked = task.vocabulary, body.vocabulary
+    own, asked = task.vocabulary, body.vocabulary or _NO_VOCABULARY
     mode, verify_every = own.mode, own.verify_every
-    if asked is not None and asked.mode is not None:
+    if asked.mode is not None:
         if asked.mode not in own.modes:
             raise InvalidRequestError(
                 f"the task {task.name} allows {', '.join(own.modes)}; got {asked.mode}.",
                 at="vocabulary.mode",
             )
         mode = asked.mode
-    if asked is not None and asked.verify_every is not None:
+    if asked.verify_every is not None:
         if mode != "exact":
             raise InvalidRequestError(
                 f"for mode exact; this request's mode is {mode}.", at="vocabulary.verify_every"

@@ -126,12 +126,12 @@ class _Taken:
                 }
             elif key in _VALUES:
                 taken[key] = value
+            elif key in _COUNTS:
+                taken[key] = _whole(value)
+            elif key in _BOUNDS:
+                taken[key] = _drawn_in(key, value)
             elif not _says_nothing(key, value, schema):
                 taken[key] = self.schema(value, at)
-        for key in [key for key in taken if key in _COUNTS]:
-            taken[key] = _whole(taken[key])
-        for key in [key for key in taken if key in _BOUNDS]:
-            taken[key] = _drawn_in(key, taken[key])
         for key in [key for key in taken if key in _NOT_HELD]:
             said = taken.pop(key)
             if not self._in_other_words(taken, key, said):
@@ -448,15 +448,6 @@ _CHECKED = frozenset(
 _MAPS = ("$defs", "definitions", "properties")
 _LISTS = ("allOf", "anyOf")
 
-_TYPES: Mapping[str, Callable[[Any], bool]] = {
-    "array": lambda v: isinstance(v, list),
-    "boolean": lambda v: isinstance(v, bool),
-    "integer": lambda v: _is_number(v) and float(v).is_integer(),
-    "null": lambda v: v is None,
-    "number": lambda v: _is_number(v),
-    "object": lambda v: isinstance(v, dict),
-    "string": lambda v: isinstance(v, str),
-}
 _LIMITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "minimum": lambda v, bound: v >= bound,
     "maximum": lambda v, bound: v <= bound,
@@ -526,8 +517,10 @@ class StrictArguments:
         reference = schema.get("$ref")
         if reference is not None and not self._matches(target(self._root, reference), value):
             return False
-        kinds = schema.get("type", ())
-        if kinds and not any(_TYPES[k](value) for k in ([kinds] if type(kinds) is str else kinds)):
+        kinds, kind = schema.get("type", ()), _KINDS[type(value)]
+        if kind == "number" and "integer" in kinds and float(value).is_integer():
+            kind = "integer"
+        if kinds and kind not in ([kinds] if isinstance(kinds, str) else kinds):
             return False
         if "const" in schema and not same(schema["const"], value):
             return False
@@ -568,7 +561,7 @@ def _is_well_formed(key: str, value: Any) -> bool:
     if key == "type":
         kinds = [value] if isinstance(value, str) else value
         return isinstance(kinds, list) and all(
-            isinstance(kind, str) and kind in _TYPES for kind in kinds
+            kind == "integer" or kind in _KINDS.values() for kind in kinds
         )
     if key in _LIMITS or key in ("minItems", "maxItems", "minLength", "maxLength"):
         return _is_number(value)

@@ -344,7 +344,7 @@ class EngineClient:
         limits = limits or LimitsConfig()
         self._max_queued = (limits.max_queued_requests, limits.max_queued_tokens)
         self._stop_timeout_s = stop_timeout_s
-        self._draining = False
+        self.is_draining = False
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[int, tuple[EngineSlot, asyncio.Future[Any]]] = {}
@@ -368,10 +368,6 @@ class EngineClient:
         return sum(len(slot.open) for slot in self.slots)
 
     @property
-    def is_draining(self) -> bool:
-        return self._draining
-
-    @property
     def is_ready(self) -> bool:
         """Whether traffic may come: every model has an engine, and none starts for the first time.
 
@@ -379,7 +375,7 @@ class EngineClient:
         some engine of each model runs. Requests are taken as soon as their model has one.
         """
         return (
-            not self._draining
+            not self.is_draining
             and not any(slot.state == "loading" for slot in self.slots)
             and all(any(slot.serves for slot in self.of(m)) for m in self.models)
         )
@@ -499,19 +495,16 @@ class EngineClient:
 
         Returns whether everything finished by itself.
         """
-        self._draining = True
-        finished = True
-        if self.num_open:
-            self._idle.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while self.num_open:
-                        self._idle.clear()
-                        await self._idle.wait()
-            except TimeoutError:
-                finished = False
-                self.abort_all(DrainingError("The server is shutting down.", retry_after_s=5.0))
-        return finished
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.num_open:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            self.abort_all(DrainingError("The server is shutting down.", retry_after_s=5.0))
+            return False
+        return True
 
     def abort_all(self, error: TailorError) -> None:
         """Abort every open Request; their clients get `error`."""
@@ -523,7 +516,7 @@ class EngineClient:
         """Stop all engines. Idempotent."""
         if self._stopping:
             return
-        self._draining = self._stopping = True
+        self.is_draining = self._stopping = True
         self.abort_all(DrainingError("The server is shutting down."))
         for task in self._tasks:
             task.cancel()
@@ -735,7 +728,7 @@ class EngineClient:
         policy = self._restart
         slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]
         hopeless = final and not slot.was_ready
-        again = not hopeless and len(slot.deaths_s) < policy.max_restarts and not self._draining
+        again = not hopeless and len(slot.deaths_s) < policy.max_restarts and not self.is_draining
         self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=again)
         if again:
             slot.state = "restarting" if slot.was_ready else "loading"
