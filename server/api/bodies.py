@@ -621,9 +621,6 @@ def refuse_members(item: Mapping[str, Any], known: set[str], at: str) -> None:
 
 MAX_DEPTH = 64
 
-# Possessive, and a string without an end reaches to the end of the body: every byte is looked at
-# once, whatever the body holds.
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLOSE = (("connection", "close"),)
 """The rest of an unread body must not be taken for the next request."""
@@ -686,14 +683,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise InvalidBodyError(f"The body is not UTF-8 (byte {error.start}).") from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_depth(body)
     try:
         value = _JSON.decode(text)
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH < depth(value, MAX_DEPTH + 1):
+            raise RecursionError
     except json.JSONDecodeError as error:
         raise InvalidBodyError(
             f"The body is not JSON: {error.msg} (line {error.lineno}, column {error.colno})."
         ) from None
+    except RecursionError:
+        raise InvalidBodyError(f"The body is nested more than {MAX_DEPTH} levels deep.") from None
     except ValueError:  # an integer of more than 4,300 digits
         raise InvalidBodyError("The body holds a number that is out of range.") from None
     if not isinstance(value, dict):
@@ -703,16 +702,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_depth(body: bytes) -> None:
-    depth = 0
-    for match in _BRACKETS.finditer(body):
-        first = body[match.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise InvalidBodyError(f"The body is nested more than {MAX_DEPTH} levels deep.")
-        elif first in b"]}":
-            depth -= 1
+def depth(value: Any, most: int) -> int:
+    """Levels of objects and lists, at most `most` (where it stops looking)."""
+    if most == 0 or not isinstance(value, (dict, list)):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    levels = (depth(item, most - 1) for item in inner if isinstance(item, (dict, list)))
+    return 1 + max(levels, default=0)
 
 
 def _check_surrogates(value: Any) -> None:

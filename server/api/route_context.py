@@ -24,7 +24,13 @@ from server.api.http_answers import AnswerResponse, DisconnectWatch, EventStream
 from server.api.keys import Caller
 from server.api.order import Generation, Order, Orders, Target, tighter
 from server.api.served_model import ServedModel
-from server.errors import InvalidRequestError, TailorError, UnknownFieldError, echoed
+from server.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    TailorError,
+    UnknownFieldError,
+    echoed,
+)
 from server.metrics import Metrics
 from server.types import Request
 
@@ -58,13 +64,13 @@ class RouteContext:
     def target(self, request: HttpRequest, name: str | None) -> Target:
         """What a `model` field names, if the caller may use it; else a 404. None is the server's
         first model; who may not use that one must name another."""
-        caller, catalog = caller_of(request), self.catalog
-        may_use = caller.may_use
-        if name is None and may_use is not None:
-            task, model = catalog.find(None)
-            if not may_use(task.name, model.key):
-                raise required("model")
-        task, model = catalog.find(name, may_use)
+        caller = caller_of(request)
+        try:
+            task, model = self.catalog.find(name, caller.may_use)
+        except ModelNotFoundError:
+            if name is None:
+                raise required("model") from None
+            raise
         caller.task, caller.model = task.name, model.key
         return Target(name or model.key, task, model, self.room(model), caller.tenant)
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.api.bodies import depth
 from server.errors import LimitExceededError, UnsupportedFieldError, echoed
 from server.grammar_text import MAX_SOURCE_CHARS
 
@@ -82,18 +83,10 @@ def prepared(schema: Any, at: str, rules: SchemaRules, tool: str = "") -> Any:
     at: where it lies in the body. tool: the name of the tool that has it. Raises
     UnsupportedFieldError, and LimitExceededError for one that is nested too deeply.
     """
-    if _depth(schema, MAX_DEPTH + 1) > MAX_DEPTH:
+    if depth(schema, MAX_DEPTH + 1) > MAX_DEPTH:
         raise LimitExceededError(f"nested more than {MAX_DEPTH} levels deep.", at=at)
     schema = _Taken(schema, at, rules.is_lenient, tool).schema(schema, "")
     return close_described(schema) if rules.closes else schema
-
-
-def _depth(value: Any, most: int) -> int:
-    """Levels of objects and lists, at most `most` (where it stops looking)."""
-    if most == 0 or not isinstance(value, (dict, list)):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
 
 
 # --- what can be held -----------------------------------------------------------------------------
