@@ -34,6 +34,8 @@ from server.api.shapes import (
     CompletionDetails,
     Extras,
     FinishReason,
+    InputDetails,
+    OutputDetails,
     PromptDetails,
     PromptLogprobs,
     PromptTokenLogprob,
@@ -41,6 +43,7 @@ from server.api.shapes import (
     SourceRun,
     SourceSums,
     Speculation,
+    TokenUsage,
     Usage,
     VocabularyUse,
 )
@@ -476,6 +479,21 @@ def usage_report(
             rejected_prediction_tokens=rejected,
             base_tokens=base or UNSET,
         ),
+    )
+
+
+def token_usage(accounts: Sequence[RequestAccount]) -> TokenUsage:
+    """The `usage` of routes whose input is no prompt."""
+    num_in = sum(account.num_prompt_tokens for account in accounts)
+    num_out = sum(account.num_completion_tokens for account in accounts)
+    cached = sum(account.num_cached_tokens for account in accounts)
+    base = sum(account.num_base_tokens for account in accounts)
+    return TokenUsage(
+        input_tokens=num_in,
+        input_tokens_details=InputDetails(cached_tokens=cached),
+        output_tokens=num_out,
+        output_tokens_details=OutputDetails(base_tokens=base or UNSET),
+        total_tokens=num_in + num_out,
     )
 
 

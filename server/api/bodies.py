@@ -153,13 +153,22 @@ _STOP = Kinds(
     ),
 )
 _SCHEMA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
+
+
+def content_schema(*kinds: str) -> dict[str, Any]:
+    """The JSON schema of a text or a list of parts (joined_texts). kinds: types of parts."""
+    part = {
+        "type": "object",
+        "properties": {
+            "type": {"enum": [*kinds]},
+            "text": {"type": "string"},
+            "refusal": {"type": "string"},
+            **({"data": {"type": ["object", "array"]}} if "input_json" in kinds else {}),
+        },
+        "required": ["type"],
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
 
 TokenId = Annotated[int, Field(ge=0, le=INT31)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -212,7 +221,7 @@ class PredictionBody(BodyPart):
     """
 
     type: Literal["content"]
-    content: Annotated[Any, WithJsonSchema(_TEXT_SCHEMA)]
+    content: Annotated[Any, WithJsonSchema(content_schema("text"))]
 
 
 class StructuredOutputsBody(BodyPart):

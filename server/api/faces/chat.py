@@ -30,6 +30,7 @@ from server.api.bodies import (
     Neutral,
     Path,
     aliases,
+    content_schema,
     joined_texts,
     required,
     says_nothing,
@@ -56,18 +57,8 @@ MAX_CALLS = 128
 
 # --- the body -------------------------------------------------------------------------------------
 
-_PART = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["text", "refusal"]},
-        "text": {"type": "string"},
-        "refusal": {"type": "string"},
-    },
-    "required": ["type"],
-    "additionalProperties": False,
-}
 _CONTENT = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}],
+    **content_schema("text", "refusal"),
     "description": "text, or text parts, which are joined with line breaks",
 }
 

@@ -48,13 +48,21 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.bodies import BodyPart, Kinds, ModelName, refuse_members, validate
+from server.api.answer import token_usage
+from server.api.bodies import (
+    BodyPart,
+    Kinds,
+    ModelName,
+    content_schema,
+    refuse_members,
+    validate,
+)
 from server.api.engines.submission import RequestAccount, Submission
-from server.api.faces.items import Items, content_schema, input_schema, text_of
+from server.api.faces.items import TEXTS, Items, input_schema, text_of
 from server.api.order import Target, tighter
 from server.api.route_context import Face, RouteContext
 from server.api.served_model import ServedModel
-from server.api.shapes import Chance, Count, InputDetails, OutputDetails, Shape, TokenUsage
+from server.api.shapes import Chance, Count, Shape, TokenUsage
 from server.errors import (
     ClientGoneError,
     ContextLengthExceededError,
@@ -288,7 +296,8 @@ def score_of(chances: Sequence[float]) -> float:
 Name = Annotated[str, Field(max_length=512)]
 Description = Annotated[str, Field(max_length=65_536)]
 
-Content = Annotated[Any, WithJsonSchema(content_schema("input_json"))]
+_CONTENT = content_schema(*TEXTS, "input_json")
+Content = Annotated[Any, WithJsonSchema(_CONTENT)]
 
 
 class PredicateQuestion(BodyPart):
@@ -351,7 +360,7 @@ def _few(questions: Any) -> Any:
 
 
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-_INPUT_SCHEMA = input_schema(_CALLS, content=content_schema("input_json"))
+_INPUT_SCHEMA = input_schema(_CALLS, content=_CONTENT)
 
 
 class CacheOptions(BodyPart):
@@ -628,19 +637,8 @@ class Decisions(QuestionFace):
         return questions_of(body.questions), input_text(body.input), "input"
 
     def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
-        num = sum(account.num_prompt_tokens for account in accounts)
-        cached = sum(account.num_cached_tokens for account in accounts)
-        return Decision(
-            model=label,
-            answers=[_answer(question, chances) for question, chances in answered],
-            usage=TokenUsage(
-                input_tokens=num,
-                input_tokens_details=InputDetails(cached_tokens=cached),
-                output_tokens=0,
-                output_tokens_details=OutputDetails(),
-                total_tokens=num,
-            ),
-        )
+        answers = [_answer(question, chances) for question, chances in answered]
+        return Decision(model=label, answers=answers, usage=token_usage(accounts))
 
 
 def _answer(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.api.bodies import joined_texts, refuse_members, says_nothing
+from server.api.bodies import content_schema, joined_texts, refuse_members, says_nothing
 from server.api.chats import MAX_MESSAGES, Call, Turn
 from server.errors import (
     InvalidRequestError,
@@ -22,7 +22,7 @@ from server.errors import (
 
 Item = dict[str, Any]
 
-_TEXTS: Mapping[str, str] = {
+TEXTS: Mapping[str, str] = {
     "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
 }  # fmt: skip
 _IGNORED = frozenset(
@@ -33,21 +33,6 @@ _THOUGHTS = ("content", "summary")
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def content_schema(*further: str) -> dict[str, Any]:
-    """The JSON schema of a text or a list of parts. further: types of parts that are no text."""
-    part = {
-        "type": "object",
-        "properties": {
-            "type": {"enum": [*_TEXTS, *further]},
-            "text": {"type": "string"},
-            "refusal": {"type": "string"},
-            **({"data": {"type": ["object", "array"]}} if further else {}),
-        },
-        "required": ["type"],
-    }
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-
-
 def input_schema(calls: Mapping[str, str], *kinds: str, **more: Any) -> dict[str, Any]:
     """The JSON schema of an input. calls, kinds: types of calls and of further items. more:
     members of items."""
@@ -56,8 +41,8 @@ def input_schema(calls: Mapping[str, str], *kinds: str, **more: Any) -> dict[str
         "properties": {
             "type": {"enum": ["message", *calls, *(f"{call}_output" for call in calls), *kinds]},
             "role": {"enum": list(_ROLES)},
-            "content": content_schema(),
-            "output": content_schema(),
+            "content": content_schema(*TEXTS),
+            "output": content_schema(*TEXTS),
             **{name: {"type": "string"} for name in ("call_id", "name", *calls.values())},
             **more,
         },
@@ -72,7 +57,7 @@ def input_schema(calls: Mapping[str, str], *kinds: str, **more: Any) -> dict[str
 
 def text_of(content: Any, at: str) -> str:
     """The text of a string or of a list of parts. Raises InvalidRequestError and its kin."""
-    return joined_texts(content, at, "\n", parts=_TEXTS, ignored=_IGNORED)
+    return joined_texts(content, at, "\n", parts=TEXTS, ignored=_IGNORED)
 
 
 @dataclass(frozen=True, slots=True)

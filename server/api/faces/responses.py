@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, UnsetType, field
 from pydantic import Field, WithJsonSchema
 
-from server.api.answer import choices_of, joined, speculation_of
+from server.api.answer import choices_of, joined, speculation_of, token_usage
 from server.api.bodies import (
     BodyPart,
     GenerationBody,
@@ -35,7 +35,7 @@ from server.api.grammars import OutputFormat
 from server.api.http_answers import encode_ascii
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext
-from server.api.shapes import Count, InputDetails, OutputDetails, Shape, Speculation, TokenUsage
+from server.api.shapes import Count, Shape, Speculation, TokenUsage
 from server.api.tools import (
     FUNCTION_NAME,
     MAX_TOOLS,
@@ -402,15 +402,7 @@ class ResponseWriter:
         answer = self.answer
         answer.status = "incomplete" if was_cut else "completed"
         answer.incomplete_details = IncompleteDetails() if was_cut else None
-        [account] = self._submission.accounts
-        num_in, num_out = account.num_prompt_tokens, account.num_completion_tokens
-        answer.usage = TokenUsage(
-            input_tokens=num_in,
-            input_tokens_details=InputDetails(cached_tokens=account.num_cached_tokens),
-            output_tokens=num_out,
-            output_tokens_details=OutputDetails(base_tokens=account.num_base_tokens or UNSET),
-            total_tokens=num_in + num_out,
-        )
+        answer.usage = token_usage(self._submission.accounts)
         answer.speculation = speculation_of(self._order, self._submission)
         return [*events, self._event(f"response.{answer.status}", response=answer)]
 
