@@ -78,7 +78,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat(Generation):
-    """A Generation whose prompt is a conversation, which a template turns into ids.
+    """A Generation whose prompt is a conversation, which a template turns into ids. text: the
+    conversation as the model gets it, once it is rendered, with control tokens.
 
     names: prompt, max_tokens, logprobs and reasoning_effort. tool_choice: as of chosen_tools, nests
     too. variables: chat_template_kwargs.
@@ -86,6 +87,7 @@ class Chat(Generation):
 
     prompts: Sequence[str | list[int]] = ()
     default_max_tokens: int = INT31
+    text: str = ""
     turns: Sequence[Turn]
     tools: Sequence[Tool] = ()
     tool_choice: Any = None
@@ -97,20 +99,9 @@ class Chat(Generation):
     adds_prompt: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A chat as the model gets it. text: of `ids`, with control tokens. grammar: what the answer
-    must match to be the forced call, and the field it comes from."""
-
-    tools: ChosenTools
-    forced: ForcedCall | None
-    grammar: Wanted | None
-    text: str
-    ids: list[int]
-
-
-async def prompt_of(chat: Chat, target: Target, orders: Orders) -> ChatPrompt:
-    """The ids of a Chat's messages and tools. Raises the client's errors (4xx)."""
+async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
+    """The Chat with its prompt, and with what its answer must be. Raises the client's errors
+    (4xx)."""
     model, names, template = target.model, chat.names, target.model.chat
     if template is None:
         raise UnsupportedFieldError(
@@ -169,7 +160,29 @@ async def prompt_of(chat: Chat, target: Target, orders: Orders) -> ChatPrompt:
         raise (error.moved(names["prompt"]) if error.at == "messages" else error) from None
     if not ids:
         raise InvalidRequestError("they have no tokens.", at=names["prompt"])
-    return ChatPrompt(tools, forced, grammar, rendered.text, ids)
+
+    def new_reader() -> ToolReader:
+        assert model.call_style is not None
+        return ToolReader(
+            model.call_style,
+            frozenset(tools.callable),
+            strict=tools.strict,
+            max_calls=None if tools.parallel else 1,
+            begun=forced is not None and forced.begun,
+            forced=None if forced is None else forced.name,
+        )
+
+    can_call = bool(tools.callable)
+    return replace(
+        chat,
+        prompts=[ids],
+        text=rendered.text,
+        grammar=grammar,
+        new_reader=new_reader if can_call else None,
+        forces_call=forced is not None,
+        table=model.call_table if can_call else None,
+        token_names=model.chat_names,
+    )
 
 
 async def _forced(
@@ -238,31 +251,7 @@ class ChatFace(TextFace[_B]):
         """The Chat of a body. Raises the client's errors (4xx)."""
 
     async def generation(self, body: _B, target: Target) -> Generation:
-        chat, model = self.chat(body, target), target.model
-        prompt = await prompt_of(chat, target, self.context.orders)
-        tools, forced, style = prompt.tools, prompt.forced, model.call_style
-        can_call = bool(tools.callable)
-
-        def new_reader() -> ToolReader:
-            assert style is not None
-            return ToolReader(
-                style,
-                frozenset(tools.callable),
-                strict=tools.strict,
-                max_calls=None if tools.parallel else 1,
-                begun=forced is not None and forced.begun,
-                forced=None if forced is None else forced.name,
-            )
-
-        return replace(
-            chat,
-            prompts=[prompt.ids],
-            grammar=prompt.grammar,
-            new_reader=new_reader if can_call else None,
-            forces_call=forced is not None,
-            table=model.call_table if can_call else None,
-            token_names=model.chat_names,
-        )
+        return await generation_of(self.chat(body, target), target, self.context.orders)
 
 
 def _shown_call(call: Call) -> dict[str, Any]:

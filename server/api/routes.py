@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.bodies import BodyPart, ModelName, TokenId, validate
-from server.api.chats import prompt_of
+from server.api.chats import generation_of
 from server.api.engines.client import EngineClient
 from server.api.faces.chat import ChatBody, chat_of
 from server.api.http_answers import AnswerResponse
@@ -174,12 +174,14 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
         target = context.target(request, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages.", at="prompt")
+        ids: Any
         if body.prompt is None:
             fields = ("messages", *_CHAT_FIELDS)
             given = {name: value for name in fields if (value := getattr(body, name)) is not None}
             if body.add_special_tokens:
                 given["add_special_tokens"] = True  # refused by its name
-            ids = (await prompt_of(chat_of(validate(ChatBody, given)), target, context.orders)).ids
+            chat = chat_of(validate(ChatBody, given))
+            [ids] = (await generation_of(chat, target, context.orders)).prompts
         else:
             for name in _CHAT_FIELDS:
                 if getattr(body, name) not in (None, [], {}):
@@ -215,15 +217,12 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
     async def render(request: HttpRequest) -> Response:
         body = validate(ChatBody, await context.body(request))
         target = context.target(request, body.model)
-        prompt = await prompt_of(chat_of(body), target, context.orders)
-        return AnswerResponse(
-            RenderedPrompt(
-                prompt=prompt.text,
-                prompt_token_ids=prompt.ids,
-                count=len(prompt.ids),
-                max_model_len=target.room,
-            )
+        chat = await generation_of(chat_of(body), target, context.orders)
+        ids: Any = chat.prompts[0]
+        answer = RenderedPrompt(
+            prompt=chat.text, prompt_token_ids=ids, count=len(ids), max_model_len=target.room
         )
+        return AnswerResponse(answer)
 
 
 # --- the server's state ---------------------------------------------------------------------------
