@@ -191,7 +191,7 @@ async def _forced(
     """How a call is forced, and its checked grammar."""
     body = chat.body
     if tools.callable:
-        formatted = "" if chat.form is None or chat.form.kind == "text" else chat.form.field
+        formatted = "" if chat.form is None else chat.form.field
         at = body.called("structured_outputs") if body.structured_outputs else formatted
         if at:
             raise UnsupportedFieldError(

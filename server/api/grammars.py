@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from server.api.bodies import GenerationBody, ResponseFormatBody, StructuredOutputsBody
 from server.api.schemas import SchemaRules, close_all, prepared
@@ -44,17 +44,16 @@ Wanted = tuple[GrammarSpec, str]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """OpenAI's format of an output, as every route has it. schema: None is any object, at: where
-    it lies. field: what the route calls the format."""
+    """OpenAI's format of an output that is JSON, as every route has it. schema: None is any object,
+    at: where it lies. field: what the route calls the format."""
 
-    kind: Literal["text", "json_object", "json_schema"]
     schema: Any = None
     at: str = "response_format"
     field: str = "response_format"
 
 
 def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
-    """The format of a response_format. Raises InvalidRequestError."""
+    """The format of a response_format, None for text. Raises InvalidRequestError."""
     if body is None:
         return None
     inner, beside = body.json_schema, body.schema_value
@@ -68,14 +67,14 @@ def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
             at="response_format.schema",
         )
     if beside is not None:
-        return OutputFormat(body.type, beside, "response_format.schema")
+        return OutputFormat(beside, "response_format.schema")
     if body.type != "json_schema":
-        return OutputFormat(body.type)
+        return OutputFormat() if body.type == "json_object" else None
     if inner is None:
         raise InvalidRequestError(
             "required with the type json_schema.", at="response_format.json_schema"
         )
-    return OutputFormat(body.type, inner.schema_value, "response_format.json_schema.schema")
+    return OutputFormat(inner.schema_value, "response_format.json_schema.schema")
 
 
 def grammar_of(
@@ -86,8 +85,6 @@ def grammar_of(
     form: what the route calls its response_format. Compiles nothing. Raises InvalidRequestError and
     its kin.
     """
-    if form is not None and form.kind == "text":
-        form = None
     if body.structured_outputs is not None:
         wanted = _structured(body, body.structured_outputs, rules)
         if form is not None:

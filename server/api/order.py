@@ -192,7 +192,8 @@ class Orders:
         num_choices, best_of = self._choices(generation, task)
         prompts = generation.prompts
         most = min(self.limits.max_prompts, task.limits.max_prompts or self.limits.max_prompts)
-        _check_most(len(prompts), most, names["prompt"])
+        if len(prompts) > most:
+            raise _above(most, len(prompts), names["prompt"])
         sampling = self._sampling(generation, target, best_of > num_choices)
         wished = sampling["max_tokens"]
         wanted = generation.grammar
@@ -351,8 +352,8 @@ class Orders:
         n = body.n or 1
         best_of = n if generation.best_of is None else generation.best_of
         most = min(self.limits.max_choices, task.limits.max_choices or self.limits.max_choices)
-        _check_most(n, most, "n")
-        _check_most(best_of, most, "best_of")
+        if max(n, best_of) > most:
+            raise _above(most, max(n, best_of), "n" if n > most else "best_of")
         if best_of < n:
             raise InvalidRequestError(
                 f"must be at least n; got best_of {best_of} and n {n}.", at="best_of"
@@ -375,7 +376,8 @@ class Orders:
         for name, num in (
             ("logprobs", generation.logprobs), ("prompt_logprobs", body.prompt_logprobs)
         ):  # fmt: skip
-            _check_most(num or 0, most, names[name])
+            if num is not None and num > most:
+                raise _above(most, num, names[name])
         if body.prompt_logprobs is not None and body.stream:
             raise InvalidRequestError(
                 "cannot be streamed: they are told with the whole answer.", at="prompt_logprobs"
@@ -388,7 +390,8 @@ class Orders:
                     "with logprobs, and with tokens to draw.",
                     at=at,
                 )
-            _check_most(len(body.logprob_token_ids), limit, at)
+            if limit is not None and len(body.logprob_token_ids) > limit:
+                raise _above(limit, len(body.logprob_token_ids), at)
         return n, best_of
 
     def _sampling(self, generation: Generation, target: Target, is_ranked: bool) -> dict[str, Any]:
@@ -459,7 +462,8 @@ class Orders:
             if num_prompt >= room:
                 raise _too_long(names, at, num_prompt, None, room)
             return int(min(wished, room - num_prompt, wished if most is None else most))
-        _check_most(wished, most, names["max_tokens"])
+        if most is not None and wished > most:
+            raise _above(most, wished, names["max_tokens"])
         if num_prompt + wished > room:
             raise _too_long(names, at, num_prompt, wished, room)
         return wished
@@ -597,7 +601,9 @@ def speculation_of(
         drafter = asked.drafter
     if asked.max_draft_tokens is not None:
         num_draft = asked.max_draft_tokens
-        _check_most(num_draft, task.limits.max_draft_tokens, "speculation.max_draft_tokens")
+        most = task.limits.max_draft_tokens
+        if most is not None and num_draft > most:
+            raise _above(most, num_draft, "speculation.max_draft_tokens")
     if body.prediction is not None:
         # A drafter that does not use predictions would ignore the field: it is refused.
         predicting = [name for name in that_use(Need.PREDICTION) if name in drafters]
@@ -636,9 +642,8 @@ def speculation_of(
     }
 
 
-def _check_most(num: float, most: float | None, at: str) -> None:
-    if most is not None and num > most:
-        raise LimitExceededError(f"at most {most}; got {num}.", at=at)
+def _above(most: float, num: float, at: str) -> LimitExceededError:
+    return LimitExceededError(f"at most {most}; got {num}.", at=at)
 
 
 def _corpus_of(name: str, task: TaskConfig, drafter: str, catalog: Catalog) -> str | None:
@@ -679,10 +684,10 @@ def _options_of(asked: Mapping[str, Mapping[str, Any]], task: TaskConfig, drafte
                 f"{drafter}.",
                 at=at,
             )
-        spec = spec_of(name)
+        spec, most = spec_of(name), task.limits.max_draft_tokens
         for key, value in given.items():
-            if spec.option(key).counts_nodes:
-                _check_most(value, task.limits.max_draft_tokens, f"{at}.{key}")
+            if most is not None and spec.option(key).counts_nodes and value > most:
+                raise _above(most, value, f"{at}.{key}")
             merged[f"{name}.{key}"] = value
         own = {one.name: merged.get(f"{name}.{one.key}", one.default) for one in spec.fields}
         try:

@@ -195,7 +195,8 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
             raise InvalidRequestError(
                 "allowed only with the types json_schema and json_object.", at=at
             )
-        output = OutputFormat(form.type, form.schema_value, at, "text.format")
+        if form.type != "text":
+            output = OutputFormat(form.schema_value, at, "text.format")
     return Chat(
         body=body,
         names=Names(
