@@ -65,8 +65,6 @@ class TokenBytes:
         path: Path | None = None,
     ) -> None:
         """file: that the arrays are views of."""
-        if offsets.ndim != 1 or offsets.shape[0] < 1 or int(offsets[-1]) != blob.shape[0]:
-            raise ValueError("offsets and blob do not fit together")
         self.offsets = offsets
         self.blob = blob
         self.special_ids = special_ids

@@ -192,8 +192,6 @@ def blocks_of_languages(
 
     Raises UnknownBlockError for a tag without a known script and for an unknown block name.
     """
-    if not languages:
-        raise UnknownBlockError("the language filter needs at least one language")
     scripts = frozenset().union(*(scripts_of_language(tag) for tag in languages))
     blocks = _blocks()
     known = {block.name for block in blocks}

@@ -213,10 +213,6 @@ class BulkRun:
     prompt_field: str = "prompt"
     outcome: BulkOutcome = field(default_factory=BulkOutcome)
 
-    def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.max_retries < 0:
-            raise ValueError("concurrency must be at least 1 and max_retries at least 0")
-
     def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
         """Answer every line that has no answer yet. on_progress: called after each line.
 

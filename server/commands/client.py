@@ -17,7 +17,6 @@ from rich.text import Text
 from server.client.http import Endpoint, Tally, events, tell
 from server.client.http import call as request
 from server.commands.options import CallOptions, OutputFile, PromptField
-from server.errors import ConfigError
 
 _CALL = CallOptions()
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
@@ -48,20 +47,17 @@ def run(
     from server.client.bulk import BulkOutcome, BulkRun
     from server.commands.options import Bar
 
-    try:
-        job = BulkRun(
-            call.endpoint(),
-            task,
-            data,
-            output,
-            concurrency=concurrency,
-            max_retries=retries,
-            timeout_s=call.timeout,
-            max_tokens=max_tokens,
-            prompt_field=prompt_field,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    job = BulkRun(
+        call.endpoint(),
+        task,
+        data,
+        output,
+        concurrency=concurrency,
+        max_retries=retries,
+        timeout_s=call.timeout,
+        max_tokens=max_tokens,
+        prompt_field=prompt_field,
+    )
     outcome, began_s = job.outcome, time.monotonic()
 
     def tell(outcome: BulkOutcome) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -188,17 +187,10 @@ def corpus_of(
     if own is not None:
         wide = enriched(text.table, own.ids, own.parts, own.hash)
         fingerprint, spelled = wide.fingerprint.hex(), own.segment
-    # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
-    examples = text.reader.read(data)
-    first = next(examples, None)
-    if first is None:
-        raise ConfigError(f"{', '.join(map(str, data))}: no examples")
-    spelled_out = (
-        (spelled(prompt), spelled(ids)) for prompt, ids in itertools.chain([first], examples)
-    )
     try:
-        return build_calibrated(
-            spelled_out,
+        corpus = build_calibrated(
+            # One by one: as Python's lists a large corpus would take ten times its arrays' memory.
+            ((spelled(prompt), spelled(ids)) for prompt, ids in text.reader.read(data)),
             fingerprint=fingerprint,
             n_max=n_max,
             p_min=p_min,
@@ -208,3 +200,6 @@ def corpus_of(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if not corpus.num_documents:
+        raise ConfigError(f"{', '.join(map(str, data))}: no examples")
+    return corpus

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -154,32 +154,32 @@ def _text_of(entry: dict[str, Any]) -> str | None:
 
 def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]) -> list[_Judged]:
     """Every row asked of a running server. Raises CallFailedError."""
-    from server.client.bulk import BulkRun
+    from server.client.http import Caller, RefusedError
     from server.commands.options import Bar
 
-    if source.concurrency < 1:
-        raise ConfigError("--concurrency: must be at least 1")
     assert source.task is not None
-    with tempfile.TemporaryDirectory(prefix="tailor-eval-") as scratch:
-        asked, answers = Path(scratch) / "asked.jsonl", Path(scratch) / "answers.jsonl"
-        lines = (json.dumps(turn.asked) + "\n" for turn in turns.values())
-        asked.write_text("".join(lines), encoding="utf-8")
-        run = BulkRun(
-            call.endpoint(),
-            source.task,
-            asked,
-            answers,
-            concurrency=source.concurrency,
-            timeout_s=call.timeout,
-            max_tokens=source.max_tokens,
+    fields = {} if source.max_tokens is None else {"max_tokens": source.max_tokens}
+    asked = (
+        (
+            line,
+            "/completions" if "prompt" in turn.asked else "/chat/completions",
+            {"model": source.task, **fields, **turn.asked},
         )
-        with Bar() as bar:
-            run.run(lambda told: bar("answering", told.num_done, told.num_lines))
-        texts = [_text_of(entry) for _, entry in json_lines(answers)]
-    return [
-        _Judged(line, turn.gold or "", text)
-        for (line, turn), text in zip(turns.items(), texts, strict=True)
-    ]
+        for line, turn in turns.items()
+    )
+    texts: dict[int, str | None] = {}
+    with (
+        Caller(call.endpoint(), num_open=source.concurrency, timeout_s=call.timeout) as caller,
+        Bar() as bar,
+    ):
+        caller.check_task(source.task)
+        for line, answer in caller.answers(asked):
+            texts[line] = None
+            if not isinstance(answer, RefusedError):
+                with suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):
+                    texts[line] = _text_of(answer.json()["choices"][0])
+            bar("answering", len(texts), len(turns))
+    return [_Judged(line, turn.gold or "", texts[line]) for line, turn in turns.items()]
 
 
 def _metric_of(source: AnswerOptions) -> str | None:

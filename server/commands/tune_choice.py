@@ -123,17 +123,14 @@ class Pricing:
     def replay(
         self, drafter: Drafter, held: Sequence[Recording], budget: int, num_streams: int = 1
     ) -> Taken:
-        """Replay recordings, each step as one of num_streams like it. Raises DraftError for a tree
-        that an engine would refuse, and ValueError without a recording."""
+        """Replay recordings with prompts and outputs, each step as one of num_streams like it.
+        Raises DraftError for a tree that an engine would refuse."""
         import numpy as np
 
         from drafters.replay import replay
 
-        usable = [r for r in held if len(r.prompt_ids) and len(r.output_ids)]
-        if not usable:
-            raise ValueError("no recording has a prompt and an output")
-        priced = _Priced(drafter, self, usable, num_streams)
-        found = replay(priced, usable, budget=budget, in_prefill=True)
+        priced = _Priced(drafter, self, held, num_streams)
+        found = replay(priced, held, budget=budget, in_prefill=True)
         told, steps = priced.told, found.num_steps
         told.num_tokens, told.num_steps = sum(found.num_tokens), sum(steps)
         told.num_rows, told.by_source = found.num_drafted, found.by_source
@@ -471,11 +468,8 @@ def serve(
     The two sides take turns of TURN prompts a client, so that what else the machine does meets
     both. Each has a cache_salt that nobody had before: nothing is cached, nothing was learned, no
     drafts were judged, so its first prompts are what a key's first requests are, and answers are
-    learned as a task's are. Raises RuntimeError for a request that fails, and ValueError without a
-    prompt.
+    learned as a task's are. Raises RuntimeError for a request that fails.
     """
-    if not prompts:
-        raise ValueError("no prompts to serve")
     sides: tuple[list[Answer], list[Answer]] = ([], [])
     salt, began, size = secrets.token_hex(8), time.monotonic(), TURN * num_clients
     for first in range(0, len(prompts), size):

@@ -353,9 +353,7 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     from vocab_store.enrichment import Enrichment
 
     tokenizer, table, eos_token_id = open_table(order.folder)
-    fingerprint = order.fingerprint
-    config = parsed((order.folder / "config.json").read_text(encoding="utf-8"))
-    vocab_size = int(config["vocab_size"])
+    fingerprint, vocab_size = order.fingerprint, table.vocab_size
     written: Callable[[Sequence[int]], list[int]] = list
     if order.enrichment is not None:
         enrichment = Enrichment.load(order.enrichment)

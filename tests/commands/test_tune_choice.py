@@ -100,8 +100,6 @@ def test_both_sides_answer_alike_and_each_begins_with_nothing(num_clients: int) 
 def test_it_ends_behind_the_turn_in_which_the_time_is_over() -> None:
     engine, texts, _ = _engine()
     assert [_ids(side) for side in _served(engine, most_s=0.0)] == [texts[:TURN]] * 2
-    with pytest.raises(ValueError, match="no prompts"):
-        serve(engine, [], SAMPLING, DRAFTS, task="town")
 
 
 def test_a_request_that_fails_is_told() -> None:
@@ -166,8 +164,6 @@ def test_a_prompt_s_blocks_that_an_earlier_one_has_cost_nothing() -> None:
 
 
 def test_what_cannot_be_replayed_is_told() -> None:
-    with pytest.raises(ValueError, match="no recording"):
-        _replay(oracle_drafter(TEXTS), 1.0, [Recording([], [1]), Recording([1], [])])
     with pytest.raises(DraftError, match="outside the vocabulary"):
         _replay(random_drafter(1, 1 << 14), 1.0)
 

@@ -70,8 +70,6 @@ def test_unknown_languages_and_blocks_are_refused() -> None:
         blocks_of_languages(["en", "qqq"])
     with pytest.raises(UnknownBlockError, match="no block 'Greek'"):
         blocks_of_languages(["en"], extra_blocks=["Greek"])
-    with pytest.raises(UnknownBlockError, match="at least one"):
-        blocks_of_languages([])
 
 
 def test_parts_of_characters() -> None:
