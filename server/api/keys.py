@@ -79,20 +79,24 @@ class ApiKey:
 
 
 class Bucket:
-    """A token bucket: `per_minute` flow in each minute, and at most so many are saved up.
+    """A token bucket: `per_minute` flow in each minute, and at most so many are saved up. None is
+    no limit.
 
     A full bucket lets an amount above a minute's worth through and goes below zero: so the mean
     rate holds, and no request is refused for ever.
     """
 
-    def __init__(self, per_minute: float, now_s: float) -> None:
-        self._rate = per_minute / 60.0
-        self._most = float(per_minute)
+    def __init__(self, per_minute: float | None, now_s: float) -> None:
+        self.is_limited = per_minute is not None
+        self._most = float(per_minute or 0.0)
+        self._rate = self._most / 60.0
         self._level = self._most
         self._at_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until `amount` can be taken; 0.0 is now."""
+        if not self.is_limited or amount <= 0.0:
+            return 0.0
         return max(0.0, (min(amount, self._most) - self.level(now_s)) / self._rate)
 
     def level(self, now_s: float) -> float:
@@ -129,36 +133,30 @@ class OwnUse:
         self._key = key
         self._clock = clock
         self._num_open = 0
-        self._requests, self._tokens = (
-            None if per_minute is None else Bucket(per_minute, clock())
-            for per_minute in (key.requests_per_minute, key.tokens_per_minute)
-        )
+        self._requests = Bucket(key.requests_per_minute, clock())
+        self._tokens = Bucket(key.tokens_per_minute, clock())
 
     async def enter(self) -> None:
         most = self._key.max_concurrent_requests
         if most is not None and self._num_open >= most:
             raise too_many_open(most)
-        if self._requests is not None:
-            wait_s = self._requests.wait_s(1, self._clock())
-            if wait_s > 0:
-                raise too_many_requests(self._key, wait_s)
-            self._requests.take(1)
+        wait_s = self._requests.wait_s(1, self._clock())
+        if wait_s > 0:
+            raise too_many_requests(self._key, wait_s)
+        self._requests.take(1)
         self._num_open += 1
 
     def leave(self) -> None:
         self._num_open -= 1
 
     async def reserve(self, amount: int) -> None:
-        if self._tokens is None:
-            return
         wait_s = self._tokens.wait_s(amount, self._clock())
         if wait_s > 0:
             raise too_many_tokens(wait_s)
         self._tokens.take(amount)
 
     def give_back(self, amount: int) -> None:
-        if self._tokens is not None:
-            self._tokens.take(-amount)
+        self._tokens.take(-amount)
 
 
 def too_many_open(most: int) -> RateLimitedError:

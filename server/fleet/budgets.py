@@ -36,11 +36,15 @@ _PAUSE_S = 0.02  # between two tellings, which are of all that was given back me
 _AWAY_S = 1.0  # a desk that did not answer is left alone for so long
 
 
+Pair = tuple[float, float]
+"""Of requests, and of tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """An ingress's claim on a key's budget.
 
-    requests, tokens: wanted; what is negative is given back. seat: whether num_open, the key's open
+    wanted: what is negative is given back. seat: whether num_open, the key's open
     requests at this ingress, holds one that is not let in yet. turn: of this ingress's claims for
     the key, ascending. desk_id: of the desk that answered it last, which alone takes things back.
     spent: what it let in without asking. owed: of all that it let in, what its share of the rate
@@ -51,27 +55,25 @@ class Claim:
     key: ApiKey
     turn: int
     desk_id: str = ""
-    requests: float = 0.0
-    tokens: float = 0.0
+    wanted: Pair = (0.0, 0.0)
     seat: bool = False
     num_open: int = 0
-    spent: tuple[float, float] = (0.0, 0.0)
-    owed: tuple[float, float] = (0.0, 0.0)
+    spent: Pair = (0.0, 0.0)
+    owed: Pair = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The answer: what the ingress may use now, at least what it wanted; or nothing.
+    """The answer. given: what the ingress may use now, at least what it wanted; or nothing.
 
-    left: of requests and tokens, for all. wait_s: when to ask again, 0.0 where it was granted.
+    left: for all. wait_s: when to ask again, 0.0 where it was granted.
     has_seat: False where no seat is free. is_young: the desk gives nothing out yet. desk_id:
     another one after each start.
     """
 
     desk_id: str
-    requests: float = 0.0
-    tokens: float = 0.0
-    left: tuple[float, float] = (0.0, 0.0)
+    given: Pair = (0.0, 0.0)
+    left: Pair = (0.0, 0.0)
     wait_s: float = 0.0
     has_seat: bool = True
     is_young: bool = False
@@ -82,11 +84,8 @@ class _Ledger:
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.seats = key.max_concurrent_requests
-        self.buckets = tuple(
-            None if per_minute is None else Bucket(per_minute, now_s)
-            for per_minute in (key.requests_per_minute, key.tokens_per_minute)
-        )
-        self.mosts = (key.requests_per_minute or 0, key.tokens_per_minute or 0)
+        self.mosts = (key.requests_per_minute, key.tokens_per_minute)
+        self.buckets = tuple(Bucket(most, now_s) for most in self.mosts)
         self.open: dict[str, tuple[int, int, float]] = {}  # turn, requests, when, by ingress
 
     def note(self, claim: Claim, now_s: float) -> None:
@@ -94,16 +93,13 @@ class _Ledger:
         before = self.open.get(claim.ingress_id)
         passed = claim.owed if before is None else claim.spent
         for bucket, amount in zip(self.buckets, passed, strict=True):
-            if bucket is not None and amount:
-                bucket.take(amount)
+            bucket.take(amount)
         if before is None or claim.turn > before[0]:
             self.open[claim.ingress_id] = (claim.turn, claim.num_open, now_s)
 
-    def left(self, now_s: float) -> tuple[float, float]:
-        """Requests and tokens that can be taken."""
-        requests, tokens = (
-            0.0 if bucket is None else max(0.0, bucket.level(now_s)) for bucket in self.buckets
-        )
+    def left(self, now_s: float) -> Pair:
+        """What can be taken."""
+        requests, tokens = (max(0.0, bucket.level(now_s)) for bucket in self.buckets)
         return requests, tokens
 
     def has_seat(self, claim: Claim, now_s: float) -> bool:
@@ -131,42 +127,30 @@ class Budgets:
     def take(self, claim: Claim) -> Grant:
         """Answer a claim. All of it is granted or nothing."""
         now_s = self._clock()
-        key = claim.key
-        ledger = self._ledgers.get(key.key_id)
-        if ledger is None:
-            ledger = self._ledgers[key.key_id] = _Ledger(key, now_s)
+        ledger = self._ledgers.setdefault(claim.key.key_id, _Ledger(claim.key, now_s))
         ledger.note(claim, now_s)
-        amounts = (claim.requests, claim.tokens)
-        for bucket, amount in zip(ledger.buckets, amounts, strict=True):
-            if bucket is not None and amount < 0.0 and claim.desk_id == self.desk_id:
-                bucket.take(amount)
+        limits = list(zip(ledger.buckets, ledger.mosts, claim.wanted, strict=True))
+        if claim.desk_id == self.desk_id:
+            for bucket, _, amount in limits:
+                bucket.take(min(0.0, amount))
         if now_s - self._started_s < YOUNG_S:
             return Grant(self.desk_id, is_young=True)
         if not ledger.has_seat(claim, now_s):
             turn, num_open, told_s = ledger.open[claim.ingress_id]
             ledger.open[claim.ingress_id] = (turn, max(0, num_open - 1), told_s)
             return Grant(self.desk_id, has_seat=False)
-        waits = [
-            bucket.wait_s(amount, now_s)
-            for bucket, amount in zip(ledger.buckets, amounts, strict=True)
-            if bucket is not None and amount > 0.0
-        ]
-        if max(waits, default=0.0) > 0.0:
-            return Grant(self.desk_id, left=ledger.left(now_s), wait_s=max(waits))
-        requests, tokens = [
-            self._give(bucket, amount, most, now_s)
-            for bucket, amount, most in zip(ledger.buckets, amounts, ledger.mosts, strict=True)
-        ]
-        return Grant(self.desk_id, requests, tokens, ledger.left(now_s))
-
-    def _give(self, bucket: Bucket | None, amount: float, most: int, now_s: float) -> float:
-        """Take it from the bucket, and ahead for the next requests where there is enough."""
-        if bucket is None or amount <= 0.0:
-            return 0.0
-        left = bucket.level(now_s) - amount
-        ahead = int(max(0.0, min(_AHEAD * most, left / (4 * self._num_ingresses))))
-        bucket.take(amount + ahead)
-        return amount + ahead
+        wait_s = max(bucket.wait_s(amount, now_s) for bucket, _, amount in limits)
+        if wait_s > 0.0:
+            return Grant(self.desk_id, left=ledger.left(now_s), wait_s=wait_s)
+        given = [0.0, 0.0]
+        for i, (bucket, most, amount) in enumerate(limits):
+            if most is not None and amount > 0.0:
+                # Ahead for the next requests, too, where there is enough.
+                left = bucket.level(now_s) - amount
+                ahead = max(0.0, min(_AHEAD * most, left / (4 * self._num_ingresses)))
+                given[i] = amount + int(ahead)
+                bucket.take(given[i])
+        return Grant(self.desk_id, (given[0], given[1]), ledger.left(now_s))
 
 
 Ask = Callable[[Claim], Awaitable[Grant]]
@@ -231,6 +215,7 @@ class FleetUse:
         self._desk_id = ""
         self._requests = _Part(key.requests_per_minute, uses.num_ingresses, now_s)
         self._tokens = _Part(key.tokens_per_minute, uses.num_ingresses, now_s)
+        self._parts = (self._requests, self._tokens)
         self.is_limited = (
             self._requests.is_limited
             or self._tokens.is_limited
@@ -240,8 +225,7 @@ class FleetUse:
     async def enter(self) -> None:
         self._open += 1
         try:
-            if self._requests.is_limited or self.key.max_concurrent_requests is not None:
-                await self._enter()
+            await self._take(self._requests, 1.0, seat=self.key.max_concurrent_requests is not None)
         except BaseException:
             self._open -= 1
             raise
@@ -252,11 +236,7 @@ class FleetUse:
             self._uses.wake()
 
     async def reserve(self, amount: int) -> None:
-        if not self._tokens.is_limited:
-            return
-        wait_s = await self._take(self._tokens, amount)
-        if wait_s > 0.0:
-            raise too_many_tokens(wait_s)
+        await self._take(self._tokens, amount)
 
     def give_back(self, amount: int) -> None:
         if self._tokens.is_limited:
@@ -267,95 +247,73 @@ class FleetUse:
     async def tell(self) -> None:
         """Tell the desk what is open, and give back what is left of what was taken."""
         now_s = self._uses.clock()
-        parts = (self._requests, self._tokens)
-        left = [part.held for part in parts]
-        owes = any(part.spent or part.owed(now_s) > 0.0 for part in parts)
+        left = [part.held for part in self._parts]
+        owes = any(part.spent or part.owed(now_s) > 0.0 for part in self._parts)
         if not (owes or any(left) or self._open or self._told_open):
             return
-        for part in parts:
+        for part in self._parts:
             part.held = 0.0
-        if await self._claim(-left[0], -left[1]) is None:  # it is away: ours still
-            for part, amount in zip(parts, left, strict=True):
+        if await self._claim((-left[0], -left[1])) is None:  # it is away: ours still
+            for part, amount in zip(self._parts, left, strict=True):
                 part.held += amount
 
     # -- parts -----------------------------------------------------------------------------
 
-    async def _enter(self) -> None:
-        most = self.key.max_concurrent_requests
-        if most is None:
-            wait_s = await self._take(self._requests, 1.0)
-            if wait_s > 0.0:
-                raise too_many_requests(self.key, wait_s)
+    async def _take(self, part: _Part, amount: float, *, seat: bool = False) -> None:
+        """Take of one limit, and a seat. Raises RateLimitedError."""
+        amount = amount if part.is_limited else 0.0
+        if part.held >= amount and not seat:
+            part.held -= amount
+            part.use(amount, self._uses.clock())
             return
-        wanted = 1.0 if self._requests.is_limited else 0.0
-        grant = await self._claim(wanted, 0.0, seat=True)
+        is_requests = part is self._requests
+        wanted = (amount, 0.0) if is_requests else (0.0, amount)
+        grant = await self._claim(wanted, seat=seat)
         for _ in range(_SEAT_TRIES):
             if grant is None or grant.has_seat:
                 break
             await asyncio.sleep(_SEAT_AGAIN_S)
-            grant = await self._claim(wanted, 0.0, seat=True)
-        wait_s = 0.0 if grant is None else grant.wait_s
+            grant = await self._claim(wanted, seat=seat)
+        most = self.key.max_concurrent_requests if seat else None
         if grant is None or grant.is_young:
-            if self._open > max(1, most // self._uses.num_ingresses):
+            if most is not None and self._open > max(1, most // self._uses.num_ingresses):
                 raise too_many_open(most)
-            wait_s = self._requests.wait_s(wanted, self._uses.clock())
-        elif not grant.has_seat:
+            wait_s = part.wait_s(amount, self._uses.clock())
+        elif most is not None and not grant.has_seat:
             raise too_many_open(most)
-        elif wait_s == 0.0 and wanted:
-            self._requests.held += grant.requests - wanted
-            self._requests.use(wanted, self._uses.clock())
+        else:
+            wait_s = grant.wait_s
+            if wait_s == 0.0:
+                part.held += sum(grant.given) - amount
+                part.use(amount, self._uses.clock())
         if wait_s > 0.0:
-            raise too_many_requests(self.key, wait_s)
+            raise too_many_requests(self.key, wait_s) if is_requests else too_many_tokens(wait_s)
 
-    async def _take(self, part: _Part, amount: float) -> float:
-        """Take of one limit; returns 0.0 where it was granted, or the seconds to wait."""
-        if part.held >= amount:
-            part.held -= amount
-            part.use(amount, self._uses.clock())
-            return 0.0
-        is_requests = part is self._requests
-        grant = await self._claim(amount if is_requests else 0.0, 0.0 if is_requests else amount)
-        if grant is None or grant.is_young:
-            return part.wait_s(amount, self._uses.clock())
-        if grant.wait_s > 0.0:
-            return grant.wait_s
-        part.held += (grant.requests if is_requests else grant.tokens) - amount
-        part.use(amount, self._uses.clock())
-        return 0.0
-
-    async def _claim(self, requests: float, tokens: float, *, seat: bool = False) -> Grant | None:
+    async def _claim(self, wanted: Pair, *, seat: bool = False) -> Grant | None:
         """Ask the desk; None while it is away."""
         now_s = self._uses.clock()
         self._turn += 1
-        parts = (self._requests, self._tokens)
-        spent = (parts[0].spent, parts[1].spent)
-        for part in parts:
-            part.spent = 0.0
-        claim = Claim(
-            self._uses.ingress_id,
-            self._told_key,
-            self._turn,
-            self._desk_id,
-            requests,
-            tokens,
-            seat,
-            self._open,
-            spent,
-            (parts[0].owed(now_s), parts[1].owed(now_s)),
-        )
-        grant = await self._uses.ask(claim)
+        requests, tokens = self._parts
+        spent = (requests.spent, tokens.spent)
+        owed = (requests.owed(now_s), tokens.owed(now_s))
+        requests.spent = tokens.spent = 0.0
+        grant = await self._uses.ask(
+            Claim(
+                self._uses.ingress_id, self._told_key, self._turn, self._desk_id,
+                wanted, seat, self._open, spent, owed,
+            )
+        )  # fmt: skip
         if grant is None:
-            for part, amount in zip(parts, spent, strict=True):
-                part.spent += amount
+            requests.spent += spent[0]
+            tokens.spent += spent[1]
             return None
         if grant.desk_id != self._desk_id:
             # What was taken of another desk is not in this one's books: it is owed.
             if self._desk_id:
-                for part in parts:
-                    part.held = 0.0
+                requests.held = tokens.held = 0.0
             self._desk_id = grant.desk_id
         if not grant.is_young and grant.has_seat:
-            for part, left in zip(parts, grant.left, strict=True):
+            for part, left in zip(self._parts, grant.left, strict=True):
                 part.hear(left, self._uses.clock())
         self._told_open = self._open
         return grant
