@@ -58,7 +58,7 @@ class FleetParts:
         from server.fleet.learning.builder import Sharing
         from server.model.cache_folder import cache_dir
 
-        return Sharing.of(self.learning, cache_dir() / "fleet")
+        return Sharing(self.learning.storage or str(cache_dir() / "fleet"), self.learning)
 
     def prepare(self) -> None:
         """Make what all replicas of one machine would else make at once, and show it: fetched and

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from server.api.engines.client import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
-from server.config.cluster import ClusterConfig
+from server.config.cluster import ClusterConfig, LearningConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.process import start_process
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import Sharing
-from server.fleet.learning.storage import LearningNumbers
 from server.fleet.parts import FleetParts, Front, version_of
 from server.machine_code import make_ready
 from server.wiring.task_set import TaskSet
@@ -91,7 +90,7 @@ class FakeParts(FleetParts):
     def sharing(self) -> Sharing | None:
         if self.shared is None:
             return None
-        return Sharing(self.shared, LearningNumbers(append_s=0.1, look_s=0.2, publish_s=0.2))
+        return Sharing(self.shared, LearningConfig(append_s=0.1, look_s=0.2, publish_s=0.2))
 
     def prepare(self) -> None:
         """Nothing is to be made."""

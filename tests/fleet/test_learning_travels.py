@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from server.config.cluster import LearningConfig
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
@@ -22,7 +23,6 @@ from server.fleet.learning.builder import Builder, BuilderLoop, Sharing
 from server.fleet.learning.exchange import SegmentExchange
 from server.fleet.learning.storage import (
     MANIFEST,
-    LearningNumbers,
     Manifest,
     Storage,
     StorageError,
@@ -38,6 +38,11 @@ VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
 LEARN = SpeculationParams("auto", 5, (("auto.logits", 0),), learn_tokens=1000, persists=True)
 PROMPT = [7, 9, 4, 7, 9, 12]
+
+
+def _config(**numbers: Any) -> LearningConfig:
+    """Also of numbers that no file may have."""
+    return LearningConfig().model_copy(update=numbers)
 
 
 @dataclass
@@ -93,7 +98,7 @@ class Fleet:
         own = self.folder / f"engine-{len(self.replicas)}"
         exchange = SegmentExchange(
             storage or self.storage, "fake", own,
-            replace(LearningNumbers(append_s=0.0, look_s=0.0), **numbers), autonomous=False,
+            _config(append_s=0.0, look_s=0.0, **numbers), autonomous=False,
         )  # fmt: skip
         memory = TaskStore(
             own, fingerprint="f", build_share=1e9, save_every_s=0.0, max_scopes=max_scopes,
@@ -109,7 +114,7 @@ class Fleet:
         return self.replicas[-1]
 
     def build(self, **numbers: Any) -> Any:
-        return Builder(self.storage, LearningNumbers(**numbers)).run()
+        return Builder(self.storage, _config(**numbers)).run()
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +450,7 @@ def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
     def away(task: str) -> None:
         raise UnavailableError("The storage is away.")
 
-    sharing = Sharing(fleet.url, LearningNumbers())
+    sharing = Sharing(fleet.url, LearningConfig())
     first = fleet.add()
     first.ask()
     first.tend()
@@ -458,7 +463,7 @@ def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
     first = fleet.add()
     first.ask()
     first.tend()
-    loop = BuilderLoop(Sharing(fleet.url, LearningNumbers(publish_s=0.01)))
+    loop = BuilderLoop(Sharing(fleet.url, LearningConfig(publish_s=0.01)))
     wait_until(lambda: any(f.endswith(MANIFEST) for f in fleet.storage.files()))
     loop.check()
     loop.stop()

@@ -11,12 +11,13 @@ other work and, at worst, a segment.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from server.errors import UnavailableError
 from server.fleet.learning.exchange import SegmentExchange, corpus_id, decoded, encoded
 from server.fleet.learning.storage import (
     MANIFEST,
-    LearningNumbers,
     Manifest,
     SegmentName,
     Storage,
@@ -50,10 +50,9 @@ _MAX_AT_ONCE = 256  # segments of a scope in one pass
 _MAX_WRITERS = 1024
 _RETRIES = 3
 _COUNTS_MEMORY = {"evidence": 20_000.0, "outcomes": 20_000.0, "offers": 2000.0}
-_EMPTY = SharedFile(SharedOutputs(), {}, {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PassReport:
     """What one pass did. num_merged, num_torn: segments."""
 
@@ -64,39 +63,33 @@ class PassReport:
 
 
 class Builder:
-    """See the top of this file. share: (i, n): this is the i-th of n builders, from 0. clock_ns:
-    time.time_ns, or what tests say."""
+    """See the top of this file. share: (i, n): this is the i-th of n builders, from 0."""
 
     def __init__(
         self,
         storage: Storage,
-        numbers: LearningNumbers | None = None,
+        config: LearningConfig | None = None,
         *,
         share: tuple[int, int] = (0, 1),
-        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._storage = storage
-        self._numbers = numbers or LearningNumbers()
+        self._config = config or LearningConfig()
         self._share = share
-        self._clock_ns = clock_ns
 
     def run(self) -> PassReport:
         """One pass. Raises StorageError when the storage is away."""
         scopes = self._scopes()
-        num_published = num_merged = num_torn = 0
+        report = PassReport(len(scopes))
         by_task: dict[str, list[tuple[int, str]]] = {}
         for scope, files in scopes.items():
-            manifest, merged, torn = self._tend(scope, files)
-            num_published += merged > 0
-            num_merged += merged
-            num_torn += torn
+            manifest = self._tend(scope, files, report)
             if manifest is not None:
                 task = scope.rpartition("/")[0]
                 by_task.setdefault(task, []).append((manifest.published_ns, scope))
         for published in by_task.values():
-            for _, scope in sorted(published)[: -self._numbers.max_scopes]:
+            for _, scope in sorted(published)[: -self._config.max_scopes]:
                 self._storage.delete_folder(scope)
-        return PassReport(len(scopes), num_published, num_merged, num_torn)
+        return report
 
     def _scopes(self) -> dict[str, list[str]]:
         """The files of each scope of this builder's tasks, relative to it; old epochs are swept."""
@@ -117,19 +110,21 @@ class Builder:
                 self._storage.delete(path)  # late, for an epoch that is over
         return scopes
 
-    def _tend(self, scope: str, files: Iterable[str]) -> tuple[Manifest | None, int, int]:
-        """(what is published of a scope now, segments that were merged, that were torn)."""
-        storage, now_ns = self._storage, self._clock_ns()
-        manifest = self._published(scope)
+    def _tend(self, scope: str, files: Iterable[str], report: PassReport) -> Manifest | None:
+        """What is published of a scope now."""
+        storage, now_ns = self._storage, time.time_ns()
+        manifest: Manifest | None = None
+        with _begun_anew(scope):  # by the segments that are there
+            manifest = read_manifest(storage, scope)
         segments = _segments(files)
         marks = {} if manifest is None else dict(manifest.marks)
         new = [s for s in segments if s.number > marks.get(s.writer, (0, 0))[0]][:_MAX_AT_ONCE]
         if not new:
             if manifest is not None and manifest.published_ns < self._oldest_ns():
                 storage.delete_folder(scope)
-                return None, 0, 0
+                return None
             self._sweep(scope, files, manifest, segments)
-            return manifest, 0, 0
+            return manifest
         read: list[SharedFile] = []
         for segment in new:
             marks[segment.writer] = (segment.number, now_ns)
@@ -138,35 +133,19 @@ class Builder:
             except (TornError, ArrayFileError) as error:
                 log.warning("a segment is left out: %s", error)
         num_torn = len(new) - len(read)
-        published = manifest
         if read:
-            published = self._publish(scope, manifest, read, marks, num_torn)
+            manifest = self._publish(scope, manifest, read, marks, num_torn)
         for segment in new:
             storage.delete(segment.path(scope))
         if read:
-            self._sweep(scope, files, published, [])
-        return published, len(read), num_torn
-
-    def _published(self, scope: str) -> Manifest | None:
-        """None where nothing is published, or the manifest is damaged: then the segments that are
-        there make a new beginning."""
-        try:
-            return read_manifest(self._storage, scope)
-        except TornError as error:
-            log.warning("what is learned in %s is begun anew: %s", scope, error)
-            return None
-
-    def _state(self, scope: str, manifest: Manifest) -> SharedFile:
-        """What is published; nothing where it is damaged."""
-        try:
-            data = read_hashed(self._storage, f"{scope}/{manifest.state}")
-            return decoded(data, None, _key(scope))
-        except (TornError, ArrayFileError) as error:
-            log.warning("what is learned in %s is begun anew: %s", scope, error)
-            return _EMPTY
+            self._sweep(scope, files, manifest, [])
+        report.num_published += bool(read)
+        report.num_merged += len(read)
+        report.num_torn += num_torn
+        return manifest
 
     def _oldest_ns(self) -> int:
-        return max(0, self._clock_ns() - int(self._numbers.max_age_days * 86400e9))
+        return max(0, time.time_ns() - int(self._config.max_age_days * 86400e9))
 
     def _publish(
         self,
@@ -181,7 +160,11 @@ class Builder:
         storage = self._storage
         newest = max(segments, key=lambda file: max(file.outputs.examples, default=(0, 0, 0)))
         fingerprint = str(newest.meta["fingerprint"])
-        state = _EMPTY if before is None else self._state(scope, before)
+        state = SharedFile(SharedOutputs(), {}, {})
+        if before is not None:
+            with _begun_anew(scope):
+                data = read_hashed(storage, f"{scope}/{before.state}")
+                state = decoded(data, None, _key(scope))
         files = [f for f in (state, *segments) if f.meta.get("fingerprint") == fingerprint]
         max_tokens = max(1, min(_MAX_TOKENS, int(newest.meta.get("max_tokens") or 1)))
         outputs = merge(
@@ -201,7 +184,7 @@ class Builder:
         layer, base_id = self._build(scope, outputs, newest.meta, fingerprint)
         manifest = Manifest(
             version=1 + (0 if before is None else before.version),
-            published_ns=self._clock_ns(),
+            published_ns=time.time_ns(),
             state=name,
             layer=layer,
             corpus_id=base_id,
@@ -256,6 +239,15 @@ class Builder:
                 self._storage.delete(f"{scope}/{file}")
 
 
+@contextlib.contextmanager
+def _begun_anew(scope: str) -> Iterator[None]:
+    """What is damaged of a scope's publication is told, and counts as not there."""
+    try:
+        yield
+    except (TornError, ArrayFileError) as error:
+        log.warning("what is learned in %s is begun anew: %s", scope, error)
+
+
 def _key(scope: str) -> str:
     """What a file of this scope says whose it is."""
     return scope.rpartition("/")[2]
@@ -279,18 +271,11 @@ class Sharing:
     """What cluster.yaml says of learning; picklable. storage: a folder or a URL."""
 
     storage: str
-    numbers: LearningNumbers
-
-    @staticmethod
-    def of(config: LearningConfig, folder: Path) -> Sharing:
-        """folder: where what is learned lies when the config names no storage."""
-        names = (one.name for one in fields(LearningNumbers))
-        numbers = LearningNumbers(**{name: getattr(config, name) for name in names})
-        return Sharing(config.storage or str(folder), numbers)
+    config: LearningConfig
 
     def __call__(self, model: str, folder: Path) -> SegmentExchange:
         """For an engine: server.wiring.engine.Share."""
-        return SegmentExchange(Storage(self.storage), model, folder, self.numbers)
+        return SegmentExchange(Storage(self.storage), model, folder, self.config)
 
     def forget(self, task: str) -> None:
         """For an ingress: what is kept of a task is dropped. Raises UnavailableError; then it may
@@ -315,8 +300,8 @@ class BuilderLoop:
     """
 
     def __init__(self, sharing: Sharing, share: tuple[int, int] = (0, 1)) -> None:
-        self._builder = Builder(Storage(sharing.storage), sharing.numbers, share=share)
-        self._every_s = sharing.numbers.publish_s
+        self._builder = Builder(Storage(sharing.storage), sharing.config, share=share)
+        self._every_s = sharing.config.publish_s
         self._stop = threading.Event()
         self._is_away = False
         self._thread = threading.Thread(target=self._work, name="builder", daemon=True)

@@ -24,10 +24,10 @@ from typing import Any
 from drafters.array_file import ArrayFileError
 from drafters.shared_counts import Counts, PackedCounts, TableId, added
 from drafters.shared_outputs import SharedFile, load_shared, save_shared, segment_of
+from server.config.cluster import LearningConfig
 from server.engine.calibrations import digest
 from server.engine.task_store import Arrival, Example, Key, Wanted
 from server.fleet.learning.storage import (
-    LearningNumbers,
     Manifest,
     SegmentName,
     Storage,
@@ -79,6 +79,16 @@ class _Scope:
     adopted: tuple[int, int] | None = None  # version, and when it was published
     figures: SharedFigures = field(default_factory=lambda: SharedFigures(""))
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to be written."""
+        return bool(self.buffer or self.counts)
+
+    def comes(self) -> None:
+        """Something to be written is coming."""
+        if not self.waits:
+            self.since_s = time.monotonic()
+
     def drop(self) -> None:
         """All that is in no version."""
         self.buffer, self.counts, self.num_tokens = [], {}, 0
@@ -94,18 +104,17 @@ class SegmentExchange:
         storage: Storage,
         model: str,
         folder: Path,
-        numbers: LearningNumbers | None = None,
+        config: LearningConfig | None = None,
         *,
         autonomous: bool = True,
     ) -> None:
         self._storage = storage
         self._model = model
         self._folder = folder
-        self._numbers = numbers or LearningNumbers()
+        self._config = config or LearningConfig()
         self._lock = threading.Lock()
         self._scopes: OrderedDict[Key, _Scope] = OrderedDict()
         self._num_written: dict[str, int] = {}
-        self._figures: tuple[SharedFigures, ...] = ()
         self._on_arrival: Callable[[Arrival], None] = lambda _: None
         self._is_away = False
         self._again_s = 0.0
@@ -142,8 +151,7 @@ class SegmentExchange:
             if scope is None:
                 return
             self._scopes.move_to_end(key)
-            if not (scope.buffer or scope.counts):
-                scope.since_s = time.monotonic()
+            scope.comes()
             scope.buffer.append(example)
             scope.num_tokens += int(example[1].shape[0])
             while scope.num_tokens > scope.wanted.max_tokens and len(scope.buffer) > 1:
@@ -154,8 +162,7 @@ class SegmentExchange:
             scope = self._scopes.get(key)
             if scope is None:
                 return
-            if not (scope.buffer or scope.counts):
-                scope.since_s = time.monotonic()
+            scope.comes()
             scope.counts[table] = added([scope.counts.get(table, {}), counts])
 
     def unpublished(self, key: Key) -> list[Example]:
@@ -170,10 +177,22 @@ class SegmentExchange:
             for key in [key for key in self._scopes if key[0] == task]:
                 del self._scopes[key]
                 self._drop_layers(key)
-            self._tell_figures()
 
     def figures(self) -> tuple[SharedFigures, ...]:
-        return self._figures
+        with self._lock:
+            by_task = {task: [SharedFigures(task, num)] for task, num in self._num_written.items()}
+            for (task, _), scope in self._scopes.items():
+                by_task.setdefault(task, []).append(scope.figures)
+            return tuple(
+                SharedFigures(
+                    task,
+                    sum(f.num_written for f in of),
+                    sum(f.num_merged for f in of),
+                    sum(f.version for f in of),
+                    max(f.published_s for f in of),
+                )
+                for task, of in sorted(by_task.items())
+            )
 
     def close(self) -> None:
         self._ending.set()
@@ -202,27 +221,26 @@ class SegmentExchange:
             try:
                 self._tend_scope(scope, now_s, is_last)
             except StorageError as error:
-                self._again_s = now_s + self._numbers.look_s
+                self._again_s = now_s + self._config.look_s
                 if not self._is_away:
                     self._is_away = True
                     log.warning("what was learned does not travel: %s", error)
                 return
             except Exception:
                 log.exception("what was learned does not travel")
-                self._again_s = now_s + self._numbers.look_s
+                self._again_s = now_s + self._config.look_s
                 return
             if self._is_away:
                 self._is_away = False
                 log.info("what was learned travels again")
 
     def _tend_scope(self, scope: _Scope, now_s: float, is_last: bool) -> None:
-        numbers = self._numbers
+        config = self._config
         with self._lock:
-            waits = bool(scope.buffer or scope.counts)
-            is_due = scope.num_tokens >= numbers.segment_tokens
-            is_due |= now_s - scope.since_s >= numbers.append_s
-            writes = waits and (is_due or is_last)
-            looks = not is_last and now_s - scope.looked_s >= numbers.look_s
+            is_due = scope.num_tokens >= config.segment_tokens
+            is_due |= now_s - scope.since_s >= config.append_s
+            writes = scope.waits and (is_due or is_last)
+            looks = not is_last and now_s - scope.looked_s >= config.look_s
         if not (writes or looks):
             return
         epoch = epoch_of(self._storage, task_folder(self._model, scope.wanted.key[0]))
@@ -248,13 +266,15 @@ class SegmentExchange:
             packed = {table: PackedCounts.of(counts) for table, counts in told.items()}
             sent = _Sent(scope.last_number + 1, "", scope.buffer, packed)
             scope.buffer, scope.counts, scope.num_tokens = [], {}, 0
-        outputs = segment_of(sent.examples, time.time_ns(), _number_of(scope.writer, sent.number))
+        # Tells segments of one nanosecond apart.
+        own = int(digest(scope.writer, str(sent.number)), 16) >> 2
+        outputs = segment_of(sent.examples, time.time_ns(), own)
         meta = {
             "max_tokens": wanted.max_tokens,
             "corpus": wanted.corpus or "",
             "corpus_id": corpus_id(wanted.corpus),
         }
-        data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, wanted.key)
+        data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, digest(*wanted.key))
         name = SegmentName(scope.writer, sent.number, hash_of(data))
         sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
         try:
@@ -269,11 +289,10 @@ class SegmentExchange:
         with self._lock:
             scope.last_number = sent.number
             scope.sent.append(sent)
-            too_many = len(scope.sent) > self._numbers.max_segments
+            too_many = len(scope.sent) > self._config.max_segments
             oldest = scope.sent.popleft() if too_many else None
             task = wanted.key[0]
             self._num_written[task] = self._num_written.get(task, 0) + 1
-            self._tell_figures()
         if oldest is not None:  # no builder takes them: what is kept there is bounded
             self._storage.delete(oldest.path)
 
@@ -286,7 +305,7 @@ class SegmentExchange:
             if manifest is None or scope.adopted == (manifest.version, manifest.published_ns):
                 return
             data = read_hashed(self._storage, f"{folder}/{manifest.state}")
-            file = decoded(data, scope.fingerprint, wanted.key)
+            file = decoded(data, scope.fingerprint, digest(*wanted.key))
             layer = self._layer(wanted, manifest, folder)
         except (TornError, ArrayFileError) as error:
             log.info("task %s: what was published is left out: %s", wanted.key[0], error)
@@ -322,9 +341,7 @@ class SegmentExchange:
                 num_merged=manifest.num_merged,
                 published_s=manifest.published_ns / 1e9,
             )
-        with self._lock:
-            scope.figures = figures
-            self._tell_figures()
+        scope.figures = figures
         self._on_arrival(Arrival(wanted, examples, layer, tables))
 
     def _layer(self, wanted: Wanted, manifest: Manifest, folder: str) -> Path | None:
@@ -344,23 +361,6 @@ class SegmentExchange:
             if old.name != but:
                 old.unlink(missing_ok=True)
 
-    def _tell_figures(self) -> None:
-        """With the lock. By task, over its scopes."""
-        tasks = sorted({key[0] for key in self._scopes} | self._num_written.keys())
-        told = []
-        for task in tasks:
-            mine = [s.figures for key, s in self._scopes.items() if key[0] == task]
-            told.append(
-                SharedFigures(
-                    task,
-                    self._num_written.get(task, 0),
-                    sum(f.num_merged for f in mine),
-                    sum(f.version for f in mine),
-                    max((f.published_s for f in mine), default=0.0),
-                )
-            )
-        self._figures = tuple(told)
-
 
 def _counts_of(
     table: TableId, published: Mapping[TableId, Counts], scope: _Scope
@@ -374,27 +374,20 @@ def _counts_of(
             yield sent.counts[table].counts()
 
 
-def encoded(file: SharedFile, fingerprint: str, key: Key | str) -> bytes:
-    """A SharedFile as bytes. key: (task, scope), or the digest of it."""
-    scope = key if isinstance(key, str) else digest(*key)
+def encoded(file: SharedFile, fingerprint: str, scope: str) -> bytes:
+    """A SharedFile as bytes. scope: the digest of its (task, scope)."""
     with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
         path = Path(folder) / "file"
         save_shared(path, file, fingerprint=fingerprint, scope=scope)
         return path.read_bytes()
 
 
-def decoded(data: bytes, fingerprint: str | None, key: Key | str) -> SharedFile:
+def decoded(data: bytes, fingerprint: str | None, scope: str) -> SharedFile:
     """What `encoded` gave. Raises ArrayFileError."""
-    scope = key if isinstance(key, str) else digest(*key)
     with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
         path = Path(folder) / "file"
         path.write_bytes(data)
         return load_shared(path, fingerprint=fingerprint, scope=scope)
-
-
-def _number_of(writer: str, number: int) -> int:
-    """Tells segments of one nanosecond apart."""
-    return int(digest(writer, str(number)), 16) >> 2
 
 
 def corpus_id(corpus: str | None) -> str:

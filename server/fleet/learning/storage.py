@@ -27,26 +27,6 @@ class StorageError(OSError):
     """The storage is away or refuses."""
 
 
-@dataclass(frozen=True, slots=True)
-class LearningNumbers:
-    """Those of cluster.yaml's section `learning`, for replicas and builders.
-
-    append_s: how long an output waits for others before a segment is written. segment_tokens: of
-    outputs that make a segment before that. look_s: between two looks at what is published.
-    max_segments: of one scope and engine that are in no version yet; older ones are taken back.
-    publish_s: seconds between two passes of a builder. max_scopes: of one task; those that were
-    published longest ago are given up. max_age_days: what was written longer ago is given up.
-    """
-
-    append_s: float = 20.0
-    segment_tokens: int = 20_000
-    look_s: float = 20.0
-    max_segments: int = 64
-    publish_s: float = 20.0
-    max_scopes: int = 256
-    max_age_days: float = 30.0
-
-
 class Storage:
     """url: a folder, or a URL as fsspec reads it; credentials are where fsspec finds them.
 
