@@ -15,29 +15,30 @@ import logging
 import os
 import re
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from server import logs
 from server.api.serving import listen
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
-from server.fleet.budgets import Budgets
-from server.fleet.changes import ChangeDesk, ChangeLog
+from server.fleet.budgets import Budgets, FleetUses
+from server.fleet.changes import ChangeLog, SharedTasks
 from server.fleet.desk import Desk, Standing
-from server.fleet.far_engine import FleetHandle
-from server.fleet.ingress import IngressApp, OtherIngresses
+from server.fleet.far_engine import FleetState, ReplicaLostError
+from server.fleet.ingress import IngressApp
 from server.fleet.learning.builder import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, Front, version_of
-from server.fleet.replica import EngineReplica
+from server.fleet.replica import CONTROL_S, EngineReplica
 from server.fleet.routing import Job
-from server.fleet.serve_replicas import DeskLine, ServeReplicas
 
 log = logging.getLogger("tailor.fleet")
 
@@ -47,12 +48,75 @@ _ONE_LOOP = {
 }
 """Of ingresses and engine replicas: Serve's own part of a request runs on the loop of ours, because
 each change of threads, four a request, delays a first token. Nothing of ours blocks that loop."""
-_QUIET = {"enable_access_log": False}  # requests are in the log of the ingress's own application
 _TELL_S = 1.0
 _READY_S = 30.0
 _ASK_S = 2.0
+_LOST = (RayError, RayServeException)
 _SCALING = "server.fleet.scaling:WorkPolicy"
 _ROUTER = "server.fleet.task_router:TaskRouter"
+
+
+class ServeReplicas:
+    """model: its name. engines: the handle of its deployment. desk: of the fleet's desk."""
+
+    def __init__(self, model: str, engines: DeploymentHandle, desk: DeploymentHandle) -> None:
+        self._model = model
+        # By value: a message is some hundred bytes, and an object in Ray's store costs more.
+        self._streams = engines.options(stream=True, _by_reference=False)
+        self._calls = engines.options(_by_reference=False)
+        self._desk = DeskLine(desk, "desk")
+
+    async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
+        """One run of a Request on the replica that the router chose."""
+        response = self._streams.stream.remote(request, age_s, job)
+        over = False
+        try:
+            async for message in response:
+                yield message
+            over = True
+        except _LOST as error:
+            over = True
+            raise ReplicaLostError(f"{type(error).__name__}: {str(error)[:120]}") from None
+        finally:
+            if not over:
+                response.cancel()
+
+    async def state(self) -> FleetState:
+        """What the desk knows of the replicas now."""
+        return FleetState(*await self._desk.state(self._model))
+
+    async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
+        """The answers of all replicas to one control."""
+        there: list[Standing] = await self._desk.standings(self._model)
+        return await asyncio.gather(*(self._ask(standing, name, payload) for standing in there))
+
+    async def _ask(self, standing: Standing, name: str, payload: Any) -> dict[str, Any]:
+        response = self._calls.control.remote(name, payload, replica=standing.replica_id)
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                answer: dict[str, Any] = await response
+                return answer
+        except (TimeoutError, *_LOST):
+            with contextlib.suppress(Exception):
+                response.cancel()
+            raise ReplicaLostError(f"{standing.name} does not answer") from None
+
+
+class DeskLine:
+    """The methods of a part of the desk (app.DeskDeployment), as coroutines. desk: the handle of
+    its deployment. Each may raise whatever Ray does while the desk is away."""
+
+    def __init__(self, desk: DeploymentHandle, part: str) -> None:
+        # By value, as a request is: see ServeReplicas.
+        self._ask = partial(desk.options(_by_reference=False).ask.remote, part)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._call, method)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self._ask(method, *args)
 
 
 class DeskDeployment:
@@ -66,7 +130,7 @@ class DeskDeployment:
         }  # fmt: skip
 
     async def ask(self, part: str, method: str, *args: Any) -> Any:
-        """What a method of a part answers; see serve_replicas.DeskLine."""
+        """What a method of a part answers; see DeskLine."""
         answer = getattr(self._parts[part], method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -87,8 +151,8 @@ class BuilderDeployment:
             await asyncio.to_thread(self._loop.stop)
 
 
-class EngineDeployment:
-    """replica.EngineReplica; ready when its engine is."""
+class EngineDeployment(EngineReplica):
+    """Ready when its engine is; the desk is told of it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -101,32 +165,21 @@ class EngineDeployment:
         config = parts.server
         logs.configure(config.log.format, config.log.level)
         context = serve.get_replica_context()
-        self._replica_id = context.replica_id.unique_id
         self._desk, self._changes = DeskLine(desk, "desk"), DeskLine(desk, "changes")
         number: int = await self._desk.number(model, context.rank.rank)
         spec = await asyncio.to_thread(
             parts.engine, model, number, replicas.num_cpus, replicas.num_gpus
         )
-        self._replica = EngineReplica(
+        super().__init__(
             spec,
-            replica_id=self._replica_id,
+            replica_id=context.replica_id.unique_id,
             restart=config.restart,
             limits=config.limits,
             max_messages_per_s=max_messages_per_s,
         )
-        await self._replica.start()
+        await self.start()
         await self._tell_once()
         self._telling = asyncio.create_task(self._tell())
-
-    async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
-        """EngineReplica.stream. job: for the router, which has chosen by it."""
-        async with contextlib.aclosing(self._replica.stream(request, age_s)) as stream:
-            async for message in stream:
-                yield message
-
-    async def control(self, name: str, payload: Any, replica: str) -> Any:
-        """EngineReplica.control. replica: for the router."""
-        return await self._replica.control(name, payload, timeout_s=8.0)
 
     async def pid(self, replica: str) -> int:
         """The replica's process, for those who test what happens when it dies."""
@@ -134,49 +187,38 @@ class EngineDeployment:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What the router reads; see TaskRouter."""
-        replica = self._replica
         return {
-            "costs": replica.costs.costs(replica.info.max_num_seqs),
-            "recent": replica.costs.recent,
-            "habits": replica.costs.habits(),
-            "is_stuck": not replica.serves,
+            "costs": self.costs.costs(self.info.max_num_seqs),
+            "recent": self.costs.recent,
+            "habits": self.costs.habits(),
+            "is_stuck": not self.serves,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaler reads; see scaling.WorkPolicy."""
-        return {name: float(value) for name, value in asdict(self._replica.work).items()}
-
-    def check_health(self) -> None:
-        """Raises when the replica is to be replaced."""
-        self._replica.check()
+        return self.work
 
     async def _tell(self) -> None:
         while True:
             await asyncio.sleep(_TELL_S)
-            await self._replica.look()
+            await self.look()
             try:
                 await self._tell_once()
             except Exception as error:
                 log.warning("the desk was not told: %s", type(error).__name__)
 
     async def _tell_once(self) -> None:
-        replica = self._replica
+        node = ray.get_runtime_context().get_node_id()
+        name, model = self.spec.name, self.spec.model
         await self._desk.tell(
-            Standing(
-                replica.spec.name,
-                replica.spec.model,
-                self._replica_id,
-                ray.get_runtime_context().get_node_id(),
-                replica.info,
-                replica.figures,
-            )
-        )
-        await replica.know(await self._changes.orders(replica.spec.model))
+            Standing(name, model, self.replica_id, node, self.info, self.figures)
+        )  # fmt: skip
+        await self.know(await self._changes.orders(model))
 
     async def __del__(self) -> None:
         if hasattr(self, "_telling"):
             self._telling.cancel()
-            await self._replica.stop(0.0)  # Serve has waited for what was open
+            await self.stop(0.0)  # Serve has waited for what was open
 
 
 class IngressDeployment:
@@ -249,93 +291,80 @@ async def _ingress(
 ) -> IngressApp:
     """engines: the handles of the engine deployments, by model."""
     logs.configure(parts.server.log.format, parts.server.log.level)
-    others = OtherIngresses(
-        serve.get_replica_context().replica_id.unique_id,
-        cluster.ingress.replicas,
-        DeskLine(desk, "budgets").take,
-        cast("ChangeDesk", DeskLine(desk, "changes")),
-    )
+    own_id = serve.get_replica_context().replica_id.unique_id
+    take = DeskLine(desk, "budgets").take
+    uses = FleetUses(own_id, num_ingresses=cluster.ingress.replicas, take=take)
     front: Front = await asyncio.to_thread(parts.front)
-    loop = asyncio.get_running_loop()
+    changes: Any = DeskLine(desk, "changes")
+    shared = SharedTasks(front.task_admin, changes, own_id, front.forget)
     # On the loop, because their routers run on it: a request changes threads as seldom as it can.
     replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
-
-    def start(model: str, on_state: Any) -> FleetHandle:
-        return FleetHandle(
-            replicas[model],
-            name=f"{model}/fleet",
-            loop=loop,
-            max_runs=cluster.routing.max_runs,
-            on_state=on_state,
-        )
-
-    return IngressApp(parts.server, front, start, others, requests_only_port)
+    max_runs = cluster.routing.max_runs
+    return IngressApp(parts.server, front, replicas, max_runs, uses, shared, requests_only_port)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
     """The fleet, to be deployed under any name and route."""
-    desk = serve.deployment(
+    ingress, learning = cluster.ingress, cluster.learning
+    builders = None
+    if learning is not None and parts.sharing is not None:  # those that merge what replicas learn
+        builders = _deployment(
+            BuilderDeployment,
+            "builder",
+            learning,
+            num_replicas=learning.builders,
+            ray_actor_options={"num_cpus": 0},
+        ).bind(parts.sharing, learning.builders)
+    desk = _deployment(
         DeskDeployment,
-        name="desk",
+        "desk",
+        ingress.replicas,
+        learning,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
-        logging_config=_QUIET,
-    )
-    desk = _versioned(desk, cluster.ingress.replicas, cluster.learning).bind(
-        cluster.ingress.replicas, _builders(cluster, parts)
-    )
+    ).bind(ingress.replicas, builders)
+    # How long a replica that ends may take; where ingresses end, engines have nothing open.
+    drain_s = max(cluster.drain_s, parts.server.limits.drain_s) + 5.0
     engines = {
-        model.name: _engines(cluster, parts, model.name, desk) for model in parts.server.models
+        model.name: _engines(cluster, parts, model.name, desk, drain_s)
+        for model in parts.server.models
     }
-    direct = cluster.ingress.http == "direct"
-    ingress = serve.deployment(
-        IngressDeployment if direct else ProxiedIngressDeployment,
-        name="ingress",
-        num_replicas=cluster.ingress.replicas,
-        ray_actor_options={
-            "num_cpus": cluster.ingress.num_cpus,
-            "runtime_env": {"env_vars": _ONE_LOOP},
-        },
+    return _deployment(
+        IngressDeployment if ingress.http == "direct" else ProxiedIngressDeployment,
+        "ingress",
+        parts.ingress_version(),
+        ingress,
+        cluster.routing,
+        num_replicas=ingress.replicas,
+        ray_actor_options={"num_cpus": ingress.num_cpus, "runtime_env": {"env_vars": _ONE_LOOP}},
         max_ongoing_requests=100_000,
-        logging_config=_QUIET,
-        graceful_shutdown_timeout_s=_drain_s(cluster, parts),
+        graceful_shutdown_timeout_s=drain_s,
         health_check_period_s=2.0,
-        max_surge_percent=cluster.ingress.surge_percent,
-    )
-    ingress = _versioned(ingress, parts.ingress_version(), cluster.ingress, cluster.routing)
-    return ingress.bind(parts, cluster, desk, engines)
+        max_surge_percent=ingress.surge_percent,
+    ).bind(parts, cluster, desk, engines)
 
 
-def _drain_s(cluster: ClusterConfig, parts: FleetParts) -> float:
-    """How long a replica that ends may take; where ingresses end, engines have nothing open."""
-    return max(cluster.drain_s, parts.server.limits.drain_s) + 5.0
-
-
-def _versioned(deployment: Any, *told: object) -> Any:
+def _deployment(kind: Any, name: str, *told: object, **options: Any) -> Any:
     """A deployment whose replicas are replaced when something of `told` is another one, and not
     each time. Serve keeps this option for itself, hence `_internal`; Ray's version is pinned."""
+    deployment: Any = serve.deployment(
+        kind,
+        name=name,
+        # Requests are in the log of the ingress's own application.
+        logging_config={"enable_access_log": False},
+        # The desk takes longer: ingresses that end ask it whether all of the fleet does.
+        graceful_shutdown_wait_loop_s=2.0 if kind is DeskDeployment else 0.2,
+        **options,
+    )
     return deployment.options(version=version_of(*told), _internal=True)
 
 
-def _builders(cluster: ClusterConfig, parts: FleetParts) -> Application | None:
-    """Those that merge what replicas learn."""
-    if cluster.learning is None or parts.sharing is None:
-        return None
-    builder = serve.deployment(
-        BuilderDeployment,
-        name="builder",
-        num_replicas=cluster.learning.builders,
-        ray_actor_options={"num_cpus": 0},
-    )
-    return _versioned(builder, cluster.learning).bind(parts.sharing, cluster.learning.builders)
-
-
 def _engines(
-    cluster: ClusterConfig, parts: FleetParts, model: str, desk: Application
+    cluster: ClusterConfig, parts: FleetParts, model: str, desk: Application, drain_s: float
 ) -> Application:
     """The engine replicas of one model."""
     replicas, routing = cluster.replicas_of(model), cluster.routing
-    scales = replicas.most != replicas.min
+    scaling, scales = replicas.scaling, replicas.most != replicas.min
     options: dict[str, Any] = {}
     if routing.policy == "tasks":
         options["request_router_config"] = RequestRouterConfig(
@@ -348,52 +377,38 @@ def _engines(
             request_routing_stats_period_s=1.0,
         )
     if scales:
-        options["autoscaling_config"] = _scaling(replicas)
+        config = replicas.model_dump(mode="json")
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=replicas.min,
+            initial_replicas=max(1, replicas.min),  # which tells ingresses of its model
+            max_replicas=replicas.most,
+            upscale_delay_s=scaling.up_after_s,
+            downscale_delay_s=scaling.down_after_s,
+            downscale_to_zero_delay_s=scaling.sleep_after_s,
+            look_back_period_s=scaling.look_back_s,
+            policy=AutoscalingPolicy(policy_function=_SCALING, policy_kwargs=config),
+        )
     else:
         options["num_replicas"] = replicas.min
-    engine = serve.deployment(
+    return _deployment(
         EngineDeployment,
-        name="engine-" + re.sub(r"[^A-Za-z0-9._-]", "-", model),
+        "engine-" + re.sub(r"[^A-Za-z0-9._-]", "-", model),
+        parts.engine_version(model),
+        replicas.num_cpus,
+        replicas.num_gpus,
+        scales,  # replicas that began without an autoscaler tell it nothing
+        routing.max_messages_per_s,
         ray_actor_options={
             "num_cpus": replicas.num_cpus,
             "num_gpus": replicas.num_gpus,
             "runtime_env": {"env_vars": _ONE_LOOP},
         },
         max_ongoing_requests=replicas.max_ongoing_requests,
-        logging_config=_QUIET,
-        graceful_shutdown_timeout_s=_drain_s(cluster, parts),
-        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=drain_s,
         health_check_period_s=replicas.health_check_s,
         max_surge_percent=replicas.surge_percent,
         **options,
-    )
-    # Replicas that began without an autoscaler tell it nothing.
-    told = (parts.engine_version(model), replicas.num_cpus, replicas.num_gpus, scales)
-    return _versioned(engine, *told, routing.max_messages_per_s).bind(
-        parts, model, replicas, routing.max_messages_per_s, desk
-    )
-
-
-def _scaling(replicas: ReplicasConfig) -> AutoscalingConfig:
-    """Serve's autoscaler, with scaling.WorkPolicy."""
-    scaling = replicas.scaling
-    numbers = {
-        "least": replicas.min,
-        "most": replicas.most,
-        "first_token_s": scaling.first_token_s,
-        "spare": scaling.spare,
-        "seat_load": scaling.seat_load,
-    }
-    return AutoscalingConfig(
-        min_replicas=replicas.min,
-        initial_replicas=max(1, replicas.min),  # which tells ingresses of its model
-        max_replicas=replicas.most,
-        upscale_delay_s=scaling.up_after_s,
-        downscale_delay_s=scaling.down_after_s,
-        downscale_to_zero_delay_s=scaling.sleep_after_s,
-        look_back_period_s=scaling.look_back_s,
-        policy=AutoscalingPolicy(policy_function=_SCALING, policy_kwargs=numbers),
-    )
+    ).bind(parts, model, replicas, routing.max_messages_per_s, desk)
 
 
 def build(args: Mapping[str, str]) -> Application:

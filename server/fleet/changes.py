@@ -18,13 +18,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from server.api.admin import AdapterAdmin, AdapterChange, AdapterTurn, Publish, TaskAdmin
+from server.api.admin import AdapterAdmin, AdapterChange, Publish, TaskAdmin
 from server.api.shapes import CorpusSize
 from server.config import TaskConfig
-from server.errors import ConfigError, ModelError, TailorError, UnavailableError
+from server.errors import ConfigError, ModelError, UnavailableError
 from server.types import AdapterOrder
 
 log = logging.getLogger("tailor.fleet")
@@ -41,39 +41,30 @@ _TURN_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How often something was changed since the files were first read.
+    """What was changed since the files were first read.
 
-    number: ascending, of all changes. reloads: of all task files. corpora: uploads and deletions,
-    by task. adapters: by name, of those that were changed: when (number), and what is served now.
+    number: ascending, of all changes. last: of everything that was changed, the number of its last
+    change. It is ("tasks", "") for all task files, ("corpus", a task), or ("adapter", a name) with
+    what is served now, None for nothing.
     """
 
     number: int = 0
-    reloads: int = 0
-    corpora: Mapping[str, int] = field(default_factory=dict)
-    adapters: Mapping[str, tuple[int, AdapterChange | None]] = field(default_factory=dict)
+    last: Mapping[tuple[str, str], tuple[int, AdapterChange | None]] = field(default_factory=dict)
 
-    def reloaded(self) -> Changes:
-        """After one more reload."""
-        return replace(self, number=self.number + 1, reloads=self.reloads + 1)
-
-    def with_corpus(self, task: str) -> Changes:
-        """After one more change of a task's corpus."""
-        corpora = {**self.corpora, task: self.corpora.get(task, 0) + 1}
-        return replace(self, number=self.number + 1, corpora=corpora)
-
-    def with_adapter(self, name: str, change: AdapterChange | None) -> Changes:
-        """After an adapter was loaded, or unloaded (None)."""
+    def after(self, kind: str, name: str = "", adapter: AdapterChange | None = None) -> Changes:
+        """After one more."""
         number = self.number + 1
-        return replace(self, number=number, adapters={**self.adapters, name: (number, change)})
+        return Changes(number, {**self.last, (kind, name): (number, adapter)})
 
     def orders(self, model: str) -> tuple[AdapterOrder, ...]:
         """What the model's engines must know of those that were loaded."""
-        changes = [change for _, change in self.adapters.values()]
+        changes = [change for _, change in self.last.values()]
         return tuple(c.order for c in changes if c is not None and c.model == model)
 
 
 class ChangeLog:
-    """The desk's side. Belongs to one event loop."""
+    """The desk's side. Belongs to one event loop. Where it is elsewhere, what SharedTasks calls may
+    raise anything while the desk is away."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -102,7 +93,7 @@ class ChangeLog:
                     await self._news.wait()
         return self._latest
 
-    def begin(self, ingress_id: str) -> Changes | None:
+    async def begin(self, ingress_id: str) -> Changes | None:
         """The ingress's turn to change something: the Changes that it must have followed before.
         None while it is another one's turn."""
         if self._turn is not None and self._turn != ingress_id and self._is_there(self._turn):
@@ -110,12 +101,12 @@ class ChangeLog:
         self._turn = ingress_id
         return self._latest
 
-    def end(self, ingress_id: str) -> None:
+    async def end(self, ingress_id: str) -> None:
         """Its turn is over."""
         if self._turn == ingress_id:
             self._turn = None
 
-    def is_followed(self, number: int) -> bool:
+    async def is_followed(self, number: int) -> bool:
         """Whether every ingress that is there has this number's Changes."""
         return number <= self._latest.number and all(
             has >= number for name, (has, _) in self._told.items() if self._is_there(name)
@@ -123,18 +114,6 @@ class ChangeLog:
 
     def _is_there(self, ingress_id: str) -> bool:
         return self._clock() - self._told.get(ingress_id, (0, -1e9))[1] < _GONE_S + FOLLOW_S
-
-
-class ChangeDesk(Protocol):
-    """ChangeLog, wherever it is. Each may raise anything when the desk is away."""
-
-    async def follow(self, ingress_id: str, changes: Changes) -> Changes: ...
-
-    async def begin(self, ingress_id: str) -> Changes | None: ...
-
-    async def end(self, ingress_id: str) -> None: ...
-
-    async def is_followed(self, number: int) -> bool: ...
 
 
 class FollowedAdmin(TaskAdmin, Protocol):
@@ -158,7 +137,7 @@ class SharedTasks:
     def __init__(
         self,
         own: FollowedAdmin,
-        desk: ChangeDesk,
+        desk: ChangeLog,
         ingress_id: str,
         forget: Callable[[str], None] | None = None,
     ) -> None:
@@ -182,10 +161,6 @@ class SharedTasks:
     def adapters(self) -> AdapterAdmin | None:
         return self._own.adapters
 
-    @property
-    def adapter_turn(self) -> AdapterTurn:
-        return self._adapter_turn
-
     def corpus_size(self, task: str) -> CorpusSize | None:
         return self._own.corpus_size(task)
 
@@ -195,7 +170,7 @@ class SharedTasks:
     async def reload(self) -> Mapping[str, TaskConfig]:
         async with self._turn():
             tasks = await self._own.reload()
-            await self._publish(self._changes.reloaded())
+            await self._publish(self._changes.after("tasks"))
         return tasks
 
     async def upload(
@@ -203,7 +178,7 @@ class SharedTasks:
     ) -> Mapping[str, TaskConfig]:
         async with self._turn():
             tasks = await self._own.upload(task, examples, append=append)
-            await self._publish(self._changes.with_corpus(task))
+            await self._publish(self._changes.after("corpus", task))
         return tasks
 
     async def delete(self, task: str) -> Mapping[str, TaskConfig]:
@@ -211,8 +186,16 @@ class SharedTasks:
             if self._forget is not None:
                 await asyncio.to_thread(self._forget, task)
             tasks = await self._own.delete(task)
-            await self._publish(self._changes.with_corpus(task))
+            await self._publish(self._changes.after("corpus", task))
         return tasks
+
+    @contextlib.asynccontextmanager
+    async def adapter_turn(self) -> AsyncIterator[Publish]:
+        async def publish(name: str, change: AdapterChange | None) -> None:
+            await self._publish(self._changes.after("adapter", name, change))
+
+        async with self._turn():
+            yield publish
 
     # -- the fleet ---------------------------------------------------------------------------
 
@@ -233,30 +216,18 @@ class SharedTasks:
                 await asyncio.sleep(FOLLOW_S)
 
     @contextlib.asynccontextmanager
-    async def _adapter_turn(self) -> AsyncIterator[Publish]:
-        async def publish(name: str, change: AdapterChange | None) -> None:
-            await self._publish(self._changes.with_adapter(name, change))
-
-        async with self._turn():
-            yield publish
-
-    @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         async with self._mine:
-            until_s = time.monotonic() + _TURN_S
             try:
-                while (before := await self._desk.begin(self._id)) is None:
-                    if time.monotonic() > until_s:
-                        raise UnavailableError(
-                            "Another ingress changes the tasks. Try again later.", retry_after_s=5.0
-                        )
-                    await asyncio.sleep(_AGAIN_S)
-            except TailorError:
-                raise
-            except Exception:
-                raise UnavailableError(
-                    "The fleet's desk does not answer. Try again later.", retry_after_s=5.0
-                ) from None
+                async with asyncio.timeout(_TURN_S):
+                    while (before := await self._desk.begin(self._id)) is None:
+                        await asyncio.sleep(_AGAIN_S)
+            except Exception as error:
+                problem = "The fleet's desk does not answer"
+                if isinstance(error, TimeoutError):
+                    problem = "Another ingress changes the tasks"
+                text = f"{problem}. Try again later."
+                raise UnavailableError(text, retry_after_s=5.0) from None
             try:
                 await self._follow(before)
                 yield
@@ -270,20 +241,18 @@ class SharedTasks:
             before = self._changes
             if latest.number <= before.number:
                 return
-            try:
-                if latest.reloads != before.reloads:
-                    await self._own.reload()
-                for task, times in latest.corpora.items():
-                    if times != before.corpora.get(task, 0):
-                        await self._own.refresh(task)
-            except ConfigError as error:
-                log.error("the tasks cannot be read as another ingress did: %s", error.message)
-            for name, (number, change) in latest.adapters.items():
-                if number > before.number and self._on_adapter is not None:
-                    try:
-                        await self._on_adapter(name, change)
-                    except (ConfigError, ModelError) as error:
-                        log.error("an adapter cannot be read here: %s", error.message)
+            for (kind, name), (number, adapter) in latest.last.items():
+                try:
+                    if number <= before.number:
+                        continue
+                    if kind == "tasks":
+                        await self._own.reload()
+                    elif kind == "corpus":
+                        await self._own.refresh(name)
+                    elif self._on_adapter is not None:
+                        await self._on_adapter(name, adapter)
+                except (ConfigError, ModelError) as error:
+                    log.error("%s cannot be read as another ingress did: %s", kind, error.message)
             self._changes = latest
             if self._on_tasks is not None:
                 self._on_tasks(self._own.tasks)
@@ -291,7 +260,6 @@ class SharedTasks:
     async def _publish(self, changes: Changes) -> None:
         """Tell the others, and wait until they have followed."""
         self._changes = changes
-        end_s = time.monotonic() + _FOLLOWED_S
         try:
             async with asyncio.timeout(_FOLLOWED_S):
                 telling = asyncio.create_task(self._desk.follow(self._id, changes))
@@ -300,7 +268,4 @@ class SharedTasks:
                     await asyncio.sleep(_AGAIN_S)
                 telling.cancel()
         except Exception:
-            log.warning(
-                "not every ingress has followed change %d within %.0f s",
-                changes.number, _FOLLOWED_S - max(0.0, end_s - time.monotonic()),
-            )  # fmt: skip
+            log.warning("not every ingress has followed change %d", changes.number)

@@ -55,7 +55,7 @@ class FleetState:
 
 
 class Replicas(Protocol):
-    """The replicas of one model (serve_replicas.py with Ray)."""
+    """The replicas of one model (app.ServeReplicas with Ray)."""
 
     def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         """EngineReplica.stream of one that the router chose. Raises ReplicaLostError."""
@@ -266,35 +266,21 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     failed = next((answer for answer in answers if not answer.get("ok")), None)
     if failed is not None:
         return failed
-    values = [answer.get("value") for answer in answers]
-    lists = [value for value in values if isinstance(value, list)]
-    if lists and len(lists) == len(values):
-        return {"ok": True, "value": _merged_states([one for told in lists for one in told])}
-    tables = [value for value in values if isinstance(value, dict)]
-    if not tables or len(tables) < len(values):
+    values: list[Any] = [answer.get("value") for answer in answers]
+    found: dict[str, Any] = {}
+    if values and all(isinstance(value, list) for value in values):  # engine.adapters' states
+        for state in (state for value in values for state in value):
+            same = found.setdefault(state["id"], dict(state))
+            same["pending"] |= state["pending"]
+            same["problem"] = same["problem"] or state["problem"]
+        return {"ok": True, "value": list(found.values())}
+    if not values or not all(isinstance(value, dict) for value in values):
         return {"ok": True, "value": values[0] if values else None}
-    whole: dict[str, Any] = {}
-    for value in tables:
-        for key, part in value.items():
-            old = whole.get(key)
-            if isinstance(part, bool) or not isinstance(part, int | float | list):
-                whole.setdefault(key, part)
-            else:
-                whole[key] = part if old is None else old + part
-    return {"ok": True, "value": whole}
-
-
-def _merged_states(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What replicas told of the same things (engine.adapters' states)."""
-    found: dict[str, dict[str, Any]] = {}
-    for state in states:
-        before = found.setdefault(state["id"], state)
-        found[state["id"]] = {
-            **before,
-            "pending": before["pending"] or state["pending"],
-            "problem": before["problem"] or state["problem"],
-        }
-    return list(found.values())
+    for key, part in (item for value in values for item in value.items()):
+        old = found.get(key)
+        adds = isinstance(part, int | float | list) and not isinstance(part, bool)
+        found[key] = part if old is None else old + part if adds else old
+    return {"ok": True, "value": found}
 
 
 # --- a request on another replica -----------------------------------------------------------------

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,62 +18,56 @@ from server.api.gate import open_traces
 from server.api.serving import serve
 from server.config import ServerConfig
 from server.errors import DrainingError
-from server.fleet.budgets import Ask, FleetUses
-from server.fleet.changes import ChangeDesk, SharedTasks
-from server.fleet.far_engine import FleetHandle, FleetState
+from server.fleet.budgets import FleetUses
+from server.fleet.changes import SharedTasks
+from server.fleet.far_engine import FleetHandle, FleetState, Replicas
 from server.fleet.parts import Front
 from server.metrics import Metrics, total
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
-
-StartFleet = Callable[[str, Callable[[FleetState], None]], FleetHandle]
-"""(model, who is told how its replicas are) -> its fleet. Called in a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class OtherIngresses:
-    """The other ingresses, through the desk. ingress_id: this one's. num_ingresses: of all.
-    take: of a key's budget."""
-
-    ingress_id: str
-    num_ingresses: int
-    take: Ask
-    changes: ChangeDesk
 
 
 class IngressApp:
     """The application, to be run by `run` on a socket of its own, or as an ASGI application, whose
     engines are there between the lifespan's start and its end.
 
-    start: starts the fleet of a model. others: with whom keys' limits and changes of tasks are
-    shared. The metrics of each replica have its engine's name, `model/rank`, so
-    that dashboards and alerts of a single server hold for a fleet. requests_only_port: where
-    /metrics leaves engines to another ingress (WithoutEngines).
+    replicas: of each model. max_runs: of a request, as FleetHandle's. uses, shared: keys' limits
+    and changes of tasks, which it has in common with the other ingresses. The metrics of each
+    replica have its engine's name, `model/rank`, so that dashboards and alerts of a single server
+    hold for a fleet.
+    requests_only_port: where /metrics leaves engines to another ingress (WithoutEngines).
     """
 
     def __init__(
         self,
         config: ServerConfig,
         front: Front,
-        start: StartFleet,
-        others: OtherIngresses,
+        replicas: Mapping[str, Replicas],
+        max_runs: int,
+        uses: FleetUses,
+        shared: SharedTasks,
         requests_only_port: int | None = None,
     ) -> None:
         self._config = config
-        self._uses = FleetUses(
-            others.ingress_id, num_ingresses=others.num_ingresses, take=others.take
-        )
-        self._shared = SharedTasks(
-            front.task_admin, others.changes, others.ingress_id, front.forget
-        )
+        self._uses = uses
+        self._shared = shared
         self._stop = asyncio.Event()
         self._leave_s = 0.0
         self._metrics = FleetMetrics(vllm_aliases=config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
+        fleet = partial(FleetHandle, loop=asyncio.get_running_loop(), max_runs=max_runs)
         self.client = EngineClient(
             [
                 EngineSpec(
-                    f"{name}/fleet", name, "fleet", partial(start, name, partial(self._note, name))
+                    f"{name}/fleet",
+                    name,
+                    "fleet",
+                    partial(
+                        fleet,
+                        replicas[name],
+                        name=f"{name}/fleet",
+                        on_state=partial(self._note, name),
+                    ),
                 )
                 for name in front.models
             ],

@@ -71,7 +71,8 @@ class Fleet:
         self._parts = parts
         self._tell = tell
         self._own_ray = False
-        self._keeper: HeadKeeper | None = None
+        self.keeper: HeadKeeper | None = None
+        """Who looks after Ray's head process; None on a cluster of others."""
         self._folder: Path | None = None
         self._id = uuid.uuid4().hex
 
@@ -91,8 +92,8 @@ class Fleet:
             if ray.is_initialized():
                 self._end()
         finally:
-            if self._keeper is not None:
-                self._keeper.stop()
+            if self.keeper is not None:
+                self.keeper.stop()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -100,14 +101,17 @@ class Fleet:
         import ray
         from ray import serve
 
+        is_mine = True  # nobody else has deployed it since
+        with contextlib.suppress(Exception):  # it has not started, or its head is away
+            is_mine = self._own_ray or _ask_desk("owner") in ("", self._id)
+            if is_mine:  # ingresses are not replaced: they wait for server.yaml's drain_s alone
+                _ask_desk("end")
         if self._own_ray:
-            self._say_end()
             serve.shutdown()
-        elif self._is_mine():
-            self._say_end()
+        elif is_mine:
             serve.delete(APPLICATION)
-        if self._keeper is not None:
-            self._keeper.let_go()
+        if self.keeper is not None:
+            self.keeper.let_go()
         ray.shutdown()
 
     def update(self, cluster: ClusterConfig, parts: FleetParts) -> None:
@@ -116,31 +120,6 @@ class Fleet:
         """
         self._cluster, self._parts = cluster, parts
         self._deploy()
-
-    def _say_end(self) -> None:
-        """Ingresses that end are not replaced: they wait for server.yaml's limits.drain_s alone."""
-        with contextlib.suppress(Exception):  # it has not started, or its head is away
-            _ask_desk("end")
-
-    def _is_mine(self) -> bool:
-        """Whether nobody else has deployed it since."""
-        try:
-            return _ask_desk("owner") in ("", self._id)
-        except Exception:
-            return True
-
-    @property
-    def keeper(self) -> HeadKeeper | None:
-        """Who looks after Ray's head process; None on a cluster of others."""
-        return self._keeper
-
-    def status(self) -> dict[str, str]:
-        """The state of each deployment, by its name."""
-        from ray import serve
-
-        application = serve.status().applications.get(APPLICATION)
-        deployments: Any = {} if application is None else application.deployments
-        return {name: str(state.status.value) for name, state in deployments.items()}
 
     def _connect(self) -> None:
         cluster = self._cluster
@@ -173,8 +152,7 @@ class Fleet:
                 **common,
             )
             self._own_ray = True
-            self._keeper = HeadKeeper(ray._private.worker.global_worker.node)
-            self._keeper.start()
+            self.keeper = HeadKeeper(ray._private.worker.global_worker.node)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(f"Ray could not be reached or started: {error}") from None
 
@@ -281,8 +259,8 @@ class HeadKeeper:
 
     node: Ray's head node (ray._private.node.Node), which this process has started.
 
-    `start` returns at once. Call `stop` when Ray has ended: the head that was started again ends
-    with the thread that started it. num_restarts: how often that was.
+    Call `stop` when Ray has ended: the head that was started again ends with the thread that
+    started it. num_restarts: how often that was.
     """
 
     def __init__(self, node: Any) -> None:
@@ -290,9 +268,6 @@ class HeadKeeper:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head-keeper", daemon=True)
         self.num_restarts = 0
-
-    def start(self) -> None:
-        """Look after the head from now on."""
         self._thread.start()
 
     def let_go(self) -> None:
@@ -302,8 +277,7 @@ class HeadKeeper:
     def stop(self) -> None:
         """Return when the thread has ended."""
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(10.0)
+        self._thread.join(10.0)
 
     def pid(self) -> int:
         """Of the head process. Raises KeyError between two of them."""

@@ -25,7 +25,7 @@ from server.errors import (
     TailorError,
     UnavailableError,
 )
-from server.fleet.scaling import CostMeter, ReplicaWork
+from server.fleet.scaling import CostMeter
 from server.metrics import Metrics
 from server.types import AdapterOrder, Delta, FigureValue, ModelInfo, Request
 
@@ -33,7 +33,8 @@ LOST = "lost"
 """("lost", replica_id, taken): the last message of a stream that broke off; the request may be run
 again elsewhere. taken: whether this replica's engine had begun to work for it."""
 
-_CONTROL_S = 8.0
+CONTROL_S = 8.0
+"""The time that an engine has to answer a control."""
 _LOOK_S = 1.0
 _ELSEWHERE = (EngineDiedError, NoEngineError, DrainingError)
 """Errors after which another replica may serve the request: this one's engine is gone, starts
@@ -93,7 +94,7 @@ class EngineReplica:
         names = (figure.name for figure in self.info.figures)
         named: dict[str, Any] = dict(zip(names, self.figures, strict=False))
         self._named = {
-            name: value for name, value in named.items() if isinstance(value, int | float)
+            name: float(value) for name, value in named.items() if isinstance(value, int | float)
         }
         # Steps, rows and seconds since the engine's start.
         (_, rows), (_, seconds) = named["step_rows"], named["step_time_seconds"]
@@ -109,26 +110,27 @@ class EngineReplica:
         return self.client.slots[0].serves
 
     @property
-    def work(self) -> ReplicaWork:
-        """What the autoscaler needs to know of it."""
-        info, figures = self.info, self._named
-        waiting = int(figures.get("num_requests_waiting", 0))
-        waiting_rows = int(figures.get("num_tokens_waiting", 0))
+    def work(self) -> dict[str, float]:
+        """What the autoscaler needs to know of it, by name; 0 for what is not known yet. steps: of
+        an output. prompt_tokens: of a request that waits."""
+        info = self.info
         costs = self.costs.costs(info.max_num_seqs)
         habits = self.costs.habits().values()
-        return ReplicaWork(
-            num_running=int(figures.get("num_requests_running", 0)),
-            num_waiting=waiting,
-            waiting_rows=waiting_rows,
-            base_s=0.0 if costs is None else costs.base_s,
-            row_s=0.0 if costs is None else costs.row_s,
-            seats=info.max_num_seqs,
-            max_rows=info.max_num_batched_tokens,
-            steps=sum(habit.steps for habit in habits) / max(1, len(habits)),
-            prompt_tokens=waiting_rows / max(1, waiting),
-        )
+        waiting = self._named.get("num_requests_waiting", 0.0)
+        waiting_rows = self._named.get("num_tokens_waiting", 0.0)
+        return {
+            "num_running": self._named.get("num_requests_running", 0.0),
+            "num_waiting": waiting,
+            "waiting_rows": waiting_rows,
+            "base_s": 0.0 if costs is None else costs.base_s,
+            "row_s": 0.0 if costs is None else costs.row_s,
+            "seats": float(info.max_num_seqs),
+            "max_rows": float(info.max_num_batched_tokens),
+            "steps": sum(habit.steps for habit in habits) / max(1, len(habits)),
+            "prompt_tokens": waiting_rows / max(1.0, waiting),
+        }
 
-    def check(self) -> None:
+    def check_health(self) -> None:
         """Raises NoEngineError when its engine was given up: the replica is to be replaced.
 
         One that died or hung is started again here, and is given its time.
@@ -136,11 +138,14 @@ class EngineReplica:
         if self.client.gave_up.is_set():
             raise NoEngineError(f"{self.spec.name}: its engine is gone")
 
-    async def stream(self, request: bytes, age_s: float) -> AsyncGenerator[bytes, None]:
+    async def stream(
+        self, request: bytes, age_s: float, job: object = None
+    ) -> AsyncGenerator[bytes, None]:
         """The messages of one Request: ("deltas", deltas), and LOST where it broke off.
 
         request: channel.encode(("submit", request)). age_s: seconds since it arrived at the
-        ingress, whose clock is another one. Closing the stream aborts the Request.
+        ingress, whose clock is another one. job: for the router, which has chosen by it. Closing
+        the stream aborts the Request.
         """
         message = channel.decode(request)
         order: Request = message[1]
@@ -166,8 +171,11 @@ class EngineReplica:
         finally:
             submission.abort()
 
-    async def control(self, name: str, payload: Any, timeout_s: float) -> Any:
-        """What the engine answers to ("control", name, payload); see EngineHost."""
+    async def control(
+        self, name: str, payload: Any, timeout_s: float = CONTROL_S, replica: str = ""
+    ) -> Any:
+        """What the engine answers to ("control", name, payload); see EngineHost. replica: for the
+        router."""
         return await self.client.control(self.spec.name, name, payload, timeout_s)
 
     async def know(self, orders: Sequence[AdapterOrder]) -> None:
@@ -180,10 +188,10 @@ class EngineReplica:
         wanted = {order.adapter_id for order in orders}
         for gone in self._known.keys() - wanted:
             if self._known.pop(gone) == life:
-                await self.control("adapter_forget", gone, _CONTROL_S)
+                await self.control("adapter_forget", gone)
         for order in orders:
             if self._known.get(order.adapter_id) != life:
-                await self.control("adapter_register", asdict(order), _CONTROL_S)
+                await self.control("adapter_register", asdict(order))
                 self._known[order.adapter_id] = life
 
     async def stop(self, drain_s: float = 0.0) -> None:

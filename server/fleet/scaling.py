@@ -11,11 +11,14 @@ router weighs a home against another replica with the same numbers.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from server.config.cluster import ReplicasConfig
 from server.types import Delta
 
 _KEPT = 0.98  # of the old sums, at each new measurement
@@ -143,19 +146,6 @@ class Work:
         return self.num_running <= 0.0 and self.num_queued <= 0.0 and self.queued_rows <= 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScalingNumbers:
-    """least, most: replicas; least 0 lets an idle model sleep. first_token_s: the target for the
-    95th percentile. spare: share of the target that must be left over before a replica is
-    given up. seat_load: share of its seats that a replica may fill."""
-
-    least: int
-    most: int
-    first_token_s: float = 1.0
-    spare: float = 0.5
-    seat_load: float = 0.8
-
-
 def first_token_s(work: Work, num: float, seat_load: float = 1.0) -> float:
     """Seconds until the last request of the queue has its first token, on `num` replicas. Falls
     with num, rises with all that waits or runs."""
@@ -170,56 +160,32 @@ def first_token_s(work: Work, num: float, seat_load: float = 1.0) -> float:
     return prefill_s + turns * work.steps * costs.step_s(costs.seats)
 
 
-def replicas_for(work: Work, current: int, numbers: ScalingNumbers) -> int:
-    """How many replicas there should be, of least..most. current: how many there are.
+def replicas_for(work: Work, current: int, config: ReplicasConfig) -> int:
+    """How many replicas there should be, of those that the config allows. current: how many there
+    are.
 
     More work never gives fewer, a tighter target never gives fewer.
     """
-    least, most = numbers.least, numbers.most
     if work.is_idle:
-        return least
-    least = max(1, least)
+        return config.min
+    least, most, scaling = max(1, config.min), config.most, config.scaling
     current = min(max(current, least), most)
-    if not _holds(work, current, numbers, numbers.first_token_s):
-        return _fewest(work, current, most, numbers, numbers.first_token_s)
-    strict = numbers.first_token_s * (1.0 - numbers.spare)
-    return min(current, _fewest(work, least, current, numbers, strict))
 
+    def fewest(low: int, high: int, target_s: float) -> int:
+        """Of low..high, those that hold the target; high where none does."""
+        seconds = partial(first_token_s, work, seat_load=scaling.seat_load)
+        among = range(low, high)
+        return low + bisect.bisect_left(among, True, key=lambda num: seconds(num) <= target_s)
 
-def _holds(work: Work, num: int, numbers: ScalingNumbers, target_s: float) -> bool:
-    return first_token_s(work, num, numbers.seat_load) <= target_s
-
-
-def _fewest(work: Work, low: int, high: int, numbers: ScalingNumbers, target_s: float) -> int:
-    """The fewest of low..high that hold the target; high where none does."""
-    while low < high:
-        middle = (low + high) // 2
-        if _holds(work, middle, numbers, target_s):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaWork:
-    """What a replica tells the autoscaler, as numbers by name."""
-
-    num_running: float = 0.0
-    num_waiting: float = 0.0
-    waiting_rows: float = 0.0
-    base_s: float = 0.0
-    row_s: float = 0.0
-    seats: float = 0.0
-    max_rows: float = 0.0
-    steps: float = 0.0
-    prompt_tokens: float = 0.0
+    if first_token_s(work, current, scaling.seat_load) > scaling.first_token_s:
+        return fewest(current, most, scaling.first_token_s)
+    return fewest(least, current, scaling.first_token_s * (1.0 - scaling.spare))
 
 
 def work_of(told: Mapping[str, Mapping[Any, float]], num_waiting_outside: float) -> Work:
-    """The sum over replicas. told: ReplicaWork's numbers by name, then by replica.
-    num_waiting_outside: requests that no replica has taken yet; each counts as long as prompts are
-    on average.
+    """The sum over replicas. told: what replicas tell (EngineReplica.work), by name, then by
+    replica. num_waiting_outside: requests that no replica has taken yet; each counts as long as
+    prompts are on average.
     """
     running, waiting = _sum(told, "num_running"), _sum(told, "num_waiting")
     prompt = _mean(told, "prompt_tokens") or _PROMPT_TOKENS
@@ -249,11 +215,11 @@ def _mean(told: Mapping[str, Mapping[Any, float]], name: str) -> float:
 
 
 class WorkPolicy:
-    """replicas_for as a policy of Serve's autoscaler, whose context it is called with. numbers:
-    ScalingNumbers' fields. Serve waits with what it says, up and down, as its config says."""
+    """replicas_for as a policy of Serve's autoscaler, whose context it is called with. config: a
+    ReplicasConfig's fields. Serve waits with what it says, up and down, as its config says."""
 
-    def __init__(self, **numbers: Any) -> None:
-        self._numbers = ScalingNumbers(**numbers)
+    def __init__(self, **config: Any) -> None:
+        self._config = ReplicasConfig.model_validate(config)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """(replicas, state to keep). context: ray.serve.config.AutoscalingContext."""
@@ -265,4 +231,4 @@ class WorkPolicy:
             return max(int(waits), context.target_num_replicas), {}
         if not told.get("seats"):  # a replica is there and has told nothing yet
             return context.target_num_replicas, {}
-        return replicas_for(work, context.target_num_replicas, self._numbers), {}
+        return replicas_for(work, context.target_num_replicas, self._config), {}

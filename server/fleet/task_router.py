@@ -8,12 +8,12 @@ their costs, their tasks' habits and whether they hang by record_routing_stats.
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.fleet.routing import Job, Pace, ReplicaView, TaskRouting
-from server.fleet.scaling import StepCosts, TaskHabit
 
 _STALE_S = 0.5  # how old the views may be before they are read again
 
@@ -25,8 +25,7 @@ class TaskRouter(RequestRouter):
         """Takes RequestRouterConfig.request_router_kwargs."""
         self._routing = TaskRouting(**numbers)
         self.by_id: dict[str, RunningReplica] = {}
-        self._costs: dict[str, StepCosts] = {}
-        self._stuck: set[str] = set()
+        self._told: dict[str, dict[str, Any]] = {}  # by each, last
         self._pace = Pace()
         self._read_s = 0.0
 
@@ -35,8 +34,7 @@ class TaskRouter(RequestRouter):
         super().update_replicas(replicas)
         self.by_id = {replica.replica_id.unique_id: replica for replica in replicas}
         self._routing.set_replicas(self.by_id)
-        self._costs = {name: c for name, c in self._costs.items() if name in self.by_id}
-        self._stuck &= self.by_id.keys()
+        self._told = {name: told for name, told in self._told.items() if name in self.by_id}
         self._read_s = 0.0
 
     def _view(self, name: str) -> ReplicaView | None:
@@ -44,8 +42,9 @@ class TaskRouter(RequestRouter):
         if name not in self.by_id:
             return None
         queued = self._replica_queue_len_cache.get(self.by_id[name].replica_id)
-        is_out = name in self._stuck or self._pace.is_out(name)
-        return ReplicaView(queued or 0, self._costs.get(name), is_out)
+        told = self._told.get(name, {})
+        is_out = told.get("is_stuck", False) or self._pace.is_out(name)
+        return ReplicaView(queued or 0, told.get("costs"), is_out)
 
     async def choose_replicas(
         self,
@@ -72,7 +71,7 @@ class TaskRouter(RequestRouter):
         job = _job_of(pending_request)
         if job is not None:
             name = replica_id.unique_id
-            self._routing.routed(job, name, self._costs.get(name))
+            self._routing.routed(job, name, self._told.get(name, {}).get("costs"))
             self._pace.routed(name)
 
     def _read(self, replicas: list[RunningReplica]) -> None:
@@ -81,18 +80,13 @@ class TaskRouter(RequestRouter):
         if now_s - self._read_s < _STALE_S:
             return
         self._read_s = now_s
-        habits: dict[str, TaskHabit] = {}
-        recent: dict[str, tuple[float, float]] = {}
-        for replica in replicas:
-            name, told = replica.replica_id.unique_id, replica.routing_stats or {}
-            if told.get("costs") is not None:
-                self._costs[name] = told["costs"]
-            (self._stuck.add if told.get("is_stuck") else self._stuck.discard)(name)
-            habits.update(told.get("habits") or {})
-            if told.get("recent"):
-                recent[name] = told["recent"]
-        self._routing.habits = habits
-        self._pace.read(recent, self._costs)
+        self._told |= {r.replica_id.unique_id: r.routing_stats for r in replicas if r.routing_stats}
+        self._routing.habits = dict(ChainMap(*(told["habits"] for told in self._told.values())))
+        recent, costs = (
+            {name: told[key] for name, told in self._told.items() if told[key] is not None}
+            for key in ("recent", "costs")
+        )
+        self._pace.read(recent, costs)
 
 
 def _job_of(request: PendingRequest) -> Job | None:

@@ -137,7 +137,7 @@ def main() -> None:
                     _say("REWRITTEN")
                 elif command == "behead":
                     _say(f"BEHEADED {_behead(keeper)}")
-                elif not _obey(command, rest, fleet, nodes):
+                elif not _obey(command, rest, nodes):
                     break
     _say("ENDED")
 
@@ -173,7 +173,6 @@ def _nodes(num: int) -> Iterator[Nodes | None]:
         first = {"num_cpus": 8, "_system_config": head_settings(folder), **common}
         cluster = Cluster(initialize_head=True, head_node_args=first)
         keeper = HeadKeeper(cluster.head_node)
-        keeper.start()
         try:
             for _ in range(num - 1):
                 cluster.add_node(num_cpus=1, **common)
@@ -193,7 +192,7 @@ def _behead(keeper: HeadKeeper | None) -> int:
     return keeper.num_restarts
 
 
-def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
+def _obey(command: str, rest: str, nodes: Any) -> bool:
     """Do what a line says. False where it says that this is the end."""
     if command == "kill":
         pid = _process_of_one(rest)
@@ -220,7 +219,10 @@ def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
         steps = [_mean_step(standing) for standing in _standings()]
         _say(f"STEPS {json.dumps(steps)}")
     elif command == "status":
-        _say(f"STATUS {fleet.status()}")
+        from ray import serve
+
+        deployments: Any = serve.status().applications[APPLICATION].deployments
+        _say(f"STATUS { {name: one.status.value for name, one in deployments.items()} }")
     else:
         return False
     return True

@@ -108,26 +108,17 @@ class Desk:
     def __init__(self) -> None:
         self.log: ChangeLog | None = ChangeLog()
 
-    def _there(self) -> ChangeLog:
-        if self.log is None:
-            raise ConnectionError
-        return self.log
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            if self.log is None:
+                raise ConnectionError
+            return await getattr(self.log, name)(*args)
 
-    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
-        return await self._there().follow(ingress_id, changes)
-
-    async def begin(self, ingress_id: str) -> Changes | None:
-        return self._there().begin(ingress_id)
-
-    async def end(self, ingress_id: str) -> None:
-        self._there().end(ingress_id)
-
-    async def is_followed(self, number: int) -> bool:
-        return self._there().is_followed(number)
+        return call
 
 
 class Ingress:
-    def __init__(self, name: str, files: Files, desk: Desk) -> None:
+    def __init__(self, name: str, files: Files, desk: Any) -> None:
         self.admin = Admin(files)
         self.shared = SharedTasks(self.admin, desk, name)
         self.told: list[set[str]] = []
@@ -209,12 +200,12 @@ def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() -> None:
         log = ChangeLog(lambda: now_s)
         for name in ("a", "b"):
             await log.follow(name, Changes(number=1))
-        assert log.begin("a") is not None and log.begin("b") is None
-        assert not log.is_followed(2)
+        assert await log.begin("a") is not None and await log.begin("b") is None
+        assert not await log.is_followed(2)
         now_s = 30.0
-        assert log.begin("b") == Changes(number=1)
+        assert await log.begin("b") == Changes(number=1)
         await log.follow("b", Changes(number=2))
-        assert log.is_followed(2) and not log.is_followed(3)
+        assert await log.is_followed(2) and not await log.is_followed(3)
 
     asyncio.run(run())
 
@@ -282,7 +273,9 @@ def test_an_engine_that_starts_late_or_again_is_told_of_adapters_once() -> None:
         await replica.start()
         told: list[tuple[str, Any]] = []
 
-        async def control(name: str, payload: Any, timeout_s: float) -> Any:
+        async def control(
+            name: str, payload: Any, timeout_s: float = 0.0, replica: str = ""
+        ) -> Any:
             told.append((name, payload if isinstance(payload, str) else payload["adapter_id"]))
             return {"ok": True, "value": None}
 

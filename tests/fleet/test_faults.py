@@ -193,7 +193,7 @@ def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> Non
             assert texts == wanted and replicas.num_streams > 8
             assert time.monotonic() - began_s < 15.0
             wait_until(lambda: slot.serves and slot.num_restarts == 1, 30.0)
-            replicas.there[busy].check()  # the replica stays
+            replicas.there[busy].check_health()  # the replica stays
         finally:  # their processes would outlive the test
             asyncio.run_coroutine_threadsafe(replicas.stop(), live.loop).result(30)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +18,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.errors import UnavailableError
-from server.fleet.changes import SharedTasks
+from server.fleet.changes import ChangeLog, SharedTasks
 from server.fleet.learning.builder import Builder, BuilderLoop, Sharing
 from server.fleet.learning.exchange import SegmentExchange
 from server.fleet.learning.storage import (
@@ -436,7 +436,7 @@ def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
     """An ingress answers once it is forgotten, or says that it is not."""
 
     async def run() -> None:
-        files, desk = Files(), Desk()
+        files, desk = Files(), cast("ChangeLog", Desk())
         files.corpora["task"] = 5
         shared = SharedTasks(Admin(files), desk, "i", sharing.forget)
         await shared.delete("task")

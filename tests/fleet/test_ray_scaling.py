@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleet.fleet_process import FleetProcess
+from loadtest.fleet import FleetProcess, num_up
 from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
@@ -25,8 +24,7 @@ def fleet() -> Iterator[FleetProcess]:
 
 
 def _num_engines(fleet: FleetProcess) -> int:
-    text = httpx.get(fleet.url + "/metrics", timeout=30).text
-    return len(re.findall(r'^tailor_engine_up{engine="tiny/\d+",[^}]*} 1.0$', text, re.MULTILINE))
+    return num_up(httpx.get(fleet.url + "/metrics", timeout=30).text)
 
 
 _wait = partial(wait_until, timeout_s=90.0, pause_s=0.3)

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from loadtest.fleet import FleetProcess
 from server.machine_code import make_ready
-from tests.fleet.fleet_process import FleetProcess
 from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
