@@ -157,6 +157,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama called "tiny"; who changes it copies it first."""
+    from tests.model.tiny_models import save_tiny
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The converted smollm2-135m-instruct folder. Fetched and converted once into the cache."""
     from server.model.catalog import BUILT_IN, fetch_built_in

@@ -11,15 +11,12 @@ from server.commands.tasks import compare_forms, forms_of
 from server.commands.tune import form_lines
 from server.model.gguf_folder import file_folder
 from tests.model.gguf_models import BLOCKS, write_llama
-from tests.model.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def test_each_form_is_scored_on_the_data_and_timed(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    save_tiny(folder, "llama")
-    model = ModelOptions(model=str(folder), threads=1)
+def test_each_form_is_scored_on_the_data_and_timed(tiny_folder: Path) -> None:
+    model = ModelOptions(model=str(tiny_folder), threads=1)
     examples = [(list(range(3, 20)), list(range(40, 48))), ([], [1]), ([5] * 600, [6])]
     told: list[str] = []
     found = compare_forms(model, examples, lambda stage, done, total: told.append(stage))

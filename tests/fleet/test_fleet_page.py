@@ -16,7 +16,7 @@ import pytest
 
 from server.commands.cli import main
 from tests.fleet.ray_parts import free_port
-from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.model.tiny_models import save_tiny
 from tests.setup.pages import DOCS, ROOT
 from tests.waiting import wait_until
 
@@ -29,7 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fleet")
     model = folder / "model"
     save_tiny(model, "llama", vocab_size=260, max_position_embeddings=512)
-    save_tokenizer(model, 259)
     first, *_ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
     cluster = first.replace("configs/server.yaml", "server.yaml").replace("min: 2", "min: 1")
     learning = "{storage: learned, append_s: 0.2, publish_s: 0.2, look_s: 0.2}"

@@ -29,7 +29,7 @@ from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.loadtest.conftest import last_json
-from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.model.tiny_models import save_tiny
 from vocab_store.slice import RequiredIds, VocabSlice
 
 
@@ -37,7 +37,6 @@ from vocab_store.slice import RequiredIds, VocabSlice
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     save_tiny(made, "llama", vocab_size=128)
-    save_tokenizer(made)
     return made
 
 

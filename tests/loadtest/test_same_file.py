@@ -27,7 +27,7 @@ from server.model.scoring import Text, score
 from server.types import EngineSizes
 from tests.loadtest.conftest import last_json
 from tests.model.gguf_models import BLOCKS, write_llama
-from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.model.tiny_models import save_tiny
 
 
 def test_a_file_is_rounded_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -102,7 +102,6 @@ def test_both_servers_get_the_same_file_and_their_own_default_cache(tmp_path: Pa
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     save_tiny(made, "llama", vocab_size=128, max_position_embeddings=1024)
-    save_tokenizer(made)
     return made
 
 

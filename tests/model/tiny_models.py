@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from server.model.cache_folder import MARKER
+from server.model.catalog import CONVERTER_VERSION
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -87,9 +91,18 @@ def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
 
 
 def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
-    """Save a tiny model and its tokenizer into `folder`; returns the model."""
+    """Save a tiny model and its tokenizer, of all bytes where it has ids for them, into `folder`;
+    returns the model."""
     shard = changes.pop("max_shard_size", "1GB")
     model = tiny_model(family, seed, **changes)
     model.save_pretrained(folder, max_shard_size=shard)
-    save_tokenizer(folder)
+    save_tokenizer(folder, 259 if changes.get("vocab_size", 0) > 259 else 128)
     return model
+
+
+def save_built_in(cache: Path, name: str, family: str = "llama") -> Path:
+    """The folder of a built-in model in a cache folder; it holds a tiny one."""
+    folder = cache / "models" / f"{name}-v{CONVERTER_VERSION}"
+    save_tiny(folder, family, vocab_size=260, max_position_embeddings=2048)
+    (folder / MARKER).write_text(json.dumps({"source": f"{name}.gguf"}))
+    return folder

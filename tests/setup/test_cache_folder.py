@@ -30,13 +30,6 @@ def _full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere/x.tmp")
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny(folder, "llama")
-    return folder
-
-
 # --- it cannot be written -------------------------------------------------------------------------
 
 

@@ -17,9 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from server.model.cache_folder import MARKER
 from server.model.catalog import CONVERTER_VERSION
-from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.model.tiny_models import save_built_in
 from tests.setup import pages
 from tests.setup.test_serve import Running
 
@@ -37,10 +36,7 @@ def _keep(file: Path, num: int) -> None:
 
 
 def test_the_first_hour(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
-    save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=2048)
-    save_tokenizer(folder, 259)
-    (folder / MARKER).write_text("{}")
+    folder = save_built_in(tmp_path / "cache", "smollm2-135m-instruct")
     shutil.copytree(folder, folder.parent / f"smollm2-135m-instruct-file-v{CONVERTER_VERSION}")
     shutil.copytree(pages.ROOT / "configs" / "tasks", tmp_path / "configs" / "tasks")
     environment = {

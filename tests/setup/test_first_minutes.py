@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import metadata
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from server.commands.own_engine import check_places
 from server.commands.serve import ModelChoice, Place, server_config
 from server.config import ModelConfig, load_server_config, load_tasks
 from server.errors import ConfigError
-from server.model.cache_folder import MARKER
-from server.model.catalog import CONVERTER_VERSION
 from server.wiring.task_set import server_tasks
-from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.model.tiny_models import save_built_in, save_tiny
 
 ROOT = Path(__file__).parents[2]
 TASKS = {"completion", "extraction", "rag-qa", "sql", "summarize", "tagging"}
@@ -41,10 +38,7 @@ def test_tasks_of_the_folder_go_before_those_that_are_brought(
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    folder = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
-    save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=512)
-    save_tokenizer(folder, 259)
-    (folder / MARKER).write_text(json.dumps({"source": "smollm2-135m-instruct.gguf"}))
+    save_built_in(tmp_path / "cache", "smollm2-135m-instruct")
     other = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
     other.mkdir(parents=True)
     (other / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
@@ -61,7 +55,7 @@ def test_models_are_listed_shown_and_removed(
     assert "org/tiny" in out and "3 MB here" in out and "239 MB to fetch" in out
     assert main(["models", "show", "smollm2-135m-instruct"]) == 0
     out = capsys.readouterr().out
-    assert "LlamaForCausalLM" in out and "supported      yes" in out and "512" in out
+    assert "LlamaForCausalLM" in out and "supported      yes" in out and "2048" in out
     assert main(["models", "show", "org/tiny"]) == 0
     assert "supported      no: " in capsys.readouterr().out
     assert main(["models", "rm", "org/tiny"]) == 0

@@ -85,11 +85,9 @@ def test_what_is_kept_is_what_transformers_says(family: str) -> None:
     assert known_config.find({"family": "another"}) is None
 
 
-def test_tables_are_kept_for_the_positions_that_were_asked_for(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    save_tiny(folder, "llama")
-    want = open_model(folder, remembers=True).ropes(200)
-    again = open_model(folder, remembers=True)
+def test_tables_are_kept_for_the_positions_that_were_asked_for(tiny_folder: Path) -> None:
+    want = open_model(tiny_folder, remembers=True).ropes(200)
+    again = open_model(tiny_folder, remembers=True)
     assert again.known is not None
     for positions in (50, 200, 210):  # the last are more than are kept
         got = again.ropes(positions)
@@ -98,7 +96,7 @@ def test_tables_are_kept_for_the_positions_that_were_asked_for(tmp_path: Path) -
             assert table.shape[1] >= positions
             assert type(table) is np.ndarray and table.flags.writeable and table.flags.c_contiguous
             assert np.array_equal(table[:, :shared], whole[:, :shared])
-    assert open_model(folder).known is None
+    assert open_model(tiny_folder).known is None
 
 
 def test_the_number_of_ids_is_kept_without_the_tokenizer(

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from server.commands.cli import main
-from server.model.cache_folder import MARKER
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION
-from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.model.tiny_models import save_built_in
 from tests.setup import pages
 from tests.setup.test_serve import Running
 
@@ -59,12 +58,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     for name, family in (("smollm2-135m-instruct", "llama"), ("gemma-3-270m", "gemma3")):
         assert name in BUILT_IN
-        folder = home / "cache" / "models" / f"{name}-v{CONVERTER_VERSION}"
-        save_tiny(folder, family, vocab_size=260, max_position_embeddings=2048)
-        save_tokenizer(folder, 259)
+        folder = save_built_in(home / "cache", name, family)
         if family == "llama":
             (folder / "chat_template.jinja").write_text(TEMPLATE)
-        (folder / MARKER).write_text("{}")
         # What is served where nothing else is asked for; the other is for training.
         shutil.copytree(folder, folder.parent / f"{name}-file-v{CONVERTER_VERSION}")
     lines = [

@@ -29,17 +29,9 @@ from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
-from tests.model.tiny_models import save_tiny
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny(folder, "llama")
-    return folder
 
 
 class Running:

@@ -20,7 +20,6 @@ import pytest
 
 from drafters.target import chosen
 from server.machine_code import PACKAGES, jobs_of
-from tests.model.tiny_models import save_tiny
 from tests.setup.test_first_minutes import TASKS
 from tests.setup.test_serve import Running
 
@@ -111,10 +110,10 @@ def test_it_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_it_serves_in_an_environment_without_a_compiler(installed: Path, tmp_path: Path) -> None:
-    model = tmp_path / "tiny"
-    save_tiny(model, "llama")
-    words = ["--model", str(model), "--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
+def test_it_serves_in_an_environment_without_a_compiler(
+    installed: Path, tmp_path: Path, tiny_folder: Path
+) -> None:
+    words = ["--model", str(tiny_folder), "--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
     env = {
         "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "TAILOR_CODE_DIR": str(tmp_path / "code"),
         "PATH": str(installed.parent), "PYTHONPATH": "",
