@@ -106,10 +106,14 @@ def _submit(handle: Any, request: Request) -> None:
     channel.send(handle.connection, ("submit", request))
 
 
-def _under_way(handle: Any) -> None:
-    """Until the first tokens are here."""
+def _working(start: Start, max_tokens: int = 400, **options: Any) -> Any:
+    """An engine whose request "a" has its first tokens. options: factory's."""
+    handle = start(factory(**options))
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens))
     while _receive(handle)[0] != "deltas":
         pass
+    return handle
 
 
 def _figures(handle: Any) -> dict[str, Any]:
@@ -162,10 +166,7 @@ def test_a_request_comes_back_as_the_one_token_loop_gives_it(start: Start) -> No
 
 
 def test_an_abort_takes_effect_within_a_step(start_here: Start) -> None:
-    handle = start_here(factory(step_s=0.05))
-    _ready(handle)
-    _submit(handle, _request("a", max_tokens=400))
-    _under_way(handle)
+    handle = _working(start_here, step_s=0.05)
     channel.send(handle.connection, ("abort", "a"))
     channel.send(handle.connection, ("control", 0, "echo", {"n": 1}))  # read after the abort
     read, num_after = False, 0
@@ -209,10 +210,7 @@ def test_drain_finishes_what_is_open_and_exits_0(start: Start) -> None:
 
 
 def test_stop_aborts_what_is_open(start: Start) -> None:
-    handle = start(factory(step_s=0.01))
-    _ready(handle)
-    _submit(handle, _request("a", max_tokens=400))
-    _under_way(handle)
+    handle = _working(start, step_s=0.01)
     channel.send(handle.connection, ("stop",))
     results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "abort"
@@ -260,10 +258,7 @@ def test_a_factory_that_raises_is_told_and_exits_1(start: Start) -> None:
 
 
 def test_the_stop_signal_ends_the_process_after_the_step(start_own: Start) -> None:
-    handle = start_own(factory(step_s=0.01))
-    _ready(handle)
-    _submit(handle, _request("a", max_tokens=400))
-    _under_way(handle)
+    handle = _working(start_own, step_s=0.01)
     os.kill(handle.pid, signal.SIGUSR1)
     results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "abort"
@@ -272,10 +267,7 @@ def test_the_stop_signal_ends_the_process_after_the_step(start_own: Start) -> No
 
 def test_sigterm_and_sigint_to_the_group_leave_the_engine_to_its_api(start_own: Start) -> None:
     """systemd and `timeout` signal every process of a service; the API drains, engines go on."""
-    handle = start_own(factory(step_s=0.001))
-    _ready(handle)
-    _submit(handle, _request("a", max_tokens=100))
-    _under_way(handle)
+    handle = _working(start_own, 100, step_s=0.001)
     os.kill(handle.pid, signal.SIGTERM)
     os.kill(handle.pid, signal.SIGINT)
     results = _until_finished(handle, {"a"})
@@ -284,10 +276,7 @@ def test_sigterm_and_sigint_to_the_group_leave_the_engine_to_its_api(start_own: 
 
 
 def test_a_killed_engine_is_an_eof(start_own: Start) -> None:
-    handle = start_own(factory(step_s=0.01))
-    _ready(handle)
-    _submit(handle, _request("a", max_tokens=400))
-    _under_way(handle)
+    handle = _working(start_own, step_s=0.01)
     os.kill(handle.pid, signal.SIGKILL)
     with pytest.raises((EOFError, ConnectionError)):  # noqa: PT012 (what was sent comes first)
         while True:
@@ -311,32 +300,31 @@ def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
     """The "API" is a process that is killed; its engine must be gone soon after."""
     program = textwrap.dedent(
         f"""
-        import time
-        from server import channel
+        from functools import partial
         from server.engine.process import start_process
+        from tests.engine import test_host
         from tests.engine.engine_factories import factory
-        from tests.engine.test_host import _request
 
         if __name__ == "__main__":
-            handle = start_process(
-                factory(step_s=0.01, fail={"hang" if busy == "hanging" else ""!r}),
-                name="e0", device="cpu",
-            )
-            assert channel.receive(handle.connection)[0] == "ready"
-            if {busy!r} != "idle":
-                prompt = (9, 9) if {busy!r} == "hanging" else (3, 4)
-                request = _request("a", max_tokens=500, prompt=prompt)
-                channel.send(handle.connection, ("submit", request))
+            start = partial(start_process, name="e0", device="cpu")
+            if {busy!r} == "working":
+                handle = test_host._working(start, step_s=0.01)
+            else:
+                handle = start(factory(fail={"hang" if busy == "hanging" else ""!r}))
+                test_host._ready(handle)
+            if {busy!r} == "hanging":
+                test_host._submit(handle, test_host._request("a", prompt=(9, 9)))
+                while not test_host._beat(handle):
+                    pass
             print(handle.pid, flush=True)
-            time.sleep(60)
+            input()
         """
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as api:
         assert api.stdout is not None
         pid = int(api.stdout.readline())
-        time.sleep(0.1)
         api.kill()
     wait_until(lambda: not _exists(pid), 5.0, told=lambda: "an orphan engine")
 
