@@ -60,10 +60,10 @@ def run(words: Sequence[str | Path], folder: Path, **variables: str) -> int:
     return subprocess.run([str(w) for w in words], cwd=folder, env={**kept, **variables}).returncode
 
 
-def served_model(base_url: str) -> str:
+def served_model(base_url: str, key: str = "none") -> str:
     """The first model that GET /v1/models lists."""
     request = urllib.request.Request(
-        f"{base_url.rstrip('/')}/models", headers={"Authorization": "Bearer none"}
+        f"{base_url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"}
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         return str(json.load(response)["data"][0]["id"])

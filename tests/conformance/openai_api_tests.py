@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import tarfile
-import tempfile
-import urllib.request
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from environment import add_options, environment, run, served_model, work_folder
 
 DEFAULT_VERSION = "3.52.0"
 TEST_FILES = (
@@ -80,29 +80,6 @@ def fetch_source(version: str, folder: Path) -> Path:
     return folder / f"openai-{version}"
 
 
-def make_environment(version: str, folder: Path) -> Path:
-    """A virtual environment with the same release and its test requirements; its python."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = folder / "bin" / "python"
-    subprocess.run(
-        [
-            str(python), "-m", "pip", "install", "--quiet",
-            f"openai[aiohttp]=={version}", *TEST_REQUIREMENTS,
-        ],
-        check=True,
-    )  # fmt: skip
-    return python
-
-
-def served_model(base_url: str) -> str:
-    """The first model that GET /v1/models lists."""
-    request = urllib.request.Request(
-        f"{base_url}/models", headers={"Authorization": "Bearer My API Key"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return str(json.load(response)["data"][0]["id"])
-
-
 def name_served_model(source: str, model: str) -> str:
     """The test file's text with every OpenAI model name, as a whole string, replaced."""
     return MODEL_NAMES.sub(f'"{model}"', source)
@@ -117,34 +94,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base-url", required=True, help="with /v1")
-    parser.add_argument("--model", help="or a task; default: the first that GET /v1/models lists")
+    add_options(parser)
     parser.add_argument("--openai-version", default=DEFAULT_VERSION)
-    parser.add_argument("--work-dir", type=Path, help="keep the package and environment here")
     options = parser.parse_args(arguments)
-    base_url = options.base_url.rstrip("/")
-    model = options.model or served_model(base_url)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.work_dir or Path(scratch)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        root = folder / f"openai-{options.openai_version}"
+    base_url, version = options.base_url.rstrip("/"), options.openai_version
+    model = options.model or served_model(base_url, "My API Key")
+    with work_folder(options.work_dir) as folder:
+        root = folder / f"openai-{version}"
         if not root.is_dir():
-            fetch_source(options.openai_version, folder)
-        python = folder / "venv" / "bin" / "python"
-        if not python.exists():
-            make_environment(options.openai_version, folder / "venv")
+            fetch_source(version, folder)
+        python = environment(folder, "openai", [f"openai[aiohttp]=={version}", *TEST_REQUIREMENTS])
         for name in TEST_FILES:
             path = root / name
             path.write_text(name_served_model(path.read_text(), model))
         results = folder / "results.xml"
-        done = subprocess.run(
+        status = run(
             [
-                str(python), "-m", "pytest", *TEST_FILES,
+                python, "-m", "pytest", *TEST_FILES,
                 "--override-ini", "addopts=", "--tb=short", "-q",
-                "-p", "no:cacheprovider", "-k", selection(), "--junitxml", str(results),
+                "-p", "no:cacheprovider", "-k", selection(), "--junitxml", results,
             ],
-            cwd=root,
-            env={**os.environ, "TEST_API_BASE_URL": base_url},
+            root,
+            TEST_API_BASE_URL=base_url,
         )  # fmt: skip
         suites = ElementTree.parse(results).getroot().iter("testsuite")
         counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
@@ -153,18 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 counts[key] += int(suite.get(key, "0"))
     for expression, reason in DESELECTED.items():
         print(f"left out: {expression}: {reason}")
-    print(
-        json.dumps(
-            {
-                "tool": "openai_api_tests",
-                "openai_version": options.openai_version,
-                "model": model,
-                **counts,
-                "left_out": list(DESELECTED),
-            }
-        )
-    )
-    return done.returncode
+    told = {"tool": "openai_api_tests", "openai_version": version, "model": model, **counts}
+    print(json.dumps({**told, "left_out": list(DESELECTED)}))
+    return status
 
 
 if __name__ == "__main__":
