@@ -329,14 +329,18 @@ def _with_sentencepiece(data: bytes) -> bytes:
 
 def _use_gguf(data: bytes, folder: Path) -> None:
     from server.model.gguf_folder import file_folder
-    from server.model.loader import open_model
 
     file = folder / "m.gguf"
     file.write_bytes(data)
     os.environ["TAILOR_CACHE_DIR"] = str(folder / "cache")
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    made = file_folder(str(file), report=lambda _: None)
-    opened = open_model(str(made))
+    _read_whole(file_folder(str(file), report=lambda _: None))
+
+
+def _read_whole(folder: Path) -> None:
+    from server.model.loader import open_model
+
+    opened = open_model(str(folder))
     for name in opened.weights.names():
         opened.weights.get(name)
     opened.shape()
@@ -460,15 +464,8 @@ def _mutate_header(chance: random.Random, data: bytes) -> bytes:
 
 
 def _use_folder(data: bytes, folder: Path) -> None:
-    from server.model.loader import open_model
-
     os.environ["TAILOR_CACHE_DIR"] = str(folder / "cache")
-    opened = open_model(str(_unpacked(data, folder)))
-    for name in opened.weights.names():
-        opened.weights.get(name)
-    opened.shape()
-    opened.ropes(64)
-    assert opened.num_token_ids <= opened.config.vocab_size
+    _read_whole(_unpacked(data, folder))
 
 
 @functools.cache
