@@ -25,7 +25,7 @@ SIZES = {
 }
 
 
-def _own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
+def own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
     """A maker of a family by its class name, from SIZES and what differs."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 
@@ -47,7 +47,7 @@ _LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0]
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     # Grouped queries (3 per KV head), llama3 rope scaling, head not tied.
-    "llama": _own(
+    "llama": own(
         "LlamaForCausalLM",
         num_attention_heads=6,
         head_dim=16,
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         tie_word_embeddings=False,
     ),
     # q/k/v biases, tied head, the upper layers with a sliding window.
-    "qwen2": _own(
+    "qwen2": own(
         "Qwen2ForCausalLM",
         use_sliding_window=True,
         sliding_window=WINDOW,
@@ -70,9 +70,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         tie_word_embeddings=True,
     ),
     # q/k norm, head_dim that is not hidden_size / num_heads.
-    "qwen3": _own("Qwen3ForCausalLM", num_key_value_heads=1, head_dim=32, tie_word_embeddings=True),
+    "qwen3": own("Qwen3ForCausalLM", num_key_value_heads=1, head_dim=32, tie_word_embeddings=True),
     # Sliding and global layers with their own rope, embedding scale, q/k norm, sandwich norms.
-    "gemma3": _own(
+    "gemma3": own(
         "Gemma3ForCausalLM",
         num_key_value_heads=1,
         head_dim=32,
@@ -82,8 +82,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         tie_word_embeddings=True,
     ),
     # A sliding window in every layer.
-    "mistral": _own("MistralForCausalLM", sliding_window=WINDOW, tie_word_embeddings=False),
-    "gemma2": _own(
+    "mistral": own("MistralForCausalLM", sliding_window=WINDOW, tie_word_embeddings=False),
+    "gemma2": own(
         "Gemma2ForCausalLM",
         query_pre_attn_scalar=24,
         sliding_window=WINDOW,
@@ -93,14 +93,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         tie_word_embeddings=True,
     ),
     # Layers without rotary, and a window on those.
-    "smollm3": _own(
+    "smollm3": own(
         "SmolLM3ForCausalLM",
         no_rope_layers=[1, 0, 1],
         use_sliding_window=True,
         sliding_window=WINDOW,
         tie_word_embeddings=True,
     ),
-    "phi3": _own(
+    "phi3": own(
         "Phi3ForCausalLM",
         sliding_window=WINDOW,
         rope_parameters={
@@ -112,8 +112,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         max_position_embeddings=4 * MAX_LEN,
         original_max_position_embeddings=MAX_LEN,
     ),
-    "granite": _own("GraniteForCausalLM", **_GRANITE),
-    "granitemoehybrid": _own(
+    "granite": own("GraniteForCausalLM", **_GRANITE),
+    "granitemoehybrid": own(
         "GraniteMoeHybridForCausalLM",
         num_local_experts=0,
         shared_intermediate_size=96,
@@ -122,10 +122,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         mamba_n_heads=4,
         **_GRANITE,
     ),
-    "olmo2": _own("Olmo2ForCausalLM"),
-    "olmo3": _own("Olmo3ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+    "olmo2": own("Olmo2ForCausalLM"),
+    "olmo3": own("Olmo3ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
     # A scale on q that grows with the position.
-    "ministral3": _own(
+    "ministral3": own(
         "Ministral3ForCausalLM",
         rope_parameters={
             "rope_type": "yarn",
@@ -135,8 +135,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             "llama_4_scaling_beta": 0.5,
         },
     ),
-    "ernie4_5": _own("Ernie4_5ForCausalLM", tie_word_embeddings=True),
-    "hunyuan_v1_dense": _own(
+    "ernie4_5": own("Ernie4_5ForCausalLM", tie_word_embeddings=True),
+    "hunyuan_v1_dense": own(
         "HunYuanDenseV1ForCausalLM",
         rope_parameters={
             "rope_type": "dynamic",
@@ -145,14 +145,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             "alpha": 20.0,
         },
     ),
-    "exaone4": _own("Exaone4ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
-    "glm4": _own(
+    "exaone4": own("Exaone4ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+    "glm4": own(
         "Glm4ForCausalLM",
         rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
         attention_bias=True,
     ),
     # Short convolutions around one attention layer.
-    "lfm2": _own(
+    "lfm2": own(
         "Lfm2ForCausalLM",
         layer_types=["conv", "full_attention", "conv"],
         block_multiple_of=8,

@@ -3,60 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-VOCAB_SIZE = 199
-MAX_LEN = 256
-WINDOW = 8
+from tests.model.families import WINDOW, own
 
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": MAX_LEN,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def _of(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
-    def make() -> PreTrainedModel:
-        model_class: Any = getattr(transformers, architecture)
-        return model_class(model_class.config_class(**{**_SIZES, **changes}))
-
-    return make
+of = partial(own, hidden_size=64, head_dim=16)
+"""A maker of a model by its class name, as families.own."""
 
 
 GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
-    "apertus": ("Apertus", _of("ApertusForCausalLM", rope_parameters={"rope_theta": 1e4})),
-    "arcee": ("Arcee AFM 4.5B", _of("ArceeForCausalLM")),
-    "cohere": ("Command R", _of("CohereForCausalLM")),
+    "apertus": ("Apertus", of("ApertusForCausalLM", rope_parameters={"rope_theta": 1e4})),
+    "arcee": ("Arcee AFM 4.5B", of("ArceeForCausalLM")),
+    "cohere": ("Command R", of("CohereForCausalLM")),
     "cohere2": (
         "Command R7B, Command A",
-        _of("Cohere2ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+        of("Cohere2ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
     ),
-    "gemma": ("Gemma 1", _of("GemmaForCausalLM")),
-    "gpt2": ("GPT-2", _of("GPT2LMHeadModel")),
-    "gpt_neox": ("Pythia, GPT-NeoX", _of("GPTNeoXForCausalLM")),
-    "helium": ("Helium", _of("HeliumForCausalLM")),
-    "ministral": ("Ministral 8B (2410)", _of("MinistralForCausalLM", sliding_window=WINDOW)),
-    "nemotron": ("Nemotron, Minitron", _of("NemotronForCausalLM")),
-    "olmo": ("OLMo 1", _of("OlmoForCausalLM")),
-    "opt": ("OPT", _of("OPTForCausalLM", ffn_dim=96, word_embed_proj_dim=64)),
-    "phi": ("Phi-1.5, Phi-2", _of("PhiForCausalLM")),
+    "gemma": ("Gemma 1", of("GemmaForCausalLM")),
+    "gpt2": ("GPT-2", of("GPT2LMHeadModel")),
+    "gpt_neox": ("Pythia, GPT-NeoX", of("GPTNeoXForCausalLM")),
+    "helium": ("Helium", of("HeliumForCausalLM")),
+    "ministral": ("Ministral 8B (2410)", of("MinistralForCausalLM", sliding_window=WINDOW)),
+    "nemotron": ("Nemotron, Minitron", of("NemotronForCausalLM")),
+    "olmo": ("OLMo 1", of("OlmoForCausalLM")),
+    "opt": ("OPT", of("OPTForCausalLM", ffn_dim=96, word_embed_proj_dim=64)),
+    "phi": ("Phi-1.5, Phi-2", of("PhiForCausalLM")),
     "qwen3_5_text": (
         "Qwen3.5 dense",
-        _of(
+        of(
             "Qwen3_5ForCausalLM",
             layer_types=["linear_attention", "full_attention", "linear_attention"],
             linear_key_head_dim=16,
@@ -71,11 +51,11 @@ GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
             },
         ),
     ),
-    "seed_oss": ("Seed-OSS", _of("SeedOssForCausalLM")),
-    "starcoder2": ("StarCoder2", _of("Starcoder2ForCausalLM", sliding_window=WINDOW)),
+    "seed_oss": ("Seed-OSS", of("SeedOssForCausalLM")),
+    "starcoder2": ("StarCoder2", of("Starcoder2ForCausalLM", sliding_window=WINDOW)),
     "vaultgemma": (
         "VaultGemma",
-        _of(
+        of(
             "VaultGemmaForCausalLM",
             sliding_window=WINDOW,
             attn_logit_softcapping=4.0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from server.engine.engine import Engine
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
+from tests.waiting import wait_until
 
 
 def compilers() -> list[str]:
@@ -55,12 +55,10 @@ def requests(engine: Engine) -> Iterator[Request]:
 def run(engine: Engine, request: Request) -> None:
     """To its end. Raises AssertionError when it fails."""
     engine.submit(request)
-    deltas, until = engine.take_deltas(), time.monotonic() + 60
+    deltas = engine.take_deltas()
     while engine.num_open:
+        wait_until(lambda: engine.has_work, told=lambda: request.request_id)  # for its grammar
         deltas += engine.step()
-        if not engine.has_work:
-            time.sleep(0.001)  # its grammar is being compiled
-        assert time.monotonic() < until, request.request_id
     failed = [d.error for d in deltas if d.finish_reason == "error"]
     assert not failed, (request.request_id, failed)
 

@@ -18,14 +18,7 @@ def test_every_kind_of_request_is_served_without_a_compiler(
     make_ready()
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "TAILOR_CACHE_DIR": str(tmp_path / "cache")}
-    words = [
-        sys.executable,
-        "-m",
-        "tests.setup.first_requests",
-        str(tiny_folder),
-        "float32",
-        "int8",
-    ]
+    words = ["-m", "tests.setup.first_requests", str(tiny_folder), "float32", "int8"]
     done = subprocess.run(
         [sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, check=False
     )

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from server.config import ModelConfig
+from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.generic import runner as generic_runner
@@ -28,7 +29,8 @@ from server.wiring.model import served_model
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu import test_bits, test_family_engines
-from tests.model.generic_models import GENERIC, VOCAB_SIZE, build
+from tests.model.families import VOCAB_SIZE
+from tests.model.generic_models import GENERIC, build, of
 from tests.model.test_families import _adapter
 from tests.model.test_greedy import generated, greedy_ids
 from tests.model.tiny_models import save_tokenizer
@@ -59,12 +61,16 @@ def runner(
     made.close()
 
 
-def test_logits_are_those_of_transformers_in_chunks_and_trees(runner: GenericRunner) -> None:
+def test_logits_are_those_of_transformers_in_chunks_and_trees(runner: Any) -> None:
+    check_logits(runner, build(runner.info.name), runner.info.num_blocks)
+
+
+def check_logits(runner: Runner, module: Any, num_blocks: int) -> None:
+    """Of a text in chunks and as a tree, those of a module."""
     ids = test_bits.tokens(60, 3)
-    module = build(runner.info.name)
     with torch.no_grad():
         want = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
-    table = Pages(runner.info.num_blocks, seed=4).sequence(60)
+    table = Pages(num_blocks, seed=4).sequence(60)
     builder = BatchBuilder()
     got = [test_bits.step(runner, builder, builder.add_rows(table, ids[:37], 0))]
     builder = BatchBuilder()
@@ -231,9 +237,7 @@ def _tried(module: Any) -> None:
 
 
 def _tiny(architecture: str, **changes: Any) -> Any:
-    sizes = {**families.SIZES, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
-    model_class: Any = getattr(transformers, architecture)
-    return model_class(model_class.config_class(**{**sizes, **changes})).eval()
+    return of(architecture, **changes)().eval()
 
 
 _UNSOUND = [
