@@ -158,7 +158,7 @@ def test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
     num_missed = sum(count.num_missed for count in slices)
     assert 0 < num_missed < sum(count.num_verifications for count in slices)
     sources = [source for r in got.values() for c in r.counts for source in c.by_source]
-    assert sum(kept for name, _, kept in sources if name == "logits") > 0
+    assert sum(num for name, num, _ in sources if name == "logits") > 0
     sliced, _ = _run(runner, _in("slice", requests), ALONE, 64)
     drafted, liar = _drafted(requests, sliced)
     got, _ = _run(runner, _in("slice", drafted), TOGETHER, 24, liar)
