@@ -163,12 +163,12 @@ def run_triton(p: Problem, *, num_bytes: int = 64 << 20) -> torch.Tensor:
         num_bytes=num_bytes,
     )
     plan = attention.plan_tiles(p.batch, shape)
-    groups = [(torch.from_numpy(g.tiles).to(device), g.block_m, g.num_splits) for g in plan.groups]
     made = triton_kernels.TritonAttention(
         p.step,
-        groups,
-        torch.from_numpy(plan.split_rows).to(device),
+        torch.from_numpy(plan.short).to(device),
+        torch.from_numpy(plan.long).to(device),
         plan.num_splits,
+        torch.from_numpy(plan.split_rows).to(device),
         shape,
         triton_kernels.Partials(shape, p.shape.num_heads, p.shape.head_dim, device),
         16,

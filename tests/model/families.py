@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+from server.engine.batch import Runner
+from tests.model.batches import BatchBuilder, all_logprobs
 
 VOCAB_SIZE = 199
 WINDOW = 8
@@ -196,3 +201,17 @@ def randomised(module: PreTrainedModel, *, zero_norms: bool) -> PreTrainedModel:
 def model_type(family: str) -> str:
     """transformers' model_type of a family of this table."""
     return "gemma3_text" if family == "gemma3" else family
+
+
+def tokens(num: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """Ids of a random text."""
+    ids: list[int] = np.random.default_rng(seed).integers(3, vocab_size, num).tolist()
+    return ids
+
+
+def step(runner: Runner, builder: BatchBuilder, rows: list[int]) -> npt.NDArray[np.float32]:
+    """Run a batch; float32 [rows, V]: log-softmax of these rows."""
+    for row in rows:
+        builder.score(row, 0, VOCAB_SIZE)
+    runner.launch(builder.build())
+    return all_logprobs(runner.wait(), VOCAB_SIZE)

@@ -158,30 +158,21 @@ _REFERENCE_ROWS = 64  # rows the reference scores at once: bounds its memory
 
 
 @dataclass(frozen=True, slots=True)
-class TileGroup:
-    """Tiles that run in one launch.
-
-    tiles: int32 [T, TILE_FIELDS]. block_m: query vectors (rows x query heads of one KV head) a
-    program handles. num_splits: programs that share one tile's keys, 1 = no split. A row always
-    falls in the same kind of group with the same split boundaries, whatever its neighbours.
-    """
-
-    tiles: Int32
-    block_m: int
-    num_splits: int
-
-
-@dataclass(frozen=True, slots=True)
 class TilePlan:
     """The work of one step's attention, planned once on the host for all layers.
 
-    split_rows: int32 [P]: the rows of groups with num_splits > 1, in the order of their
-    TILE_PART_START; their partial results are combined by a second launch.
+    short, long: int32 [T, TILE_FIELDS]: tiles of runs of few rows, of TileShape.small_m query
+    vectors (rows x query heads of one KV head), and of others, of large_m. num_splits: programs
+    that share a short tile's keys, 1 = no split. A row always falls in the same kind of tile with
+    the same split boundaries, whatever its neighbours. split_rows: int32 [P]: the rows of short
+    tiles with num_splits > 1, in the order of their TILE_PART_START; their partial results are
+    combined by a second launch.
     """
 
-    groups: tuple[TileGroup, ...]
-    split_rows: Int32
+    short: Int32
+    long: Int32
     num_splits: int
+    split_rows: Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,22 +253,17 @@ def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
         room = shape.max_partials // num_splits
         short &= np.cumsum(np.where(short, lengths, 0)) <= room
         num_splits = num_splits if short.any() else 1
-    groups = []
+    tiles, long = (
+        _divide(batch, starts[chosen], lengths[chosen], block_m // shape.group_size)
+        for chosen, block_m in ((short, shape.small_m), (~short, shape.large_m))
+    )
     split_rows = np.empty(0, np.int32)
-    for chosen, block_m, splits in (
-        (short, shape.small_m, num_splits), (~short, shape.large_m, 1),
-    ):  # fmt: skip
-        if not chosen.any():
-            continue
-        rows_per_tile = block_m // shape.group_size
-        tiles = _divide(batch, starts[chosen], lengths[chosen], rows_per_tile)
-        if splits > 1:
-            rows = tiles[:, TILE_NUM_ROWS]
-            tiles[:, TILE_PART_START] = np.cumsum(rows) - rows
-            offsets = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
-            split_rows = (np.repeat(tiles[:, TILE_ROW_START], rows) + offsets).astype(np.int32)
-        groups.append(TileGroup(tiles, block_m, splits))
-    return TilePlan(tuple(groups), split_rows, num_splits)
+    if num_splits > 1:
+        rows = tiles[:, TILE_NUM_ROWS]
+        tiles[:, TILE_PART_START] = np.cumsum(rows) - rows
+        offsets = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+        split_rows = (np.repeat(tiles[:, TILE_ROW_START], rows) + offsets).astype(np.int32)
+    return TilePlan(tiles, long, num_splits, split_rows)
 
 
 def _divide(
@@ -287,6 +273,8 @@ def _divide(
     rows_per_tile: int,
 ) -> Int32:
     """Tiles of runs (starts[i], lengths[i]), without TILE_PART_START."""
+    if not starts.shape[0]:
+        return np.zeros((0, TILE_FIELDS), np.int32)
     counts = -(-lengths // rows_per_tile)
     nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     first = np.repeat(starts, counts) + nth * rows_per_tile

@@ -229,9 +229,9 @@ def pad_to_bucket(
 ) -> paged.TilePlan:
     """Pad a step's arrays in place to the bucket's shapes; the padded plan.
 
-    plan: of one group. tables_shape: of the bucket's block tables; entries of the step's own beyond
-    it are not read. Padded rows have no keys, no tile and the trash slot; every shape depends on
-    the key alone.
+    plan: of short runs alone. tables_shape: of the bucket's block tables; entries of the step's own
+    beyond it are not read. Padded rows have no keys, no tile and the trash slot; every shape
+    depends on the key alone.
     """
     num_rows, num_splits = key.rows, key.splits
     fills = {"slots": trash_slot, "sources": NOTHING}
@@ -244,12 +244,9 @@ def pad_to_bucket(
         room = num_rows * (ITEMS_A_ROW if name == "items" else 1)
         shape = shapes.get(name, (room, *array.shape[1:]))
         arrays[name] = _corner(array, shape, fills.get(name, 0))
-    group = plan.groups[0]
-    tiles = _corner(group.tiles, (num_rows, paged.TILE_FIELDS))
+    tiles = _corner(plan.short, (num_rows, paged.TILE_FIELDS))
     split_rows = _corner(plan.split_rows, (num_rows if num_splits > 1 else 0,), -1)
-    return paged.TilePlan(
-        (paged.TileGroup(tiles, group.block_m, num_splits),), split_rows, num_splits
-    )
+    return paged.TilePlan(tiles, plan.long, num_splits, split_rows)
 
 
 def _corner(array: Array, shape: tuple[int, ...], fill: int = 0) -> Array:
@@ -382,21 +379,18 @@ class BodyRun:
             num_blocks = key[1] * self.shape.split_size // self.cache.block_size
             shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
             tiles = pad_to_bucket(arrays, tiles, key, self.cache.trash_slot, shape)
-        for i, group in enumerate(tiles.groups):
-            arrays[f"tiles{i}"] = group.tiles
-        arrays["split_rows"] = tiles.split_rows
+        arrays |= {"short": tiles.short, "long": tiles.long, "split_rows": tiles.split_rows}
         return BodyPlan(arrays, key, tiles)
 
     def _graph_key(
         self, batch: Batch, plan: paged.TilePlan, arrays: Mapping[str, Array]
     ) -> GraphKey | None:
         """The graph for a step of short runs with these arrays, or None to run it plainly."""
-        if self.graphs is None or len(plan.groups) != 1:
+        if self.graphs is None or plan.long.shape[0]:
             return None
-        group = plan.groups[0]
-        if group.block_m != self.shape.small_m or batch.block_tables.shape[0] > self._max_seqs:
+        if batch.block_tables.shape[0] > self._max_seqs:
             return None
-        num_splits = split_level(group.num_splits, self.shape.max_splits)
+        num_splits = split_level(plan.num_splits, self.shape.max_splits)
         longest = int(batch.prefix_len.max())
         num_rows = row_bucket(batch.num_rows, self.graphs.largest)
         if num_rows is None or longest > num_splits * self.shape.split_size:
@@ -420,13 +414,9 @@ class BodyRun:
         else:
             from server.model.gpu.triton_kernels import TritonAttention
 
-            groups = [
-                (tensors[f"tiles{i}"], group.block_m, group.num_splits)
-                for i, group in enumerate(plan.tiles.groups)
-            ]
             attention = TritonAttention(
-                step, groups, tensors["split_rows"], plan.tiles.num_splits, self.shape,
-                self._partials, self.cache.block_size,
+                step, tensors["short"], tensors["long"], plan.tiles.num_splits,
+                tensors["split_rows"], self.shape, self._partials, self.cache.block_size,
             )  # fmt: skip
         recur = None
         if self.states is not None:

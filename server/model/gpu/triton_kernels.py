@@ -295,15 +295,15 @@ class Partials:
 class TritonAttention:
     """server.model.gpu.attention.Attention by the kernels above, for one step.
 
-    groups: (device tiles int32 [T, TILE_FIELDS], block_m, num_splits) of each launch. split_rows:
-    int32 [P] on the device. With fixed tensors and numbers the same instance may be captured in a
-    CUDA graph and replayed with new contents.
+    short, long, num_splits, split_rows: a TilePlan's, arrays on the device. With fixed tensors and
+    numbers the same instance may be captured in a CUDA graph and replayed with new contents.
     """
 
     step: StepTensors
-    groups: list[tuple[torch.Tensor, int, int]]
-    split_rows: torch.Tensor
+    short: torch.Tensor
+    long: torch.Tensor
     num_splits: int
+    split_rows: torch.Tensor
     shape: TileShape
     partials: Partials
     block_size: int
@@ -328,7 +328,12 @@ class TritonAttention:
             "HAS_WINDOW": masked.window is not None,
             **FUSE,
         }
-        for tiles, block_m, num_splits in self.groups:
+        for tiles, block_m, num_splits in (
+            (self.short, self.shape.small_m, self.num_splits),
+            (self.long, self.shape.large_m, 1),
+        ):
+            if not tiles.shape[0]:
+                continue
             _attend_tiles[(tiles.shape[0], num_kv_heads, num_splits)](
                 query,
                 keys,

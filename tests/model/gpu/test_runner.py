@@ -25,6 +25,7 @@ from server.types import DeviceFigures, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.families import tokens
 from tests.model.torch_runners import body_of, head_of, runner_over
 
 V = families.VOCAB_SIZE
@@ -44,10 +45,6 @@ def runner() -> Iterator[TorchRunner]:
     made = make()
     yield made
     made.close()
-
-
-def tokens(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, V, num).tolist()
 
 
 def raw_logits(token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -376,12 +373,12 @@ def test_tiles_cover_every_row_once(max_partials: int) -> None:
     plan = attention.plan_tiles(batch, tile_shape(max_partials=max_partials))
     covered = []
     parts = {}
-    for group in plan.groups:
-        for tile in group.tiles:
+    for tiles, block_m, num_splits in ((plan.short, 16, plan.num_splits), (plan.long, 64, 1)):
+        for tile in tiles:
             start, num = tile[attention.TILE_ROW_START], tile[attention.TILE_NUM_ROWS]
             rows = np.arange(start, start + num)
             covered += rows.tolist()
-            assert 0 < num * 3 <= group.block_m
+            assert 0 < num * 3 <= block_m
             assert (batch.seq_ids[rows] == tile[attention.TILE_SEQ_ID]).all()
             assert tile[attention.TILE_MAX_PREFIX] == batch.prefix_len[rows].max()
             assert tile[attention.TILE_MIN_POSITION] == batch.positions[rows].min()
@@ -391,10 +388,8 @@ def test_tiles_cover_every_row_once(max_partials: int) -> None:
                 assert tile[attention.TILE_NUM_TREE] == nodes[-1] - 3 + 1
             else:
                 assert tile[attention.TILE_NUM_TREE] == 0
-            assert group.num_splits * 256 >= tile[attention.TILE_MAX_PREFIX] or (
-                group.num_splits == 1
-            )
-            if group.num_splits > 1:
+            assert num_splits * 256 >= tile[attention.TILE_MAX_PREFIX] or num_splits == 1
+            if num_splits > 1:
                 for i, row in enumerate(rows):
                     parts[int(tile[attention.TILE_PART_START]) + i] = row
     assert sorted(covered) == list(range(batch.num_rows))
@@ -457,13 +452,13 @@ def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
     two, plan_of_two = padded(2, 3)
     four, plan_of_four = padded(4, 0)
     assert {k: a.shape for k, a in two.items()} == {k: a.shape for k, a in four.items()}
-    assert plan_of_two.groups[0].tiles.shape == plan_of_four.groups[0].tiles.shape
+    assert plan_of_two.short.shape == plan_of_four.short.shape
     assert plan_of_two.num_splits == plan_of_four.num_splits == 4
     assert two["slots"][5:].tolist() == [4800] * 3
     assert two["prefix_len"][5:].tolist() == [0] * 3
     assert two["ancestors"][:, 0].tolist() == [0, 0, 1, 3, 7, 0, 0, 0]
     # A group of three: five rows a tile, the second sequence's root and its tree in one.
-    assert not plan_of_two.groups[0].tiles[2:].any()
+    assert not plan_of_two.short[2:].any()
     assert plan_of_two.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
