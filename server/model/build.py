@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
@@ -97,10 +97,31 @@ def _length(spec: RunnerSpec, shape: ModelShape, num_blocks: int) -> int:
     return spec.max_model_len
 
 
-def _fingerprint(spec: RunnerSpec, folder: ModelFolder, shape: ModelShape) -> str:
-    """That of the folder, and whether the factors of long sequences are used: other outputs."""
+def _info(
+    spec: RunnerSpec,
+    folder: ModelFolder,
+    shape: ModelShape,
+    kv: tuple[int, int],
+    marks: str,
+    **own: Any,
+) -> ModelInfo:
+    """What the engine is told. kv: blocks, and the bytes of each. marks: of the fingerprint, for
+    what changes outputs beside the folder and whether the factors of long sequences are used. own:
+    the rest."""
     is_long = (spec.max_model_len or 0) > shape.max_position_embeddings
-    return f"{folder.fingerprint}:longrope" if is_long else folder.fingerprint
+    return ModelInfo(
+        name=spec.name,
+        vocab_size=folder.num_token_ids,
+        max_model_len=_length(spec, shape, kv[0]),
+        eos_token_ids=tuple(folder.eos_token_ids),
+        num_blocks=kv[0],
+        block_size=spec.sizes.block_size,
+        fingerprint=folder.fingerprint + ":longrope" * is_long + marks,
+        max_num_seqs=spec.sizes.max_num_seqs,
+        max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
+        kv_block_bytes=kv[1],
+        **own,
+    )
 
 
 def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
@@ -177,16 +198,8 @@ def _build_cpu_runner(spec: RunnerSpec) -> Runner:
         info = replace(info, head_bytes_in_file=head_bytes)
         _log.info("the LM head stays in its file: %d MB less", head_bytes >> 20)
     keep_heap_small()  # a step's buffers have room for rows that no step may ever have
-    return CpuRunner(
-        shape,
-        weights,
-        folder.ropes(info.max_model_len),
-        info,
-        num_blocks=info.num_blocks,
-        max_rows=info.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        num_threads=spec.threads,
-    )
+    ropes = folder.ropes(info.max_model_len)
+    return CpuRunner(shape, weights, ropes, info, num_threads=spec.threads)
 
 
 def _cpu_info(
@@ -194,7 +207,7 @@ def _cpu_info(
 ) -> ModelInfo:
     """The sizes that a CPU's memory has room for, and what else the engine tells. forms: of
     weights, the kernel, K and V."""
-    from server.model.cpu.runner import BLOCK_SIZE, kv_bytes_per_block
+    from server.model.cpu.runner import kv_bytes_per_block
     from server.model.kv_memory import num_blocks_for
 
     (form, kernel, kv_dtype), sizes = forms, spec.sizes
@@ -205,23 +218,11 @@ def _cpu_info(
     )
     # At most those of every sequence at full length.
     num_blocks = min(num_blocks, sizes.max_num_seqs * (longest + 1))
-    return ModelInfo(
-        name=spec.name,
-        vocab_size=shape.vocab_size,
-        max_model_len=_length(spec, shape, num_blocks),
-        eos_token_ids=tuple(folder.eos_token_ids),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        device="cpu",
-        dtype=form,
-        fingerprint=f"{_fingerprint(spec, folder, shape)}:{form}"
-        + f":kv-{kv_dtype}" * (kv_dtype != "float32"),
-        max_num_seqs=spec.sizes.max_num_seqs,
-        max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
-        kernel=kernel,
-        kv_dtype=kv_dtype,
-        kv_block_bytes=block_bytes,
-    )
+    marks = f":{form}" + f":kv-{kv_dtype}" * (kv_dtype != "float32")
+    return _info(
+        spec, folder, shape, (num_blocks, block_bytes), marks, device="cpu", dtype=form,
+        kernel=kernel, kv_dtype=kv_dtype,
+    )  # fmt: skip
 
 
 def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> Runner:
@@ -348,21 +349,12 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         fraction=1.0 if measures else sizes.kv_fraction,
     )  # fmt: skip
     kv_name = str(dtype).removeprefix("torch.")
-    info = ModelInfo(
-        name=spec.name,
-        vocab_size=folder.num_token_ids,
-        max_model_len=_length(spec, shape, num_blocks),
-        eos_token_ids=tuple(folder.eos_token_ids),
-        num_blocks=-(-FEW_SLOTS // sizes.block_size) if measures else num_blocks,
-        block_size=sizes.block_size,
-        device=str(device),
-        dtype=narrow or kv_name,
-        fingerprint=f"{_fingerprint(spec, folder, shape)}:{kv_name}" + f":{narrow}" * bool(narrow),
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        kv_dtype=kv_name,
-        kv_block_bytes=block_bytes,
-    )
+    info = _info(
+        spec, folder, shape, (num_blocks, block_bytes), f":{kv_name}" + f":{narrow}" * bool(narrow),
+        device=str(device), dtype=narrow or kv_name, kv_dtype=kv_name,
+    )  # fmt: skip
+    if measures:
+        info = replace(info, num_blocks=-(-FEW_SLOTS // sizes.block_size))
     ways = GpuOptions(cuda_graphs=spec.cuda_graphs and device.type == "cuda", weights=narrow)
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
     runner = TorchRunner(model, info, ways)

@@ -166,16 +166,13 @@ def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Me
     # Nothing is drawn, so one panel of the head will do.
     small = replace(shape, vocab_size=min(shape.vocab_size, forms.PANEL))
     blocks = IntegerWeights(small, folder.weights, form="int8-blocks", max_rows=len(ids))
-    num_blocks = -(-len(ids) // BLOCK_SIZE)
     info = ModelInfo(
         name="outliers", vocab_size=small.vocab_size, max_model_len=len(ids), eos_token_ids=(),
-        num_blocks=num_blocks, block_size=BLOCK_SIZE, device="cpu", dtype="int8-blocks",
-        fingerprint="", max_num_seqs=1, max_num_batched_tokens=len(ids), kv_dtype="float32",
+        num_blocks=-(-len(ids) // BLOCK_SIZE), block_size=BLOCK_SIZE, device="cpu",
+        dtype="int8-blocks", fingerprint="", max_num_seqs=1, max_num_batched_tokens=len(ids),
+        kv_dtype="float32",
     )  # fmt: skip
-    runner = CpuRunner(
-        small, blocks, folder.ropes(len(ids)), info, num_blocks=num_blocks, max_rows=len(ids),
-        max_model_len=len(ids), num_threads=threads,
-    )  # fmt: skip
+    runner = CpuRunner(small, blocks, folder.ropes(len(ids)), info, num_threads=threads)
     batch = prompt_batch(Text((*ids, 0), len(ids)))  # the last is only scored
 
     def run(num_layers: int) -> Scratch:

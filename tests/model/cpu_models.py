@@ -74,8 +74,5 @@ def cpu_runner(
         packed(shape, ModuleWeights(module), dtype, max_rows, head_in_file),
         rope_tables(config, shape, max_model_len),
         info,
-        num_blocks=num_blocks,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
         num_threads=num_threads,
     )

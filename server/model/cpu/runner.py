@@ -166,10 +166,8 @@ class _Held:
 class CpuRunner:
     """Runner on a CPU. Steps are computed one after the other, on a worker thread of its own.
 
-    ropes: (cos, sin) of shape.rope_tables. info: its kv_dtype is what K and V are kept as.
-    num_blocks: blocks of 16 KV slots. max_rows: most rows
-    a Batch may have. max_model_len: most positions a sequence may reach. Raises ValueError for
-    sizes that do not fit together.
+    ropes: (cos, sin) of shape.rope_tables. info: the sizes; its kv_dtype is what K and V are kept
+    as. Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
@@ -179,14 +177,12 @@ class CpuRunner:
         ropes: tuple[Float32, Float32],
         info: ModelInfo,
         *,
-        num_blocks: int,
-        max_rows: int,
-        max_model_len: int,
         num_threads: int | None = None,
     ) -> None:
         if shape.num_heads % shape.num_kv_heads:
             raise ValueError("num_heads is not a multiple of num_kv_heads")
         cos, sin = ropes
+        max_rows, max_model_len = info.max_num_batched_tokens, info.max_model_len
         if cos.shape[1] < max_model_len:
             raise ValueError(f"rope tables end at {cos.shape[1]}, before {max_model_len}")
         self.info = info
@@ -197,7 +193,7 @@ class CpuRunner:
         windows = np.asarray(shape.windows, np.int64)
         scales = query_scales(shape, max_model_len)
         self._positions = Positions(cos, sin, rope_ids, windows, scales)
-        self._cache = _cache(shape, num_blocks, info.kv_dtype)
+        self._cache = _cache(shape, info.num_blocks, info.kv_dtype)
         self._pages = KvPages([array for array in self._cache[1:] if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._memory = (self._positions, self._cache, self._scratch)

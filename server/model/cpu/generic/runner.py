@@ -254,20 +254,11 @@ def _check(made: GenericModel, ids: Any) -> None:
 
 
 class GenericRunner(CpuRunner):
-    """Runner on a CPU over transformers' forward. See CpuRunner; the sizes are `info`'s."""
+    """Runner on a CPU over transformers' forward. See CpuRunner."""
 
     def __init__(self, model: GenericModel, info: ModelInfo, *, num_threads: int | None) -> None:
         still = np.zeros((1, info.max_model_len, 0), np.float32)
-        super().__init__(
-            model.shape,
-            model.weights,
-            (still, still),
-            info,
-            num_blocks=info.num_blocks,
-            max_rows=info.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            num_threads=num_threads,
-        )
+        super().__init__(model.shape, model.weights, (still, still), info, num_threads=num_threads)
         self._model = model
         recurrent = model.shape.convolutions
         self._kv_ids = tuple(
