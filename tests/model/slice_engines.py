@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 
-from drafters import make_drafter
+from drafters import Drafter, make_drafter
 from server.engine.batch import SlicingRunner
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -46,7 +47,7 @@ def _profile(seed: int, num: int) -> VocabProfile:
     return VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
 
 
-PROFILES = {"small": _profile(1, 40), "large": _profile(2, 150)}
+PROFILES = {"small": _profile(1, 40), "medium": _profile(1, 90), "large": _profile(2, 150)}
 
 
 def requests_of(seed: int, times: int = 1) -> list[Request]:
@@ -83,20 +84,17 @@ def serve(
     *,
     num_blocks: int = 48,
     max_num_seqs: int = 8,
-    slice_rows: int = 4096,
     abort_after: dict[str, int] | None = None,
+    drafters: Mapping[str, Drafter] | None = None,
+    **settings: Any,
 ) -> tuple[dict[tuple[str, int], Result], Engine]:
-    """What an engine over the runner, which lives on, answers."""
+    """What an engine over the runner, which lives on, answers. settings: of EngineSettings."""
     runner.info = replace(runner.info, num_blocks=num_blocks)
+    given = {"max_num_batched_tokens": 64, "chunked_prefill_rows": 16} | settings
     engine = Engine(
         runner,
-        {name: make_drafter(name) for name in ("suffix", "auto")},
-        EngineSettings(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=64,
-            chunked_prefill_rows=16,
-            slice_cache_rows=slice_rows,
-        ),
+        drafters or {name: make_drafter(name) for name in ("suffix", "auto")},
+        EngineSettings(max_num_seqs=max_num_seqs, **given),
         stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
         profiles=PROFILES.__getitem__,
     )

@@ -18,7 +18,8 @@ import torch
 from server.engine.batch import Runner
 from server.model.loader import finish_module
 from tests.model import families
-from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
+from tests.model.families import step, tokens
 from tests.model.torch_runners import runner_over
 
 TOLERANCE = 1e-4
@@ -65,18 +66,6 @@ def runner(family: str) -> Iterator[Runner]:
     made = runner_over(finish_module(families.build(family)))
     yield made
     made.close()
-
-
-def tokens(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, V, num).tolist()
-
-
-def step(runner: Runner, builder: BatchBuilder, rows: list[int]) -> Logprobs:
-    """Run a batch; log-softmax of these rows."""
-    for row in rows:
-        builder.score(row, 0, V)
-    runner.launch(builder.build())
-    return all_logprobs(runner.wait(), V)
 
 
 def close(got: Logprobs, want: Logprobs) -> None:

@@ -145,33 +145,9 @@ def test_fingerprint_is_not_hashed_twice(folder: Path, monkeypatch: pytest.Monke
         ("gemma3", {"final_logit_softcapping": 30.0}, "soft-caps logits"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "soft-caps attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "not causal"),
-        ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
-        ("llama", {"num_local_experts": 8}, "mixture of experts"),
         ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "its own code"),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "dynamic",
-                    "factor": 2.0,
-                    "rope_theta": 1e4,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            "rope type 'dynamic'",
-        ),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.5,
-                }
-            },
-            "part of the head",
-        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dyn"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of the head"),
         ("llama", {"is_encoder_decoder": True}, "encoder-decoder"),
         ("llama", {"kv_lora_rank": 16}, "latent attention"),
     ],
@@ -191,17 +167,6 @@ def test_config_is_refused_with_the_reason(
 def test_supported_configs_pass(family: str, folder: Path) -> None:
     save_tiny(folder, family)
     check_supported(open_model(folder).config)
-
-
-@pytest.mark.parametrize(
-    "architecture", ["GptOssForCausalLM", "MixtralForCausalLM", "CohereForCausalLM", "NoSuchModel"]
-)
-def test_other_architectures_are_refused(architecture: str, folder: Path) -> None:
-    (folder / "config.json").write_text(
-        json.dumps({"architectures": [architecture], "model_type": "whatever"})
-    )
-    with pytest.raises(UnsupportedModelError, match=f"{architecture} is not supported"):
-        open_model(folder)
 
 
 def _rewrite(folder: Path, change: Any) -> None:

@@ -21,6 +21,7 @@ from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
+from tests.model.families import tokens
 from tests.model.peft_adapters import enriched, lora
 
 pytest.importorskip("peft")
@@ -62,10 +63,6 @@ def case(
     yield Case(made[0], made[1], peft, not dtype)
     for runner in made:
         runner.close()
-
-
-def tokens(num: int, seed: int, vocab: int = V) -> list[int]:
-    return np.random.default_rng(seed).integers(3, vocab, num).tolist()
 
 
 def step(

@@ -18,8 +18,9 @@ import pytest
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.threads import KernelThreads, Team
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu_models import cpu_runner
+from tests.model.families import step, tokens
 from tests.waiting import wait_until
 
 V = families.VOCAB_SIZE
@@ -39,17 +40,6 @@ def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
     )
     yield made
     made.close()
-
-
-def tokens(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, V, num).tolist()
-
-
-def step(runner: CpuRunner, builder: BatchBuilder, rows: list[int]) -> Logprobs:
-    for row in rows:
-        builder.score(row, 0, V)
-    runner.launch(builder.build())
-    return all_logprobs(runner.wait(), V)
 
 
 def one_by_one(runner: CpuRunner, ids: list[int], seed: int) -> Logprobs:

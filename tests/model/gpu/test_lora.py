@@ -24,6 +24,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.families import tokens
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.gpu.needs import (
@@ -45,10 +46,6 @@ Logprobs = npt.NDArray[np.float32]
 
 def made(family: str = "llama", **options: Any) -> TorchRunner:
     return runner_over(finish_module(families.build(family)), **options)
-
-
-def tokens(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, V, num).tolist()
 
 
 def logprobs(

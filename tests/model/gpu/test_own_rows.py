@@ -30,6 +30,7 @@ from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
+from tests.model.families import tokens
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.gpu.needs import needs_interpreter, needs_peft, of_peft, quiet
 from tests.model.peft_adapters import enriched, lora
@@ -66,11 +67,6 @@ def holding(runner: Any, folder: Path) -> Any:
         assert packed.vocab_size == V + OWN[place]
         runner.hold_adapter(place, packed)
     return runner
-
-
-def tokens(num: int, seed: int, vocab: int = V) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(3, vocab, num).tolist()
-    return ids
 
 
 def step(runner: TorchRunner, batch: Batch, places: Sequence[int] | None = None) -> Drawn:

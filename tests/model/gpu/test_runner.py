@@ -90,33 +90,6 @@ def test_draws_and_logprobs_are_the_reference_s_on_transformers_logits(
     assert drawn.model_s > 0.0
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 3])
-def test_slabs_of_the_head_change_nothing(rows_at_once: int) -> None:
-    """Logits of a few rows at a time: the same draws in the same order, the same scores."""
-    ids = tokens(20, 5)
-    builder = BatchBuilder()
-    rows = builder.add_rows(Pages(NUM_BLOCKS).sequence(20), ids, 0)
-    greedy = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
-    noisy = builder.add_params(draw_params(SamplingParams(seed=3)))
-    for row in (19, 4, 11, 4, 0):
-        builder.draw(rows[row], greedy if row % 2 else noisy)
-    for row in range(19, -1, -1):
-        builder.score(rows[row], ids[row], 1 + row % 3)
-    results = []
-    for head_bytes in (1 << 20, rows_at_once * V * 48):
-        made = make(head_bytes=head_bytes)
-        made.launch(builder.build())
-        results.append(made.wait())
-        made.close()
-    whole, parts = results
-    assert parts.token_ids.tolist() == whole.token_ids.tolist()
-    assert parts.ranks.tolist() == whole.ranks.tolist()
-    assert parts.score_ranks.tolist() == whole.score_ranks.tolist()
-    np.testing.assert_allclose(parts.score_logprobs, whole.score_logprobs, atol=1e-5)
-    for got, want in zip(parts.score_top, whole.score_top, strict=True):
-        assert [i for i, _ in got] == [i for i, _ in want]
-
-
 def test_padded_vocabulary_ids_are_never_drawn_nor_listed() -> None:
     ids = [i % 100 for i in tokens(12, 6)]
     made = make(vocab_size=100)

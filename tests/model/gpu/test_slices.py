@@ -438,7 +438,9 @@ def test_exact_is_full(family: str, place: str) -> None:
         (48, 8, 8, ("exact", "full")),
     ):
         asked = asking(requests_of(0), rng, modes)
-        got, engine = serve(runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_rows=rows)
+        got, engine = serve(
+            runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_cache_rows=rows
+        )
         preempted += engine.scheduler.num_preemptions
         exact = {r.request_id for r in asked if r.vocabulary.mode != "slice"}
         assert_same(got, want, 2e-4, exact.__contains__)
