@@ -46,7 +46,7 @@ _LORA_PLAIN_KEYS = {
     "revision", "runtime_config", "target_modules", "task_type", "trainable_token_indices",
     "use_rslora",
 }  # fmt: skip
-_STORED = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}
+_STORED = ("F32", "F16", "BF16")
 _MOST_VALUE = 1e6  # of a weight, or of what is added to one: no model's are near it
 _MOST_ID = 1 << 24
 _MODULE = r"\^?[A-Za-z0-9_]+(\\?\.[A-Za-z0-9_]+)*\$?"
@@ -79,7 +79,9 @@ class LoraAdapter:
         self._check(config)
         self._config = config
         self._reader = open_safetensors(weights)
-        self._largest = largest_values(weights)
+        self._largest: dict[
+            str, float
+        ] = {}  # magnitude of each tensor; not finite where one is not
         self._pairs: dict[str, tuple[str, str]] = {}
         keys = set(self._reader.keys())
         self._rows = self._row_keys(keys)
@@ -106,6 +108,8 @@ class LoraAdapter:
                     f"adapter {folder}: {key} is stored as {stored}, and not as one of "
                     f"{', '.join(_STORED)}"
                 )
+            tensor = self._reader.get_tensor(key)
+            self._largest[key] = float(tensor.abs().max()) if tensor.numel() else 0.0
             if not self._largest[key] <= _MOST_VALUE:
                 raise self._wrong(f"{key} holds {self._largest[key]:g}, which is no weight")
         if EMBEDDING in self._pairs or (tied and HEAD in self._pairs):
@@ -447,27 +451,6 @@ def adapter_spans(places: Int32, most_rows: int) -> list[tuple[int, int, int]]:
             spans += [(at, min(most_rows, end - at), place) for at in starts]
         first = end
     return spans
-
-
-def largest_values(path: Path) -> dict[str, float]:
-    """The largest magnitude in each tensor of a safetensors file that open_safetensors has taken:
-    not finite where one is not; 0 of empty ones, and of those that _STORED has not."""
-    data = np.memmap(path, np.uint8, "r")
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    found: dict[str, float] = {}
-    for name, about in parsed(data[8:begin].tobytes()).items():
-        if name == "__metadata__":
-            continue
-        first, end = about["data_offsets"]
-        found[name] = 0.0
-        if about["dtype"] in _STORED and end > first:
-            # Without its sign, the bits of a float are ordered as it is, and NaN is above all.
-            bits = data[begin + first : begin + end].view(_STORED[about["dtype"]])
-            top = np.asarray([(bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)).max()])
-            if about["dtype"] == "BF16":
-                top = (top.astype(np.uint32) << 16).astype("<u4")
-            found[name] = float(top.view("<f2" if about["dtype"] == "F16" else "<f4")[0])
-    return found
 
 
 def open_safetensors(path: Path) -> Any:
