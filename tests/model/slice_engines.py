@@ -110,7 +110,8 @@ def serve(
 def assert_same(
     got: Results, want: Results, atol: float, is_same: Callable[[str], bool] = lambda _: True
 ) -> None:
-    """Ids, finish reasons, and logprobs to `atol`, of the requests that is_same says."""
+    """Ids, finish reasons, and logprobs to `atol` (0: all that is told of them), of the requests
+    that is_same says."""
     assert set(got) == set(want)
     for key, result in got.items():
         if is_same(key[0]):
@@ -120,6 +121,7 @@ def assert_same(
                 full.finish_reason,
                 full.stop_reason,
             )
+            assert atol or result.logprobs == full.logprobs
             np.testing.assert_allclose(
                 [x.logprob for x in result.logprobs], [x.logprob for x in full.logprobs], 0, atol
             )
