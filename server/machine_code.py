@@ -165,24 +165,19 @@ def _shown(jobs: Sequence[Job], folder: Path | None) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        make(
-            jobs, folder=folder,
-            progress=lambda what, n, total: print(f"  {n} of {total}: {what}", file=sys.stderr),
-        )  # fmt: skip
-        return
     columns = (
         TextColumn("  machine code"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )  # fmt: skip
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        make(
-            jobs, folder=folder,
-            progress=lambda what, n, total: bar.update(
-                task, completed=n, total=total, description=what
-            ),
-        )  # fmt: skip
+
+        def tell(what: str, num: int, total: int) -> None:
+            bar.update(task, completed=num, total=total, description=what)
+            if not console.is_terminal:
+                print(f"  {num} of {total}: {what}", file=sys.stderr)
+
+        make(jobs, folder=folder, progress=tell)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,7 +48,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
@@ -431,27 +431,25 @@ def enrich(
 
     def found(
         texts: Sequence[Sequence[int]], at_least: int, copyable: Iterable[Collection[int]]
-    ) -> _Found:
+    ) -> tuple[list[Gram], dict[str, Any]]:
         state = _Outputs(texts, settings.n_max, barriers, at_least, copyable)
         told = progress if texts is written else None
-        mined = _mine(state, piece, base_vocab_size, settings, told)
-        parts = mined.parts
+        parts, figures = _mine(state, piece, base_vocab_size, settings, told)
         while seldom := _seldom(numbered(parts, {}), texts, at_least if settings.least else 0):
             parts = [part for part in parts if part not in seldom]
-        return _Found(parts, mined.made)
+        return parts, figures
 
     written = list(outputs)
     often = max(settings.min_count, settings.least)
-    own = found(written, often, copied)
-    if not own.parts:
+    own, figures = found(written, often, copied)
+    if not own:
         raise ValueError(f"no n-gram occurs {often} times and may become a token")
-    made = asdict(settings) | own.made
-    parts = own.parts
+    parts, made = own, asdict(settings) | figures
     if prompts is not None:
         texts = list(prompts)
-        read = found(texts, max(often, math.ceil(_SHARE_OF_PROMPTS * len(texts))), ())
-        parts = list(dict.fromkeys([*parts, *read.parts]))
-        made["of_prompts"] = len(parts) - len(own.parts)
+        read, _ = found(texts, max(often, math.ceil(_SHARE_OF_PROMPTS * len(texts))), ())
+        parts = list(dict.fromkeys([*own, *read]))
+        made["of_prompts"] = len(parts) - len(own)
     return numbered(parts, made)
 
 
@@ -473,21 +471,15 @@ def _seldom(enrichment: Enrichment, texts: Sequence[Sequence[int]], least: int) 
     return {enrichment.parts_of(i) for i in few[: math.ceil(len(few) / 3)]}
 
 
-class _Found(NamedTuple):
-    """parts: the base ids of the tokens that were found, in this order. made: figures of it."""
-
-    parts: list[Gram]
-    made: dict[str, Any]
-
-
 def _mine(
     state: _Outputs,
     piece: Callable[[int], bytes],
     base_vocab_size: int,
     settings: EnrichSettings,
     progress: Progress | None,
-) -> _Found:
-    """Algorithm 1 over texts. The other parameters: see `enrich`."""
+) -> tuple[list[Gram], dict[str, Any]]:
+    """Algorithm 1 over texts: the base ids of the tokens that were found, in this order, and
+    figures. The other parameters: see `enrich`."""
     num_before = state.num_tokens
     parts: list[Gram] = []
     symbol_of: dict[Gram, int] = {}
@@ -522,12 +514,9 @@ def _mine(
         if progress is not None:
             progress(len(parts), settings.budget)
     num = max(1, sum(state.weights))
-    return _Found(
-        parts,
-        {
-            "outputs": sum(state.weights),
-            "base_ids_per_output": num_before / num,
-            "ids_per_output": state.num_tokens / num,
-            "rejected": num_rejected,
-        },
-    )
+    return parts, {
+        "outputs": sum(state.weights),
+        "base_ids_per_output": num_before / num,
+        "ids_per_output": state.num_tokens / num,
+        "rejected": num_rejected,
+    }

@@ -22,15 +22,6 @@ _FIELDS, _CALL = FieldOptions(), CallOptions()
 _MAX_TEXT = 120
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """One answer beside the data's. line: of the data. output: None where there was none."""
-
-    line: int
-    gold: str
-    output: str | None
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerOptions:
@@ -75,20 +66,22 @@ def evaluate(
 ) -> int:
     turns = _turns(data, fields, limit)
     if source.answers is not None:
-        judged = _from_file(source.answers, turns)
+        outputs = _from_file(source.answers, turns)
     elif source.task is not None:
-        judged = _from_server(source, call, turns)
+        outputs = _from_server(source, call, turns)
     else:
         raise ConfigError("give --answers FILE, or --task NAME of a running server")
     chosen = metric or _metric_of(source) or "f1"
     scores = {
-        name: [0.0 if j.output is None else score(j.gold, j.output) for j in judged]
+        name: [
+            0.0 if out is None else score(turns[n].gold or "", out) for n, out in outputs.items()
+        ]
         for name, score in METRICS.items()
     }
     if chosen != "json" and not any(scores["json"]):
         del scores["json"]
     estimates = {name: estimate(values) for name, values in scores.items()}
-    num_missing = sum(j.output is None for j in judged)
+    num_missing = sum(output is None for output in outputs.values())
     if as_json:
         report = {
             "data": str(data),
@@ -103,7 +96,7 @@ def evaluate(
         }
         print(json.dumps(report))
     else:
-        _tell(judged, chosen, estimates, scores[chosen], num_missing, examples)
+        _tell(turns, outputs, chosen, estimates, scores[chosen], num_missing, examples)
     return 0
 
 
@@ -119,8 +112,8 @@ def _turns(data: Path, fields: FieldOptions, limit: int | None) -> dict[int, Tur
     return turns
 
 
-def _from_file(answers: Path, turns: dict[int, Turn]) -> list[_Judged]:
-    """Answers of `tailor run` by line, recordings by prompt."""
+def _from_file(answers: Path, turns: dict[int, Turn]) -> dict[int, str | None]:
+    """Answers of `tailor run` by line, recordings by prompt; None for rows without one."""
     by_line: dict[int, str | None] = {}
     by_prompt: dict[str, list[str]] = {}
     for number, entry in json_lines(answers):
@@ -130,16 +123,14 @@ def _from_file(answers: Path, turns: dict[int, Turn]) -> list[_Judged]:
             by_prompt.setdefault(entry["prompt"], []).append(entry["completion"])
         else:
             raise ConfigError(f"{answers}:{number}: neither an answer nor a recording")
-    judged = []
     for line, turn in turns.items():
-        output = by_line.get(line)
         same = by_prompt.get(turn.asked.get("prompt", ""))
-        if line not in by_line and same:
-            output = same.pop(0)
-        judged.append(_Judged(line, turn.gold or "", output))
-    if all(j.output is None for j in judged):
+        if line not in by_line:
+            by_line[line] = same.pop(0) if same else None
+    outputs = {line: by_line[line] for line in turns}
+    if not any(output is not None for output in outputs.values()):
         raise ConfigError(f"{answers}: holds no answer to a row of the data")
-    return judged
+    return outputs
 
 
 def _text_of(entry: dict[str, Any]) -> str | None:
@@ -152,7 +143,9 @@ def _text_of(entry: dict[str, Any]) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]) -> list[_Judged]:
+def _from_server(
+    source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]
+) -> dict[int, str | None]:
     """Every row asked of a running server. Raises CallFailedError."""
     from server.client.http import Caller, RefusedError
     from server.commands.options import Bar
@@ -167,19 +160,18 @@ def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn
         )
         for line, turn in turns.items()
     )
-    texts: dict[int, str | None] = {}
+    texts: dict[int, str | None] = dict.fromkeys(turns)
     with (
         Caller(call.endpoint(), num_open=source.concurrency, timeout_s=call.timeout) as caller,
         Bar() as bar,
     ):
         caller.check_task(source.task)
-        for line, answer in caller.answers(asked):
-            texts[line] = None
+        for done, (line, answer) in enumerate(caller.answers(asked), 1):
             if not isinstance(answer, RefusedError):
                 with suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):
                     texts[line] = _text_of(answer.json()["choices"][0])
-            bar("answering", len(texts), len(turns))
-    return [_Judged(line, turn.gold or "", texts[line]) for line, turn in turns.items()]
+            bar("answering", done, len(turns))
+    return texts
 
 
 def _metric_of(source: AnswerOptions) -> str | None:
@@ -194,7 +186,8 @@ def _metric_of(source: AnswerOptions) -> str | None:
 
 
 def _tell(
-    judged: Sequence[_Judged],
+    turns: dict[int, Turn],
+    outputs: dict[int, str | None],
     chosen: str,
     estimates: dict[str, Estimate],
     scores: Sequence[float],
@@ -202,14 +195,14 @@ def _tell(
     num_shown: int,
 ) -> None:
     missing = f", {num_missing} without an answer count 0" if num_missing else ""
-    print(f"{len(judged)} rows{missing}\n")
+    print(f"{len(outputs)} rows{missing}\n")
     for name, one in sorted(estimates.items(), key=lambda item: item[0] != chosen):
         mark = "  <- the task's" if name == chosen else ""
         print(f"{name:8} {one.mean:6.1%}   95 %: {one.low:.1%} to {one.high:.1%}{mark}")
-    worst = sorted(range(len(judged)), key=lambda i: scores[i])[: max(0, num_shown)]
-    for i in worst:
-        if scores[i] >= 1.0:
+    worst = sorted(zip(scores, outputs, strict=True), key=lambda one: one[0])
+    for score, line in worst[: max(0, num_shown)]:
+        if score >= 1.0:
             break
-        print(f"\nline {judged[i].line}, {chosen} {scores[i]:.2f}")
-        print(f"  data    {on_a_line(judged[i].gold, _MAX_TEXT)}")
-        print(f"  answer  {on_a_line(judged[i].output, _MAX_TEXT)}")
+        print(f"\nline {line}, {chosen} {score:.2f}")
+        print(f"  data    {on_a_line(turns[line].gold, _MAX_TEXT)}")
+        print(f"  answer  {on_a_line(outputs[line], _MAX_TEXT)}")

@@ -357,8 +357,6 @@ def read_data(run: Tuning) -> Data:
             prompts.append(prompt_of(number, entry, run.data, fields.prompt_field))
         if len(gold) % 200 == 0:
             run.progress("reading", len(gold), None)
-    if len(gold) < _MIN_EXAMPLES:
-        raise ConfigError(f"{run.data}: {len(gold)} examples; tuning needs {_MIN_EXAMPLES}")
     return gold, prompts, texts
 
 

@@ -205,16 +205,15 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
     """
     from vocab_store.profile import model_facts
 
-    cut = [t for t in tasks if t.vocabulary.profile is not None]
-    if not cut:
-        return
-    for task in cut:
-        assert task.vocabulary.profile is not None
+    for task in tasks:
+        path = task.vocabulary.profile
+        if path is None:
+            continue
         try:
-            ProfileFiles(served.table, model_facts(folder)[2])(task.vocabulary.profile)
+            ProfileFiles(served.table, model_facts(folder)[2])(path)
         except OSError as error:
             raise ConfigError(
-                f"task {task.name}: vocabulary.profile: {task.vocabulary.profile}: {error.strerror}"
+                f"task {task.name}: vocabulary.profile: {path}: {error.strerror}"
             ) from None
         except ValueError as error:  # VocabStoreError
             raise ConfigError(f"task {task.name}: vocabulary.profile: {error}") from None

@@ -359,7 +359,6 @@ def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "outputs", "told"),
     [
-        (_lines(9), "gold", "9 examples; tuning needs 10"),
         ([*_lines(12), {"prompt": "x"}], "gold", ":13: completion: is missing"),
         ([*_lines(12), {"completion": "x"}], "gold", ":13: prompt: must be a string, not empty"),
         ([*_lines(12), {"prompt": ""}], "model", ":13: prompt: is empty; it must be a string"),
