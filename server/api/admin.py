@@ -25,7 +25,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
@@ -529,12 +529,8 @@ class TaskRoutes:
         """POST /v1/tasks/reload. Raises InvalidRequestError; the old tasks then stay."""
         admin = self._need_admin()
         old = dict(self._catalog.tasks)
-        try:
+        with _refused("The tasks were not reloaded, the old ones stay"):
             tasks = await admin.reload()
-        except ConfigError as error:
-            raise InvalidRequestError(
-                f"The tasks were not reloaded, the old ones stay: {error.message}"
-            ) from None
         await self._serve(tasks)
         new = self._catalog.tasks
         log.info("the tasks were reloaded: %s", ", ".join(new))
@@ -581,10 +577,8 @@ class TaskRoutes:
         told: dict[str, Any] = task.vocabulary.model_dump(mode="json", exclude_none=True)
         if task.vocabulary.profile is None or self._admin is None:
             return told
-        try:
+        with _refused("The vocabulary profile"):
             summary = await asyncio.to_thread(self._admin.profile_summary, task.name)
-        except ConfigError as error:
-            raise InvalidRequestError(f"The vocabulary profile: {error.message}") from None
         return {**told, "profile": summary}
 
     def follow(self, tasks: Mapping[str, TaskConfig]) -> None:
@@ -687,12 +681,8 @@ class TaskRoutes:
             if await request.is_disconnected():
                 raise ClientGoneError("The client left before its upload was read.")
             admin, name = self._need_admin(), self._find(task).name
-            try:
+            with _refused("The corpus was not changed", "examples"):
                 tasks = await admin.upload(name, examples, append=append)
-            except ConfigError as error:
-                raise InvalidRequestError(
-                    f"The corpus was not changed: {error.message}", param="examples"
-                ) from None
             await self._serve(tasks)
             return AnswerResponse(await self.corpus(name))
 
@@ -704,12 +694,19 @@ class TaskRoutes:
             # First the engines, which write what they have learned; then the files of all engines.
             if not await self._tell_engines("task_forget", {"task": name}):
                 raise EngineError("An engine did not forget what it learned. Try again.")
-            try:
+            with _refused("The corpus was not deleted"):
                 tasks = await admin.delete(name)
-            except ConfigError as error:
-                raise InvalidRequestError(f"The corpus was not deleted: {error.message}") from None
             await self._serve(tasks)
             return AnswerResponse(CorpusDeleted(task=name))
+
+
+@contextlib.contextmanager
+def _refused(what: str, param: str | None = None) -> Iterator[None]:
+    """A ConfigError within is the client's."""
+    try:
+        yield
+    except ConfigError as error:
+        raise InvalidRequestError(f"{what}: {error.message}", param=param) from None
 
 
 def _read_upload(raw: bytes) -> tuple[list[dict[str, Any]], bool]:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -178,13 +179,8 @@ class Gate:
 
 def _request_id(scope: Scope) -> str:
     """The client's x-request-id if it is harmless in logs and headers, else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(text):
-                return text
-            break
-    return f"req-{secrets.token_hex(12)}"
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
 
 
 # --- what is told of a request --------------------------------------------------------------------
@@ -273,8 +269,7 @@ class Traces:
 
         method = scope["method"]
         known = method if method.isascii() and method.isalpha() else "_OTHER"
-        parents = [value for name, value in scope["headers"] if name == b"traceparent"]
-        parent = parents[0].decode("latin-1") if parents else ""
+        parent = Headers(scope=scope).get("traceparent", "")
         attributes: dict[str, str | int] = {
             "http.request.method": known,
             "http.route": route,

@@ -127,15 +127,8 @@ class EventStream(Response):
         self._late_error = late_error
         self._keep_alive_s = keep_alive_s
         self._last_s = 0.0
-        self.init_headers(
-            {
-                "content-type": "text/event-stream; charset=utf-8",
-                "cache-control": "no-cache",
-                "x-accel-buffering": "no",
-            }
-        )
-        # init_headers counts an empty body; the length of a stream is not known.
-        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+        # Without Response.__init__ there is no body whose length would be told.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {
