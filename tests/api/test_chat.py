@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -20,10 +19,9 @@ from tests.api.chat_models import (
     TEMPLATES,
     decode,
     encode,
-    scripted,
-    served,
     weather,
 )
+from tests.api.fixtures import chats_of
 from tests.api.live import LiveServer, as_bytes
 from tests.api.test_completions import SAMPLING, check_sampling, events
 from tests.api.test_errors import check
@@ -43,21 +41,12 @@ TASK = TaskConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def engines() -> dict[str, ScriptedEngine]:
-    return {name: scripted(name, saying(REPLY_IDS)) for name in (*TEMPLATES, "base")}
-
-
-@pytest.fixture(scope="module")
-def server(engines: dict[str, ScriptedEngine]) -> Iterator[LiveServer]:
-    models = {name: served(name) for name in engines}
-    with LiveServer(
-        list(engines.values()),
-        models=models,
-        tasks={"brief": TASK},
-        drafters=("off", "suffix", "auto"),
-    ) as live:
-        yield live
+engines, server = chats_of(
+    (*TEMPLATES, "base"),
+    saying(REPLY_IDS),
+    tasks={"brief": TASK},
+    drafters=("off", "suffix", "auto"),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import httpx
 import pytest
 
 from server.types import Request
+from tests.api.fixtures import served_by
 from tests.api.live import TABLE, TOKENIZER, LiveServer, as_bytes, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 
@@ -18,15 +18,7 @@ REPLY = " over the lazy dog. Once upon a time — héllo wörld"
 REPLY_IDS = encode(REPLY)
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(saying(REPLY_IDS))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine]) as live:
-        yield live
+engine, server = served_by(lambda: ScriptedEngine(saying(REPLY_IDS)))
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.types import Delta, Request
+from tests.api.fixtures import served_by
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.orders import asked, decisions, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
@@ -59,15 +59,7 @@ def scoring(*logprobs: float) -> Any:
     return script
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(scoring(-1.0, -2.0, -4.0), max_model_len=256)
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine]) as live:
-        yield live
+engine, server = served_by(lambda: ScriptedEngine(scoring(-1.0, -2.0, -4.0), max_model_len=256))
 
 
 def ask(server: LiveServer, *questions: Any, given: Any = "hi", **more: Any) -> Any:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from server.config import SpeculationConfig, TaskConfig
 from server.errors import LimitExceededError
-from tests.api.chat_models import scripted, served
+from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
 
@@ -19,11 +15,7 @@ TASKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    models = {"chatml": served("chatml")}
-    with LiveServer([scripted("chatml")], models=models, tasks=TASKS, drafters=DRAFTERS) as live:
-        yield live
+_, server = chat_by(None, "chatml", tasks=TASKS, drafters=DRAFTERS)
 
 
 def refused(server: LiveServer, code: str, param: str, **body: object) -> str:

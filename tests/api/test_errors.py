@@ -26,6 +26,7 @@ from server.config import (
     TaskLimits,
 )
 from server.errors import TailorError
+from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -50,15 +51,11 @@ TASK = TaskConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(saying(encode(" over the lazy dog")))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine], config=ServerConfig(limits=LIMITS), tasks={"strict": TASK}) as live:
-        yield live
+engine, server = served_by(
+    lambda: ScriptedEngine(saying(encode(" over the lazy dog"))),
+    config=ServerConfig(limits=LIMITS),
+    tasks={"strict": TASK},
+)
 
 
 def check(response: httpx.Response, status: int, code: str | None, param: str | None) -> str:

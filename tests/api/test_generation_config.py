@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from server.config import SamplingDefaults, TaskConfig
 from server.wiring.model import sampling_defaults
+from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -20,16 +20,11 @@ MODEL = SamplingDefaults(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repeti
 TASK = TaskConfig(name="greedy", sampling=SamplingDefaults(temperature=0.0, top_k=0))
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(saying(encode(" dog")))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    models = {"tiny": replace(served(), sampling=MODEL)}
-    with LiveServer([engine], models=models, tasks={"greedy": TASK}) as live:
-        yield live
+engine, server = served_by(
+    lambda: ScriptedEngine(saying(encode(" dog"))),
+    models=lambda: {"tiny": replace(served(), sampling=MODEL)},
+    tasks={"greedy": TASK},
+)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -15,6 +14,7 @@ from server.api.keys import ApiKey, Bucket, Keyring, check_admin
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, PermissionDeniedError
 from server.types import Delta, Request
+from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.waiting import wait_until
@@ -95,29 +95,21 @@ def test_wrong_limits_are_told(field: dict[str, object]) -> None:
 # --- on a server ---
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(SAYS)
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    config = ServerConfig.model_validate(
-        {
-            "keys": (
-                {"id": "all", "key": "sk-all"},
-                {"id": "other", "key": "sk-other"},
-                {"id": "sql-only", "key": "sk-sql", "tasks": ("sql",)},
-                {"id": "model", "key": "sk-model", "tasks": ("tiny",)},
-                {"id": "boss", "key": "sk-boss", "admin": True},
-                {"id": "few", "key": "sk-few", "requests_per_minute": 3},
-                {"id": "seat", "key": "sk-seat", "max_concurrent_requests": 2},
-                {"id": "tokens", "key": "sk-tokens", "tokens_per_minute": 100},
-            )
-        }
-    )
-    with LiveServer([engine], config=config, tasks=TASKS) as live:
-        yield live
+CONFIG = ServerConfig.model_validate(
+    {
+        "keys": (
+            {"id": "all", "key": "sk-all"},
+            {"id": "other", "key": "sk-other"},
+            {"id": "sql-only", "key": "sk-sql", "tasks": ("sql",)},
+            {"id": "model", "key": "sk-model", "tasks": ("tiny",)},
+            {"id": "boss", "key": "sk-boss", "admin": True},
+            {"id": "few", "key": "sk-few", "requests_per_minute": 3},
+            {"id": "seat", "key": "sk-seat", "max_concurrent_requests": 2},
+            {"id": "tokens", "key": "sk-tokens", "tokens_per_minute": 100},
+        )
+    }
+)
+engine, server = served_by(lambda: ScriptedEngine(SAYS), config=CONFIG, tasks=TASKS)
 
 
 def test_an_admin_key_opens_the_admin_routes_and_no_other_does(server: LiveServer) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from server.types import Request
-from tests.api.chat_models import encode, scripted, served
+from tests.api.chat_models import encode
+from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.api.test_decisions import CHOICE, scoring
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -33,20 +33,8 @@ STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 READ = ("/tokenize", "/detokenize", "/v1/chat/completions/render")
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    says, scores = saying(encode(" over the lazy dog")), scoring(-1.0, -2.0, -4.0)
-
-    def script(request: Request) -> Any:
-        return (scores if request.label_ids else says)(request)
-
-    return scripted("hermes", script)
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine], models={"hermes": served("hermes")}) as live:
-        yield live
+_SAYS, _SCORES = saying(encode(" over the lazy dog")), scoring(-1.0, -2.0, -4.0)
+engine, server = chat_by(lambda request: (_SCORES if request.label_ids else _SAYS)(request))
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,13 @@ that would change something and is not honoured is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api.chat_models import decode, scripted, served, weather
+from tests.api.chat_models import decode, weather
+from tests.api.fixtures import chats_of
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -17,16 +17,7 @@ from tests.fakes.scripted_engine import ScriptedEngine
 USER = {"role": "user", "content": "the quick brown fox"}
 
 
-@pytest.fixture(scope="module")
-def engines() -> dict[str, ScriptedEngine]:
-    return {name: scripted(name) for name in ("chatml", "hermes", "base")}
-
-
-@pytest.fixture(scope="module")
-def server(engines: dict[str, ScriptedEngine]) -> Iterator[LiveServer]:
-    models = {name: served(name) for name in engines}
-    with LiveServer(list(engines.values()), models=models, drafters=("off", "suffix")) as live:
-        yield live
+engines, server = chats_of(("chatml", "hermes", "base"), drafters=("off", "suffix"))
 
 
 def chat(server: LiveServer, **body: Any) -> httpx.Response:

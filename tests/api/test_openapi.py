@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,7 +10,8 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from server.types import Delta, Request
-from tests.api.chat_models import encode, scripted, served
+from tests.api.chat_models import encode
+from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 
@@ -29,15 +29,7 @@ BROKEN: dict[str, str] = {
 """Data that is none of the route's events."""
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return scripted("hermes", saying(encode(" over the lazy dog")))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine], models={"hermes": served("hermes")}) as live:
-        yield live
+engine, server = chat_by(saying(encode(" over the lazy dog")))
 
 
 def events_of(text: str) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@ taken, others are refused with what to send instead; a request needs no `model`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from server.api.faces.completions import CompletionBody
 from server.api.faces.responses import ResponsesBody
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from tests.api.chat_models import scripted, served
+from tests.api.fixtures import chats_of
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -33,16 +33,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 GBNF = 'root ::= "yes" | "no" [a-z]*'
 
 
-@pytest.fixture(scope="module")
-def engines() -> list[ScriptedEngine]:
-    return [scripted(name) for name in ("hermes", "base")]
-
-
-@pytest.fixture(scope="module")
-def server(engines: list[ScriptedEngine]) -> Iterator[LiveServer]:
-    models = {name: served(name) for name in ("hermes", "base")}
-    with LiveServer(engines, models=models) as live:
-        yield live
+engines, server = chats_of(("hermes", "base"))
 
 
 def post(server: LiveServer, path: str, key: str | None = None, **body: Any) -> httpx.Response:
@@ -125,7 +116,7 @@ def test_what_a_name_stands_for_is_a_field(model: type[GenerationBody]) -> None:
 )
 def test_what_others_call_otherwise_is_honoured(
     server: LiveServer,
-    engines: list[ScriptedEngine],
+    engines: dict[str, ScriptedEngine],
     path: str,
     theirs: dict[str, Any],
     ours: dict[str, Any],
@@ -134,7 +125,7 @@ def test_what_others_call_otherwise_is_honoured(
     for body in (theirs, ours):
         answer = post(server, path, seed=1, **body)
         assert answer.status_code == 200, answer.text
-        requests.append(engines[0].submitted[-1])
+        requests.append(engines["hermes"].submitted[-1])
     one, other = (replace(r, request_id="", arrival_s=0.0) for r in requests)
     assert one == other
 

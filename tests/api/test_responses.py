@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from openai.types.responses import Response
 
 from server.api.faces.responses import KeptItems, MessageItem, TextPart
-from tests.api.chat_models import decode, encode, scripted, served
+from tests.api.chat_models import decode, encode, served
+from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
@@ -29,16 +29,7 @@ TOOL: Any = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return scripted("hermes", saying(encode(REPLY)))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    models = {"hermes": served("hermes")}
-    with LiveServer([engine], models=models, drafters=("off", "suffix")) as live:
-        yield live
+engine, server = chat_by(saying(encode(REPLY)), drafters=("off", "suffix"))
 
 
 @pytest.fixture(autouse=True)

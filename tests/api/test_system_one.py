@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.api.fixtures import served_by
 from tests.api.live import LiveServer
 from tests.api.test_decisions import scoring
 from tests.api.test_errors import check
@@ -30,15 +30,7 @@ QUESTIONS: dict[str, Any] = {
 STATE = {"message": "Charged twice.", "order": 4411}
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(scoring(-1.0, -2.0, -4.0), max_model_len=256)
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine]) as live:
-        yield live
+engine, server = served_by(lambda: ScriptedEngine(scoring(-1.0, -2.0, -4.0), max_model_len=256))
 
 
 def ask(server: LiveServer, state: Any = STATE, questions: Any = None, **more: Any) -> Any:

@@ -4,13 +4,13 @@ with messages, a chat's rendered prompt, /tokenizer_info, /ping, /load, HEAD."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api.chat_models import CONTEXT, TABLE, decode, encode, scripted, served, weather
+from tests.api.chat_models import CONTEXT, TABLE, decode, encode, weather
+from tests.api.fixtures import chats_of
 from tests.api.live import LiveServer
 from tests.api.test_completions import events
 from tests.api.test_errors import check
@@ -20,16 +20,7 @@ MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 SAYS = encode(" the lazy dog")
 
 
-@pytest.fixture(scope="module")
-def engines() -> dict[str, ScriptedEngine]:
-    return {name: scripted(name, saying(SAYS)) for name in ("hermes", "base")}
-
-
-@pytest.fixture(scope="module")
-def server(engines: dict[str, ScriptedEngine]) -> Iterator[LiveServer]:
-    models = {name: served(name) for name in engines}
-    with LiveServer(list(engines.values()), models=models) as live:
-        yield live
+engines, server = chats_of(("hermes", "base"), saying(SAYS))
 
 
 def complete(server: LiveServer, **body: Any) -> httpx.Response:

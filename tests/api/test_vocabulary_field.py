@@ -3,13 +3,14 @@ reported in the response and in /metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from server.config import TaskConfig, VocabularyConfig
 from server.types import Delta, Request, VocabularyCounts, VocabularyParams
+from tests.api.fixtures import served_by
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -40,15 +41,7 @@ def _script(request: Request) -> Iterable[list[Delta]]:
     return [[d._replace(vocabulary=counts) for d in step] for step in steps]
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(_script)
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine], tasks=TASKS) as live:
-        yield live
+engine, server = served_by(lambda: ScriptedEngine(_script), tasks=TASKS)
 
 
 @pytest.mark.parametrize(
