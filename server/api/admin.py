@@ -38,9 +38,8 @@ from starlette.responses import Response
 
 from server.api.bodies import BodyPart, ModelName, TokenId, parse_object, read_body, validate
 from server.api.engines.client import problem_of
-from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
-from server.api.route_context import RouteContext
+from server.api.route_context import AnswerResponse, RouteContext
 from server.api.served_model import ServedModel
 from server.api.shapes import Chance, CorpusSize, Count, Shape
 from server.config import AdapterConfig, TaskConfig, task_version

@@ -27,8 +27,8 @@ from msgspec import UNSET, UnsetType
 
 from server import types
 from server.api.engines.submission import VOCABULARY_SUMS, RequestAccount, Submission, add_depths
-from server.api.http_answers import DONE, error_event, event
 from server.api.order import Order
+from server.api.route_context import DONE, error_event, event
 from server.api.shapes import (
     Chunk,
     CompletionDetails,

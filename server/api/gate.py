@@ -36,8 +36,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.engines.submission import RequestAccount
-from server.api.http_answers import encode_ascii
 from server.api.keys import Caller, Keyring, check_admin
+from server.api.route_context import encode_ascii
 from server.api.shapes import error_answer
 from server.config import TracingConfig
 from server.errors import ClientGoneError, ConfigError, ServerError, TailorError

@@ -21,9 +21,8 @@ from server.api.bodies import BodyPart, ModelName, TokenId, validate
 from server.api.chats import generation_of
 from server.api.engines.client import EngineClient
 from server.api.faces.chat import ChatBody, chat_of
-from server.api.http_answers import AnswerResponse
 from server.api.openapi import described
-from server.api.route_context import RouteContext, caller_of
+from server.api.route_context import AnswerResponse, RouteContext, caller_of
 from server.api.shapes import Count, Shape
 from server.errors import InvalidRequestError, ModelNotFoundError
 from server.metrics import Metrics

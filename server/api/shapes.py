@@ -1,7 +1,7 @@
 """The answers that generate, and what all answers share: declared once, for the encoder, the type
 check and /openapi.json.
 
-A member whose default is UNSET may be absent; any other is always there. server.api.http_answers
+A member whose default is UNSET may be absent; any other is always there. server.api.route_context
 encodes them.
 """
 

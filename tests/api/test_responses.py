@@ -280,7 +280,7 @@ def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEn
 def test_an_error_before_the_first_event_is_one_once_the_headers_are_sent(
     server: LiveServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.api.http_answers.HEADER_WAIT_S", 0.0)
+    monkeypatch.setattr("server.api.route_context.HEADER_WAIT_S", 0.0)
     engine.script = lambda request: [steps_of(request, [], finish_reason="error")[0]]
     engine.step_s = 0.2
     try:

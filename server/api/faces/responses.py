@@ -32,9 +32,8 @@ from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, check_tier
 from server.api.faces.items import Item, Items, input_schema
 from server.api.grammars import OutputFormat
-from server.api.http_answers import encode_ascii
 from server.api.order import Names, Order, Target
-from server.api.route_context import RouteContext
+from server.api.route_context import RouteContext, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
 from server.api.tools import (
     FUNCTION_NAME,
