@@ -58,7 +58,7 @@ from server.api.bodies import (
     validate,
 )
 from server.api.engines.submission import RequestAccount, Submission
-from server.api.faces.items import TEXTS, Items, input_schema, text_of
+from server.api.faces.items import TEXTS, Items, text_of
 from server.api.order import Target, tighter
 from server.api.route_context import Face, RouteContext
 from server.api.served_model import ServedModel
@@ -300,6 +300,31 @@ _CONTENT = content_schema(*TEXTS, "input_json")
 Content = Annotated[Any, WithJsonSchema(_CONTENT)]
 
 
+def _text_of(content: Any, at: str) -> str:
+    """A content field: a text, or parts that are text or JSON. Raises InvalidRequestError."""
+    if content == []:
+        raise InvalidRequestError("must be a text or a list of parts, not empty.", at=at)
+    if isinstance(content, list):
+        content = [_as_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
+    return text_of(content, at)
+
+
+def _as_text(part: Any, at: str) -> Any:
+    """A part with JSON as one with its text."""
+    if not isinstance(part, dict) or part.get("type") != "input_json":
+        return part
+    refuse_members(part, {"type", "data"}, at)
+    data = part.get("data")
+    if not all(isinstance(v, dict) for v in (data if isinstance(data, list) else [data])):
+        raise InvalidRequestError("must be an object or a list of objects.", at=f"{at}.data")
+    return {"type": "text", "text": json_text(data, f"{at}.data")}
+
+
+_ITEMS = Items(
+    {"function_call": "arguments", "custom_tool_call": "input"}, reads=_text_of, has_spaces=True
+)
+
+
 class PredicateQuestion(BodyPart):
     """How likely is it that a statement about the input is true?"""
 
@@ -359,10 +384,6 @@ def _few(questions: Any) -> Any:
     return questions
 
 
-_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-_INPUT_SCHEMA = input_schema(_CALLS, content=_CONTENT)
-
-
 class CacheOptions(BodyPart):
     """Options of the prompt cache; change nothing here."""
 
@@ -374,7 +395,7 @@ class DecisionBody(BodyPart):
     """POST /v1/decisions."""
 
     model: ModelName
-    input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
+    input: Annotated[Any, WithJsonSchema(_ITEMS.schema(_CONTENT))]
     questions: Annotated[
         list[Annotated[Any, _QUESTION]],
         FailFast(),
@@ -429,29 +450,6 @@ def input_text(given: Any) -> str:
     if not text.strip():
         raise InvalidRequestError("there is no text in it.", at="input")
     return text
-
-
-def _text_of(content: Any, at: str) -> str:
-    """A content field: a text, or parts that are text or JSON. Raises InvalidRequestError."""
-    if content == []:
-        raise InvalidRequestError("must be a text or a list of parts, not empty.", at=at)
-    if isinstance(content, list):
-        content = [_as_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
-    return text_of(content, at)
-
-
-def _as_text(part: Any, at: str) -> Any:
-    """A part with JSON as one with its text."""
-    if not isinstance(part, dict) or part.get("type") != "input_json":
-        return part
-    refuse_members(part, {"type", "data"}, at)
-    data = part.get("data")
-    if not all(isinstance(v, dict) for v in (data if isinstance(data, list) else [data])):
-        raise InvalidRequestError("must be an object or a list of objects.", at=f"{at}.data")
-    return {"type": "text", "text": json_text(data, f"{at}.data")}
-
-
-_ITEMS = Items(_CALLS, _text_of, has_spaces=True)
 
 
 # --- the answer -----------------------------------------------------------------------------------

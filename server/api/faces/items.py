@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.api.bodies import content_schema, joined_texts, refuse_members, says_nothing
+from server.api.bodies import joined_texts, refuse_members, says_nothing
 from server.api.chats import MAX_MESSAGES, Call, Turn
 from server.errors import (
     InvalidRequestError,
@@ -33,28 +33,6 @@ _THOUGHTS = ("content", "summary")
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def input_schema(calls: Mapping[str, str], *kinds: str, **more: Any) -> dict[str, Any]:
-    """The JSON schema of an input. calls, kinds: types of calls and of further items. more:
-    members of items."""
-    item = {
-        "type": "object",
-        "properties": {
-            "type": {"enum": ["message", *calls, *(f"{call}_output" for call in calls), *kinds]},
-            "role": {"enum": list(_ROLES)},
-            "content": content_schema(*TEXTS),
-            "output": content_schema(*TEXTS),
-            **{name: {"type": "string"} for name in ("call_id", "name", *calls.values())},
-            **more,
-        },
-    }
-    return {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "minItems": 1, "items": item},
-        ]
-    }
-
-
 def text_of(content: Any, at: str) -> str:
     """The text of a string or of a list of parts. Raises InvalidRequestError and its kin."""
     return joined_texts(content, at, "\n", parts=TEXTS, ignored=_IGNORED)
@@ -63,12 +41,35 @@ def text_of(content: Any, at: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Items:
     """How a route reads items. calls: types of calls, and the member that holds what is called
-    with. reads: the text of a content, and where it lies. has_spaces: whether a call's namespace is
-    part of its name."""
+    with. further: types of items that are no turns. reads: the text of a content, and where it
+    lies. has_spaces: whether a call's namespace is part of its name."""
 
     calls: Mapping[str, str]
+    further: tuple[str, ...] = ()
     reads: Callable[[Any, str], str] = text_of
     has_spaces: bool = False
+
+    @property
+    def types(self) -> list[str]:
+        """All that an item's type may be."""
+        results = [f"{call}_output" for call in self.calls]
+        return ["message", *self.calls, *results, *self.further]
+
+    def schema(self, content: dict[str, Any]) -> dict[str, Any]:
+        """The JSON schema of an input. content: that of a content."""
+        texts = ("call_id", "name", "id", *self.calls.values())
+        item = {
+            "type": "object",
+            "properties": {
+                "type": {"enum": self.types},
+                "role": {"enum": list(_ROLES)},
+                "content": content,
+                "output": content,
+                **{name: {"type": "string"} for name in texts},
+            },
+        }
+        items = {"type": "array", "minItems": 1, "items": item}
+        return {"anyOf": [{"type": "string", "minLength": 1}, items]}
 
     def turns(self, given: Any, kept: Callable[[Any], Item | None] | None = None) -> list[Turn]:
         """The input as Turns. kept: the item that an id names, None where no items are kept. Raises
@@ -117,16 +118,15 @@ class Items:
                 )
             refuse_members(item, {"role", "content", *_IGNORED}, at)
             return Turn(role, self.reads(item.get("content"), f"{at}.content"), at)
-        results = [f"{call}_output" for call in self.calls]
-        if kind in results:
+        called, is_result, _ = str(kind).partition("_output")
+        if is_result and called in self.calls:
             refuse_members(item, {"call_id", "output", *_IGNORED}, at)
             told = self.reads(item.get("output"), f"{at}.output")
             return Turn("tool", told, at, call_id=_text(item, "call_id", at))
         if not isinstance(kind, str) or kind not in self.calls:
-            known = ", ".join(["message", *self.calls, *results])
             raise UnsupportedFieldError(
-                f"{echoed(kind, 40)} is not available; only {known} and item_reference are, "
-                "because no tools run here.",
+                f"{echoed(kind, 40)} is not available; only {', '.join(self.types)} are, because "
+                "no tools run here.",
                 at=f"{at}.type",
             )
         what = self.calls[kind]

@@ -26,11 +26,12 @@ from server.api.bodies import (
     Neutral,
     Path,
     aliases,
+    content_schema,
 )
 from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, check_tier
-from server.api.faces.items import Item, Items, input_schema
+from server.api.faces.items import TEXTS, Item, Items
 from server.api.grammars import OutputFormat
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext, encode_ascii
@@ -53,8 +54,7 @@ from server.types import INT31, Delta
 
 # --- the body -------------------------------------------------------------------------------------
 
-_ITEMS = Items({"function_call": "arguments"})
-_INPUT = input_schema(_ITEMS.calls, "item_reference", "reasoning", id={"type": "string"})
+_ITEMS = Items({"function_call": "arguments"}, ("item_reference", "reasoning"))
 _CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 _NOT_STORED = "conversations are not stored here; send the whole one as input"
 _ONE = "a response is one message"
@@ -113,7 +113,7 @@ class ResponsesBody(GenerationBody):
     }  # fmt: skip
     ALIASES: ClassVar[Mapping[str, Path]] = aliases({"max_tokens": "max_output_tokens"})
 
-    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    input: Annotated[Any, WithJsonSchema(_ITEMS.schema(content_schema(*TEXTS)))]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT31)
     tools: list[FunctionToolBody] | None = Field(None, max_length=MAX_TOOLS)
