@@ -9,7 +9,7 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 BYTE_IDS = {TABLE.bytes_of(i): i for i in range(TABLE.vocab_size) if len(TABLE.bytes_of(i)) == 1}
 DRAFTERS = ("off", "suffix")
+Specs = Sequence[EngineSpec]
+between: Callable[[Specs, Callable[[], asyncio.AbstractEventLoop], Metrics], Specs] | None = None
+"""Tests of fleets put something between a server and its engines (tests/fleet/api)."""
 PLAIN_TASK = TaskConfig(name=DEFAULT_TASK, speculation=SpeculationConfig(drafter="suffix"))
 
 
@@ -88,6 +91,8 @@ class LiveServer:
         self.task_admin = task_admin
         self.traces = traces
         self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
+        if between is not None:
+            self.specs = list(between(self.specs, lambda: self.loop, self.metrics))
         self.status: int | None = None
         self.error: BaseException | None = None
         self._wait_ready = wait_ready
