@@ -47,6 +47,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return near[0] if near else ""
 
 
+_BY_CODE: dict[str, type[TailorError]] = {}
+
+
 class TailorError(Exception):
     """The root. `message` is for people; the rest is for programs.
 
@@ -62,6 +65,8 @@ class TailorError(Exception):
         cls, *, status: int | None = None, type: str | None = None, code: str | None = None
     ) -> None:
         cls.status, cls.type, cls.code = status or cls.status, type or cls.type, code or cls.code
+        if code is not None:
+            _BY_CODE[code] = cls
 
     def __init__(
         self,
@@ -250,22 +255,16 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
     """The exception for a Delta whose finish_reason is "error".
 
     An engine names its errors by the codes above; any other code is an EngineError. "kv_exhausted":
-    the request does not fit the engine's KV memory even alone.
+    the request does not fit the engine's KV memory even alone. Those of grammars say which field is
+    at fault, too.
     """
-    if code == "kv_exhausted":
-        return ContextLengthExceededError(message)
-    cls = _OF_ENGINES.get(code or "", EngineError)
+    cls = _BY_CODE.get(code or "", EngineError)
     later = (QueueFullError, QueueTimeoutError, AdaptersFullError, NoEngineError)
     return cls(message, retry_after_s=1.0 if issubclass(cls, later) else None)
 
 
-_OF_ENGINES: dict[str, type[TailorError]] = {
-    str(cls.code): cls
-    for cls in (
-        QueueFullError, ContextLengthExceededError, ConstraintUnsatisfiableError,
-        LimitExceededError, InvalidRequestError, UnsupportedFieldError, ModelNotFoundError,
-        DrainingError, QueueTimeoutError, AdaptersFullError, NoEngineError, EngineDiedError,
-    )
-}  # fmt: skip
-_OF_ENGINES |= {"grammar_invalid": InvalidRequestError, "grammar_limit": LimitExceededError}
-"""By the code in a Delta. Those of grammars say which field is at fault, too."""
+_BY_CODE |= {
+    "kv_exhausted": ContextLengthExceededError,
+    "grammar_invalid": InvalidRequestError,
+    "grammar_limit": LimitExceededError,
+}

@@ -42,7 +42,8 @@ from server.api.openapi import described
 from server.api.route_context import AnswerResponse, RouteContext
 from server.api.served_model import ServedModel
 from server.api.shapes import Chance, CorpusSize, Count, Shape
-from server.config import AdapterConfig, TaskConfig, task_version
+from server.config import AdapterConfig, TaskConfig
+from server.config.task import task_version
 from server.errors import (
     ClientGoneError,
     ConfigError,

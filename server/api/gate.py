@@ -39,7 +39,7 @@ from server.api.engines.submission import RequestAccount
 from server.api.keys import Caller, Keyring, check_admin
 from server.api.route_context import encode_ascii
 from server.api.shapes import error_answer
-from server.config import TracingConfig
+from server.config.server import TracingConfig
 from server.errors import ClientGoneError, ConfigError, ServerError, TailorError
 from server.metrics import Metrics
 

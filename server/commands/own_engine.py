@@ -76,7 +76,8 @@ def own_engine(
     """
     from dataclasses import replace
 
-    from server.config import EngineConfig, ModelConfig, ServerConfig, parse_device_list
+    from server.config import EngineConfig, ModelConfig, ServerConfig
+    from server.config.yaml_file import parse_device_list
     from server.wiring.engine import build_engine
     from server.wiring.model import ready_folder
     from server.wiring.server import plan_server

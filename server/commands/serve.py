@@ -22,17 +22,14 @@ from server.config import (
     EngineConfig,
     KeyConfig,
     ListenConfig,
-    LogConfig,
-    MemorySize,
     ModelConfig,
     ServerConfig,
     TaskConfig,
     load_server_config,
-    parse_device_list,
-    parse_memory,
 )
-from server.config import with_overrides as over
-from server.config.yaml_file import Section
+from server.config.server import LogConfig
+from server.config.server import with_overrides as over
+from server.config.yaml_file import MemorySize, Section, parse_device_list, parse_memory
 from server.errors import ConfigError, TailorError
 from server.wiring.task_set import server_tasks
 

@@ -15,16 +15,15 @@ import pytest
 
 from server.api.app import ELSEWHERE
 from server.config import (
-    CorsConfig,
     KeyConfig,
     LimitsConfig,
-    MetricsConfig,
     SamplingDefaults,
     ServerConfig,
     SpeculationConfig,
     TaskConfig,
     TaskLimits,
 )
+from server.config.server import CorsConfig, MetricsConfig
 from server.errors import TailorError
 from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode

@@ -13,7 +13,8 @@ from server import token_bytes
 from server.api.bodies import validate
 from server.api.routes import DetokenizeBody
 from server.api.served_model import ServedModel
-from server.config import ContextMarks, SpeculationConfig, TaskConfig
+from server.config import SpeculationConfig, TaskConfig
+from server.config.task import ContextMarks
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
 from tests.api.live import TABLE, encode, served
 from tests.api.orders import completion, orders

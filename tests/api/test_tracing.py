@@ -12,7 +12,7 @@ import pytest
 
 from server.api.gate import open_traces
 from server.api.keys import Caller
-from server.config import TracingConfig
+from server.config.server import TracingConfig
 from server.errors import ConfigError
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying

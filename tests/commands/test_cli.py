@@ -14,7 +14,7 @@ import pytest
 from server import __version__
 from server.commands.cli import OPTIONS_OF_OTHERS, TAKEN_OF_OTHERS, build_app, main, parse
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
-from server.config import MemorySize
+from server.config.yaml_file import MemorySize
 from server.errors import ConfigError
 from tests.commands.command_line import ALL as COMMANDS
 

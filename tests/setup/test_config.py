@@ -12,18 +12,15 @@ from drafters import DRAFTER_NAMES
 from server import config as config_module
 from server.config import (
     DEFAULT_TASK,
-    MemorySize,
     ServerConfig,
     TaskConfig,
     load_server_config,
     load_task,
     load_tasks,
-    parse_device_list,
-    parse_memory,
-    parse_yaml,
-    task_version,
-    with_overrides,
 )
+from server.config.server import with_overrides
+from server.config.task import task_version
+from server.config.yaml_file import MemorySize, parse_device_list, parse_memory, parse_yaml
 from server.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

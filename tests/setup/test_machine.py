@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.config import parse_memory
+from server.config.yaml_file import parse_memory
 from server.machine import Machine
 from server.model.kv_memory import num_blocks_for
 

@@ -19,15 +19,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from server.commands.cli import parse
-from server.config import (
-    MemorySize,
-    ServerConfig,
-    TaskConfig,
-    load_server_config,
-    load_task,
-)
+from server.config import ServerConfig, TaskConfig, load_server_config, load_task
 from server.config.cluster import ClusterConfig
-from server.config.yaml_file import read_yaml, validate
+from server.config.yaml_file import MemorySize, read_yaml, validate
 from tests.commands.command_line import ALL as COMMANDS
 from tests.setup import pages
 
