@@ -225,67 +225,42 @@ def test_schemas_that_differ_are_let_go(server: LiveServer) -> None:
 
 # --- chats ---
 
-TENTH_OF_A_MILLION: list[tuple[Callable[[], dict[str, Any]], str]] = [
-    (lambda: {"tools": [weather(f"f{i}") for i in range(MANY)]}, "tools"),
-    (lambda: {"tools": [weather(strict=True)] * MANY}, "tools"),
-    (lambda: {"tools": [weather(parameters={"enum": list(range(MANY))})]}, "tools"),
-    (
-        lambda: {"tools": [weather(parameters={"properties": {f"p{i}": {} for i in range(MANY)}})]},
-        "tools",
-    ),
-    (lambda: {"tools": [weather(description="x" * (1 << 20))]}, "tools"),
-    (lambda: {"tools": [weather(parameters=nested(50))]}, "tools"),
-    (
-        lambda: {
-            "messages": [
-                *SAYS,
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {
-                            "id": f"c{i}",
-                            "type": "function",
-                            "function": {"name": "f", "arguments": "{}"},
-                        }
-                        for i in range(MANY)
-                    ],
-                },
-            ]
-        },
-        "messages",
-    ),
-    (
-        lambda: {
-            "messages": [*SAYS, *({"role": "tool", "content": "x", "tool_call_id": "c"},) * MANY]
-        },
-        "m",
-    ),
-    (lambda: {"prediction": {"type": "content", "content": "x" * (4 << 20)}}, "prediction"),
-    (
-        lambda: {
-            "prediction": {
-                "type": "content",
-                "content": [{"type": "text", "text": "x"} for _ in range(MANY)],
-            }
-        },
-        "prediction",
-    ),
-    (lambda: {"chat_template_kwargs": {f"k{i}": i for i in range(MANY)}}, "chat_template_kwargs"),
-    (lambda: {"messages": [{"role": "user", "content": "x", "name": "n" * (1 << 20)}]}, "messages"),
-    (lambda: {"messages": [{"role": "r" * (1 << 20), "content": "x"}]}, "messages"),
+FUNCTION = {"name": "f", "arguments": "{}"}
+RESULT = {"role": "tool", "content": "x", "tool_call_id": "c"}
+PART = {"type": "text", "text": "x"}
+
+
+def call(i: int) -> dict[str, Any]:
+    return {"id": f"c{i}", "type": "function", "function": FUNCTION}
+
+
+TENTH_OF_A_MILLION: list[tuple[str, Callable[[], Any]]] = [
+    ("tools", lambda: [weather(f"f{i}") for i in range(MANY)]),
+    ("tools", lambda: [weather(strict=True)] * MANY),
+    ("tools", lambda: [weather(parameters={"enum": list(range(MANY))})]),
+    ("tools", lambda: [weather(parameters={"properties": {f"p{i}": {} for i in range(MANY)}})]),
+    ("tools", lambda: [weather(description="x" * (1 << 20))]),
+    ("tools", lambda: [weather(parameters=nested(50))]),
+    ("messages", lambda: [{"role": "assistant", "tool_calls": [call(i) for i in range(MANY)]}]),
+    ("messages", lambda: [*SAYS, *[RESULT] * MANY]),
+    ("prediction", lambda: {"type": "content", "content": "x" * (4 << 20)}),
+    ("prediction", lambda: {"type": "content", "content": [PART] * MANY}),
+    ("chat_template_kwargs", lambda: {f"k{i}": i for i in range(MANY)}),
+    ("messages", lambda: [{"role": "user", "content": "x", "name": "n" * (1 << 20)}]),
+    ("messages", lambda: [{"role": "r" * (1 << 20), "content": "x"}]),
 ]
 
 
-@pytest.mark.parametrize(("made", "param"), TENTH_OF_A_MILLION, ids=range(len(TENTH_OF_A_MILLION)))
+@pytest.mark.parametrize(("field", "made"), TENTH_OF_A_MILLION, ids=range(len(TENTH_OF_A_MILLION)))
 def test_chats_of_a_tenth_of_a_million_are_refused_quickly(
-    server: LiveServer, made: Callable[[], dict[str, Any]], param: str
+    server: LiveServer, field: str, made: Callable[[], Any]
 ) -> None:
-    body = made()
+    value = made()
     began_s = time.process_time()
-    answer = chat(server, **body)
+    answer = chat(server, **{field: value})
     assert answer.status_code == 400, answer.text[:300]
     error = answer.json()["error"]
-    assert error["param"].startswith(param) and len(answer.text) < 1000
+    assert error["param"].startswith(field) and len(answer.text) < 1000
     assert time.process_time() - began_s < 10
 
 

@@ -130,128 +130,54 @@ def _product(num: int) -> dict[str, Any]:
     }
 
 
+STRUCTURED: list[tuple[str, dict[str, Any], type[RequestError]]] = [
+    ("", {}, InvalidRequestError),
+    ("", {"json_object": False}, InvalidRequestError),
+    ("", {"regex": "a", "choice": ["a"]}, InvalidRequestError),
+    (".structural_tag", {"structural_tag": "a"}, UnknownFieldError),
+    (".regex", {"regex": "(a"}, InvalidRequestError),
+    (".regex", {"regex": "(?=a)b"}, InvalidRequestError),
+    (".whitespace_pattern", {"regex": "a", "whitespace_pattern": " "}, InvalidRequestError),
+    (".json", {"json": SCHEMA, "whitespace_pattern": "[ "}, InvalidRequestError),
+    (".choice", {"choice": []}, InvalidRequestError),
+    (".grammar", {"grammar": "start: nothing"}, InvalidRequestError),
+    (".json", {"json": "{"}, InvalidRequestError),
+    (".json", {"json": {"not": {"type": "string"}}}, InvalidRequestError),
+    (".json", {"json": {"$ref": "http://127.0.0.1:9/schema"}}, InvalidRequestError),
+    (
+        ".json", {"json": {"type": "integer", "minimum": 2, "maximum": 1}},
+        ConstraintUnsatisfiableError,
+    ),
+    (".json", {"json": _nested(33)}, LimitExceededError),
+    (".json", {"json": _product(8)}, LimitExceededError),
+    (".json", {"json": {"enum": ["x" * 300_000]}}, LimitExceededError),
+]  # fmt: skip
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    (".type", {"type": "xml"}),
+    (".json_schema.name", {"type": "json_schema", "json_schema": {"name": "x y"}}),
+    (".json_schema", {"type": "json_schema"}),
+    (".json_schema", {"type": "text", "json_schema": {"name": "x"}}),
+    (
+        ".json_schema.schema",
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}},
+    ),
+]
+BOTH = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+
+
 @pytest.mark.parametrize(
-    ("body", "error", "param"),
+    ("param", "body", "error"),
     [
-        ({"structured_outputs": {}}, InvalidRequestError, "structured_outputs"),
-        (
-            {"structured_outputs": {"json_object": False}},
-            InvalidRequestError,
-            "structured_outputs",
+        *((f"structured_outputs{at}", {"structured_outputs": x}, e) for at, x, e in STRUCTURED),
+        *(
+            (f"response_format{at}", {"response_format": x}, InvalidRequestError)
+            for at, x in FORMATS
         ),
-        (
-            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
-            InvalidRequestError,
-            "structured_outputs",
-        ),
-        (
-            {"structured_outputs": {"structural_tag": "a"}},
-            UnknownFieldError,
-            "structured_outputs.structural_tag",
-        ),
-        (
-            {"structured_outputs": {"regex": "(a"}},
-            InvalidRequestError,
-            "structured_outputs.regex",
-        ),
-        (
-            {"structured_outputs": {"regex": "(?=a)b"}},
-            InvalidRequestError,
-            "structured_outputs.regex",
-        ),
-        (
-            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-            InvalidRequestError,
-            "structured_outputs.whitespace_pattern",
-        ),
-        (
-            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ "}},
-            InvalidRequestError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"choice": []}},
-            InvalidRequestError,
-            "structured_outputs.choice",
-        ),
-        (
-            {"structured_outputs": {"grammar": "start: nothing"}},
-            InvalidRequestError,
-            "structured_outputs.grammar",
-        ),
-        (
-            {"structured_outputs": {"json": "{"}},
-            InvalidRequestError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json": {"not": {"type": "string"}}}},
-            InvalidRequestError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/schema"}}},
-            InvalidRequestError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}},
-            ConstraintUnsatisfiableError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json": _nested(33)}},
-            LimitExceededError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json": _product(8)}},
-            LimitExceededError,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json": {"enum": ["x" * 300_000]}}},
-            LimitExceededError,
-            "structured_outputs.json",
-        ),
-        ({"response_format": {"type": "xml"}}, InvalidRequestError, "response_format.type"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x y"}}},
-            InvalidRequestError,
-            "response_format.json_schema.name",
-        ),
-        (
-            {"response_format": {"type": "json_schema"}},
-            InvalidRequestError,
-            "response_format.json_schema",
-        ),
-        (
-            {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
-            InvalidRequestError,
-            "response_format.json_schema",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "strin"}},
-                }
-            },
-            InvalidRequestError,
-            "response_format.json_schema.schema",
-        ),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "structured_outputs": {"regex": "a"},
-            },
-            InvalidRequestError,
-            "response_format",
-        ),
+        ("response_format", BOTH, InvalidRequestError),
     ],
 )
 def test_what_is_refused_names_its_field(
-    body: dict[str, Any], error: type[RequestError], param: str
+    param: str, body: dict[str, Any], error: type[RequestError]
 ) -> None:
     with pytest.raises(error) as caught:
         _check(**body)
