@@ -161,30 +161,16 @@ class Completions(TextFace[CompletionBody]):
 
     async def whole(self, order: Order, submission: Submission) -> CompletionAnswer:
         deltas = await submission.rest()
-        shown = []
+        shown: list[CompletionChoice] = []
         for i, of_prompt in enumerate(choices_of(order)):
-            ended = []
-            for choice in of_prompt:
-                delta = joined(deltas[i, choice.index - of_prompt[0].index])
-                ended.append((choice, delta, choice.take(delta)))
+            ended = [(choice, joined(deltas[i, k])) for k, choice in enumerate(of_prompt)]
             if len(ended) > order.num_choices:
                 ended.sort(key=lambda one: (-_mean_logprob(one[1]), one[0].index))
-            prompt_logprobs = next(
-                (d.prompt_logprobs for _, d, _ in ended if d.prompt_logprobs), ()
-            )
-            for k, (choice, _, piece) in enumerate(ended[: order.num_choices]):
+            prompt_logprobs = next((d.prompt_logprobs for _, d in ended if d.prompt_logprobs), ())
+            for choice, delta in ended[: order.num_choices]:
                 writer = _ChoiceWriter(order, choice)
-                text, logprobs = writer.write(piece, prompt_logprobs)
-                answer = CompletionChoice(
-                    text=text,
-                    index=i * order.num_choices + k,
-                    logprobs=logprobs,
-                    finish_reason="stop",
-                )
-                answer.finish_reason = choice.end(answer)
-                if order.body.return_token_ids:
-                    answer.prompt_token_ids = choice.request.prompt_ids
-                add_extras(order, answer, piece)
+                answer, _ = writer.write(CompletionChoice, delta, prompt_logprobs)
+                answer.index = len(shown)
                 answer.prompt_logprobs = shown_prompt_logprobs(order, prompt_logprobs)
                 shown.append(answer)
         return CompletionAnswer(choices=shown, **around(order, submission))
@@ -201,9 +187,12 @@ def _mean_logprob(delta: Delta) -> float:
 
 
 class _ChoiceWriter:
-    """Text and logprobs of one choice, with the prompt before them where it is repeated."""
+    """One choice as it is told, with the prompt before its text where it is repeated."""
 
     def __init__(self, order: Order, choice: Choice) -> None:
+        self._order = order
+        self._choice = choice
+        self._has_begun = False
         self._wanted = order.generation.logprobs
         self._prompt = order.prompts[choice.prompt_id]
         self._prompt_ids = choice.request.prompt_ids
@@ -214,9 +203,11 @@ class _ChoiceWriter:
         self._counter = CharCounter(len(self._prompt.text))
 
     def write(
-        self, piece: Piece, prompt_logprobs: Sequence[TokenLogprob | None]
-    ) -> tuple[str, Logprobs | None]:
-        """Those of one Piece. prompt_logprobs: of an echoed prompt."""
+        self, kind: Any, delta: Delta, prompt_logprobs: Sequence[TokenLogprob | None]
+    ) -> tuple[Any, Piece]:
+        """What a Delta adds, as a `kind` of choice. prompt_logprobs: of an echoed prompt."""
+        choice, order = self._choice, self._order
+        piece = choice.take(delta)
         text = "".join([event for event in piece.events if isinstance(event, str)])
         logprobs = None if self._wanted is None else Logprobs()
         if self._echo is not None:
@@ -228,7 +219,14 @@ class _ChoiceWriter:
             for entry in piece.logprobs:
                 data = self._table.join((entry.token_id,), skip_special=self._skip_special)
                 self._add(logprobs, self._counter.push(data), entry)
-        return text, logprobs
+        shown = kind(text=text, index=choice.index, logprobs=logprobs, finish_reason=None)
+        if delta.finish_reason is not None:
+            shown.finish_reason = choice.end(shown)
+        add_extras(order, shown, piece)
+        if order.body.return_token_ids and not self._has_begun:
+            shown.prompt_token_ids = choice.request.prompt_ids
+        self._has_begun = True
+        return shown, piece
 
     def _add_prompt(
         self, logprobs: Logprobs, prompt: PromptText, entries: Sequence[TokenLogprob | None]
@@ -267,24 +265,13 @@ class _Chunks(ChunkWriter[CompletionChunk]):
         self._writers = [
             [_ChoiceWriter(order, choice) for choice in of_prompt] for of_prompt in self.choices
         ]
-        self._seen: set[int] = set()
 
     def chunks(self, i: int, delta: Delta) -> bytes:
-        body = self.order.body
-        choice, writer = self.choices[i][delta.choice_id], self._writers[i][delta.choice_id]
-        piece = choice.take(delta)
-        text, logprobs = writer.write(piece, self.prompt_logprobs.get(i, ()))
+        writer = self._writers[i][delta.choice_id]
+        shown, piece = writer.write(CompletionChunkChoice, delta, self.prompt_logprobs.get(i, ()))
         self.num_sent += len(delta.token_ids)
-        ended = delta.finish_reason is not None
-        has_ids = body.return_token_ids and bool(piece.token_ids)
-        has_logprobs = logprobs is not None and bool(logprobs.tokens)
-        if not (text or ended or has_logprobs or has_ids or piece.sources or piece.rejected):
+        says = shown.text or shown.finish_reason or (shown.logprobs and shown.logprobs.tokens)
+        has_ids = self.order.body.return_token_ids and piece.token_ids
+        if not (says or has_ids or piece.sources or piece.rejected):
             return b""
-        shown = CompletionChunkChoice(text=text, index=choice.index, logprobs=logprobs)
-        if ended:
-            shown.finish_reason = choice.end(shown)
-        add_extras(self.order, shown, piece)
-        if body.return_token_ids and choice.index not in self._seen:
-            self._seen.add(choice.index)
-            shown.prompt_token_ids = choice.request.prompt_ids
         return self.chunk(shown)
