@@ -118,8 +118,8 @@ class Items:
                 )
             refuse_members(item, {"role", "content", *_IGNORED}, at)
             return Turn(role, self.reads(item.get("content"), f"{at}.content"), at)
-        called, is_result, _ = str(kind).partition("_output")
-        if is_result and called in self.calls:
+        called = kind.removesuffix("_output") if isinstance(kind, str) else ""
+        if called != kind and called in self.calls:
             refuse_members(item, {"call_id", "output", *_IGNORED}, at)
             told = self.reads(item.get("output"), f"{at}.output")
             return Turn("tool", told, at, call_id=_text(item, "call_id", at))
