@@ -340,14 +340,13 @@ def _text_by_source(stream: TextStream, delta: Delta) -> tuple[str, list[SourceR
             return "", []
         text = stream.finish(ids, finish_reason, delta.stop_reason)
         return text, [SourceRun(source=None, tokens=0, text=text)] if text else []
-    names = delta.sources or ("",) * len(ids)
-    lengths = [(name, len(list(same))) for name, same in groupby(names)]
     runs: list[SourceRun] = []
     start = 0
-    for i, (name, num_tokens) in enumerate(lengths):
+    for name, same in groupby(delta.sources or ("",) * len(ids)):
+        num_tokens = len(list(same))
         part = ids[start : start + num_tokens]
         start += num_tokens
-        if finish_reason is not None and i + 1 == len(lengths):
+        if finish_reason is not None and start == len(ids):
             text = stream.finish(part, finish_reason, delta.stop_reason)
         else:
             text = stream.push(part)

@@ -14,9 +14,11 @@ leaves.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -530,14 +532,8 @@ def context_span(
         end_byte = data.find(before.encode(), start_byte)
         if end_byte < 0:
             return None
-    position, start, end = 0, len(ids), len(ids)
-    for i, piece in enumerate(pieces):
-        if position >= start_byte and start == len(ids):
-            start = i
-        if position >= end_byte:
-            end = i
-            break
-        position += len(piece)
+    places = [0, *itertools.accumulate(map(len, pieces))]
+    start, end = bisect_left(places, start_byte), bisect_left(places, end_byte)
     return (start, end) if start < end else None
 
 
