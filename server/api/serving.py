@@ -21,7 +21,7 @@ import secrets
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -70,46 +70,36 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Signals:
-    """What SIGTERM, SIGINT and SIGHUP ask of the server, on the running loop.
+@contextlib.contextmanager
+def _signals(app: FastAPI, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """Takes SIGTERM, SIGINT and SIGHUP within, where the platform and the thread allow it. stop:
+    set by the first SIGTERM or SIGINT; hurry: by a second one, which ends the drain."""
+    loop = asyncio.get_running_loop()
+    had_terminal = _has_terminal()
+    reloads: set[asyncio.Task[None]] = set()
+    caught: list[int] = []
 
-    stop: set by the first SIGTERM or SIGINT. hurry: set by a second one, which ends the drain.
-    """
+    def end() -> None:
+        (hurry if stop.is_set() else stop).set()
 
-    def __init__(self, app: FastAPI, stop: asyncio.Event) -> None:
-        self.stop = stop
-        self.hurry = asyncio.Event()
-        self._app = app
-        self._loop = asyncio.get_running_loop()
-        self._caught: list[int] = []
-        self._reloads: set[asyncio.Task[None]] = set()
-        self._terminal = _has_terminal()
-
-    def catch(self) -> None:
-        """Take the signals, where the platform and the thread allow it."""
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, AttributeError):
-            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-            self._caught.append(signal.SIGHUP)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                self._loop.add_signal_handler(number, self._on_signal)
-                self._caught.append(number)
-
-    def release(self) -> None:
-        """Give the signals back."""
-        for number in self._caught:
-            self._loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
-
-    def _on_hangup(self) -> None:
-        if self._terminal and not _has_terminal():
-            self._on_signal()
+    def hang_up() -> None:
+        if had_terminal and not _has_terminal():
+            end()
             return
-        reload = asyncio.create_task(_reload(self._app))
-        self._reloads.add(reload)
-        reload.add_done_callback(self._reloads.discard)
+        reload = asyncio.create_task(_reload(app))
+        reloads.add(reload)
+        reload.add_done_callback(reloads.discard)
+
+    for name, act in (("SIGHUP", hang_up), ("SIGTERM", end), ("SIGINT", end)):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, AttributeError):
+            number = getattr(signal, name)
+            loop.add_signal_handler(number, act)
+            caught.append(number)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -219,30 +209,29 @@ async def serve(
             timeout_graceful_shutdown=5,
         )
     )
-    signals = _Signals(app, stop)
-    signals.catch()
-    await client.start()
-    running = asyncio.create_task(server.serve(list(sockets) if sockets else None))
-    tasks = [
-        asyncio.create_task(signals.stop.wait()),
-        asyncio.create_task(client.gave_up.wait()),
-        asyncio.create_task(_announce(server, client, on_ready)),
-    ]
-    try:
-        await asyncio.wait({running, *tasks[:2]}, return_when=asyncio.FIRST_COMPLETED)
-        if signals.stop.is_set() and not client.gave_up.is_set():
-            await _leave(server, leave_s())
-            await _drain(client, limits.drain_s, signals.hurry)
-        gave_up = client.gave_up.is_set()
-        await client.stop()
-        server.should_exit = True
-        await running
-        return 1 if gave_up else 0
-    finally:
-        for task in tasks:
-            task.cancel()
-        signals.release()
-        await client.stop()
+    hurry = asyncio.Event()
+    with _signals(app, stop, hurry):
+        await client.start()
+        running = asyncio.create_task(server.serve(list(sockets) if sockets else None))
+        tasks = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(client.gave_up.wait()),
+            asyncio.create_task(_announce(server, client, on_ready)),
+        ]
+        try:
+            await asyncio.wait({running, *tasks[:2]}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set() and not client.gave_up.is_set():
+                await _leave(server, leave_s())
+                await _drain(client, limits.drain_s, hurry)
+            gave_up = client.gave_up.is_set()
+            await client.stop()
+            server.should_exit = True
+            await running
+            return 1 if gave_up else 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await client.stop()
 
 
 async def _leave(server: uvicorn.Server, seconds: float) -> None:
