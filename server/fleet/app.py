@@ -210,9 +210,7 @@ class EngineDeployment(EngineReplica):
     async def _tell_once(self) -> None:
         node = ray.get_runtime_context().get_node_id()
         name, model = self.spec.name, self.spec.model
-        await self._desk.tell(
-            Standing(name, model, self.replica_id, node, self.info, self.figures)
-        )  # fmt: skip
+        await self._desk.tell(Standing(name, model, self.replica_id, node, self.info, self.figures))
         await self.know(await self._changes.orders(model))
 
     async def __del__(self) -> None:
@@ -251,18 +249,12 @@ class IngressDeployment:
 
     async def __del__(self) -> None:
         if hasattr(self, "_serving"):
-            ends = await self._fleet_ends()
+            ends = True  # no other one takes its place
+            with contextlib.suppress(Exception):  # the desk has gone already
+                async with asyncio.timeout(_ASK_S):
+                    ends = await self._desk.is_ending()
             self._ingress.stop(self._drain_s[ends], is_replaced=not ends)
             await self._serving
-
-    async def _fleet_ends(self) -> bool:
-        """Whether no other one takes the place of this ingress."""
-        try:
-            async with asyncio.timeout(_ASK_S):
-                is_ending: bool = await self._desk.is_ending()
-                return is_ending
-        except Exception:  # the desk has gone already
-            return True
 
 
 @serve.ingress()
@@ -353,7 +345,7 @@ def _deployment(kind: Any, name: str, *told: object, **options: Any) -> Any:
         # Requests are in the log of the ingress's own application.
         logging_config={"enable_access_log": False},
         # The desk takes longer: ingresses that end ask it whether all of the fleet does.
-        graceful_shutdown_wait_loop_s=2.0 if kind is DeskDeployment else 0.2,
+        graceful_shutdown_wait_loop_s=1.0 if kind is DeskDeployment else 0.2,
         **options,
     )
     return deployment.options(version=version_of(*told), _internal=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from server import channel
-from server.errors import EngineDiedError, NoEngineError, QueueTimeoutError
+from server.errors import EngineDiedError, NoEngineError, QueueTimeoutError, TailorError
 from server.fleet.replica import LOST
 from server.fleet.routing import Job, prefix_chain
 from server.types import Delta, FigureValue, ModelInfo, Request, StepCounts
@@ -28,7 +28,6 @@ log = logging.getLogger("tailor.fleet")
 
 _POLL_S = 1.0
 _DIED = "The engine died while it worked on this request."
-_NOBODY = "No replica of the model can take this request now."
 _MAX_PAUSE_S = 2.0  # between two runs of a request
 _QUEUE_GRACE_S = 0.5  # the replica's own queue time-out comes first
 
@@ -185,7 +184,19 @@ class FleetHandle:
     # --- a request ---
 
     async def _answer(self, request: Request) -> None:
-        """Run a Request to its end, on as many replicas as it takes."""
+        """Run a Request to its end, or tell why it has none."""
+        try:
+            await self._run_to_the_end(request)
+        except TailorError as error:
+            delta = Delta(
+                request.request_id, 0, (), finish_reason="error",
+                error=error.text, error_code=error.code,
+            )  # fmt: skip
+            self._tell(("deltas", [delta]))
+
+    async def _run_to_the_end(self, request: Request) -> None:
+        """On as many replicas as it takes. Raises EngineDiedError, QueueTimeoutError,
+        NoEngineError."""
         continuation = Continuation(request)
         data = channel.encode(("submit", request))
         job = Job(
@@ -207,12 +218,10 @@ class FleetHandle:
                 lost = error
             except TextChangedError as error:
                 log.error("a request could not go on: %s", error)
-                self._fail(request, _DIED, EngineDiedError.code)
-                return
+                raise EngineDiedError(_DIED) from None
             except TimeoutError:
                 text = "The request waited too long for its first step."
-                self._fail(request, text, QueueTimeoutError.code)
-                return
+                raise QueueTimeoutError(text) from None
             num_lost += 1
             num_begun += lost.taken
             if lost.taken:
@@ -222,11 +231,9 @@ class FleetHandle:
                     self.name, request.task, continuation.num_sent, lost,
                 )  # fmt: skip
             if num_begun >= self._max_runs:
-                self._fail(request, _DIED, EngineDiedError.code)
-                return
+                raise EngineDiedError(_DIED)
             if time.monotonic() > wait_until_s:
-                self._fail(request, _NOBODY, NoEngineError.code)
-                return
+                raise NoEngineError("No replica of the model can take this request now.")
             continuation.run_again()
             if lost.replica_id:
                 job = replace(job, avoid=(lost.replica_id,))
@@ -253,10 +260,6 @@ class FleetHandle:
                 new = continuation.pass_on(told[1])
                 if new:
                     self._tell(("deltas", new))
-
-    def _fail(self, request: Request, text: str, code: str | None) -> None:
-        delta = Delta(request.request_id, 0, (), finish_reason="error", error=text, error_code=code)
-        self._tell(("deltas", [delta]))
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

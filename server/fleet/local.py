@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,39 +179,41 @@ class Fleet:
             http = {"host": listen.host, "port": listen.port, "keep_alive_timeout_s": 30}
             serve.start(proxy_location="EveryNode", http_options=http)
         self._tell("starting replicas: each reads its model, and measures it the first time")
+        fleet = application(self._cluster, self._parts)
+        prefix = None if direct else "/"
         try:
-            with self._told_replicas():
-                serve.run(
-                    application(self._cluster, self._parts),
-                    name=APPLICATION,
-                    route_prefix=None if direct else "/",
-                )
+            serve.run_many(
+                [serve.RunTarget(fleet, name=APPLICATION, route_prefix=prefix)],
+                wait_for_applications_running=False,
+            )
+            self._wait()
             _ask_desk("own", self._id, timeout_s=30.0)
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
 
-    @contextlib.contextmanager
-    def _told_replicas(self) -> Iterator[None]:
-        """Meanwhile, tell how many replicas each deployment has, and what Serve says of it."""
-        is_over, began_s = threading.Event(), time.monotonic()
+    def _wait(self) -> None:
+        """Until all of it runs; meanwhile, tell how many replicas each deployment has, and what
+        Serve says of it. Raises RuntimeError."""
+        from ray import serve
 
-        def look() -> None:
-            told: dict[str, str] = {}
-            ends = False
-            while not ends:
-                ends = is_over.wait(_TELL_S)
-                for name, line in _replica_lines().items():
-                    if told.get(name) != line:
-                        told[name] = line
-                        self._tell(f"{name}: {line}, after {time.monotonic() - began_s:.0f} s")
-
-        telling = threading.Thread(target=look, name="tell-replicas", daemon=True)
-        telling.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            telling.join()
+        told: dict[str, str] = {}
+        began_s = time.monotonic()
+        while True:
+            time.sleep(_TELL_S)
+            found: Any = serve.status().applications[APPLICATION]
+            for name, one in found.deployments.items():
+                words = [f"{num} {str.lower(state)}" for state, num in one.replica_states.items()]
+                words = words or ["no replica yet"]
+                if one.status == "UNHEALTHY" or "fail" in one.message:
+                    words.append(" ".join(one.message.split())[:300])
+                line = ", ".join(words)
+                if told.get(name) != line:
+                    told[name] = line
+                    self._tell(f"{name}: {line}, after {time.monotonic() - began_s:.0f} s")
+            if found.status == "RUNNING":
+                return
+            if found.status == "DEPLOY_FAILED":
+                raise RuntimeError(found.message)
 
 
 def _ask_desk(*call: str, timeout_s: float = 5.0) -> Any:
@@ -220,24 +222,6 @@ def _ask_desk(*call: str, timeout_s: float = 5.0) -> Any:
 
     desk = serve.get_deployment_handle("desk", APPLICATION)
     return desk.ask.remote("desk", *call).result(timeout_s=timeout_s)
-
-
-def _replica_lines() -> dict[str, str]:
-    """Of each deployment: its replicas by their state, and why it is unhealthy."""
-    from ray import serve
-
-    try:
-        deployments: Any = serve.status().applications[APPLICATION].deployments
-    except Exception:  # it is not there yet, or Ray's head is away
-        return {}
-    lines = {}
-    for name, one in deployments.items():
-        words = [f"{num} {str.lower(state)}" for state, num in one.replica_states.items()]
-        words = words or ["no replica yet"]
-        if one.status == "UNHEALTHY" or "fail" in one.message:
-            words.append(" ".join(one.message.split())[:300])
-        lines[name] = ", ".join(words)
-    return lines
 
 
 def head_settings(folder: str) -> dict[str, Any]:

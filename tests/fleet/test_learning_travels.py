@@ -356,9 +356,9 @@ class DyingStorage(Storage):
         self._step()
         super().write(path, data)
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, *, recursive: bool = False) -> None:
         self._step()
-        super().delete(path)
+        super().delete(path, recursive=recursive)
 
 
 def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Builder:
                 by_task.setdefault(task, []).append((manifest.published_ns, scope))
         for published in by_task.values():
             for _, scope in sorted(published)[: -self._config.max_scopes]:
-                self._storage.delete_folder(scope)
+                self._storage.delete(scope, recursive=True)
         return report
 
     def _scopes(self) -> dict[str, list[str]]:
@@ -121,7 +121,7 @@ class Builder:
         new = [s for s in segments if s.number > marks.get(s.writer, (0, 0))[0]][:_MAX_AT_ONCE]
         if not new:
             if manifest is not None and manifest.published_ns < self._oldest_ns():
-                storage.delete_folder(scope)
+                storage.delete(scope, recursive=True)
                 return None
             self._sweep(scope, files, manifest, segments)
             return manifest

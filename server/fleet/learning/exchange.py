@@ -9,6 +9,7 @@ is told once, what fits is kept, and the engine goes on with what it has.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import tempfile
@@ -16,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -315,13 +316,16 @@ class SegmentExchange:
             while scope.sent and scope.sent[0].number <= mark:
                 scope.sent.popleft()
             scope.adopted = (manifest.version, manifest.published_ns)
+            # What is published, what is not written yet, and what was written since.
+            whole, packed = (file.counts, scope.counts), [sent.counts for sent in scope.sent]
             tables = {
-                table: added(_counts_of(table, file.counts, scope))
-                for table in {
-                    *file.counts,
-                    *scope.counts,
-                    *(t for s in scope.sent for t in s.counts),
-                }
+                table: added(
+                    itertools.chain(
+                        (of[table] for of in whole if table in of),
+                        (of[table].counts() for of in packed if table in of),
+                    )
+                )
+                for table in {*itertools.chain(*whole, *packed)}
             }
         self._arrive(scope, manifest, file.outputs.oldest_first(), tables, layer)
 
@@ -360,18 +364,6 @@ class SegmentExchange:
         for old in self._folder.glob(f"shared-{digest(*key)}-*.corpus"):
             if old.name != but:
                 old.unlink(missing_ok=True)
-
-
-def _counts_of(
-    table: TableId, published: Mapping[TableId, Counts], scope: _Scope
-) -> Iterator[Counts]:
-    """What is published of a table, and what was told here since."""
-    for counts in (published, scope.counts):
-        if table in counts:
-            yield counts[table]
-    for sent in scope.sent:
-        if table in sent.counts:
-            yield sent.counts[table].counts()
 
 
 def encoded(file: SharedFile, fingerprint: str, scope: str) -> bytes:

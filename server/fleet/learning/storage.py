@@ -62,34 +62,24 @@ class Storage:
 
     def files(self, path: str = "") -> list[str]:
         """All files below a folder, in order; none where there is no such folder."""
-        try:
-            with _reaching():
-                fs, place = self._at(path)
-                found = fs.find(place)
-        except FileNotFoundError:
-            return []
+        found = list[Any]()
+        with contextlib.suppress(FileNotFoundError), _reaching():
+            fs, place = self._at(path)
+            found = fs.find(place)
         return sorted(str(name)[len(self._root) :].lstrip("/") for name in found)
 
     def folders(self, path: str = "") -> list[str]:
         """The names of the folders in a folder."""
-        try:
-            with _reaching():
-                fs, place = self._at(path)
-                found = fs.ls(place, detail=True)
-        except FileNotFoundError:
-            return []
-        names = (str(f["name"]).rstrip("/") for f in found if f["type"] == "directory")
-        return sorted(name.rpartition("/")[2] for name in names if name != place)
+        names = set[str]()
+        with contextlib.suppress(FileNotFoundError), _reaching():
+            fs, place = self._at(path)
+            found = fs.ls(place, detail=True)
+            names = {str(f["name"]).rstrip("/") for f in found if f["type"] == "directory"}
+            names.discard(place)
+        return sorted(name.rpartition("/")[2] for name in names)
 
-    def delete(self, path: str) -> None:
-        """A file, if it is there."""
-        self._remove(path, recursive=False)
-
-    def delete_folder(self, path: str) -> None:
-        """A folder with all that is in it, if it is there."""
-        self._remove(path, recursive=True)
-
-    def _remove(self, path: str, *, recursive: bool) -> None:
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """A file, or a folder with all that is in it, if it is there."""
         with contextlib.suppress(FileNotFoundError), _reaching():
             fs, place = self._at(path)
             fs.rm(place, recursive=recursive)
@@ -229,7 +219,7 @@ def forget(storage: Storage, task: str) -> None:
         storage.write(f"{folder}/e{epoch}/began", b"")
         for name in storage.folders(folder):
             if name != f"e{epoch}":
-                storage.delete_folder(f"{folder}/{name}")
+                storage.delete(f"{folder}/{name}", recursive=True)
 
 
 def read_manifest(storage: Storage, scope: str) -> Manifest | None:
