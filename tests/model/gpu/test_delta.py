@@ -32,7 +32,7 @@ from server.model.gpu.recurrent import (
 from server.model.gpu.runner import TorchRunner
 from server.model.states import StatePlaces
 from server.types import SpeculationParams
-from tests.model import generic_models
+from tests.model import families, generic_models
 from tests.model import test_hf_equality as equality
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
 from tests.model.gpu.ahead_of_time import compiled
@@ -40,7 +40,7 @@ from tests.model.gpu.needs import INTERPRETED, needs_interpreter, needs_triton
 from tests.model.slice_engines import requests_of, serve
 from tests.model.torch_runners import body_of, runner_over
 
-V = generic_models.VOCAB_SIZE
+V = families.VOCAB_SIZE
 
 
 class Truth:
