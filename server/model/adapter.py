@@ -79,9 +79,8 @@ class LoraAdapter:
         self._check(config)
         self._config = config
         self._reader = open_safetensors(weights)
-        self._largest: dict[
-            str, float
-        ] = {}  # magnitude of each tensor; not finite where one is not
+        # The largest magnitude of each tensor: not finite where one of its numbers is not.
+        self._largest: dict[str, float] = {}
         self._pairs: dict[str, tuple[str, str]] = {}
         keys = set(self._reader.keys())
         self._rows = self._row_keys(keys)

@@ -219,9 +219,6 @@ class CpuRunner:
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
         self._in_flight: Pending[Drawn] | None = None
         self._last_draws: Int32 = _NOTHING  # rows of the last step that ids were drawn from
-        self.body_s = 0.0
-        self.head_s = 0.0
-        self.draw_s = 0.0
 
     def release(self) -> None:
         """Give back what steps of many rows have grown; the next one takes it again. Not while a
@@ -361,7 +358,6 @@ class CpuRunner:
             wanted = Wanted(rows, _NOTHING, *NO_LIKELY, self._clock)
         try:
             self._compute(batch, wanted, held)
-            after_body = time.perf_counter()
             head_s = 1e-9 * float(self._clock[1] - self._clock[0])
             if not plain:
                 answers = self._draw(batch, wanted.rows)
@@ -370,9 +366,6 @@ class CpuRunner:
             drawn = answers.drawn(time.perf_counter() - started, head_s)
         finally:
             self._kernel_threads.rest()
-        self.body_s = after_body - started - head_s
-        self.head_s = head_s
-        self.draw_s = time.perf_counter() - after_body
         every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
         if plain and every and not batch.num_likely and self._table.kind != READY:
             self._held = held or _Held(batch, wanted, answers)
