@@ -22,7 +22,7 @@ import torch
 
 from loadtest.gpu import correct, options, steps, vocabulary
 from loadtest.gpu.correct import BLOCK_SIZE, SHAPES, Asked, build, runner_of
-from server.model.gpu.attention import bytes_per_block
+from server.model.gpu.attention import Kept
 from server.model.gpu.runner import FEW_SLOTS
 from server.model.kv_memory import MARGIN, num_blocks_for
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
@@ -82,9 +82,8 @@ def check_reserve(asked: Asked) -> Iterator[dict[str, Any]]:
 
     runner.take_room((), 0)
     before = free()
-    per_block = bytes_per_block(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, asked.dtype
-    )
+    kept = Kept(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    per_block = kept.block_bytes(BLOCK_SIZE, asked.dtype)
     blocks = 64
     if on_gpu:
         blocks = num_blocks_for(per_block, device, fraction=1.0, reserve=MARGIN)

@@ -28,7 +28,7 @@ from loadtest.gpu.correct import (
     weight_bytes,
 )
 from server.engine.batch import Batch
-from server.model.gpu.attention import bytes_per_block
+from server.model.gpu.attention import Kept
 from server.model.gpu.runner import TorchRunner
 
 MAX_ROWS = 2048
@@ -145,9 +145,8 @@ def measure(runner: TorchRunner, batch: Batch, repeats: int) -> dict[str, float]
 
 def free_blocks(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
     """Most KV blocks that fit beside the weights."""
-    per_block = bytes_per_block(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, dtype
-    )
+    kept = Kept(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    per_block = kept.block_bytes(BLOCK_SIZE, dtype)
     if device.type != "cuda":
         return 64
     torch.cuda.empty_cache()

@@ -329,7 +329,8 @@ class MeasuredRunner(Runner, Protocol):
     """A Runner that may be on an accelerator."""
 
     def device_figures(self) -> DeviceFigures | None:
-        """How full and how busy its device is; None on a CPU. Cheap enough for every step."""
+        """How full and how busy its device is; None on a CPU. For whoever reads metrics: the
+        driver's answer may take as long as a step."""
 
 
 @runtime_checkable

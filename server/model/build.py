@@ -302,7 +302,6 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device's, the embedding is, too: mapped from the file where its dtype is the model's."""
     import torch
 
-    from server.model.gpu.attention import bytes_per_block
     from server.model.gpu.body import kept_by
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
@@ -338,11 +337,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
     sizes, shape = spec.sizes, (generic_shape if by_transformers else shape_of)(module.config)
-    kept = kept_by(module)
-    block_bytes = bytes_per_block(
-        kept.layers, shape.num_kv_heads, shape.head_dim, sizes.block_size, dtype,
-        kept=kept.convolutions * kept.width,
-    )  # fmt: skip
+    block_bytes = kept_by(module).block_bytes(sizes.block_size, dtype)
     measures = device.type == "cuda" and sizes.kv_bytes is None
     num_blocks = num_blocks_for(
         block_bytes, device, num_bytes=sizes.kv_bytes,

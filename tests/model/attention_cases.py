@@ -13,7 +13,7 @@ import torch
 
 from server.engine.batch import Batch
 from server.model.gpu import attention
-from server.model.gpu.attention import KvCache
+from server.model.gpu.attention import Kept, KvCache
 from tests.model.batches import BatchBuilder, Pages
 
 
@@ -88,15 +88,7 @@ class Problem:
 def problem(batch: Batch, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
     """Random history and rows. query, key and value are strided as transformers passes them."""
     generator = torch.Generator().manual_seed(0)
-    cache = KvCache(
-        num_layers=1,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_blocks=200,
-        block_size=16,
-        dtype=dtype,
-        device=device,
-    )
+    cache = KvCache(Kept(1, shape.num_kv_heads, shape.head_dim), 200, 16, dtype, device)
     cache.memory.copy_(torch.randn(cache.memory.shape, generator=generator).to(dtype))
 
     def rows(num_heads: int) -> torch.Tensor:

@@ -38,38 +38,30 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from server.engine.batch import Batch, Int32
 
 
-def bytes_per_block(
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    kept: int = 0,
-) -> int:
-    """Bytes that one block takes over all layers, keys and values. kept: numbers that convolutions
-    keep of a position, all together."""
-    return (2 * num_layers * num_kv_heads * head_dim + kept) * block_size * dtype.itemsize
+class Kept(NamedTuple):
+    """What a cache keeps of a position. layers: with K and V of `kv_heads` heads. convolutions:
+    layers with a vector of `width` numbers instead."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    convolutions: int = 0
+    width: int = 0
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a block."""
+        numbers = 2 * self.layers * self.kv_heads * self.head_dim + self.convolutions * self.width
+        return numbers * block_size * dtype.itemsize
 
 
 class KvCache:
     """Owns the KV memory. Every operation is queued on the current stream and does not sync."""
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        inputs: tuple[int, int] = (0, 0),
+        self, kept: Kept, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """inputs: convolutions, and the width of what each keeps."""
         self.block_size = block_size
-        self._place = num_layers, num_kv_heads, head_dim
-        self._inputs, self._dtype, self._device = inputs, dtype, device
+        self._kept, self._dtype, self._device = kept, dtype, device
         self.resize(num_blocks)
 
     def resize(self, num_blocks: int) -> None:
@@ -78,13 +70,12 @@ class KvCache:
         self.num_slots = num_blocks * self.block_size
         self.trash_slot = self.num_slots
         room = self.num_slots + self.block_size
-        num_layers, *vector = self._place
-        num, width = self._inputs
+        num_layers, kv_heads, head_dim, num, width = self._kept
         self._layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         self.memory = self.inputs = torch.empty(0)  # given back before there is more
         # Zeros, not empty: masked lanes multiply by exactly 0, which would turn a stale NaN or
         # infinity into a NaN.
-        size = (num_layers, 2, room, *vector)
+        size = (num_layers, 2, room, kv_heads, head_dim)
         self.memory = torch.zeros(size, dtype=self._dtype, device=self._device)
         self.inputs = torch.zeros((num, room, width), dtype=self._dtype, device=self._device)
         self._layers = tuple((self.memory[i, 0], self.memory[i, 1]) for i in range(num_layers))

@@ -39,7 +39,7 @@ from server.engine.batch import Batch
 from server.model.families import family_of
 from server.model.gpu import attention as paged
 from server.model.gpu.adapters import Grouped, LoraBank, grouped_torch, lora_spans
-from server.model.gpu.attention import KvCache
+from server.model.gpu.attention import Kept, KvCache
 from server.model.gpu.recurrent import (
     ITEMS_A_ROW,
     NOTHING,
@@ -54,17 +54,6 @@ from server.model.gpu.recurrent import (
 from server.model.gpu.transfers import gathered
 from server.model.shape import ModelShape, generic_shape, shape_of
 from server.types import ModelInfo
-
-
-class Kept(NamedTuple):
-    """What a body keeps of a position. layers: with K and V. convolutions: with a vector of `width`
-    numbers instead, of which a row reads its last `taps` positions'; 0 taps for gated delta
-    nets."""
-
-    layers: int
-    convolutions: int = 0
-    width: int = 0
-    taps: int = 0
 
 
 def delta_nets(module: nn.Module) -> list[PagedDeltaNet]:
@@ -83,14 +72,11 @@ def _shape(module: Any) -> ModelShape | None:
 
 def kept_by(module: Any) -> Kept:
     """What BodyRun keeps of a position."""
-    nets, layers = delta_nets(module), int(module.config.num_hidden_layers)
-    if nets:
-        return Kept(layers - len(nets), len(nets), nets[0].kept_width)
-    shape = _shape(module)
-    convolutions = 0 if shape is None else sum(shape.convolutions)
-    if shape is None or not convolutions:
-        return Kept(layers)
-    return Kept(layers - convolutions, convolutions, shape.kept_width, shape.conv_taps)
+    nets, sizes, shape = delta_nets(module), generic_shape(module.config), _shape(module)
+    num, width = len(nets), nets[0].kept_width if nets else 0
+    if shape is not None and any(shape.convolutions):
+        num, width = sum(shape.convolutions), shape.kept_width
+    return Kept(sizes.num_layers - num, sizes.num_kv_heads, sizes.head_dim, num, width)
 
 
 def place_attention(body: Any) -> int:
@@ -294,11 +280,7 @@ class BodyRun:
     ) -> None:
         device, kept = torch.device(info.device), kept_by(module)
         sizes = generic_shape(module.config)
-        self.cache = KvCache(
-            num_layers=kept.layers, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
-            num_blocks=info.num_blocks, block_size=info.block_size, dtype=dtype, device=device,
-            inputs=(kept.convolutions, kept.width),
-        )  # fmt: skip
+        self.cache = KvCache(kept, info.num_blocks, info.block_size, dtype, device)
         self.shape = paged.TileShape.of(
             num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
             max_model_len=info.max_model_len, num_bytes=PARTIAL_BYTES, dtype=dtype,
@@ -318,15 +300,15 @@ class BodyRun:
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
         self.embedding = embedding
-        self._taps = kept.taps
-        nets = delta_nets(module)
+        of_family, nets = _shape(module), delta_nets(module)
+        convolves = of_family is not None and any(of_family.convolutions)
+        self._taps = of_family.conv_taps if of_family is not None and convolves else 0
         self.states: DeltaStates | None = None
         if nets:
             self.states = DeltaStates(nets, info.max_num_seqs, info.block_size, rule, device)
         if replace_convolutions(self._body):
             place_attention(self._body)
         self.adapters: LoraBank | None = None
-        of_family = _shape(module)
         if of_family is not None:
             self.adapters = LoraBank(module, of_family, dtype, device, product)
         self.own = None if self.adapters is None else self.adapters.own

@@ -1,5 +1,5 @@
-"""What a CUDA device tells of itself: DeviceMeter, how full and how busy it is, for /metrics; and
-Trials, batches that TorchRunner runs before the first request, so that kernels are compiled, graphs
+"""What a CUDA device tells of itself, how full and how busy it is, for /metrics; and Trials,
+batches that TorchRunner runs before the first request, so that kernels are compiled, graphs
 captured, and the KV cache takes its share of what steps leave free (build.py).
 
 tests/model/gpu/test_warm_up.py counts what is compiled or captured after them. Not met here:
@@ -8,8 +8,8 @@ adapters, whose kernels and graphs come with the first one that is loaded.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,42 +20,20 @@ from server.model.gpu import attention as paged
 from server.model.gpu.body import ROW_BUCKETS, split_level
 from server.types import DeviceFigures, ModelInfo, SamplingParams
 
-INTERVAL_S = 1.0
-"""The driver is asked at most this often: its answer may take as long as a step."""
 
-
-class DeviceMeter:
-    """What torch and the driver tell of a device; syncs nothing. clock: seconds."""
-
-    def __init__(
-        self, device: torch.device, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._device = device
-        self._clock = clock
-        self._last: DeviceFigures | None = None
-        self._read_s = 0.0
-        self._knows_use = True
-
-    def figures(self) -> DeviceFigures:
-        """The present figures, at most INTERVAL_S old."""
-        now_s = self._clock()
-        if self._last is None or now_s - self._read_s >= INTERVAL_S:
-            free, total = torch.cuda.mem_get_info(self._device)
-            used = None  # the share of the last sample period in which a kernel ran
-            if self._knows_use:
-                try:
-                    used = torch.cuda.utilization(self._device) / 100
-                except Exception:  # pynvml's own kinds, which are known only where it is installed
-                    self._knows_use = False
-            self._last = DeviceFigures(
-                reserved=torch.cuda.memory_reserved(self._device),
-                allocated=torch.cuda.memory_allocated(self._device),
-                free=free,
-                total=total,
-                utilisation=used,
-            )
-            self._read_s = now_s
-        return self._last
+def device_figures(device: torch.device) -> DeviceFigures:
+    """What torch and the driver tell of a device; syncs nothing."""
+    free, total = torch.cuda.mem_get_info(device)
+    used = None  # the share of the last sample period in which a kernel ran
+    with contextlib.suppress(Exception):  # pynvml's own kinds, known only where it is installed
+        used = torch.cuda.utilization(device) / 100
+    return DeviceFigures(
+        reserved=torch.cuda.memory_reserved(device),
+        allocated=torch.cuda.memory_allocated(device),
+        free=free,
+        total=total,
+        utilisation=used,
+    )
 
 
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=20)

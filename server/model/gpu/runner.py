@@ -39,7 +39,7 @@ from server.model.adapter import check_adapter
 from server.model.gpu import adapters
 from server.model.gpu import attention as paged
 from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, narrow_layers
-from server.model.gpu.device import DeviceMeter, Trials
+from server.model.gpu.device import Trials, device_figures
 from server.model.gpu.head import HeadRun, Step, slab_arrays
 from server.model.gpu.lm_head import LmHead, TorchSlices
 from server.model.gpu.transfers import Upload, page_locked
@@ -147,7 +147,6 @@ class TorchRunner:
         if self._on_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._meter = DeviceMeter(device) if self._on_gpu else None
         self._in_flight: Step | None = None
         self._closed = False
 
@@ -290,9 +289,9 @@ class TorchRunner:
 
     def device_figures(self) -> DeviceFigures | None:
         """See MeasuredRunner."""
-        if self._meter is None:
+        if not self._on_gpu:
             return None
-        return replace(self._meter.figures(), steps=self._body.steps())
+        return replace(device_figures(self._device), steps=self._body.steps())
 
     def close(self) -> None:
         """Wait for the device and let go of weights and KV memory. Idempotent."""

@@ -14,9 +14,9 @@ import torch
 from server.engine.batch import DrawError
 from server.model.gpu import attention
 from server.model.gpu import body as graphs
-from server.model.gpu.attention import KvCache, bytes_per_block
+from server.model.gpu.attention import Kept, KvCache
 from server.model.gpu.body import Float8Linear, GraphKey, pad_to_bucket
-from server.model.gpu.device import DeviceMeter, warm_up_shapes
+from server.model.gpu.device import device_figures, warm_up_shapes
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
@@ -233,17 +233,12 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
 
 
 def test_kv_memory_from_bytes() -> None:
-    per_block = bytes_per_block(3, 2, 16, 16, torch.float32)
-    assert bytes_per_block(3, 2, 16, 16, torch.float32, kept=10) == per_block + 10 * 16 * 4
-    cache = KvCache(
-        num_layers=3,
-        num_kv_heads=2,
-        head_dim=16,
-        num_blocks=num_blocks_for(per_block, CPU, num_bytes=10 * per_block + 5),
-        block_size=16,
-        dtype=torch.float32,
-        device=CPU,
-    )
+    kept = Kept(3, 2, 16)
+    per_block = kept.block_bytes(16, torch.float32)
+    more = kept._replace(convolutions=2, width=5).block_bytes(16, torch.float32)
+    assert more == per_block + 10 * 16 * 4
+    num_blocks = num_blocks_for(per_block, CPU, num_bytes=10 * per_block + 5)
+    cache = KvCache(kept, num_blocks, 16, torch.float32, CPU)
     assert cache.num_blocks == 9  # and one block for padded rows: never above what was given
     assert cache.memory.numel() * 4 == 10 * per_block
     with pytest.raises(ValueError, match="hold no block"):
@@ -272,16 +267,7 @@ def test_kv_memory_is_a_fraction_of_what_is_free(
 
 
 def test_moves_read_before_they_write() -> None:
-    cache = KvCache(
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=4,
-        num_blocks=4,
-        block_size=4,
-        dtype=torch.float32,
-        device=CPU,
-        inputs=(3, 5),
-    )
+    cache = KvCache(Kept(2, 1, 4, 3, 5), 4, 4, torch.float32, CPU)
     cache.inputs.copy_(torch.arange(20.0)[None, :, None].expand_as(cache.inputs))
     cache.memory.copy_(torch.arange(20.0)[None, None, :, None, None].expand_as(cache.memory))
     i32 = lambda *slots: np.asarray(slots, np.int32)  # noqa: E731
@@ -435,29 +421,21 @@ def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
     assert plan_of_two.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
-def test_a_meter_asks_the_driver_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that is not there; without NVML's bindings it tells no utilisation."""
-    free, asked = iter([5, 4, 3]), []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 8))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1)
+def test_without_nvml_s_bindings_no_utilisation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is not there."""
+    device, shares = torch.device("cuda", 0), iter([75])
+    told = {"mem_get_info": (5, 8), "memory_reserved": 2, "memory_allocated": 1}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
 
-    def utilization(device: torch.device) -> int:
-        asked.append(device)
-        if len(asked) == 2:
-            raise ModuleNotFoundError("pynvml")
-        return 75
+    def utilization(_: torch.device) -> int:
+        for share in shares:
+            return share
+        raise ModuleNotFoundError("pynvml")
 
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    now = [0.0]
-    meter = DeviceMeter(torch.device("cuda", 0), clock=lambda: now[0])
-    for at, want in (
-        (0.0, DeviceFigures(2, 1, 5, 8, 0.75)), (0.9, DeviceFigures(2, 1, 5, 8, 0.75)),
-        (1.1, DeviceFigures(2, 1, 4, 8)), (2.2, DeviceFigures(2, 1, 3, 8)),
-    ):  # fmt: skip
-        now[0] = at
-        assert meter.figures() == want
-    assert len(asked) == 2
+    assert device_figures(device) == DeviceFigures(2, 1, 5, 8, 0.75)
+    assert device_figures(device) == DeviceFigures(2, 1, 5, 8)
 
 
 def test_a_runner_on_a_cpu_has_no_device_figures(runner: TorchRunner) -> None:
