@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest import lossless
-from loadtest.prompts import Example
+from loadtest.prompts import Example, edited
 from tests.loadtest.conftest import last_json
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
@@ -71,9 +71,9 @@ def test_lossless_with_every_drafter_and_predictions(
 
 def test_an_edited_prediction_is_nearly_right() -> None:
     words = [f"w{i}" for i in range(600)]
-    other = lossless.edited(words, 1 / 6, random.Random(1))
+    other = edited(words, 1 / 6, random.Random(1))
     assert 0.75 < len(set(other)) / len(words) < 0.97
-    assert lossless.edited(words, 1 / 6, random.Random(1)) == other
+    assert edited(words, 1 / 6, random.Random(1)) == other
 
 
 def test_lossless_without_accepted_drafts_shows_nothing(

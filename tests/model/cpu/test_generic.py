@@ -67,24 +67,24 @@ def test_logits_are_those_of_transformers_in_chunks_and_trees(runner: Any) -> No
 
 def check_logits(runner: Runner, module: Any, num_blocks: int) -> None:
     """Of a text in chunks and as a tree, those of a module."""
-    ids = test_bits.tokens(60, 3)
+    ids = families.tokens(60, 3)
     with torch.no_grad():
         want = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
     table = Pages(num_blocks, seed=4).sequence(60)
     builder = BatchBuilder()
-    got = [test_bits.step(runner, builder, builder.add_rows(table, ids[:37], 0))]
+    got = [families.step(runner, builder, builder.add_rows(table, ids[:37], 0))]
     builder = BatchBuilder()
     parents = list(range(-1, 21))
     rows = [*builder.add_rows(table, ids[37:38], 37)]
     rows += builder.add_tree(table, 37, ids[38:], parents)
-    got.append(test_bits.step(runner, builder, rows))
+    got.append(families.step(runner, builder, rows))
     np.testing.assert_allclose(np.concatenate(got), want, rtol=0.0, atol=1e-4)
 
 
 def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
     runner: GenericRunner,
 ) -> None:
-    ninety = test_bits.one_by_one(runner, test_bits.tokens(90, 1), 3)
+    ninety = test_bits.one_by_one(runner, families.tokens(90, 1), 3)
     test_bits.test_chunks_of_any_size(runner, ninety, 13)
     test_bits.test_neighbours_change_nothing(runner)
     test_bits.test_tree_rows_and_what_follows_an_accepted_path(runner, 14)
@@ -113,7 +113,7 @@ def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(name: str, tmp_p
     module = build(name)
     _save(module, tmp_path)
     _adapter(module, tmp_path / "adapter")
-    ids = test_bits.tokens(30, 8)
+    ids = families.tokens(30, 8)
     with torch.no_grad():
         merged = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
     for dtype, atol in (("float32", 1e-4), ("bfloat16", 0.3)):
@@ -140,8 +140,8 @@ def test_torchs_threads_are_left_as_they_were(tmp_path: Path) -> None:
         _save(build("phi"), tmp_path)
         made = _built(tmp_path)
         builder = BatchBuilder()
-        test_bits.step(
-            made, builder, builder.add_rows(Pages(8).sequence(9), test_bits.tokens(9, 1), 0)
+        families.step(
+            made, builder, builder.add_rows(Pages(8).sequence(9), families.tokens(9, 1), 0)
         )
         assert (seen(), torch.get_num_threads()) == (3, 3)
         made.close()
@@ -177,7 +177,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
     a step begin where it may."""
     _save(build("qwen3_5_text"), tmp_path)
     made = _built(tmp_path)
-    prompts = [test_bits.tokens(n, n) for n in (40, 41, 42)]
+    prompts = [families.tokens(n, n) for n in (40, 41, 42)]
     want = [test_bits.one_by_one(made, ids, i)[-1] for i, ids in enumerate(prompts)]
     pages = Pages(64, seed=3)
     tables = [pages.sequence(len(ids)) for ids in prompts]
@@ -194,7 +194,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
         builder = BatchBuilder()
         for table, ids in zip(tables, prompts, strict=True):
             builder.add_rows(table, ids[:-1], 0)
-        test_bits.step(made, builder, [])
+        families.step(made, builder, [])
         builder = BatchBuilder()
         rows = [
             builder.add_rows(table, ids[-1:], len(ids) - 1)[0]
@@ -203,7 +203,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
         plan = stores[-1].plan(batch_rows(builder.build()))
         num_replayed = (plan.seqs[:, 3] - plan.seqs[:, 2]).sum()
         assert num_replayed > 30 if keep < 7 else num_replayed == 0
-        got = test_bits.step(made, builder, rows)
+        got = families.step(made, builder, rows)
         assert np.array_equal(got, np.stack(want))
         made.close()
 
@@ -220,9 +220,9 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_served(tmp_path: Path) -> N
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     _save(whole, tmp_path)
     made = _built(tmp_path)
-    ids = test_bits.tokens(30, 8)
+    ids = families.tokens(30, 8)
     builder = BatchBuilder()
-    got = test_bits.step(made, builder, builder.add_rows(Pages(8).sequence(30), ids, 0))
+    got = families.step(made, builder, builder.add_rows(Pages(8).sequence(30), ids, 0))
     made.close()
     with torch.no_grad():
         want = torch.log_softmax(text(torch.tensor([ids])).logits[0], -1).numpy()
