@@ -288,7 +288,8 @@ async def _ingress(
     uses = FleetUses(own_id, num_ingresses=cluster.ingress.replicas, take=take)
     front: Front = await asyncio.to_thread(parts.front)
     changes: Any = DeskLine(desk, "changes")
-    shared = SharedTasks(front.task_admin, changes, own_id, front.forget)
+    forget = None if parts.sharing is None else parts.sharing.forget
+    shared = SharedTasks(front.task_admin, changes, own_id, forget)
     # On the loop, because their routers run on it: a request changes threads as seldom as it can.
     replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
     max_runs = cluster.routing.max_runs

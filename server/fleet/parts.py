@@ -14,7 +14,7 @@ import functools
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,6 @@ class Front:
     models: Mapping[str, ServedModel]
     drafters: tuple[str, ...]
     task_admin: FollowedAdmin
-    forget: Callable[[str], None] | None = None
-    """Drops what replicas have learned of a task where all of them find it; may block. Raises
-    UnavailableError. None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +71,7 @@ class FleetParts:
         from drafters import DRAFTER_NAMES
 
         plan = self._plan(self.server)
-        sharing = self.sharing
-        forget = None if sharing is None else sharing.forget
-        return Front(plan.tasks, plan.models, DRAFTER_NAMES, plan.task_set, forget)
+        return Front(plan.tasks, plan.models, DRAFTER_NAMES, plan.task_set)
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         """For the replica of a model with this rank, which has so much of its machine: a process of
