@@ -13,7 +13,7 @@ import pytest
 
 from loadtest import cells, figures, load
 from loadtest.peer import CpuMeter, Timing
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import last_json, write_lines
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 IDLE = ["--max-load", "1e9"]
@@ -310,7 +310,7 @@ def test_answers_are_judged_by_the_completions_of_the_data(
     capsys: pytest.CaptureFixture[str], data_dir: Path
 ) -> None:
     lines = [{"prompt": f"alpha {i}", "completion": "one two" + " six" * (i % 2)} for i in range(4)]
-    (data_dir / "alpha" / "test.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_lines(data_dir / "alpha" / "test.jsonl", lines)
     with ScriptedServer() as server, ScriptedServer(answer=lambda _: ["one  two"]) as shorter:
         load.main(
             load_args([server.url, shorter.url], data_dir, "--concurrency", "1",

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest import papers
-from tests.loadtest.conftest import last_json
-from tests.model.tiny_models import save_tiny
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    save_tiny(made, "llama", max_position_embeddings=1024)
-    return made
+from tests.loadtest.conftest import last_json, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +16,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """squad: answers that repeat their prompts; massive_en: answers of one kind."""
     made = tmp_path_factory.mktemp("data")
     for name, answer in (("squad", "the river {i} runs"), ("massive_en", "intent: play, song")):
-        (made / name).mkdir()
         for split, first in (("train", 0), ("test", 100)):
             rows = [
                 {"prompt": f"Where? the river {i} runs here. It", "completion": answer.format(i=i)}
                 for i in range(first, first + 30)
             ]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (made / name / f"{split}.jsonl").write_text(text)
+            write_lines(made / name / f"{split}.jsonl", rows)
     return made
 
 

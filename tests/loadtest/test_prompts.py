@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -13,17 +12,19 @@ from loadtest.prompts import (
     read_examples,
     spread_examples,
 )
+from tests.loadtest.conftest import write_lines
 
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     for name, number in (("alpha", 4), ("beta", 2)):
-        (tmp_path / name).mkdir()
         lines = [
-            json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}" * (i + 1), "completion": "x"})
+            {"id": f"{name}-{i}", "prompt": f"{name} {i}" * (i + 1), "completion": "x"}
             for i in range(number)
         ]
-        (tmp_path / name / "test.jsonl").write_text("\n".join(lines) + "\n\n")
+        write_lines(tmp_path / name / "test.jsonl", lines)
+        with (tmp_path / name / "test.jsonl").open("a") as file:
+            file.write("\n")
     (tmp_path / "notes").mkdir()
     return tmp_path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +27,9 @@ from server.commands.record import Answer, Failure, Prompt
 from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
 from tests.api.tiny_tokenizers import byte_level_tokenizer
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import last_json, write_lines
 from tests.model.tiny_models import save_tiny
 from vocab_store.slice import RequiredIds, VocabSlice
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    save_tiny(made, "llama", vocab_size=128)
-    return made
-
 
 # --- forms ----------------------------------------------------------------------------------------
 
@@ -131,9 +122,8 @@ def test_slices_of_a_model_with_and_without_its_texts(
     model = tmp_path / "tiny"
     save_tiny(model, "llama")
     for split in ("train", "test"):
-        (tmp_path / "towns").mkdir(exist_ok=True)
         lines = [{"prompt": f"{i} abc:", "completion": f" {'xy'[i % 2]} ok"} for i in range(24)]
-        (tmp_path / "towns" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        write_lines(tmp_path / "towns" / f"{split}.jsonl", lines)
     words = ["slices", "--data", str(tmp_path), "--task", "towns", "--model", str(model)]
     assert quality.main([*words, "--ablations"]) == 0
     rows = last_json(capsys)["tasks"]["towns"]
@@ -174,7 +164,7 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
         for i in range(60)
     ]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(data, lines)
     shared = ["--model", str(tmp_path / "tiny"), "--data", str(data)]
     tokens = tmp_path / "tokens.json"
     assert tailor(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(tokens)]) == 0

@@ -18,16 +18,9 @@ from drafters.replay import Recording, read_recordings
 from loadtest import replay
 from loadtest.peer_drafters import tree_of_paths
 from loadtest.recordings import open_ids
-from tests.loadtest.conftest import last_json
-from tests.model.tiny_models import save_tiny
+from tests.loadtest.conftest import last_json, write_lines
 
 NUM = 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("model")
-    return folder, save_tiny(folder, "llama", max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +28,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets, each with answers of one kind."""
     folder = tmp_path_factory.mktemp("data")
     for name, word in (("alpha", "river"), ("beta", "meadow")):
-        (folder / name).mkdir()
         for split, first in (("train", 0), ("test", 100)):
             lines = [
                 {"prompt": f"{i}:", "completion": f"the {word} number {i} is long and green"}
                 for i in range(first, first + 40)
             ]
-            file = folder / name / f"{split}.jsonl"
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            write_lines(folder / name / f"{split}.jsonl", lines)
     return folder
 
 
@@ -77,13 +68,11 @@ def test_the_table_of_recorded_outputs(
     """Outputs that follow the corpus: `auto` beats what reads the prompt alone, and the two
     columns of a model's bigrams appear with its table."""
     for split, first in (("train", 0), ("test", 40)):
-        file = tmp_path / "own" / "town" / f"{split}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             {"prompt_ids": [50 + i, 7, 8], "output_ids": [*range(10, 30), 60 + i]}
             for i in range(first, first + 12)
         ]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(tmp_path / "own" / "town" / f"{split}.jsonl", lines)
     next_ids = np.arange(1, 129, dtype=np.int32)[:, None] % 128
     BigramTable("model", next_ids, np.full((128, 1), 0.5, np.float32)).save(tmp_path / "bigrams")
     assert run("table", "--recorded", tmp_path / "own", "--budgets", 4, "--model", model[0],
@@ -176,11 +165,9 @@ def test_what_cannot_be_replayed_is_refused(
 @pytest.fixture(scope="module")
 def recorded(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     data, out = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("own")
-    (data / "town").mkdir()
     for split in ("train", "test"):
         lines = [{"prompt": f"{split} {i} " * (100 if i == 1 else 3)} for i in range(NUM + 2)]
-        file = data / "town" / f"{split}.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(data / "town" / f"{split}.jsonl", lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAILOR_CACHE_DIR", str(out / "cache"))
         assert run(

@@ -27,7 +27,6 @@ from server.model.scoring import Text, score
 from server.types import EngineSizes
 from tests.loadtest.conftest import last_json
 from tests.model.gguf_models import BLOCKS, write_llama
-from tests.model.tiny_models import save_tiny
 
 
 def test_a_file_is_rounded_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -96,13 +95,6 @@ def test_both_servers_get_the_same_file_and_their_own_default_cache(tmp_path: Pa
     assert theirs.env["LLAMACPP_MODEL"] == off.env["TAILOR_MODEL"] == str(file)
     assert theirs.env["LLAMACPP_ARGS"].endswith("f16 -t 1")
     assert on.is_alias and not on.extra and off.extra["speculation"]["drafter"] == "off"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    save_tiny(made, "llama", vocab_size=128, max_position_embeddings=1024)
-    return made
 
 
 def test_a_step_is_timed_in_every_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

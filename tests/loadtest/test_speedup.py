@@ -14,6 +14,7 @@ from rich.console import Console
 from loadtest import speedup
 from loadtest.peer import Peer
 from loadtest.prompts import SETS, Example, Places, examples_of, prepare, train_prompts
+from tests.loadtest.conftest import write_lines
 from tests.loadtest.scripted_server import ScriptedServer
 
 OPTIONS = speedup.SpeedupOptions(
@@ -71,9 +72,8 @@ def test_rounds_ask_the_same_prompts_once_and_find_the_ratio() -> None:
 def test_a_learner_has_answered_train_prompts_under_the_salt_that_it_is_measured_with(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "squad").mkdir()
-    lines = [json.dumps({"id": i, "prompt": f"train {i}"}) + "\n" for i in range(9)]
-    (tmp_path / "squad" / "train.jsonl").write_text("".join(lines))
+    lines = [{"id": i, "prompt": f"train {i}"} for i in range(9)]
+    write_lines(tmp_path / "squad" / "train.jsonl", lines)
     prompts = train_prompts(tmp_path, SETS["squad"], 7)
     assert prompts == [f"train {i}" for i in range(7)]
     assert train_prompts(tmp_path, SETS["squad"], 20) == [f"train {i}" for i in range(9)]
@@ -135,12 +135,11 @@ def test_a_finished_sitting_is_only_printed_and_names_what_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("squad", "gsm8k", "my-own"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "test.jsonl").write_text('{"id": 1, "prompt": "a"}\n' * 3)
+        write_lines(tmp_path / name / "test.jsonl", [{"id": 1, "prompt": "a"}] * 3)
     out = tmp_path / "out.jsonl"
 
     def run(lines: list[dict[str, Any]]) -> tuple[int, dict[str, Any], str]:
-        out.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        write_lines(out, lines)
         status = speedup.main(
             ["--data", str(tmp_path), "--work", str(tmp_path / "w"), "--out", str(out),
              "--sets", "squad,gsm8k,my-own", "--max-load", "0"]
@@ -163,25 +162,16 @@ def test_a_finished_sitting_is_only_printed_and_names_what_is_slower(
     "words", [["--ways", "cold"], ["--ways", "off,fast"], ["--sets", "none"], ["--rounds", "0"]]
 )
 def test_what_cannot_be_measured_is_refused(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "squad").mkdir()
-    (tmp_path / "squad" / "test.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    write_lines(tmp_path / "squad" / "test.jsonl", [{"prompt": "a"}] * 3)
     sets = [] if "--sets" in words else ["--sets", "squad"]
     given = ["--data", str(tmp_path), "--work", str(tmp_path / "w"), *sets, *words]
     assert speedup.main(given) == 2
 
 
 def test_a_category_is_a_set_of_its_own_and_has_no_warm_task(tmp_path: Path) -> None:
-    folder = tmp_path / "spec_bench"
-    folder.mkdir()
-    (folder / "test.jsonl").write_text(
-        "".join(
-            json.dumps(
-                {"id": i, "prompt": f"p{i}", "category": "rag" if i % 2 else "summarization"}
-            )
-            + "\n"
-            for i in range(6)
-        )
-    )
+    kinds = ("summarization", "rag")
+    lines = [{"id": i, "prompt": f"p{i}", "category": kinds[i % 2]} for i in range(6)]
+    write_lines(tmp_path / "spec_bench" / "test.jsonl", lines)
     rag = SETS["spec_bench-rag"]
     assert [example.prompt for example in examples_of(tmp_path, rag)] == ["p1", "p3", "p5"]
     work = tmp_path / "work"
