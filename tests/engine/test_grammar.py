@@ -7,12 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.tree import DraftTree
@@ -26,101 +25,16 @@ from server.engine.trees import Trees, checked
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import (
-    EOS,
     Collector,
     Result,
-    Workload,
-    random_workload,
     run_requests,
-    run_workload,
-    verifying_every,
-    with_own_logits,
-    with_slices,
 )
-from tests.engine.tiny_vocabularies import read_grammar_tokenizer, tokenizer_over
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import VocabSlice
-
-SEEDS = st.integers(0, 2**48)
-
-GRAMMARS = (
-    GrammarSpec("regex", "[ab]{1,6}"),
-    GrammarSpec("regex", "(ab)*"),
-    GrammarSpec("regex", "a*b"),
-    GrammarSpec("regex", "(aab|abb)+a"),
-    GrammarSpec("regex", "[ab]*aaaa"),
-    GrammarSpec("lark", 'start: "a" start "b" | "b"'),
-    GrammarSpec("lark", 'start: "abab" | "abba" | "aa" | "b"'),
-    GrammarSpec("lark", 'start: "aabbaabb" x "abab"\nx: /[ab]?/'),
-)
-
-
-def _constrained_workload(rng: Random) -> Workload:
-    work = random_workload(rng)
-    work.token_bytes[2:4] = [b"a", b"b"]
-    # Only bytes that grammars know: an id without bytes is in no mask.
-    work.grammar_tokenizer = tokenizer_over(work.token_bytes, work.special_ids, EOS)
-    requests = []
-    for at, request, abort in work.requests:
-        if rng.random() < 0.8:
-            sampling = replace(request.sampling, ignore_eos=False)
-            if rng.random() < 0.7:  # else some of them cannot be satisfied
-                sampling = replace(sampling, allowed_token_ids=None, logit_bias=(), min_tokens=0)
-            request = replace(request, sampling=sampling, grammar=rng.choice(GRAMMARS))
-        requests.append((at, request, abort))
-    work.requests = requests
-    return work
-
-
-def _run(work: Workload, *, sliced: bool = False) -> None:
-    note(f"{work}")
-    _, results = run_workload(work)
-    for result in results.values():
-        assert result.error_code in (None, "constraint_unsatisfiable")
-        if not sliced and result.finish_reason in ("stop", "length"):
-            steps = sum(c.num_steps for c in result.counts)
-            accepted = sum(c.num_accepted for c in result.counts)
-            assert accepted + steps - len(result.ids) in (0, 1)
-            for c in result.counts:
-                assert sum(d for _, d, _ in c.by_source) == c.num_drafted
-                assert sum(a for _, _, a in c.by_source) == c.num_accepted
-
-
-@settings(max_examples=examples(600), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
-    _run(_constrained_workload(Random(seed)))
-
-
-@settings(max_examples=examples(200), deadline=None, print_blob=True)
-@given(SEEDS, st.integers(1, 6))
-def test_unverified_tokens_roll_back(seed: int, every: int) -> None:
-    rng = Random(seed)
-    _run(verifying_every(_constrained_workload(rng), rng, every), sliced=True)
-
-
-@settings(max_examples=examples(200), deadline=None, print_blob=True)
-@given(SEEDS, st.booleans())
-def test_what_the_model_held_likely_breaks_no_grammar(seed: int, sliced: bool) -> None:
-    rng = Random(seed)
-    work = with_own_logits(_constrained_workload(rng), rng)
-    if sliced:
-        work = with_slices(work, rng, ("exact", "slice", "full"))
-    _run(work, sliced=sliced)
-
-
-@settings(max_examples=examples(300), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_every_vocabulary_mode_follows_the_grammar(seed: int) -> None:
-    """`slice` and `exact` beside `full`: where a slice has nothing that the grammar allows, the
-    full head draws."""
-    rng = Random(seed)
-    work = with_slices(_constrained_workload(rng), rng, ("exact", "exact", "slice", "full"))
-    _run(work, sliced=True)
-
 
 # -- the state ------------------------------------------------------------------------------------
 

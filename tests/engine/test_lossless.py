@@ -1,5 +1,5 @@
-"""Whatever drafts, schedules, preempts, forks, caches or aborts: the tokens are those of one
-token at a time. Hypothesis draws a seed; everything else follows from it."""
+"""Whatever drafts, schedules, preempts, forks, caches, aborts, slices or constrains: the tokens are
+those of one token at a time. Hypothesis draws a seed; everything else follows from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from server.types import SpeculationParams
+from server.engine.engine import Engine
+from server.types import GrammarSpec, SpeculationParams, VocabularyMode
 from tests.engine.scenarios import (
+    EOS,
     Result,
     Workload,
     compare,
@@ -24,21 +26,69 @@ from tests.engine.scenarios import (
     with_own_logits,
     with_slices,
 )
+from tests.engine.tiny_vocabularies import tokenizer_over
+from tests.fakes.fake_runner import FakeRunner
 from tests.profiles import examples
 
 SEEDS = st.integers(0, 2**48)
+MODES: dict[str, tuple[VocabularyMode, ...]] = {
+    "slices": ("slice", "slice", "full"),
+    "exact": ("exact",),
+    "all": ("exact", "slice", "full"),
+}
+GRAMMARS = (
+    GrammarSpec("regex", "[ab]{1,6}"),
+    GrammarSpec("regex", "(ab)*"),
+    GrammarSpec("regex", "a*b"),
+    GrammarSpec("regex", "(aab|abb)+a"),
+    GrammarSpec("regex", "[ab]*aaaa"),
+    GrammarSpec("lark", 'start: "a" start "b" | "b"'),
+    GrammarSpec("lark", 'start: "abab" | "abba" | "aa" | "b"'),
+    GrammarSpec("lark", 'start: "aabbaabb" x "abab"\nx: /[ab]?/'),
+)
 
 
-def _run(work: Workload, *, waits: bool = False) -> dict[tuple[str, int], Result]:
-    """waits: whether tokens wait for the full head and may be taken back: counts are no sums."""
-    _, results = run_workload(work)
+def _constrained(work: Workload, rng: Random) -> Workload:
+    """The workload with grammars, some of which cannot be satisfied."""
+    work.token_bytes[2:4] = [b"a", b"b"]
+    # Only bytes that grammars know: an id without bytes is in no mask.
+    work.grammar_tokenizer = tokenizer_over(work.token_bytes, work.special_ids, EOS)
+    requests = []
+    for at, request, abort in work.requests:
+        if rng.random() < 0.8:
+            sampling = replace(request.sampling, ignore_eos=False)
+            if rng.random() < 0.7:  # else some of them cannot be satisfied
+                sampling = replace(sampling, allowed_token_ids=None, logit_bias=(), min_tokens=0)
+            request = replace(request, sampling=sampling, grammar=rng.choice(GRAMMARS))
+        requests.append((at, request, abort))
+    work.requests = requests
+    return work
+
+
+def _run(
+    work: Workload, *, waits: bool = False, load_failures: float = 0.0
+) -> dict[tuple[str, int], Result]:
+    """waits: whether tokens wait for the full head and may be taken back: counts are no sums.
+    load_failures: share of copies of head rows for which the device has no room."""
+    rng = Random(len(work.requests))
+
+    def prepare(_: Engine, runner: FakeRunner) -> None:
+        runner.load_fails = lambda: rng.random() < load_failures
+
+    engine, results = run_workload(work, prepare)
+    assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
     asked = {r.request_id for _, r, _ in work.requests if r.report_sources}
     for (request_id, _), result in results.items():
+        assert result.error_code in (None, "constraint_unsatisfiable")
         assert len(result.sources) == (len(result.ids) if request_id in asked else 0)
         tells = next(r for _, r, _ in work.requests if r.request_id == request_id).report_rejected
         assert tells or not result.rejected
         for at, _, ids in result.rejected:  # what was drafted there is not what stands there
-            assert result.ids[at] != ids[0]
+            # A token behind which a grammar takes no other one was drafted in vain.
+            assert result.ids[at] != ids[0] or work.grammar_tokenizer is not None
+        for v in result.vocabulary:
+            assert v.num_missed <= v.num_verifications <= v.num_checked
+            assert v.num_dropped >= v.num_missed
         if not waits and result.sources:
             accepted = sum(c.num_accepted for c in result.counts)
             assert sum(source != "" for source in result.sources) == accepted
@@ -55,21 +105,31 @@ def _run(work: Workload, *, waits: bool = False) -> dict[tuple[str, int], Result
     return results
 
 
-@settings(max_examples=examples(1500), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
-    work = random_workload(Random(seed))
-    note(f"{work}")
-    _run(work)
-
-
-@settings(max_examples=examples(500), deadline=None, print_blob=True)
-@given(SEEDS, st.integers(1, 6))
-def test_unverified_tokens_roll_back_to_the_same_text(seed: int, every: int) -> None:
+@pytest.mark.parametrize("has_grammars", [False, True], ids=["free", "grammars"])
+@settings(max_examples=examples(2500), deadline=None, print_blob=True)
+@given(
+    seed=SEEDS,
+    likely=st.booleans(),
+    heads=st.sampled_from(("full", "full", "unverified", *MODES)),
+    load_failures=st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)),
+)
+def test_any_schedule_gives_the_one_token_loop(
+    has_grammars: bool, seed: int, likely: bool, heads: str, load_failures: float
+) -> None:
+    """likely: drafted by `auto` with the rows of every step, slices' too. heads: whose; unverified:
+    tokens wait for the full head and are taken back. All of it through preemption and forks."""
     rng = Random(seed)
-    work = verifying_every(random_workload(rng), rng, every)
+    work = random_workload(rng)
+    if has_grammars:
+        work = _constrained(work, rng)
+    if likely:
+        work = with_own_logits(work, rng)
+    if heads == "unverified":
+        work = verifying_every(work, rng, rng.randint(1, 6))
+    elif heads != "full":
+        work = with_slices(work, rng, MODES[heads])
     note(f"{work}")
-    _run(work, waits=True)
+    _run(work, waits=heads != "full", load_failures=load_failures)
 
 
 def test_unverified_tokens_are_taken_back() -> None:
@@ -82,20 +142,6 @@ def test_unverified_tokens_are_taken_back() -> None:
             num_verifications += sum(v.num_verifications for v in result.vocabulary)
             num_dropped += sum(v.num_dropped for v in result.vocabulary)
     assert num_verifications > 100 and num_dropped > 20
-
-
-@settings(max_examples=examples(500), deadline=None, print_blob=True)
-@given(SEEDS, st.integers(0, 6))
-def test_what_the_model_held_likely_changes_no_text(seed: int, every: int) -> None:
-    """`auto` with the rows of every step, slices' too, through preemption, forks and rollbacks."""
-    rng = Random(seed)
-    work = with_own_logits(random_workload(rng), rng)
-    if every > 3:
-        work = with_slices(work, rng, ("exact", "slice", "full"))
-    elif every:
-        work = verifying_every(work, rng, every)
-    note(f"{work}")
-    _run(work, waits=every > 0)
 
 
 def test_what_the_model_held_likely_is_drafted_there() -> None:

@@ -1,5 +1,8 @@
-"""Slices in the engine: `slice` is the full head restricted, `exact` is the full head, whatever
-drafts, neighbours, verify_every, preemption and aborts do. Hypothesis draws a seed."""
+"""Slices in the engine, looked at closely: what is loaded, verified, taken back and told.
+
+test_lossless.py holds that `slice` is the full head restricted and `exact` the full head, in any
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
 
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
@@ -24,65 +25,11 @@ from tests.engine.one_token_loop import one_token_loop
 from tests.engine.scenarios import (
     EOS,
     Collector,
-    Workload,
-    random_workload,
-    run_workload,
-    with_slices,
 )
 from tests.fakes.fake_drafters import oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-from tests.profiles import examples
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
-
-SEEDS = st.integers(0, 2**48)
-
-
-def _run(work: Workload, load_failures: float = 0.0) -> None:
-    """load_failures: share of copies of head rows for which the device has no room."""
-    note(f"{work}")
-    rng = Random(len(work.requests))
-
-    def prepare(_: Engine, runner: FakeRunner) -> None:
-        runner.load_fails = lambda: rng.random() < load_failures
-
-    engine, results = run_workload(work, prepare)
-    assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
-    for result in results.values():
-        for v in result.vocabulary:
-            assert v.num_missed <= v.num_verifications <= v.num_checked
-            assert v.num_dropped >= v.num_missed
-
-
-@settings(max_examples=examples(240), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_slices_beside_full_heads_give_the_restricted_loop(seed: int) -> None:
-    rng = Random(seed)
-    _run(with_slices(random_workload(rng), rng, ("slice", "slice", "full")))
-
-
-@settings(max_examples=examples(500), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_exact_is_full(seed: int) -> None:
-    rng = Random(seed)
-    _run(with_slices(random_workload(rng), rng, ("exact",)))
-
-
-@settings(max_examples=examples(160), deadline=None, print_blob=True)
-@given(SEEDS)
-def test_all_modes_in_one_batch(seed: int) -> None:
-    rng = Random(seed)
-    _run(with_slices(random_workload(rng), rng, ("exact", "slice", "full")))
-
-
-@settings(max_examples=examples(160), deadline=None, print_blob=True)
-@given(SEEDS, st.sampled_from((0.1, 0.5, 1.0)))
-def test_no_text_depends_on_the_room_for_head_rows(seed: int, load_failures: float) -> None:
-    rng = Random(seed)
-    _run(with_slices(random_workload(rng), rng, ("exact", "slice")), load_failures)
-
-
-# -- one sequence, looked at closely -------------------------------------------------------------
 
 
 def _profile(ids: set[int], vocab: int) -> VocabProfile:
