@@ -60,16 +60,10 @@ def pack_panels(weight: npt.NDArray[Any], out: npt.NDArray[Any], *, first_panel:
     assert out.shape[1:] == (k, PANEL)
 
 
-def empty_panels(num_outputs: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeroed panels for that many outputs, [panels, width, PANEL], on a cache line's boundary."""
-    shape = -(-num_outputs // PANEL), width, PANEL
-    return aligned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
-
-
 def packed(weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A matrix [N, K], float32 or uint16 with bfloat16 bits, in panels of its own."""
-    num_outputs, width = weight.shape
-    panels = empty_panels(num_outputs, width, weight.dtype)
+    shape = -(-weight.shape[0] // PANEL), weight.shape[1], PANEL
+    panels = aligned(math.prod(shape) * weight.itemsize).view(weight.dtype).reshape(shape)
     pack_panels(weight, panels)
     return panels
 

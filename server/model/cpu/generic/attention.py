@@ -8,7 +8,7 @@ shared blocks and chunks give each row the same bits as a row alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -111,28 +111,22 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
 
-class Memory(NamedTuple):
-    """What a step reads and writes. kv_ids: of each layer, its place in the cache's keys, -1 for
-    recurrent ones. states: of those, None where there are none."""
-
-    cache: Cache
-    scratch: Scratch
-    kv_ids: tuple[int, ...]
-    states: StateStore | None
-
-
 class PagedStep:
-    """The rows of one step on the paged cache. shape: sizes; its scale and cap are each call's.
-    kv_ids: of each layer, its place in the cache. states: the recurrent states, None without."""
+    """The rows of one step on the paged cache. kv_ids: of each layer, its place in the cache's
+    keys, -1 for recurrent ones. states: of those, None where there are none. shape: sizes; its
+    scale and cap are each call's."""
 
     def __init__(
         self,
         rows: Rows,
-        memory: Memory,
+        cache: Cache,
+        scratch: Scratch,
+        kv_ids: tuple[int, ...],
+        states: StateStore | None,
         shape: Shape,
         work: Work,
     ) -> None:
-        cache, scratch, self._kv_ids, self._states = memory
+        self._kv_ids, self._states = kv_ids, states
         self._plan = None if self._states is None else self._states.plan(rows)
         self._stacks = np.zeros(0, np.float32)
         self._rows = rows

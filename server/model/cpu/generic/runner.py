@@ -23,7 +23,7 @@ from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
 from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
-from server.model.cpu.generic.attention import Memory, PagedStep, StateStore, StepHolder
+from server.model.cpu.generic.attention import PagedStep, StateStore, StepHolder
 from server.model.cpu.generic.soundness import called, check_rows, forward
 from server.model.cpu.head import PackedHead, float_head
 from server.model.cpu.kernels import product
@@ -295,8 +295,10 @@ class GenericRunner(CpuRunner):
         return self._worker.submit(self._states, ids, rows).result()
 
     def _states(self, ids: Int64, rows: Rows) -> Float32:
-        memory = Memory(self._cache, self._scratch, self._kv_ids, self._store)
-        step = PagedStep(rows, memory, self._record_shape, self._work)
+        step = PagedStep(
+            rows, self._cache, self._scratch, self._kv_ids, self._store, self._record_shape,
+            self._work,
+        )  # fmt: skip
         positions = torch.from_numpy(rows.positions.astype(np.int64))[None]
         # torch on one thread: the number of rows must not decide where an array is cut
         # (soundness.py). The number is partly the process's, so it is put back after each step.
