@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -79,12 +78,7 @@ class Prometheus:
         except httpx.TransportError:
             return False
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
         self._process.terminate()
         self._process.wait(20)

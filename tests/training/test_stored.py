@@ -93,6 +93,16 @@ def loss_of(given: Tuned) -> tuple[float, list[torch.Tensor]]:
     return float(loss.detach()), [p.grad for _, p in given.trained() if p.grad is not None]
 
 
+def assert_learn_alike(
+    ours: Tuned, theirs: Tuned, rel: float = 1e-5, rtol: float = 1e-3, atol: float = 1e-4
+) -> None:
+    """Loss and gradients of both are the same."""
+    (found, gradients), (want, others) = loss_of(ours), loss_of(theirs)
+    assert found == pytest.approx(want, rel=rel)
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
 def over_base(model: str, form: str) -> Tuned:
     module, matrix_of = open_base(model, form, dtype=torch.float32, device=CPU)
     torch.manual_seed(4)
@@ -115,7 +125,6 @@ def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
     """Loss and gradients are those over floats that are the widened numbers."""
     save_tiny(tmp_path / "m", family)
     given = over_base(str(tmp_path / "m"), form)
-    found, gradients = loss_of(given)
     plain = over_base(str(tmp_path / "m"), "auto")
     for name, part in given.module.named_modules():
         if isinstance(part, LoraLinear):
@@ -125,10 +134,7 @@ def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
             error = float((wide - exact).norm() / exact.norm())
             assert error < {"auto": 1e-7, "int4": 0.1, "nf4": 0.12}.get(form, 0.02), name
     plain.head.base = Floats(given.head.base.widened(0, 128), torch.float32)
-    want, theirs = loss_of(plain)
-    assert found == pytest.approx(want, rel=1e-6)
-    for ours, other in zip(gradients, theirs, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+    assert_learn_alike(given, plain, 1e-6, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "granite"])
@@ -143,11 +149,7 @@ def test_over_a_file_as_it_is_the_loss_is_that_over_its_floats(
         with pytest.raises(ModelError, match="no form"):
             over_base(str(file), "file")
         return
-    found, gradients = loss_of(over_base(str(file), "file"))
-    want, theirs = loss_of(over_base(str(file), "auto"))
-    assert found == pytest.approx(want, rel=1e-5)
-    for ours, other in zip(gradients, theirs, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
+    assert_learn_alike(over_base(str(file), "file"), over_base(str(file), "auto"))
 
 
 def test_transformers_own_module_reads_a_file_as_floats(tmp_path: Path) -> None:
@@ -170,8 +172,4 @@ def test_over_a_folder_of_bitsandbytes_the_loss_is_that_over_its_floats(tmp_path
     with pytest.raises(ConfigError, match="needs a GGUF, or NF4"):
         over_base(str(folder), "file")
     save_as_bitsandbytes(folder)
-    found, gradients = loss_of(over_base(str(folder), "file"))
-    want, theirs = loss_of(over_base(str(folder), "auto"))
-    assert found == pytest.approx(want, rel=1e-5)
-    for ours, other in zip(gradients, theirs, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
+    assert_learn_alike(over_base(str(folder), "file"), over_base(str(folder), "auto"))
