@@ -16,6 +16,7 @@ This module does not import Ray; its clock and its random numbers are arguments.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 import random
 import time
@@ -23,9 +24,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from server.fleet.scaling import StepCosts, TaskHabit
 
@@ -42,8 +40,6 @@ SLOW = 4.0
 """So many times the usual seconds of a step are slow."""
 TRIAL_S = 10.0
 """After so long a slow replica gets a request again, whose steps tell how it is now."""
-
-UInt64 = npt.NDArray[np.uint64]
 
 
 def prefix_chain(scope: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
@@ -112,7 +108,6 @@ class TaskRouting:
         self._chance = chance or random.Random()
         self._ids: list[str] = []
         self._there: frozenset[str] = frozenset()
-        self._seeds: UInt64 = np.empty(0, np.uint64)  # of _ids
         self._ranked: dict[str, list[str]] = {}  # the best homes of a task
         self._rates: dict[str, tuple[float, float, int]] = {}  # work a second, when, homes
         self._places: OrderedDict[int, tuple[str, ...]] = OrderedDict()
@@ -124,20 +119,19 @@ class TaskRouting:
         """These replicas are there. Rankings are made anew only where the set changed."""
         ids = list(dict.fromkeys(replica_ids))
         there = frozenset(ids)
-        if there == self._there:
-            return
-        self._ranked.clear()
-        self._ids, self._there = ids, there
-        self._seeds = np.array([_hash(name) for name in ids], np.uint64)
+        if there != self._there:
+            self._ranked.clear()
+            self._ids, self._there = ids, there
 
     def ranking(self, task: str, num: int) -> list[str]:
         """The `num` best homes of a task, best first."""
         ranked = self._ranked.get(task)
         if ranked is None or len(ranked) < min(num, len(self._ids)):
-            scores = _mix(self._seeds ^ np.uint64(_hash(task)))
-            kept = min(max(num, _KEPT_HOMES), len(self._ids))
-            best = np.argpartition(scores, len(scores) - kept)[-kept:] if kept else np.arange(0)
-            ranked = [self._ids[i] for i in best[np.argsort(scores[best])[::-1]]]
+
+            def weight(name: str) -> bytes:
+                return hashlib.blake2b(f"{task}\0{name}".encode(), digest_size=8).digest()
+
+            ranked = heapq.nlargest(max(num, _KEPT_HOMES), self._ids, key=weight)
             self._ranked[task] = ranked
         return ranked[:num]
 
@@ -285,14 +279,3 @@ def _usual(costs: Sequence[StepCosts | None]) -> StepCosts:
     """The middle of those that are known, for those that are not."""
     known = sorted((c for c in costs if c is not None), key=lambda c: c.step_s(8))
     return known[len(known) // 2] if known else StepCosts()
-
-
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def _mix(values: UInt64) -> UInt64:
-    """64 bits each, every one of which depends on all of its value (splitmix64's last part)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
