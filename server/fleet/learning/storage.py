@@ -41,8 +41,7 @@ class Storage:
 
     def read(self, path: str, *, most: int) -> bytes:
         """What is in a file, which may hold `most` bytes."""
-        with _reaching():
-            fs, place = self._at(path)
+        with self._at(path) as (fs, place):
             data: bytes = fs.cat_file(place, start=0, end=most + 1)
         if len(data) > most:
             raise StorageError(f"{path} has more than {most} bytes")
@@ -50,8 +49,7 @@ class Storage:
 
     def write(self, path: str, data: bytes) -> None:
         """Put a file there, in place of what there is."""
-        with _reaching(StorageError):
-            fs, place = self._at(path)
+        with self._at(path, StorageError) as (fs, place):
             if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
                 local = Path(place)
                 local.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -63,16 +61,14 @@ class Storage:
     def files(self, path: str = "") -> list[str]:
         """All files below a folder, in order; none where there is no such folder."""
         found = list[Any]()
-        with contextlib.suppress(FileNotFoundError), _reaching():
-            fs, place = self._at(path)
+        with contextlib.suppress(FileNotFoundError), self._at(path) as (fs, place):
             found = fs.find(place)
         return sorted(str(name)[len(self._root) :].lstrip("/") for name in found)
 
     def folders(self, path: str = "") -> list[str]:
         """The names of the folders in a folder."""
         names = set[str]()
-        with contextlib.suppress(FileNotFoundError), _reaching():
-            fs, place = self._at(path)
+        with contextlib.suppress(FileNotFoundError), self._at(path) as (fs, place):
             found = fs.ls(place, detail=True)
             names = {str(f["name"]).rstrip("/") for f in found if f["type"] == "directory"}
             names.discard(place)
@@ -80,30 +76,27 @@ class Storage:
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """A file, or a folder with all that is in it, if it is there."""
-        with contextlib.suppress(FileNotFoundError), _reaching():
-            fs, place = self._at(path)
+        with contextlib.suppress(FileNotFoundError), self._at(path) as (fs, place):
             fs.rm(place, recursive=recursive)
 
-    def _at(self, path: str) -> tuple[Any, str]:
-        """The file system and the place in it."""
-        if self._fs is None:
-            import fsspec
+    @contextlib.contextmanager
+    def _at(
+        self, path: str, kept: type[Exception] = FileNotFoundError
+    ) -> Iterator[tuple[Any, str]]:
+        """The file system and the place in it. What it and what is behind it raise is a
+        StorageError, but for `kept`."""
+        try:
+            if self._fs is None:
+                import fsspec
 
-            # Others write there, too: nothing is remembered of what a folder holds.
-            self._fs, root = fsspec.url_to_fs(self._url, use_listings_cache=False)
-            self._root = root.rstrip("/")
-        return self._fs, f"{self._root}/{path}" if path else self._root
-
-
-@contextlib.contextmanager
-def _reaching(kept: type[Exception] = FileNotFoundError) -> Iterator[None]:
-    """What fsspec and what is behind it raise is a StorageError, but for `kept`."""
-    try:
-        yield
-    except kept:
-        raise
-    except Exception as error:
-        raise StorageError(f"{type(error).__name__}: {str(error)[:200]}") from error
+                # Others write there, too: nothing is remembered of what a folder holds.
+                self._fs, root = fsspec.url_to_fs(self._url, use_listings_cache=False)
+                self._root = root.rstrip("/")
+            yield self._fs, f"{self._root}/{path}" if path else self._root
+        except kept:
+            raise
+        except Exception as error:
+            raise StorageError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 # --- names ----------------------------------------------------------------------------------------
