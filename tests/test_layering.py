@@ -21,7 +21,6 @@ FILES = {"drafters.atomic_file", "drafters.json_text"}  # of the standard librar
 # What `tailor tasks tune` and its parts may import.
 TUNE = {
     "server",
-    "server.client.bulk",
     "server.config",
     "server.datasets",
     "server.engine",

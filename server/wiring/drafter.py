@@ -64,6 +64,7 @@ class CorpusFiles:
             self._known[key] = known
             if len(self._known) > self._MOST:
                 self._known.popitem(last=False)
+        self._known.move_to_end(key)
         return known[1:]
 
 
