@@ -226,7 +226,7 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
             if name not in names:  # a typing error would lock users out
                 raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
     for model in config.models:
-        if "cpu" in model.devices and (model.weights or config.engine.weights) == "fp8":
+        if "cpu" in model.devices and model.over(config.engine).weights == "fp8":
             raise ConfigError(
                 f"model {model.name}: weights: fp8 is for cuda; on a CPU int8 and int4 are the "
                 "small ones"

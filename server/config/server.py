@@ -98,6 +98,11 @@ class ModelConfig(Section):
             raise ValueError("adapter is merged, adapters stand beside the base: give one of them")
         return self
 
+    def over(self, engine: EngineConfig) -> EngineConfig:
+        """How its engines run it: as all do, but for what is said here."""
+        own = {key: getattr(self, key) for key in ("dtype", "weights", "max_model_len")}
+        return engine.model_copy(update={key: value for key, value in own.items() if value})
+
     @property
     def names(self) -> tuple[str, ...]:
         """What requests may call it and its adapters."""

@@ -224,12 +224,12 @@ def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
     from server.model.catalog import BUILT_IN
     from server.model.gguf_folder import is_gguf_path
 
-    weights, dtype = model.weights or engine.weights, model.dtype or engine.dtype
-    if weights != "auto":
-        return weights == "file"
+    own = model.over(engine)
+    if own.weights != "auto":
+        return own.weights == "file"
     on_cpu = all(device == "cpu" for device in model.devices)
     is_gguf = model.path in BUILT_IN or is_gguf_path(model.path)
-    return dtype == "auto" and model.adapter is None and on_cpu and is_gguf
+    return own.dtype == "auto" and model.adapter is None and on_cpu and is_gguf
 
 
 def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
@@ -238,7 +238,7 @@ def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
     from server.model.catalog import cached_folder
     from server.model.gguf_folder import cached_file_folder
 
-    kind = (model.weights or engine.weights) if serves_file(model, engine) else "float32"
+    kind = model.over(engine).weights if serves_file(model, engine) else "float32"
     folder = (cached_folder if kind == "float32" else cached_file_folder)(model.path)
     if folder is None:
         command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]

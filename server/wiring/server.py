@@ -69,30 +69,26 @@ def plan_server(
     if engine.threads is None and num_on_cpu > 1:
         engine = engine.model_copy(update={"threads": max(1, cores() // num_on_cpu)})
     for model in config.models:
-        folder = folders[model.name]
-        max_model_len = model.max_model_len or config.engine.max_model_len
-        models[model.name] = served_model(model, folder, max_model_len)
-        own = _tasks_of(model, config, tasks)
-        _check_profiles(own, folder, models[model.name])
-        orders += _orders(config, model, engine, folder, own, models[model.name].table)
+        folder, own = folders[model.name], model.over(engine)
+        served = models[model.name] = served_model(model, folder, own.max_model_len)
+        mine = _tasks_of(model, config, tasks)
+        orders += _orders(config, model, own, folder, mine, served.table)
     adapters = AdapterSet(models, folders)
     for model in config.models:
         for one in model.adapters:
             adapters.add(adapters.read(one, model.name))
-    _check_adapters(config, tasks, adapters)
     orders = [replace(order, adapters=adapters.orders(order.runner.name)) for order in orders]
 
-    def load() -> Mapping[str, TaskConfig]:
-        fresh = tasks if reload_tasks is None else reload_tasks()
+    def checked(tasks: Mapping[str, TaskConfig]) -> Mapping[str, TaskConfig]:
         for model in config.models:
-            own = _tasks_of(model, config, fresh)
-            _check_profiles(own, folders[model.name], models[model.name])
-        _check_adapters(config, fresh, adapters)
-        return fresh
+            mine = _tasks_of(model, config, tasks)
+            _check_profiles(mine, folders[model.name], models[model.name])
+        _check_adapters(config, tasks, adapters)
+        return tasks
 
     task_set = TaskSet(
-        tasks,
-        load=load,
+        checked(tasks),
+        load=lambda: checked(tasks if reload_tasks is None else reload_tasks()),
         models={name: (folders[name], m.table.fingerprint.hex()) for name, m in models.items()},
         kept=cache_dir() / "tasks" / _namespace(config),
         adapters=adapters,
@@ -143,7 +139,7 @@ def _orders(
     own: Sequence[TaskConfig],
     table: TokenBytes,
 ) -> list[EngineOrder]:
-    """One model's engines, one a device. own: the tasks that run on it."""
+    """One model's engines, one a device. engine: as they run it. own: the tasks that run on it."""
     from server.model.build import RunnerSpec
 
     modes = {task.vocabulary.mode for task in own if task.name != DEFAULT_TASK}
@@ -168,10 +164,10 @@ def _orders(
                 sizes=engine.sizes(device),
                 adapter=model.adapter,
                 device=device,
-                dtype=model.dtype or engine.dtype,
-                weights=model.weights or engine.weights,
+                dtype=engine.dtype,
+                weights=engine.weights,
                 kv_dtype=engine.kv_cache_dtype,
-                max_model_len=model.max_model_len or engine.max_model_len,
+                max_model_len=engine.max_model_len,
                 threads=engine.threads,
                 full_head="stream" if slices_only else engine.full_head,
                 cuda_graphs=engine.cuda_graphs != "off",
