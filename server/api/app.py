@@ -52,7 +52,7 @@ from server.api.gate import OPEN_PATHS, Gate, Traces, error_response
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.openapi import described, document
 from server.api.order import Orders
-from server.api.route_context import Face, QueryCheck, RouteContext
+from server.api.route_context import Face, RouteContext, query_check
 from server.api.routes import add_model_routes, add_state_routes
 from server.api.served_model import Catalog, ServedModel
 from server.config import ServerConfig, TaskConfig
@@ -103,7 +103,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(QueryCheck(_ANY_QUERY))],
+        dependencies=[Depends(query_check(_ANY_QUERY))],
         lifespan=_life(orders, client, history if has_page else None),
         middleware=_middleware(config, metrics, paths, traces, keys),
     )

@@ -272,7 +272,9 @@ class Orders:
                 f"{names['max_tokens']})); the limit is {self.limits.max_request_tokens}.",
                 param=names["max_tokens"],
             )
-        by_id = body.return_tokens_as_token_ids
+        names_of_tokens: TokenNames | TokenIdNames | None = generation.token_names
+        if body.return_tokens_as_token_ids:
+            names_of_tokens = TokenIdNames()
         return Order(
             request_id,
             target,
@@ -284,7 +286,7 @@ class Orders:
             grammar_field,
             num_truncated,
             table=generation.table or model.table,
-            token_names=TokenIdNames() if by_id else generation.token_names or model.names,
+            token_names=model.names if names_of_tokens is None else names_of_tokens,
         )
 
     # --- texts and ids ---

@@ -10,12 +10,13 @@ in server.api.app.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -47,13 +48,8 @@ _encoder = msgspec.json.Encoder()
 _WIDE = re.compile(r"[^\x00-\x7f]+")
 
 
-def encode(answer: Struct) -> bytes:
-    """The answer as JSON in UTF-8."""
-    return _encoder.encode(answer)
-
-
 def encode_ascii(answer: Struct) -> bytes:
-    """The same in ASCII: some clients of event streams split lines at U+2028 or U+0085 too."""
+    """JSON in ASCII: some clients of event streams split lines at U+2028 or U+0085 too."""
     data = _encoder.encode(answer)
     if data.isascii():
         return data
@@ -68,7 +64,7 @@ class AnswerResponse(Response):
     def __init__(
         self, answer: Struct, status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
-        super().__init__(encode(answer), status, headers)
+        super().__init__(_encoder.encode(answer), status, headers)
 
 
 DONE = b"data: [DONE]\n\n"
@@ -86,38 +82,28 @@ def error_event(error: TailorError) -> bytes:
     return event(error_answer(error)) + DONE
 
 
-class DisconnectWatch:
-    """Calls `on_gone` as soon as the client leaves. The body must have been read.
+@contextlib.asynccontextmanager
+async def watching(
+    receive: Receive, on_gone: Callable[[], None]
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Calls `on_gone` as soon as the client leaves; the task is done then. The body must have been
+    read."""
 
-    async with DisconnectWatch(receive, submission.abort):
-        ...
-    """
-
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
-        self._receive = receive
-        self._on_gone = on_gone
-        self._task: asyncio.Task[None] | None = None
-        self.gone = False
-
-    async def _run(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
-        self._on_gone()
+        on_gone()
 
-    async def __aenter__(self) -> DisconnectWatch:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
+    task = asyncio.create_task(watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
         try:
-            await self._task
+            await task
         except asyncio.CancelledError:
-            if self._task.cancelled():
-                return
-            raise
+            if not task.cancelled():
+                raise
 
 
 class EventStream(Response):
@@ -160,7 +146,7 @@ class EventStream(Response):
         }
         keeper: asyncio.Task[None] | None = None
         try:
-            async with DisconnectWatch(receive, self._on_gone) as watch:
+            async with watching(receive, self._on_gone) as leaving:
                 first = asyncio.ensure_future(anext(self._events, None))
                 done, _ = await asyncio.wait({first}, timeout=HEADER_WAIT_S)
                 if not done:
@@ -175,7 +161,7 @@ class EventStream(Response):
                 if done:
                     await send(start)
                     keeper = self._keep(send)
-                while data is not None and not watch.gone:
+                while data is not None and not leaving.done():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._last_s = time.monotonic()
                     data = await anext(self._events, None)
@@ -260,7 +246,7 @@ class RouteContext:
     ) -> Response:
         """The answer that `make` gives. abort: frees its work; called at once when the client
         leaves. Raises ClientGoneError then, unless the answer is there already."""
-        async with DisconnectWatch(request.receive, abort):
+        async with watching(request.receive, abort):
             try:
                 answer = await make()
             finally:
@@ -337,21 +323,18 @@ class TextFace(Face, Generic[_B]):
         return await context.whole(request, lambda: self.whole(order, submission), submission.abort)
 
 
-class QueryCheck:
+def query_check(ignores: frozenset[str]) -> Callable[[HttpRequest], Awaitable[None]]:
     """A dependency of every route: a GET route honours the query keys that it declares as its own
     parameters; others are refused by name.
 
     ignores: paths where any query is ignored, because browsers and monitors add keys of their own
     to pages and probes. Queries of POST routes are ignored, too: some clients put a version there.
+    The dependency raises UnknownFieldError, and InvalidRequestError for a key that is given twice.
     """
 
-    def __init__(self, ignores: frozenset[str]) -> None:
-        self._ignores = ignores
-
-    async def __call__(self, request: HttpRequest) -> None:
-        """Raises UnknownFieldError, and InvalidRequestError for a key that is given twice."""
+    async def check(request: HttpRequest) -> None:
         route = request.scope["route"]
-        if request.method not in ("GET", "HEAD") or route.path in self._ignores:
+        if request.method not in ("GET", "HEAD") or route.path in ignores:
             return
         known = {field.alias for field in route.dependant.query_params}
         for key in request.query_params:
@@ -360,3 +343,5 @@ class QueryCheck:
                 raise UnknownFieldError(f"Unknown query key: {name}.", param=name)
             if len(request.query_params.getlist(key)) > 1:
                 raise InvalidRequestError(f"{key}: may be given once.", param=key)
+
+    return check

@@ -201,27 +201,23 @@ class Catalog:
         return f" There are: {shown}{more}." if known else ""
 
 
-class TokenNames:
+class TokenNames(dict[int, str]):
     """Token strings for logprobs: the token's text, or "bytes:\\xe2\\x80" as OpenAI writes tokens
     that are not UTF-8 by themselves; in chats without the prefix, where the answer has the bytes
     beside them. Names are made on first use and kept."""
 
-    __slots__ = ("_names", "_prefix", "_table")
-
     def __init__(self, table: TokenBytes, *, prefix: str = "bytes:") -> None:
+        super().__init__()
         self._table = table
         self._prefix = prefix
-        self._names: dict[int, str] = {}
 
-    def __getitem__(self, token_id: int) -> str:
-        name = self._names.get(token_id)
-        if name is None:
-            data = self._table.bytes_of(token_id)
-            try:
-                name = data.decode()
-            except UnicodeDecodeError:
-                name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
-            self._names[token_id] = name
+    def __missing__(self, token_id: int) -> str:
+        data = self._table.bytes_of(token_id)
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
+        self[token_id] = name
         return name
 
 
