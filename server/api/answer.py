@@ -483,16 +483,15 @@ def usage_report(
 
 def token_usage(accounts: Sequence[RequestAccount]) -> TokenUsage:
     """The `usage` of routes whose input is no prompt."""
-    num_in = sum(account.num_prompt_tokens for account in accounts)
-    num_out = sum(account.num_completion_tokens for account in accounts)
-    cached = sum(account.num_cached_tokens for account in accounts)
-    base = sum(account.num_base_tokens for account in accounts)
+    usage = usage_report(accounts)
     return TokenUsage(
-        input_tokens=num_in,
-        input_tokens_details=InputDetails(cached_tokens=cached),
-        output_tokens=num_out,
-        output_tokens_details=OutputDetails(base_tokens=base or UNSET),
-        total_tokens=num_in + num_out,
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(
+            base_tokens=usage.completion_tokens_details.base_tokens
+        ),
+        total_tokens=usage.total_tokens,
     )
 
 

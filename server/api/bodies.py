@@ -87,10 +87,7 @@ class BodyPart(BaseModel):
 
     def called(self, *path: str) -> str:
         """What the client calls the field at this path: its name, or an alias."""
-        for i in range(len(path), 0, -1):
-            if path[:i] in self._spelled:
-                return ".".join((self._spelled[path[:i]], *path[i:]))
-        return ".".join(path)
+        return ".".join(_respelled(path, self._spelled))
 
 
 class Kinds:
@@ -511,6 +508,14 @@ def _unknown(model: type[BodyPart], names: list[str], at: str) -> UnknownFieldEr
     )
 
 
+def _respelled(path: tuple[Any, ...], spelled: Mapping[Path, str]) -> tuple[Any, ...]:
+    """The path in the client's own names."""
+    for i in range(len(path), 0, -1):
+        if path[:i] in spelled:
+            return (spelled[path[:i]], *path[i:])
+    return path
+
+
 def _joined(at: str, name: str) -> str:
     return f"{at}.{name}" if at else name
 
@@ -535,12 +540,8 @@ def _invalid(
             value = value[part]
         except (KeyError, IndexError, TypeError):
             value = None
-    for i in range(len(path), 0, -1):
-        if path[:i] in spelled:
-            path = (spelled[tuple(map(str, path[:i]))], *path[i:])
-            break
     param = at
-    for part in path:
+    for part in _respelled(path, spelled):
         if isinstance(part, int):
             param += f"[{part}]"
         else:
@@ -707,7 +708,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidBodyError("The body must be a JSON object.")
     if _SURROGATE_ESCAPE.search(body):
-        _check_surrogates(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise InvalidBodyError("The body holds a lone surrogate (\\ud800-\\udfff).") from None
     return value
 
 
@@ -718,22 +722,6 @@ def depth(value: Any, most: int) -> int:
     inner = value.values() if isinstance(value, dict) else value
     levels = (depth(item, most - 1) for item in inner if isinstance(item, (dict, list)))
     return 1 + max(levels, default=0)
-
-
-def _check_surrogates(value: Any) -> None:
-    """Raise for a string that cannot be UTF-8. Depth is bounded by now."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InvalidBodyError("The body holds a lone surrogate (\\ud800-\\udfff).") from None
-    elif isinstance(value, list):
-        for item in value:
-            _check_surrogates(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_surrogates(key)
-            _check_surrogates(item)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

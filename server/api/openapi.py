@@ -3,7 +3,6 @@ every route can answer, so that a new route has them without declaring them."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -107,42 +106,34 @@ def described(
     """Keywords for a route: what it does, the body that it reads by hand, its answer and what the
     data of its events can be. own_503: whether that status has the answer, too. Schemas are made
     when the document is asked for: all of them take longer than the rest of an app."""
-    later = partial(_operation, summary, answer, body, chunks, own_503)
+
+    def later() -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        if answer is not None:
+            content[JSON] = {"schema": answer_schema(answer)}
+        if chunks:
+            # As a reader of server-sent events has it: data is a string, contentSchema its JSON.
+            data: list[dict[str, Any]] = [
+                {"type": "string", "contentMediaType": JSON, "contentSchema": answer_schema(shape)}
+                for shape in chunks
+            ]
+            is_named = ErrorAnswer not in chunks  # the others end with data that is no JSON
+            properties = {
+                "event": {"type": "string", "description": "data.type" if is_named else "message"},
+                "data": {"anyOf": data if is_named else [*data, {"const": "[DONE]"}]},
+            }
+            event = {"type": "object", "properties": properties, "required": ["data"]}
+            content[EVENTS] = {"schema": {"description": "one server-sent event", **event}}
+        responses = {"200": {"description": summary, **({"content": content} if content else {})}}
+        if own_503:
+            responses["503"] = {**responses["200"], "description": "Not now"}
+        extra: dict[str, Any] = {"responses": responses, "x-generates": bool(chunks)}
+        if body is not None:
+            shown = {JSON: {"schema": schema_of(body)}}
+            extra["requestBody"] = {"required": True, "content": shown}
+        return extra
+
     return {"summary": summary, "openapi_extra": {_LATER: later}}
-
-
-def _operation(
-    summary: str,
-    answer: type[Struct] | None,
-    body: type[Any] | None,
-    chunks: tuple[type[Struct], ...],
-    own_503: bool,
-) -> dict[str, Any]:
-    """What the document says of a route beside what FastAPI finds."""
-    content: dict[str, Any] = {}
-    if answer is not None:
-        content[JSON] = {"schema": answer_schema(answer)}
-    if chunks:
-        # As a reader of server-sent events has it: data is a string, contentSchema its JSON.
-        data: list[dict[str, Any]] = [
-            {"type": "string", "contentMediaType": JSON, "contentSchema": answer_schema(shape)}
-            for shape in chunks
-        ]
-        is_named = ErrorAnswer not in chunks  # the others end with data that is no JSON
-        properties = {
-            "event": {"type": "string", "description": "data.type" if is_named else "message"},
-            "data": {"anyOf": data if is_named else [*data, {"const": "[DONE]"}]},
-        }
-        event = {"type": "object", "properties": properties, "required": ["data"]}
-        content[EVENTS] = {"schema": {"description": "one server-sent event", **event}}
-    responses = {"200": {"description": summary, **({"content": content} if content else {})}}
-    if own_503:
-        responses["503"] = {**responses["200"], "description": "Not now"}
-    extra: dict[str, Any] = {"responses": responses, "x-generates": bool(chunks)}
-    if body is not None:
-        shown = {JSON: {"schema": schema_of(body)}}
-        extra["requestBody"] = {"required": True, "content": shown}
-    return extra
 
 
 def document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:

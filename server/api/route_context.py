@@ -148,19 +148,16 @@ class EventStream(Response):
         try:
             async with watching(receive, self._on_gone) as leaving:
                 first = asyncio.ensure_future(anext(self._events, None))
-                done, _ = await asyncio.wait({first}, timeout=HEADER_WAIT_S)
-                if not done:
-                    await send(start)
-                    keeper = self._keep(send)
+                await asyncio.wait({first}, timeout=HEADER_WAIT_S)
+                if first.done():
+                    first.result()  # the status of an error can still be told
+                await send(start)
+                if self._keep_alive_s > 0:
+                    keeper = asyncio.create_task(self._keep_alive(send))
                 try:
                     data = await first
                 except TailorError as error:
-                    if done:
-                        raise  # its status can still be told
                     data = self._late_error(error)
-                if done:
-                    await send(start)
-                    keeper = self._keep(send)
                 while data is not None and not leaving.done():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._last_s = time.monotonic()
@@ -173,9 +170,6 @@ class EventStream(Response):
                 keeper.cancel()
             self._on_gone()
             await self._events.aclose()
-
-    def _keep(self, send: Send) -> asyncio.Task[None] | None:
-        return asyncio.create_task(self._keep_alive(send)) if self._keep_alive_s > 0 else None
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a comment whenever nothing was sent for keep_alive_s. Events are sent whole, so a

@@ -319,15 +319,13 @@ def _engine_error(delta: Delta, request: Request, grammar_field: str) -> TailorE
     error = error_for_engine_code(delta.error_code, message)
     sampling, at = request.sampling, ""
     if isinstance(error, ConstraintUnsatisfiableError):
-        for name, is_given in (
-            ("allowed_token_ids", sampling.allowed_token_ids is not None),
-            (grammar_field or GRAMMAR_FIELD, request.grammar is not None),
-            ("logit_bias", bool(sampling.logit_bias)),
-            ("min_tokens", bool(sampling.min_tokens)),
-        ):
-            if is_given:
-                at = name
-                break
+        given = {
+            "allowed_token_ids": sampling.allowed_token_ids is not None,
+            grammar_field or GRAMMAR_FIELD: request.grammar is not None,
+            "logit_bias": bool(sampling.logit_bias),
+            "min_tokens": bool(sampling.min_tokens),
+        }
+        at = next((name for name, is_given in given.items() if is_given), "")
     elif (delta.error_code or "").startswith("grammar_"):
         at = grammar_field or GRAMMAR_FIELD
     return error.moved(at) if at else error

@@ -54,6 +54,7 @@ from server.api.bodies import (
     Kinds,
     ModelName,
     content_schema,
+    depth,
     refuse_members,
     validate,
 )
@@ -134,8 +135,7 @@ class Question:
 
 def json_text(data: Any, at: str) -> str:
     """JSON as a model reads it. Raises LimitExceededError for a value too deep or too large."""
-    depth, num_values = _extent(data)
-    if depth > MAX_JSON_DEPTH or num_values > MAX_JSON_VALUES:
+    if depth(data, MAX_JSON_DEPTH + 1) > MAX_JSON_DEPTH or _num_values(data) > MAX_JSON_VALUES:
         raise LimitExceededError(
             f"at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.", at=at
         )
@@ -145,12 +145,9 @@ def json_text(data: Any, at: str) -> str:
     return text
 
 
-def _extent(value: Any) -> tuple[int, int]:
-    """(container levels, values) of a JSON value; how deep a body may be is bounded before."""
-    if not isinstance(value, (dict, list)):
-        return 0, 1
-    inner = [_extent(item) for item in (value.values() if isinstance(value, dict) else value)]
-    return 1 + max((d for d, _ in inner), default=0), 1 + sum(n for _, n in inner)
+def _num_values(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_num_values, inner))
 
 
 # --- labels ---------------------------------------------------------------------------------------
