@@ -245,8 +245,6 @@ class Choice:
             reason = self.stop_reason
             # b"" is a grammar's end
             shown.stop_reason = reason if isinstance(reason, int) else reason.decode() or None
-        if self.finish_reason not in ("stop", "length", "tool_calls"):
-            raise ValueError(f"no choice that is shown ends with {self.finish_reason}")
         return cast(FinishReason, self.finish_reason)
 
 

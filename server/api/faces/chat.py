@@ -249,12 +249,16 @@ def check_tier(tier: str | None) -> None:
         )
 
 
-def _tool(tool: ToolBody, at: str) -> Tool:
-    if tool.type != "function" or tool.custom is not None:
+def _function_of(body: ToolBody | ToolCallBody, at: str) -> Any:
+    if body.type != "function" or body.custom is not None:
         raise UnsupportedFieldError("only function tools are available.", at=f"{at}.type")
-    function = tool.function
-    if function is None:
+    if body.function is None:
         raise required(f"{at}.function")
+    return body.function
+
+
+def _tool(tool: ToolBody, at: str) -> Tool:
+    function: FunctionBody = _function_of(tool, at)
     return Tool(
         function.name,
         function.description,
@@ -322,11 +326,8 @@ def _content(message: MessageBody, at: str) -> str:
 
 
 def _call(call: ToolCallBody, at: str) -> Call:
-    if call.type != "function" or call.custom is not None:
-        raise UnsupportedFieldError("only function tools are available.", at=f"{at}.type")
-    if call.function is None:
-        raise required(f"{at}.function")
-    return Call(call.id, call.function.name, call.function.arguments, f"{at}.function")
+    function: CalledFunctionBody = _function_of(call, at)
+    return Call(call.id, function.name, function.arguments, f"{at}.function")
 
 
 # --- the answer -----------------------------------------------------------------------------------
