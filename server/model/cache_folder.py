@@ -15,8 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,53 @@ def made_folder(name: str) -> Path:
 
 
 @contextmanager
-def appearing(folder: Path, kind: str, about: dict[str, Any]) -> Iterator[Path]:
+def making(
+    folder: Path,
+    kind: str,
+    about: dict[str, Any],
+    report: Callable[[str], None],
+    *,
+    anew: bool = False,
+) -> Iterator[Path | None]:
     """A folder to write into, which takes the place of `folder` by one rename when the block ends
-    well: whole, or absent. kind: of its name until then. about: what its marker says, to which the
-    block may add. The caller holds catalog.lock."""
-    scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-{folder.name}-", dir=folder.parent))
-    try:
-        yield scratch
-        (scratch / MARKER).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        for file in scratch.iterdir():
-            file.chmod(0o644)
-        scratch.chmod(0o755)
-        if folder.exists():  # not made here: perhaps incomplete
-            shutil.rmtree(folder)
-        scratch.rename(folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    well: whole, or absent. None where another process has made `folder` meanwhile; with `anew` it
+    is made again.
+
+    kind: of its name until then. about: what its marker says, to which the block may add. One
+    process makes a folder at a time, and deletes what a killed one had begun. Raises
+    CacheFolderError, as writing_to_cache does.
+    """
+    from filelock import FileLock, Timeout
+
+    with writing_to_cache():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / f".{folder.name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            report(f"Another process is making {folder.name}; waiting for it")
+            lock.acquire()
+        with ExitStack() as held:
+            held.callback(lock.release)
+            for begun in folder.parent.glob(f".*-{folder.name}-*"):
+                shutil.rmtree(begun, ignore_errors=True)
+            if (folder / MARKER).is_file() and not anew:
+                yield None
+                return
+            scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-{folder.name}-", dir=folder.parent))
+            try:
+                yield scratch
+                text = json.dumps(about, indent=1) + "\n"
+                (scratch / MARKER).write_text(text, encoding="utf-8")
+                for file in scratch.iterdir():
+                    file.chmod(0o644)
+                scratch.chmod(0o755)
+                if folder.exists():  # not made here: perhaps incomplete
+                    shutil.rmtree(folder)
+                scratch.rename(folder)
+            except BaseException:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
 
 
 @contextmanager

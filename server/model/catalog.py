@@ -22,28 +22,25 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock, Timeout
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError, nearest
 from server.model.adapter import HEAD
 from server.model.cache_folder import (
     MARKER,
-    appearing,
     cache_dir,
     check_kept,
     hashes_of,
     made_folder,
+    making,
     remembered_sha256,
     sha256_of,
-    writing_to_cache,
 )
 from server.model.gguf_config import config_values
 from server.model.gguf_file import GgufWeights
@@ -324,24 +321,6 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
 # --- GGUF to safetensors --------------------------------------------------------------------------
 
 
-@contextmanager
-def lock(folder: Path, report: Report) -> Iterator[None]:
-    """Held by the process that makes a folder. Deletes what a killed process had begun."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    file_lock = FileLock(folder.parent / f".{folder.name}.lock")
-    try:
-        file_lock.acquire(timeout=0)
-    except Timeout:
-        report(f"Another process is making {folder.name}; waiting for it")
-        file_lock.acquire()
-    try:
-        for begun in folder.parent.glob(f".*-{folder.name}-*"):
-            shutil.rmtree(begun, ignore_errors=True)
-        yield
-    finally:
-        file_lock.release()
-
-
 def _convert_once(
     folder: Path,
     digest: str,
@@ -356,22 +335,20 @@ def _convert_once(
     """
     if (folder / MARKER).is_file():
         return check_kept(folder)
-    with writing_to_cache(), lock(folder, report):
-        if (folder / MARKER).is_file():
+    about: dict[str, Any] = {
+        "source_sha256": digest, "converter": CONVERTER_VERSION, "dtype": "float32"
+    }  # fmt: skip
+    with making(folder, "convert", about, report) as scratch:
+        if scratch is None:
             return folder
         fetched = tempfile.TemporaryDirectory(prefix=f".fetch-{folder.name}-", dir=folder.parent)
         with fetched as place:
             gguf = source(Path(place))
-            about: dict[str, Any] = {
-                "source": gguf.name, "source_sha256": digest, "converter": CONVERTER_VERSION,
-                "dtype": "float32",
-            }  # fmt: skip
-            with appearing(folder, "convert", about) as scratch:
-                _convert(gguf, scratch, report)
-                about["files"] = hashes_of(scratch)
-        report(f"Model ready in {folder}")
-        made()
-        return folder
+            _convert(gguf, scratch, report)
+        about |= {"source": gguf.name, "files": hashes_of(scratch)}
+    report(f"Model ready in {folder}")
+    made()
+    return folder
 
 
 def _convert(gguf: Path, out: Path, report: Report) -> None:

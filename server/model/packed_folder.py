@@ -24,13 +24,11 @@ from server.errors import CacheFolderError
 from server.machine import cores
 from server.model.cache_folder import (
     MARKER,
-    appearing,
     cache_dir,
     check_kept,
     hashes_of,
-    writing_to_cache,
+    making,
 )
-from server.model.catalog import lock
 from server.model.cpu.integers import forms, outliers, packed, weights
 from server.model.cpu.integers.packed import IntegerWeights
 from server.model.cpu.integers.weights import KeptWeights, Measured, write_panels
@@ -144,12 +142,10 @@ def _place(folder: ModelFolder, form: str, vocab_size: int) -> Path:
 
 def _keep(place: Path, made: IntegerWeights, measured: Measured, about: dict[str, str]) -> None:
     """Write a folder, which appears by one rename. Raises CacheFolderError."""
-    with writing_to_cache(), lock(place, _log.info):
-        if (place / MARKER).is_file():
-            return
-        name = f"{Path(about['model']).name}, weights {about['form']}"
-        told: dict[str, Any] = {"source": name, **about}
-        with appearing(place, "pack", told) as scratch:
+    name = f"{Path(about['model']).name}, weights {about['form']}"
+    told: dict[str, Any] = {"source": name, **about}
+    with making(place, "pack", told, _log.info) as scratch:
+        if scratch is not None:
             write_panels(scratch, made.parts, measured)
             told["files"] = hashes_of(scratch)
 
