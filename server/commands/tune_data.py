@@ -270,64 +270,54 @@ class Tuning:
 
 def gather(run: Tuning, data: Data) -> None:
     """Record outputs where they are asked for, and hold a part of the data back: `material`."""
-    gold, prompts, texts = data
-    engine, tokenizer, material = run.engine, run.tokenizer, run.material
-    material.num_lines = len(gold)
-    enrichment = run.enrichment
-    # In base ids: an answer may be written without the tokens that it could have.
-    outputs = [
-        len(example[1] if enrichment is None else enrichment.expand(example[1]))
-        for example in gold
-        if example is not None
-    ]
-    material.longest = max(outputs, default=0)
-    bound = 16 * math.ceil(1.25 * material.longest / 16) if outputs else 256
-    material.max_tokens = run.max_tokens or bound
-    if run.recording.outputs == "gold":
-        examples = [example for example in gold if example is not None]
-        from drafters.replay import Recording
+    from drafters.replay import Recording
 
-        one_in = max(5, math.ceil(len(examples) / _MAX_HELD))
-        is_out = [is_held(i, len(examples), one_in) for i in range(len(examples))]
-        pairs = list(zip(examples, is_out, strict=True))
-        _hold(material, [Recording(list(p), list(o)) for (p, o), out in pairs if out])
-        seen = {tuple(r.prompt_ids) for r in material.held}
-        rest = [example for example, out in pairs if not out]
-        material.parts[DATA] = _without(rest, seen)
-        material.whole[DATA] = examples
+    gold, prompts, texts = data
+    engine, material = run.engine, run.material
+    num = material.num_lines = len(gold)
+    known = [(line, example) for line, example in enumerate(gold) if example is not None]
+    # In base ids: an answer may be written without the tokens that it could have.
+    base = list if run.enrichment is None else run.enrichment.expand
+    material.longest = max((len(base(output)) for _, (_, output) in known), default=0)
+    bound = 16 * math.ceil(1.25 * material.longest / 16) if known else 256
+    material.max_tokens = run.max_tokens or bound
+    is_gold = run.recording.outputs == "gold"
+    one_in = max(5, math.ceil(num / _MAX_HELD)) if is_gold else _RECORDED_HELD
+    held_lines = {line for line in range(num) if is_held(line, num, one_in)}
+    seen: set[tuple[int, ...]] = set()
+
+    def put(label: str, examples: Sequence[tuple[int, Example]]) -> None:
+        """Those with other prompts than are held back are a part: repeats would flatter it."""
+        part = [e for i, e in examples if i not in held_lines and tuple(e[0]) not in seen]
+        material.whole[label] = [example for _, example in examples]
+        if part:
+            material.parts[label] = part
+
+    if is_gold:
+        _hold(material, [Recording(list(p), list(o)) for i, (p, o) in known if i in held_lines])
+        seen |= {tuple(r.prompt_ids) for r in material.held}
+        put(DATA, known)
         return
     material.has_plain_prompts = any(prompt.text is not None for prompt in prompts)
     answers = _record(run, prompts)
-    own: list[Example] = [(answer.prompt.ids or (), answer.output_ids) for answer in answers]
-    own_lines = [answer.prompt.line for answer in answers]
     for answer in answers:  # beside the data's output, where it has one
         gold_text = texts[answer.prompt.line]
         if gold_text is not None:
-            output = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
             hit_max = len(answer.output_ids) >= material.max_tokens
-            material.compared.append(Compared(gold_text, output, hit_max))
-    num = len(gold)
-    held = [a for a in answers if is_held(a.prompt.line, num, _RECORDED_HELD)]
+            material.compared.append(Compared(gold_text, answer.text, hit_max))
+    held = [answer for answer in answers if answer.prompt.line in held_lines]
     _hold(material, map(recording_of, held or answers[::_RECORDED_HELD]))
-    held_lines = {i for i in range(num) if is_held(i, num, _RECORDED_HELD)}
     for i in sorted(held_lines, key=_shuffle)[:_MAX_SERVED]:
-        ids = prompts[i].ids or tuple(tokenizer.encode(prompts[i].text).ids)
+        ids = prompts[i].ids or tuple(run.tokenizer.encode(prompts[i].text).ids)
         fits = len(ids) + material.max_tokens <= engine.info.max_model_len
         if ids and fits and max(ids) < engine.info.vocab_size:
             material.to_serve.append(ids)
-    seen = {tuple(r.prompt_ids) for r in material.held} | set(material.to_serve)
-    parts = {
-        OWN: _without([e for e, i in zip(own, own_lines, strict=True) if i not in held_lines], seen)
-    }
-    whole = {OWN: own}
-    known = [(i, example) for i, example in enumerate(gold) if example is not None]
+    seen |= {tuple(r.prompt_ids) for r in material.held} | set(material.to_serve)
+    own = [(a.prompt.line, (a.prompt.ids or (), a.output_ids)) for a in answers]
+    put(OWN, own)
     if known:
-        parts[DATA] = _without([e for i, e in known if i not in held_lines], seen)
-        whole[DATA] = [e for _, e in known]
-        parts[BOTH] = parts[DATA] + parts[OWN]
-        whole[BOTH] = whole[DATA] + whole[OWN]
-    material.parts = {label: part for label, part in parts.items() if part}
-    material.whole = whole
+        put(DATA, known)
+        put(BOTH, [*known, *own])
 
 
 def read_data(run: Tuning) -> Data:
@@ -420,11 +410,6 @@ def _hold(material: Material, recordings: Iterable[Recording]) -> None:
             num_tokens += len(recording.output_ids)
     if not material.held:
         raise ConfigError("no held-back example has a prompt and an output")
-
-
-def _without(examples: Sequence[Example], prompts: set[tuple[int, ...]]) -> list[Example]:
-    """Examples with other prompts than those held back: repeats would flatter the corpus."""
-    return [example for example in examples if tuple(example[0]) not in prompts]
 
 
 def sampling_of(run: Tuning) -> SamplingParams:
