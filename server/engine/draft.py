@@ -255,8 +255,7 @@ class Drafts:
                     rest.num_left -= 1
                     rest.num_done += 1
                     return rest.trees
-            self._rest = None
-            self._gain.rested(rest.gain_seats, rest.num_done)
+            self._end_rest()
         began = time.perf_counter()
         found, left = np.empty((2, num), np.int32)
         num_draws, num_keys = consider(self._table.numbers, rows.seats, rows.draws, found, left)
@@ -470,6 +469,11 @@ class Drafts:
             gain_seats = [choice.gain_seat for choice in choices]
             self._rest = _Rest(rows.seats, trees, gain_seats, num_left)
 
+    def _end_rest(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._gain.rested(rest.gain_seats, rest.num_done)
+
     # -- while it computes ------------------------------------------------------------------
 
     def settle(self, sequences: Iterable[Sequence], *, draws_first: bool) -> None:
@@ -599,6 +603,7 @@ class Drafts:
         """End a session: the sequence drafts no more. Idempotent."""
         sequence.drafter = None
         if sequence.gain_seat >= 0:
+            self._end_rest()  # it may be one of those that rest
             self._gain.leave(sequence.gain_seat)
             sequence.gain_seat = -1
             self._num_open -= 1

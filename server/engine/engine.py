@@ -117,6 +117,7 @@ class Engine:
         self.recovery = Recovery(settings.max_failures)
         self._grammars = grammars
         self._open: dict[str, list[Sequence]] = {}
+        self._ended: list[tuple[Sequence, bool, bool]] = []  # see _tidy
         self.admission = Admission(
             info, self.scheduler, self.slices, self.drafters, self._open,
             adapters=self.adapters,
@@ -192,6 +193,7 @@ class Engine:
 
     def tend(self) -> int | None:
         """Upkeep while idle. Returns milliseconds until the next; None: not before a step."""
+        self._tidy()
         self.tasks.take_learned()
         return None if self.memory is None else self.memory.due_ms()
 
@@ -234,6 +236,7 @@ class Engine:
     def close(self) -> None:
         """Abort open requests, write what is kept to disk, release the device. Idempotent."""
         self.abort_all()
+        self._tidy()
         if self.memory is not None:
             self.memory.close()
         if self._grammars is not None:
@@ -251,7 +254,7 @@ class Engine:
         assert running == sorted(running, key=lambda s: s.order)
         assert len(waiting) == sum(s.status is Status.WAITING for s in alive)
         assert self.scheduler.num_waiting_tokens == sum(s.num_tokens for s in waiting)
-        self.table.check([s.seat for s in alive])
+        self.table.check([s.seat for s in alive], [s.seat for s, *_ in self._ended])
         for s in alive:
             assert s.last_id == s.ids[s.num_tokens - 1]
             assert s.status is Status.RUNNING or s.num_blocks == 0
@@ -263,6 +266,8 @@ class Engine:
 
     def _plan(self) -> Rows:
         """The rows of the step. First, requests whose wait is over are queued or failed."""
+        if self._ended:
+            self._tidy()
         if self.adapters.known:
             self.adapters.poll()
         if self.admission.preparing:
@@ -354,11 +359,10 @@ class Engine:
     # -- ends -------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, ending: Ending) -> None:
-        """Hand out the last Delta of a choice; give back its blocks, seat and session."""
+        """Hand out the last Delta of a choice, and give back its blocks."""
         self._committer.release(sequence, ending)
         self.scheduler.remove(sequence)
         self._builder.forget()
-        self.drafts.close(sequence)
         self.slices.leave(sequence)
         request_id = sequence.request.request_id
         sequences = self._open[request_id]
@@ -368,8 +372,16 @@ class Engine:
             if sequence.adapter is not None:
                 self.adapters.release(sequence.adapter)
         finished = ending.finish_reason in ("stop", "length")
-        self.tasks.remember(sequence, finished, is_last=not sequences)
-        self.table.give_back(sequence.seat)
+        self._ended.append((sequence, finished, not sequences))
+
+    def _tidy(self) -> None:
+        """Close the sessions of choices that have ended, learn their answers, give back their
+        seats. Nobody waits for it: their last Deltas are told first."""
+        ended, self._ended = self._ended, []
+        for sequence, finished, is_last in ended:
+            self.drafts.close(sequence)
+            self.tasks.remember(sequence, finished, is_last)
+            self.table.give_back(sequence.seat)
 
     def _fail(self, sequence: Sequence, message: str, code: str) -> None:
         """Fail a whole request: every open choice gets the error."""

@@ -190,6 +190,7 @@ class EngineHost:
     def _control(self, call_id: int, name: str, payload: Any) -> None:
         """Call a control; send {"ok": True, "value": ...} or {"ok": False, "error": message}."""
         answer: dict[str, Any]
+        self._engine.tend()  # what has ended is told of
         try:
             control = self._engine.controls.get(name)
             if control is None:

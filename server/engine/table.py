@@ -7,6 +7,7 @@ build.py, commit.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,12 @@ class Table:
         """The seat's choice has ended."""
         self._free.append(seat)
 
-    def check(self, seats: list[int]) -> None:
-        """Raise AssertionError unless what is true between steps is true of exactly these seats."""
+    def check(self, seats: Sequence[int], ended: Sequence[int] = ()) -> None:
+        """Raise AssertionError unless what is true between steps is true of exactly these seats.
+        ended: those of choices that have ended and are to be given back."""
         num = self.numbers.shape[1]
-        assert sorted(seats + self._free) == list(range(num)), "a seat is lost or taken twice"
+        every = [*seats, *ended, *self._free]
+        assert sorted(every) == list(range(num)), "a seat is lost or taken twice"
         at = np.array(seats, np.int64)
         size, output = self.block_size, (self.num_tokens - self.prompt_len)[at]
         computed, verified = self.num_computed[at], self.num_verified[at]

@@ -663,7 +663,6 @@ class TaskControl:
         memory = self._memory
         if memory is None:
             return
-        memory.gives_way = False  # the step is over
         request, num_output = sequence.request, sequence.num_output
         if finished and num_output:
             scope, name = request.scope, sequence.drafter_name

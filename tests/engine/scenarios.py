@@ -424,6 +424,8 @@ def run_requests(
         step += 1
         assert step < max_steps, "the engine makes no progress"
     collector.take(engine.take_deltas())
+    engine.tend()
+    engine.check()
     return collector.results
 
 

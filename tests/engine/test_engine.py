@@ -71,6 +71,8 @@ def _finish(engine: Engine, max_steps: int = 500) -> dict[str, list[Delta]]:
             out.setdefault(delta.request_id, []).append(delta)
         engine.check()
         if not engine.has_work:
+            engine.tend()
+            engine.check()
             return out
     raise AssertionError("the engine makes no progress")
 
@@ -770,6 +772,7 @@ def test_400_short_requests_a_third_aborted_leave_nothing_behind() -> None:
         while engine.has_work:
             finished += sum(d.finish_reason is not None for d in engine.step())
         finished += sum(d.finish_reason is not None for d in engine.take_deltas())
+        engine.tend()
         for drafter in drafter_made:
             assert drafter.num_open == 0
             drafter.sessions.clear()

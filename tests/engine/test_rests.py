@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -101,6 +101,37 @@ def test_who_is_asked_is_not_weighed_in_every_step() -> None:
     assert reasons["length"] == 8 and reasons["cooldown"] >= 8 * 36
     cheap, _, same = eight_choices(dear=False)
     assert same == texts and sum(c.num_accepted for c in cheap) > 100
+
+
+def test_steps_of_a_rest_are_booked_before_its_choices_leave() -> None:
+    """A scope whose only answer ends by EOS, amid a rest."""
+    info = fake_info(vocab_size=24, num_blocks=200, max_model_len=256, eos_token_ids=(0,))
+    drafter = make_any("auto", num_likely=0)
+    runner = FakeRunner(FakeModel(24, seed=3, context=2, boost=2.0), info)
+    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64)
+    engine = Engine(runner, {"auto": drafter}, settings, cost=CostTable([1, 8], [1.0, 8.0]))
+    rested, leave, left, num_rested = engine.gain.rested, engine.gain.leave, set[int](), 0
+
+    def booked(seats: Sequence[int], num_steps: int) -> None:
+        nonlocal num_rested
+        assert not left.intersection(seats)
+        num_rested += num_steps
+        rested(seats, num_steps)
+
+    def gone(seat: int) -> None:
+        left.add(seat)
+        leave(seat)
+
+    engine.gain.rested, engine.gain.leave = booked, gone  # type: ignore[method-assign]
+    ended = 0
+    for i in range(12):
+        left.clear()
+        sampling = SamplingParams(temperature=1.0, max_tokens=200, seed=i)
+        engine.submit(Request("r", "task", "fake", (3, 4), sampling, SpeculationParams("auto", 8)))
+        while engine.has_work:
+            ended += sum(delta.finish_reason == "stop" for delta in engine.step())
+        engine.tend()
+    assert ended > 6 and num_rested > 20
 
 
 @pytest.mark.parametrize("seed", range(8, 16))

@@ -66,6 +66,7 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, list[Delta]]:
             told.setdefault(delta.request_id, []).append(delta)
     for delta in engine.take_deltas():
         told.setdefault(delta.request_id, []).append(delta)
+    engine.tend()
     return told
 
 
