@@ -273,7 +273,7 @@ def test_launch_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
 @pytest.mark.parametrize("place", ["device", "stream", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_slices_and_verify_draw_what_the_cpu_draws(family: str, place: str) -> None:
-    """Heads on the device, streamed to it or multiplied on the CPU."""
+    """Rows copied beside the steps; heads on the device, streamed to it, multiplied on the CPU."""
     found = []
     for device in (CPU, CUDA):
         runner = make_slicing(families.build(family), place, device)

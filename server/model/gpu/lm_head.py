@@ -2,9 +2,11 @@
 
 LmHead has all ids, its weight where the hidden states are or in CPU memory, from which every
 product copies it piece by piece. TorchSlices has the rows of slices: a table's T, copied once, when
-the engine names it, and one pool of dynamic rows. What the slices of a table see in a step is a
-SliceView: T's ids and the dynamic ones of all of them, ascending, and for each slice which of these
-columns are its own. It is made anew when a sequence comes, goes or has another slice.
+the engine names it, and one pool of dynamic rows. They are copied beside what the device computes
+(VocabTailor, arXiv 2508.15229: loading overlaps the forward pass). What the slices of a table see
+in a step is a SliceView: T's ids and the dynamic ones of all of them, ascending, and for each slice
+which of these columns are its own. It is made anew when a sequence comes, goes or has another
+slice.
 
 Elsewhere: which rows a slice has, who holds them, and when they are forgotten (vocab_store's
 SliceCacheIndex, in the engine), draws (sampler.py). No result depends on other rows of the batch
@@ -24,6 +26,7 @@ import torch
 from torch.nn import functional
 
 from server.engine.batch import HeadSlice, Int32
+from server.model.gpu.transfers import Beside
 
 Array = npt.NDArray[Any]
 
@@ -148,12 +151,14 @@ class SliceView:
 class TorchSlices:
     """Tables and dynamic rows of one runner. One thread; the runner's stream is current.
 
-    head: the full head that rows are copied from.
+    head: the full head that rows are copied from. Their memory is the runner's stream's: before it
+    is read or given back, that stream waits for the copies.
     """
 
     def __init__(self, head: LmHead, device: torch.device) -> None:
         self._head = head
         self._device = device
+        self._copies = Beside(device)
         self._tables: dict[int, _Rows] = {}
         self._pool = self._rows_for(0)
         self._views: dict[int, SliceView] = {}
@@ -179,6 +184,7 @@ class TorchSlices:
 
     def drop_table(self, table: int) -> None:
         """Forget a table; unknown numbers are fine."""
+        self._copies.join()
         self._tables.pop(table, None)
         self._views.pop(table, None)
 
@@ -191,6 +197,7 @@ class TorchSlices:
             return
         old, most = self._pool, int(places.max()) + 1
         if most > old.weight.shape[0]:
+            self._copies.join()
             self._pool = self._rows_for(max(most, 2 * old.weight.shape[0]))
             self._pool.weight[: old.weight.shape[0]] = old.weight
             if self._pool.bias is not None and old.bias is not None:
@@ -208,16 +215,17 @@ class TorchSlices:
 
     def _copy(self, rows: _Rows, token_ids: Int32, places: Array) -> None:
         """Copy head rows into places of `rows`."""
-        ids, at = (self._there(array.astype(np.int64)) for array in (token_ids, places))
         weight = self._head.weight
-        if self._head.is_streamed:
-            found = weight.index_select(0, torch.from_numpy(token_ids.astype(np.int64)))
-            found = found.to(self._device, non_blocking=True)
-        else:
-            found = weight.index_select(0, ids)
-        rows.weight.index_copy_(0, at, found)
-        if rows.bias is not None and self._head.bias is not None:
-            rows.bias.index_copy_(0, at, self._head.bias.index_select(0, ids))
+        with self._copies.queued():
+            ids, at = (self._there(array.astype(np.int64)) for array in (token_ids, places))
+            if self._head.is_streamed:
+                found = weight.index_select(0, torch.from_numpy(token_ids.astype(np.int64)))
+                found = found.to(self._device, non_blocking=True)
+            else:
+                found = weight.index_select(0, ids)
+            rows.weight.index_copy_(0, at, found)
+            if rows.bias is not None and self._head.bias is not None:
+                rows.bias.index_copy_(0, at, self._head.bias.index_select(0, ids))
 
     def _there(self, array: Array) -> torch.Tensor:
         """On the device. Pageable memory is staged before the call returns, which waits for
@@ -284,6 +292,7 @@ class TorchSlices:
         """float32 [n, W] of a view over cached rows. hidden: [n, hidden_size] in the weight's
         dtype."""
         assert view.pool is not None and view.order is not None
+        self._copies.join()
         parts = [self._tables[view.slices[0].table].logits(hidden)]
         if view.pool.shape[0]:
             weight, bias = self._pool.weight, self._pool.bias

@@ -6,8 +6,8 @@ paged attention (body.py), the LM head on the rows that draw or are scored (head
 (sampler.py), one download.
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
-One step is in flight. All work is queued on one stream of the runner, KV moves and copies of the LM
-head's rows included.
+One step is in flight. All work is queued on one stream of the runner, KV moves included; the LM
+head's rows are copied to slices on another one, beside the body of the next step.
 
 Vocabulary slices: draws are sorted by what they see, the full head or a table's slices; each kind
 goes through the head and the sampler in slabs of rows (head.py). `verify` draws again from

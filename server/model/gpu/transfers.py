@@ -1,5 +1,6 @@
-"""What crosses between CPU memory and the device: one packed upload a step, page-locked tables and
-rows that are gathered from them. Without CUDA a copy is made at once and locking does nothing.
+"""What crosses between CPU memory and the device: one packed upload a step, copies that run beside
+it, page-locked tables and rows that are gathered from them. Without CUDA a copy is made at once and
+locking does nothing.
 
 A copy is asynchronous only from page-locked memory, which must stay as it is until the copy has run
 (torch's notes on CUDA semantics, "Use pinned memory buffers").
@@ -7,7 +8,8 @@ A copy is asynchronous only from page-locked memory, which must stay as it is un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,34 @@ class Upload:
             .view(array.shape)
             for (name, array), offset in zip(arrays.items(), offsets, strict=True)
         }
+
+
+class Beside:
+    """A stream for copies, which run beside what is queued on the runner's; without CUDA none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._is_ahead = False
+
+    @contextlib.contextmanager
+    def queued(self) -> Iterator[None]:
+        """What is queued inside comes behind all that is queued so far, and beside what follows."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._is_ahead = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What is queued on the current stream from here on comes behind the copies."""
+        if self._is_ahead and self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._is_ahead = False
 
 
 def page_locked(table: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ Everything runs on the CPU.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from server.model.build import RunnerSpec, _build_torch_runner
 from server.model.gpu import lm_head
 from server.model.gpu.lm_head import LmHead, TorchSlices, product
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.transfers import page_locked
+from server.model.gpu.transfers import Beside, page_locked
 from server.types import EngineSizes, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
@@ -273,6 +274,50 @@ def test_rows_are_replaced_while_sequences_run() -> None:
     with pytest.raises(ValueError, match="table 1 is loaded already"):
         runner.load_table(1, tables[1])
     runner.close()
+
+
+def test_rows_are_copied_beside_the_step_and_what_reads_them_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams that tell what waits for what stand in for CUDA's."""
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self.name = name if isinstance(name, str) else "copies"
+
+        def wait_stream(self, other: Stream) -> None:
+            told.append(f"{self.name} wait for {other.name}")
+
+    @contextlib.contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        told.append(f"on {stream.name}")
+        yield
+        told.append("back")
+
+    steps = Stream("steps")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(lm_head, "Beside", lambda device: Beside(torch.device("cuda")))
+    slices = TorchSlices(LmHead(torch.randn(90, 8), None), CPU)
+    copied = ["copies wait for steps", "on copies", "back"]
+    table, dynamic = np.arange(7, dtype=np.int32), np.array([50, 70], np.int32)
+    slices.load_table(0, table)
+    slices.load_rows(dynamic, np.array([0, 70], np.int32))
+    assert told == [*copied, "steps wait for copies", *copied]  # the pool grew
+    told.clear()
+    ids = np.concatenate([table, dynamic])
+    columns = np.array([*range(7), 7, 77], np.int32)
+    view = slices.view([HeadSlice(ids=ids, table=0, num_static=7, columns=columns)])
+    assert not told
+    for _ in range(2):
+        slices.logits(torch.randn(1, 8), view)
+    assert told == ["steps wait for copies"]
+    told.clear()
+    slices.load_table(1, table)
+    slices.drop_table(1)
+    assert told == [*copied, "steps wait for copies"]
 
 
 @pytest.mark.parametrize(
