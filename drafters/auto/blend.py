@@ -88,9 +88,9 @@ def _share(row: int, level: int, found: Gathered) -> float:
 @inlined
 def _learn_trusts(
     row: int, num_levels: int, weights: Float64, asks: Float64, found: Gathered
-) -> float:
-    """Add the expected asks and answers of every level, given that `row` came; returns its
-    chance."""
+) -> tuple[float, float]:
+    """Add the expected asks and answers of every level, given that `row` came; returns its chance,
+    and how many asks these are."""
     # Upward: the blend below each level; then downward: how likely the level was reached.
     below = found.below
     chance = BASE_CHANCE
@@ -98,18 +98,19 @@ def _learn_trusts(
         below[i] = chance
         w = weights[found.cells[i]]
         chance = (1.0 - w) * chance + w * _share(row, found.levels[i], found)
-    reach = 1.0
+    reach, asked = 1.0, 0.0
     for i in range(num_levels):
         cell = found.cells[i]
         w = weights[cell]
         here = w * _share(row, found.levels[i], found)
         answered = here / (here + (1.0 - w) * below[i])
+        asked += reach
         asks[0, cell] += reach
         asks[1, cell] += reach * answered
         reach *= 1.0 - answered
         if reach < 1e-4:
             break
-    return chance
+    return chance, asked
 
 
 @inlined
@@ -139,11 +140,11 @@ def learn_token(
     weights: Float64,
     evidence: EvidenceFields,
     found: Gathered,
-) -> float:
+) -> tuple[float, float]:
     """One step of expectation maximisation for the trusts, *before* `token` is appended. followed:
     see gather; the prior's state is its first.
 
-    Returns the chance that was given to `token`.
+    Returns the chance that was given to `token`, and the asks that it added to the evidence.
     """
     asks, outcomes = evidence
     corpus = context.corpus
@@ -154,10 +155,10 @@ def learn_token(
     for i in range(found.state[NUM]):
         if found.tokens[i] == token:
             row = i
-    chance = _learn_trusts(row, num_levels, weights, asks, found)
+    told = _learn_trusts(row, num_levels, weights, asks, found)
     blend(weights, num_levels, found)
     _learn_claims(row, num_levels, context, outcomes, found)
-    return chance
+    return told
 
 
 LearnedFields = tuple[Float64, Float64x2, Float64x2]
@@ -181,9 +182,9 @@ def advance(
     scratch: GatheredFields,
     chances: Float64x2,
     places: Int64x2,
-) -> None:
+) -> tuple[float, float]:
     """Go on by `tokens`, one after the other. fields: the context before them; its text has room
-    for as many more.
+    for as many more. Returns the asks that the evidence of `trust` and of `without` got.
 
     learns: uint8 [2, n or more], whether `trust` learns from each token, and whether `without`
     does, which is that of the same context with `plain` in place of what the corpus says. scratch:
@@ -195,6 +196,7 @@ def advance(
     own, corpus = context.own, context.corpus
     state, length, cursor = corpus.state, corpus.length, context.cursor
     followed = begin(context.prior, own.text, own.size)
+    asked, asked_without = 0.0, 0.0
     for i in range(tokens.shape[0]):
         token, size, num_output = tokens[i], own.size + i, context.num_output + i
         chances[0, i] = chances[1, i] = 0.0
@@ -213,7 +215,9 @@ def advance(
                 context.prior,
                 context.forms,
             )
-            chances[0, i] = learn_token(token, here, followed, weights, (asks, outcomes), found)
+            told = learn_token(token, here, followed, weights, (asks, outcomes), found)
+            chances[0, i] = told[0]
+            asked += told[1]
         if learns[1, i]:
             weights, asks, outcomes = without
             marks, docs, nothing = plain
@@ -230,7 +234,9 @@ def advance(
                 context.prior,
                 TextView(*NO_TEXT),
             )
-            chances[1, i] = learn_token(token, bare, followed, weights, (asks, outcomes), found)
+            told = learn_token(token, bare, followed, weights, (asks, outcomes), found)
+            chances[1, i] = told[0]
+            asked_without += told[1]
         append_id(own.text, own.table, size, token)
         if corpus.states.shape[0] > 0:
             state, length = automaton_step(corpus.states, corpus.edges, state, length, token)
@@ -244,3 +250,4 @@ def advance(
         places[5, i], places[6, i] = cursor.words, cursor.run
         if followed >= 0:
             followed = go_on(context.prior, 0, token, 0, followed)
+    return asked, asked_without

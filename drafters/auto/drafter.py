@@ -137,7 +137,7 @@ class AutoDrafter:
         self.has_corpus = self.automaton.num_states > 0 or bool(self.layers)
         self.num_seen = 0
         self.num_steps = 0
-        self.workspace = Workspace()
+        self.workspace = Workspace() if seen is None else seen.workspace
         self.start_state = (0, 0)
         if self.automaton.num_states:
             self.start_state = automaton_step(
@@ -270,7 +270,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             raise self._closed()
         if not self._settled:
             self._retrieve(drafter)
-        if drafter.learn and drafter.trust.has_news:
+        if drafter.learn:
             drafter.trust.update_if_due()
             if drafter.has_corpus:
                 drafter.trust.without.update_if_due()
@@ -447,18 +447,18 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         compared: list[int] = []
         if first < num:
             self._num_learned = num_output + num
-            drafter.trust.has_news = True
             if drafter.has_corpus:
                 compared = drafter.compare(token_ids, first, who)
                 if who[1].any():
                     without, plain = drafter.trust.without, self._plain_fields()
-                    without.has_news = True
         if num > index.room:
             index.make_room(num)
-        advance(
+        asked, asked_without = advance(
             np.array(token_ids, np.int32), self._context(drafter), plain, who,
             drafter.trust.learned_fields, without.learned_fields, work.gathered, chances, places,
         )  # fmt: skip
+        drafter.trust.num_news += asked
+        without.num_news += asked_without
         index.size += num
         index.room -= num
         self._places.extend(cast("Iterable[Place]", zip(*places[:, :num].tolist(), strict=True)))

@@ -17,6 +17,7 @@ import numpy as np
 from drafters.arrays import Float32, Int32
 from drafters.auto.copying import no_entries
 from drafters.auto.likely import LikelyTable
+from drafters.auto.tree_builder import Workspace
 
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
@@ -57,12 +58,14 @@ class Seen:
 
     likely: what the model held likely, and entered: behind which tokens copies went on
     (drafters.auto.copying), written by the scope's sessions. recent: the outputs that finished
-    last, which no layer may hold yet; added by whoever owns this.
+    last, which no layer may hold yet; added by whoever owns this. workspace: of all scopes that one
+    thread drafts for.
     """
 
     likely: LikelyTable = field(default_factory=LikelyTable)
     recent: RecentOutputs = field(default_factory=RecentOutputs)
     entered: Float32 = field(default_factory=no_entries)
+    workspace: Workspace = field(default_factory=Workspace)
 
 
 def retrieve(

@@ -168,7 +168,7 @@ class Trust:
     evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered.
     outcomes: float64 [3, NUM_FACTORS]: sum of claimed chances, times right, times claimed.
 
-    has_news: whether evidence came that update_if_due has not looked at; set by who adds it.
+    num_news: asks that came and are not folded in yet; counted by who learns.
     prior_strength, factor_strength: asks, and expected hits, that the defaults count for.
     memory: a cell's evidence is halved once it holds more than this.
     """
@@ -201,8 +201,7 @@ class Trust:
         self.prior_strength = prior_strength
         self.factor_strength = factor_strength
         self.memory = memory
-        self._next_update = UPDATE_EVERY  # there is nothing to fold in yet
-        self.has_news = True
+        self.num_news = 0.0
         self.fit = CorpusFit()
         self._without: Trust | None = None
 
@@ -226,18 +225,13 @@ class Trust:
         self.forget()
 
     def update_if_due(self) -> None:
-        """update(), unless evidence of less than UPDATE_EVERY asks came since. Looks only
-        where a token was learned from since the last call: the sessions of a step all call it."""
-        if not self.has_news:
-            return
-        self.has_news = False
-        asked = float(self.evidence[0].sum())
-        if asked >= self._next_update:
+        """update(), once evidence of UPDATE_EVERY asks came since."""
+        if self.num_news >= UPDATE_EVERY:
             self.update()
-            self._next_update = float(self.evidence[0].sum()) + UPDATE_EVERY
 
     def update(self) -> None:
         """Fold the evidence into weights (`fit_weights`) and factors."""
+        self.num_news = 0.0
         old = self.evidence[0] > self.memory
         self.evidence[:, old] *= 0.5
         old = self.outcomes[2] > self.memory
@@ -257,8 +251,6 @@ class Trust:
         """Drop all evidence; the defaults are what is left."""
         self.evidence[:] = 0.0
         self.outcomes[:] = 0.0
-        self._next_update = UPDATE_EVERY
-        self.has_news = True
         self.fit = CorpusFit()
         self._without = None
         self.update()
@@ -345,8 +337,6 @@ class Trust:
             raise CalibrationError("the saved trust holds impossible counts")
         self.evidence[:] = evidence
         self.outcomes[:] = outcomes
-        self._next_update = 0.0
-        self.has_news = True
         self.update()
 
 

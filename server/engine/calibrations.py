@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from drafters.auto.retrieval import Seen
+    from drafters.auto.tree_builder import Workspace
     from drafters.base import Drafter
     from drafters.shared_counts import Counts, TableId
 
@@ -88,6 +89,7 @@ class Calibrations:
         self._totals: OrderedDict[tuple[str, str], Mapping[TableId, Counts]] = OrderedDict()
         self._tables: OrderedDict[TableKey, Table] = OrderedDict()
         self._seen: OrderedDict[tuple[str, str], Seen] = OrderedDict()  # (task, scope)
+        self._workspace: Workspace | None = None  # of the engine's thread
         self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
         self._tallies: dict[tuple[str, str], _Tally] = {}
         self._restored_tallies = False
@@ -157,7 +159,8 @@ class Calibrations:
 
         seen = self._seen.get((task, scope))
         if seen is None:
-            seen = self._seen[task, scope] = Seen()
+            seen = Seen() if self._workspace is None else Seen(workspace=self._workspace)
+            self._seen[task, scope], self._workspace = seen, seen.workspace
         self._seen.move_to_end((task, scope))
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
