@@ -11,6 +11,8 @@ import pytest
 from drafters.auto.cells import NUM_CELLS, SOURCES
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.held_out import build_calibrated
+from drafters.auto.retrieval import Seen
+from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
 from drafters.corpus import Corpus
@@ -90,6 +92,37 @@ def test_a_prediction_is_followed_and_found_again_after_a_divergence() -> None:
     session.extend(prediction[12:14])  # ... and comes back to it
     tree = session.propose(8, 8)
     assert tree.token_ids[:6].tolist() == prediction[14:20]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scratch_that_another_scope_wrote_to_changes_no_tree(seed: int) -> None:
+    """All scopes of an engine take turns with one Workspace: nothing of one shows in another."""
+    rng = random.Random(seed)
+    shared = Workspace()
+    alone = AutoDrafter(seen=Seen())
+    ours, theirs = (AutoDrafter(seen=Seen(workspace=shared)) for _ in range(2))
+    for prompt, output in examples(4, seed):
+        sessions = [drafter.open([*prompt, *output[:5], *prompt]) for drafter in (alone, ours)]
+        other = theirs.open([rng.randrange(60) for _ in range(400)])
+        while output:
+            budget, depth = rng.choice([1, 4, 16, 80]), rng.choice([2, 16, 70])
+            other.propose(rng.choice([8, 64, 120]), rng.choice([8, 90]))
+            other.settle()
+            other.extend([rng.randrange(60) for _ in range(rng.randrange(1, 90))])
+            want, got = (session.propose(budget, depth) for session in sessions)
+            assert got.token_ids.tolist() == want.token_ids.tolist()
+            assert got.parents.tolist() == want.parents.tolist()
+            assert got.survival.tolist() == want.survival.tolist()
+            num = rng.randrange(1, 4)
+            for session in sessions:
+                session.settle()
+                session.extend(output[:num])
+            output = output[num:]
+        for session in (*sessions, other):
+            session.settle()
+            session.close()
+    np.testing.assert_array_equal(ours.trust.evidence, alone.trust.evidence)
+    np.testing.assert_array_equal(ours.trust.outcomes, alone.trust.outcomes)
 
 
 def test_survival_is_the_chance_of_acceptance(corpus: Corpus) -> None:
