@@ -66,6 +66,7 @@ class Replica:
         while self.engine.has_work:
             told += self.engine.step()
         told += self.engine.take_deltas()
+        self.engine.tend()  # as its host does where nothing is left to do
         assert told[-1].finish_reason == "length"
         ids = [i for delta in told for i in delta.token_ids]
         return ids, sum(d.counts.num_accepted for d in told)
