@@ -31,7 +31,7 @@ from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
 from drafters.auto.template import forms_of
 from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
-from drafters.auto.trust import Trust
+from drafters.auto.trust import UPDATE_EVERY, Trust
 from drafters.auto.views import (
     NO_CORPUS,
     NO_ECHO,
@@ -271,9 +271,11 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         if not self._settled:
             self._retrieve(drafter)
         if drafter.learn:
-            drafter.trust.update_if_due()
-            if drafter.has_corpus:
-                drafter.trust.without.update_if_due()
+            trust = drafter.trust
+            if trust.num_news >= UPDATE_EVERY:
+                trust.update()
+            if drafter.has_corpus and trust.without.num_news >= UPDATE_EVERY:
+                trust.without.update()
 
     def _retrieve(self, drafter: AutoDrafter) -> None:
         self._settled = True

@@ -54,7 +54,8 @@ _GROUPS = np.stack(
 """Whose log odds are shifted together: of a source, of its situation, of its match length too."""
 
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
-UPDATE_EVERY = 256.0  # asks
+UPDATE_EVERY = 256.0
+"""Asks of which the evidence is folded in at once (Trust.update)."""
 VERSION = 2  # 1 held what a corpus says, too
 
 DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
@@ -223,11 +224,6 @@ class Trust:
         self._prior_odds = _odds(self.weights)
         self._prior_factors = self.factors
         self.forget()
-
-    def update_if_due(self) -> None:
-        """update(), once evidence of UPDATE_EVERY asks came since."""
-        if self.num_news >= UPDATE_EVERY:
-            self.update()
 
     def update(self) -> None:
         """Fold the evidence into weights (`fit_weights`) and factors."""
