@@ -156,11 +156,12 @@ class Calibrations:
     def seen(self, task: str, scope: str) -> Seen:
         """What a scope's requests of a task left behind. Its drafters write the likely ids."""
         from drafters.auto.retrieval import Seen
+        from drafters.auto.tree_builder import Workspace
 
         seen = self._seen.get((task, scope))
         if seen is None:
-            seen = Seen() if self._workspace is None else Seen(workspace=self._workspace)
-            self._seen[task, scope], self._workspace = seen, seen.workspace
+            self._workspace = self._workspace or Workspace()
+            seen = self._seen[task, scope] = Seen(workspace=self._workspace)
         self._seen.move_to_end((task, scope))
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
