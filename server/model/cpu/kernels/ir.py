@@ -87,10 +87,12 @@ def call(b: Any, name: str, result: Any, arguments: list[Any], *, var_arg: bool 
     return b.call(fn, arguments)
 
 
-def keep_order(b: Any) -> None:
-    """Loads before this come before loads behind it, as the compiler puts them."""
-    kind = ir.FunctionType(ir.VoidType(), [])
-    b.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
+def keep_order(b: Any, *addresses: Any) -> None:
+    """Loads before this come before loads behind it, as the compiler puts them. addresses: of own
+    memory, which the compiler must believe to have been read and written here."""
+    kind = ir.FunctionType(ir.VoidType(), [a.type for a in addresses])
+    constraints = ",".join(["r" for _ in addresses] + ["~{memory}"])
+    b.call(ir.InlineAsm(kind, "", constraints, side_effect=True), list(addresses))
 
 
 def at(b: Any, address: Any, offset: int, kind: Any, align: int) -> Any:

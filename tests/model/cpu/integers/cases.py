@@ -33,6 +33,20 @@ def ggml_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> npt.NDArra
     return raw.reshape(outputs, -1)
 
 
+def largest(name: str, outputs: int, inputs: int, sign: int = 1) -> Stored:
+    """Weights whose stored numbers are the largest of their form, or the smallest."""
+    if name not in GGML:
+        return quantised(BY_NAME[name], np.full((outputs, inputs), sign, np.float32))
+    raw = ggml_rows(name, outputs, inputs)
+    size, _, halves = _BLOCKS[name]
+    numbers = np.ones(size, bool)
+    for at in halves:
+        numbers[at : at + 2] = False
+    whole = 0x7F if name == "q8_0" else 0xFF
+    raw.reshape(outputs, -1, size)[:, :, numbers] = whole if sign > 0 else 0xFF - whole
+    return from_ggml(name, raw)
+
+
 def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
     """Weights of a form, from ggml's bytes or quantised."""
     if name in GGML:

@@ -17,7 +17,7 @@ from server.model.cpu.integers.weights import spread, spread_weights
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import INTEGER_KERNEL, ROW_SPAN, integer_kernel
 from tests.model.cpu.integers import reference
-from tests.model.cpu.integers.cases import inputs, multiplied, stored
+from tests.model.cpu.integers.cases import inputs, largest, multiplied, stored
 
 NAMES = [form.name for form in FORMS]
 PATHS = ("x86-64", "avx2", "avx-vnni", "avx512", "avx512-vnni")
@@ -53,6 +53,18 @@ def test_blocks_that_are_no_multiple_of_those_added_at_once(name: str, width: in
     want = reference.product(reference.inputs_of(x, per_row=False), weights)
     for rows in (16, 32, 40, 75):
         assert np.array_equal(multiplied(x[:rows].copy(), [weights], 2), want[:rows]), rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_numbers_overflow_no_sum(name: str, sign: int) -> None:
+    weights = largest(name, 32, 512, sign)
+    x = np.full((7, 512), 3.0, np.float32)
+    x[1] = -3.0
+    x[2, ::2] = -3.0
+    want = reference.product(reference.inputs_of(x, per_row=weights.form.per_output), weights)
+    for rows in (1, 2, 3, 7):
+        assert np.array_equal(multiplied(x[:rows].copy(), [weights]), want[:rows]), rows
 
 
 def test_parts_of_different_forms_stand_side_by_side() -> None:

@@ -4,10 +4,12 @@ What: LLVM IR, one function a form (cpu/integers/forms.py) and row count. What n
 AMX tiles, the functions that are called (tiles.py).
 
 How u8 x s8 is summed in fours follows from the features of the CPU that is compiled for
-(records.integer_kernel): `vpdpbusd` where there is one (AVX-512 VNNI, AVX-VNNI); else even and odd
-bytes are widened to int16 for `vpmaddwd` (AVX2, AVX-512BW), which cannot saturate as `vpmaddubsw`
-does; on AArch64 `usdot` (i8mm) or `sdot`, which takes 8-bit weights less 128; else plain int32
-multiplications, which LLVM makes for any CPU. All give the same sums.
+(records.integer_kernel): `vpdpbusd` where there is one (AVX-512 VNNI, AVX-VNNI). On AVX2 and
+AVX-512BW alone, numbers of less than 8 bits are summed by `vpmaddubsw` in int16, for as many inputs
+as cannot overflow it (of 4 bits a whole block); those of 8 bits, whose pairs can, are widened to
+int16 for `vpmaddwd`, even bytes and odd ones. On AArch64 `usdot` (i8mm) or `sdot`, which takes
+8-bit weights less 128; else plain int32 multiplications, which LLVM makes for any CPU. All give the
+same sums.
 
 The sum of a block (of all inputs, for the form `int8`) is an int32 and exact, so no order, row
 count or instruction set can change it. What follows is float32, the same operations in the same
@@ -20,6 +22,7 @@ Stored weights are unsigned; the zero is taken off as `-zero * sum of x` before 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,56 +76,81 @@ def store(b: Any, value: Any, address: Any, offset: int) -> None:
 _VNNI = KERNEL.endswith("vnni")
 _MADD = KERNEL in ("avx512", "avx2")
 _NEON = {"neon-i8mm": "usdot", "neon-dotprod": "sdot"}.get(KERNEL)
+_OF_BYTES, _OF_SHORTS = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
+if LANES == 16:
+    _OF_BYTES, _OF_SHORTS = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
+_HALF_BLOCK = ir.VectorType(I16, BLOCK // 2)
 
 
 def taken_off(form: Form) -> int:
-    """What weight_parts takes off every stored number: 0 where bytes are multiplied unsigned."""
+    """What _weight_parts takes off every stored number: 0 where bytes are multiplied unsigned."""
     return 128 if _NEON == "sdot" and form.bits == 8 else 0
 
 
-def weight_parts(b: Any, w: Any, form: Form) -> list[Any]:
-    """What dot needs of LANES x 4 stored bytes (int32 lanes), made once for all rows."""
+def _in_shorts(form: Form) -> bool:
+    """Whether sums begin in int16."""
+    return _MADD and form.bits < 8
+
+
+def _is_widened(form: Form) -> bool:
+    """Whether inputs are int16 before they are multiplied."""
+    return _MADD and form.bits == 8
+
+
+def _num_parts(form: Form) -> int:
+    """Products that make the sum of four."""
+    return 2 if _is_widened(form) else 1 if _MADD or _VNNI or _NEON is not None else 4
+
+
+def _widen(b: Any, inputs: Any, room: Any) -> None:
+    """Write a block of inputs to `room` as int16, its even ones, then its odd ones: made where they
+    are multiplied, four at a time, they took a quarter of the time. Both are addresses."""
+    pairs, eight = at(b, inputs, 0, _HALF_BLOCK, 1), const(8, _HALF_BLOCK)
+    put(b, b.ashr(b.shl(pairs, eight), eight), room, 0, BLOCK)
+    put(b, b.ashr(pairs, eight), room, BLOCK, BLOCK)
+
+
+def _weight_parts(b: Any, w: Any, form: Form) -> list[Any]:
+    """What _dot needs of LANES x 4 stored bytes (int32 lanes), made once for all rows."""
     if _VNNI:
         return [w]
     if _NEON is not None:
         return [b.bitcast(b.xor(w, ints(0x80808080)) if taken_off(form) else w, _BYTES)]
-    if _MADD:
+    if _in_shorts(form):
+        return [b.bitcast(w, _BYTES)]
+    if _is_widened(form):
         pairs = b.bitcast(w, _SHORTS)
         return [b.and_(pairs, const(0xFF, _SHORTS)), b.lshr(pairs, const(8, _SHORTS))]
     return [b.and_(b.lshr(w, ints(8 * j)), ints(0xFF)) for j in range(4)]
 
 
-def input_parts(b: Any, x: Any) -> list[Any]:
-    """What dot needs of four int8 activations (an int32)."""
+def _input_parts(b: Any, inputs: Any, step: int, form: Form) -> list[Any]:
+    """What _dot needs of the activations 4 * step .. 4 * step + 3 of a block at an address."""
+    x = at(b, inputs, 4 * step, I32, 4)
     if _VNNI:
         return [splat(b, x, INTS)]
-    if _NEON is not None:
+    if _NEON is not None or _in_shorts(form):
         return [b.bitcast(splat(b, x, INTS), _BYTES)]
-    if _MADD:
-        pairs = b.bitcast(splat(b, x, INTS), _SHORTS)
-        eight = const(8, _SHORTS)
-        return [b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)]
+    if _is_widened(form):
+        odd = at(b, inputs, BLOCK + 4 * step, I32, 4)
+        return [b.bitcast(splat(b, pair, INTS), _SHORTS) for pair in (x, odd)]
     top = i32(24)
     return [splat(b, b.ashr(b.shl(x, i32(24 - 8 * j)), top), INTS) for j in range(4)]
 
 
-def dot(b: Any, total: Any, weight: list[Any], inputs: list[Any]) -> Any:
-    """total + the sum of four products in every lane, exact."""
+def _dot(b: Any, total: Any, w: Any, x: Any, form: Form) -> Any:
+    """total + the sum of the products of one part in every lane, exact."""
     if _VNNI:
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
         # Up to LLVM 20 the bytes were passed as int32 lanes.
         as_bytes = llvm.llvm_version_info[0] > 20
-        operands = [b.bitcast(v, _BYTES) if as_bytes else v for v in (weight[0], inputs[0])]
+        operands = [b.bitcast(v, _BYTES) if as_bytes else v for v in (w, x)]
         return call(b, name, INTS, [total, *operands])
     if _NEON is not None:
-        return call(b, f"llvm.aarch64.neon.{_NEON}.v4i32.v16i8", INTS, [total, *weight, *inputs])
-    for w, x in zip(weight, inputs, strict=True):
-        if _MADD:
-            name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
-            total = b.add(total, call(b, name, INTS, [w, x]))
-        else:
-            total = b.add(total, b.mul(w, x))
-    return total
+        return call(b, f"llvm.aarch64.neon.{_NEON}.v4i32.v16i8", INTS, [total, w, x])
+    if _in_shorts(form):
+        return b.add(total, call(b, _OF_BYTES, _SHORTS, [w, x]))
+    return b.add(total, call(b, _OF_SHORTS, INTS, [w, x]) if _MADD else b.mul(w, x))
 
 
 # --- unpacking ------------------------------------------------------------------------------
@@ -173,6 +201,9 @@ def load_stored(b: Any, form: Form, record: Any, step: int, vector: int) -> Any:
 _Sizes = tuple[tuple[int, int], ...]
 _CHANNEL_SIZES: _Sizes = ((4, 2), (2, 2), (1, 4))
 _BLOCK_SIZES: _Sizes = ((3, 2), (2, 2), (1, 4))
+if KERNEL == "avx2":
+    _CHANNEL_SIZES = ((3, 4), (2, 4), (1, 4))
+    _BLOCK_SIZES = ((6, 2), (3, 4), (2, 4), (1, 4))
 if LANES == 16:
     _CHANNEL_SIZES = ((12, 2), (8, 2), (4, 2), (2, 2), (1, 2))
     _BLOCK_SIZES = ((6, 2), (4, 2), (2, 2), (1, 2))
@@ -264,6 +295,11 @@ class _Kernel:
     def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
         self.form, self.num_rows, self.vectors = form, num_rows, vectors
         self.name = f"tailor_integers_{form.name}_{num_rows}_{vectors}"
+        # In which order a group's products are made: what comes first stays in registers.
+        order = itertools.product(range(_num_parts(form)), range(num_rows), range(vectors))
+        weights_go = num_rows < vectors
+        self.order = sorted(order, key=lambda t: (t[2], t[0], t[1]) if weights_go else t)
+        self.run = 32767 // (2 * 127 * (2**form.bits - 1))  # groups whose sums int16 holds
 
     def define(self, module: Any) -> Any:
         """The function in a module, made when it is not there."""
@@ -273,6 +309,11 @@ class _Kernel:
             fn.linkage = "internal"
             fn.attributes.add("noinline")
             b = ir.IRBuilder(fn.append_basic_block("entry"))
+            self.room = None
+            if _is_widened(self.form):
+                memory = b.alloca(ir.ArrayType(I8, 2 * BLOCK * self.num_rows))
+                memory.align = 64
+                self.room = b.ptrtoint(memory, I64)
             (self._channel if self.form.per_output else self._blocks)(b, fn.args)
             b.ret_void()
         return fn
@@ -281,23 +322,41 @@ class _Kernel:
         self, b: Any, words: Any, inputs: list[Any], totals: list[Any], steps: range
     ) -> list[Any]:
         """Int32 totals after some groups of 4 inputs of a record that begins at `words`."""
-        totals = list(totals)
-        for step in steps:
-            parts = [
-                weight_parts(b, load_stored(b, self.form, words, step, v), self.form)
-                for v in range(self.vectors)
-            ]
-            for m in range(self.num_rows):
-                four = input_parts(b, at(b, inputs[m], 4 * step, I32, 4))
-                for v in range(self.vectors):
-                    i = m * self.vectors + v
-                    totals[i] = dot(b, totals[i], parts[v], four)
+        sums, in_shorts = list(totals), _in_shorts(self.form)
+        for nth, step in enumerate(steps):
+            if in_shorts and nth % self.run == 0:
+                sums = [const(0, _SHORTS)] * len(totals)
+            weights: dict[int, list[Any]] = {}
+            fours: dict[int, list[Any]] = {}
+            for part, m, v in self.order:
+                if v not in weights:
+                    stored = load_stored(b, self.form, words, step, v)
+                    weights[v] = _weight_parts(b, stored, self.form)
+                if m not in fours:
+                    fours[m] = _input_parts(b, inputs[m], step, self.form)
+                i = m * self.vectors + v
+                sums[i] = _dot(b, sums[i], weights[v][part], fours[m][part], self.form)
             if self.num_rows == 1 and self.form.bits == 8:
                 # One row waits for memory, and the core's prefetcher asks for less of it when
                 # lines are read in the compiler's order instead of their own. (Rows more multiply
                 # for longer, and forms of fewer bits read lines that are used twice: no gain.)
                 keep_order(b)
-        return totals
+            if in_shorts and ((nth + 1) % self.run == 0 or nth + 1 == len(steps)):
+                ones = const(1, _SHORTS)
+                wide = [call(b, _OF_SHORTS, INTS, [short, ones]) for short in sums]
+                totals = [b.add(*both) for both in zip(totals, wide, strict=True)]
+        return totals if in_shorts else sums
+
+    def _inputs(self, b: Any, rows: list[Any], block: Any) -> list[Any]:
+        """Addresses of a block's inputs of all rows, for _input_parts."""
+        inputs = [b.add(row, b.mul(block, i64(BLOCK))) for row in rows]
+        if self.room is None:
+            return inputs
+        widened = rows_at(b, self.room, i64(2 * BLOCK), self.num_rows)
+        for x, room in zip(inputs, widened, strict=True):
+            _widen(b, x, room)
+        keep_order(b, self.room)
+        return widened
 
     def _start(self, b: Any, sum_of_inputs: Any) -> list[Any]:
         """Totals of one row before its first product: what the zero point adds, taken off."""
@@ -317,8 +376,7 @@ class _Kernel:
         words = b.add(words, b.mul(loop.index, i64(self.form.record_bytes)))
         size = self.form.record_bytes
         fetch_quarters(b, following, quarters, b.mul(loop.index, i64(size)), size)
-        here = b.mul(loop.index, i64(BLOCK))
-        inputs = [b.add(row, here) for row in rows]
+        inputs = self._inputs(b, rows, loop.index)
         totals = loop.close(self._sums(b, words, inputs, loop.carried, range(8)))
         targets = rows_at(b, b.add(out, b.mul(column, i64(4))), ldo, self.num_rows)
         for m in range(self.num_rows):
@@ -347,7 +405,7 @@ class _Kernel:
             block = b.add(block, inner.index)
             record = b.add(record, b.mul(inner.index, i64(form.record_bytes)))
         fetch_quarters(b, following, quarters, offset, form.record_bytes)
-        inputs = [b.add(row, b.mul(block, i64(BLOCK))) for row in rows]
+        inputs = self._inputs(b, rows, block)
         own = [figures_at(b, b.add(row, b.mul(block, i64(16)))) for row in figure_rows]
         acc = self._record(b, record, column, head, inputs, own, (inner or outer).carried)
         if inner is not None:
