@@ -513,7 +513,8 @@ def add_weighted(p, ldp, num_heads, values, slot, num, acc, lda):
     width = values.width
     c = 0
     while c < width:
-        vectors = 4 if width - c >= 4 * LANES else 1
+        # 16 narrow registers hold the sums of 4 heads by one vector of columns.
+        vectors = 4 if width - c >= 4 * LANES and (WIDE_REGISTERS or num_heads == 1) else 1
         g = 0
         while g < num_heads:
             heads = min(4, num_heads - g)
