@@ -35,7 +35,7 @@ ROW_SPAN = 16 * MAX_ROWS
 """Most rows of one work item: their inputs stay in a core's L2."""
 
 ADAPTER_WIDE = max(2, VECTORS_PER_PANEL)
-"""Vectors of a wide kernel of adapters: 4 rows of them fill the registers."""
+"""Vectors of a wide kernel of adapters: 4 rows of them fill wide registers, 2 rows narrow ones."""
 
 WIDE_HEADS = 12 if WIDE_REGISTERS else 0
 """Heads of several rows of one sequence that attention computes together. 0: there are no registers

@@ -45,7 +45,7 @@ from server.model.cpu.kernels.vectors import gelu_gate, silu_gate
 from server.model.cpu.records import ADAPTER_FORMS as FORMS
 from server.model.cpu.records import ADAPTER_ROWS as ROWS
 from server.model.cpu.records import ADAPTER_WIDE as _WIDE
-from server.model.cpu.records import GATE_UP, LANES
+from server.model.cpu.records import GATE_UP, LANES, WIDE_REGISTERS
 
 _TILE = _WIDE * LANES
 
@@ -106,9 +106,11 @@ def _columns(task, v, wide):
     x, ldx, num, w, ldw, k, c, ldc, form = task
     w += v * LANES * (4 if form == 0 else 2)
     own = _Product(x, ldx, num, w, ldw, k, c + v * LANES * 4, ldc, form)
-    m = 0
+    most, m = 4, 0
+    if wide and not WIDE_REGISTERS:
+        most = 2  # whose sums narrow registers hold
     while m < num:
-        rows = 4 if num - m >= 4 else 2 if num - m >= 2 else 1
+        rows = most if num - m >= most else 2 if num - m >= 2 else 1
         if wide:
             _wide_product(rows, m, own)
         else:
