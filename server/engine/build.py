@@ -49,6 +49,7 @@ _WIDTH = 8
 """Block tables are a multiple of so many blocks wide: the next steps may need one more."""
 
 _NO_MASKS = np.empty((0, 0), np.uint32)
+_NO_SCORES = np.empty(0, np.int32)
 
 
 class Scored(NamedTuple):
@@ -92,23 +93,21 @@ class Builder:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._seats: Int32 | None = None  # of `_last`, a step of plain choices without nodes
+        self._seats: Int32 | None = None  # of `_last`, a step of plain choices
         self._last: Built | None = None
 
     def build(self, rows: Rows, trees: Trees) -> Built:
         """The Batch of a step."""
-        table, built = self._table, self._last
+        table, built = self._table, self._last if self._seats is rows.seats else None
         width = widest(table.numbers, rows.seats)
-        has_nodes = trees.nodes.shape[1] > 0
         if (
             built is None
-            or self._seats is not rows.seats
-            or has_nodes
+            or trees.nodes.shape[1] + built.batch.num_draft_rows
             or trees.num_likely != built.batch.num_likely
             or width > built.batch.block_tables.shape[1]
         ):
-            built = self._new(rows, trees, width)
-            if rows.is_plain and not has_nodes:
+            built = self._new(rows, trees, width, built)
+            if rows.is_plain:
                 self._seats, self._last = rows.seats, built
         batch = built.batch
         built.num_keys = lay(
@@ -122,32 +121,33 @@ class Builder:
         """Some choice of the last step has ended."""
         self._seats = self._last = None
 
-    def _new(self, rows: Rows, trees: Trees, width: int) -> Built:
-        """A Batch whose rows and draws are still to be laid."""
-        num_items = len(rows.sequences)
+    def _new(self, rows: Rows, trees: Trees, width: int, last: Built | None) -> Built:
+        """A Batch whose rows and draws are still to be laid. last: of the same plain choices."""
+        num_items, num_total = len(rows.sequences), trees.nodes.shape[1]
         # With room for the next steps.
         width = min(self._table.blocks.shape[1], (width // _WIDTH + 1) * _WIDTH)
-        items: Int32x2 = np.empty((NUM_ITEM_LINES, num_items), np.int32)
-        items[SEAT], items[START], items[NUM] = rows.seats, rows.start, rows.num
-        items[MASK] = -1
-        drawing: list[Sequence] = []
-        draws_one = (rows.draws > 0) & (self._table.max_output[rows.seats] > 0)
-        for i, (sequence, draws) in enumerate(zip(rows.sequences, draws_one.tolist(), strict=True)):
-            of_item = (*sequence.siblings, sequence) if draws else ()
-            items[CHOICES, i] = len(of_item)
-            drawing += of_item
-        choices: Int32x2 = np.empty((NUM_CHOICE_LINES, len(drawing)), np.int32)
-        choices[SEAT] = [choice.seat for choice in drawing]
+        drawing: SequenceOf[Sequence]
+        if last is None:
+            items, drawing = self._items(rows)
+            choices: Int32x2 = np.empty((NUM_CHOICE_LINES, len(drawing)), np.int32)
+            choices[SEAT] = [choice.seat for choice in drawing]
+            adapters = self._table.adapter[rows.seats]
+            own = adapters if (adapters >= 0).any() else None
+            params = tuple([choice.params or choice.draw_params() for choice in drawing])
+        else:
+            items, drawing, choices = last.items.copy(), last.drawing, last.choices.copy()
+            own, params = last.batch.seq_adapters, last.batch.params
         arrange(items, trees.start, choices)
-        num_total = trees.nodes.shape[1]
         of_rows: Int32x2 = np.empty((7, rows.num_rows + num_total), np.int32)
         of_draws: Int32x2 = np.empty((5, len(drawing) + num_total), np.int32)
-        for i in np.flatnonzero((rows.num > 1) | (rows.draws == 0)).tolist():
-            start, num, row = items[START, i], items[NUM, i], items[FIRST_ROW, i]
-            of_rows[0, row : row + num] = rows.sequences[i].ids[start : start + num]
-        masks = _NO_MASKS if rows.is_plain else _masks(rows, trees, items)
-        scores = _Scores() if rows.is_plain else _Scores.of(rows, items)
-        adapters = self._table.adapter[rows.seats]
+        masks, scores, scored = _NO_MASKS, (_NO_SCORES,) * 3, list[Scored]()
+        if last is None:
+            for i in np.flatnonzero((rows.num > 1) | (rows.draws == 0)).tolist():
+                start, num, row = items[START, i], items[NUM, i], items[FIRST_ROW, i]
+                of_rows[0, row : row + num] = rows.sequences[i].ids[start : start + num]
+        if not rows.is_plain:
+            masks = _masks(rows, trees, items)
+            scores, scored = _scores(rows, items)
         batch = Batch(
             token_ids=of_rows[0],
             positions=of_rows[1],
@@ -164,13 +164,13 @@ class Builder:
             draw_positions=of_draws[3],
             draw_mask=of_draws[4],
             masks=masks,
-            params=tuple([choice.params or choice.draw_params() for choice in drawing]),
-            score_rows=np.array(scores.rows, np.int32),
-            score_targets=np.array(scores.targets, np.int32),
-            score_top=np.array(scores.top, np.int32),
+            params=params,
+            score_rows=scores[0],
+            score_targets=scores[1],
+            score_top=scores[2],
             num_prefill_rows=rows.num_prefill_rows,
             num_draft_rows=num_total,
-            seq_adapters=adapters if (adapters >= 0).any() else None,
+            seq_adapters=own,
             num_likely=trees.num_likely,
         )
         of_nodes: Int32x2 = np.empty((3, num_total), np.int32)
@@ -180,7 +180,7 @@ class Builder:
             choices,
             drawing,
             choices[ITEM].tolist(),
-            scores.scored,
+            scored,
             of_rows,
             of_draws,
             runs=np.empty((3, len(drawing) + num_total), np.int32),
@@ -189,38 +189,43 @@ class Builder:
             came=of_nodes[2],
         )
 
+    def _items(self, rows: Rows) -> tuple[Int32x2, list[Sequence]]:
+        """The items of a step, before its rows and draws have places, and who draws."""
+        items: Int32x2 = np.empty((NUM_ITEM_LINES, len(rows.sequences)), np.int32)
+        items[SEAT], items[START], items[NUM] = rows.seats, rows.start, rows.num
+        items[MASK] = -1
+        drawing: list[Sequence] = []
+        draws_one = (rows.draws > 0) & (self._table.max_output[rows.seats] > 0)
+        for i, (sequence, draws) in enumerate(zip(rows.sequences, draws_one.tolist(), strict=True)):
+            of_item = (*sequence.siblings, sequence) if draws else ()
+            items[CHOICES, i] = len(of_item)
+            drawing += of_item
+        return items, drawing
 
-class _Scores:
-    """The scored (row, token) pairs of a Batch as they are added."""
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.targets: list[int] = []
-        self.top: list[int] = []
-        self.scored: list[Scored] = []
-
-    @classmethod
-    def of(cls, rows: Rows, items: Int32x2) -> _Scores:
-        """All of a step: the prompt tokens whose logprobs a request asks for (that of prompt token
-        p comes from the row of p - 1), and its label ids, as the next token after the prompt."""
-        scores = cls()
-        for i, sequence in enumerate(rows.sequences):
-            start, num, first_row = (int(items[line, i]) for line in (START, NUM, FIRST_ROW))
-            before = len(scores.rows)
-            if sequence.scores_prompt:
-                first = max(len(sequence.prompt_logprobs), start + 1)
-                last = min(start + num, sequence.prompt_len - 1)
-                scores.rows += range(first_row + first - 1 - start, first_row + last - start)
-                scores.targets += sequence.ids[first : last + 1].tolist()
-                scores.top += [sequence.request.echo_logprobs or 0] * max(0, last - first + 1)
-            num_prompt = len(scores.rows) - before
-            labels = sequence.request.label_ids if rows.draws[i] else ()
-            scores.rows += [first_row + num - 1] * len(labels)
-            scores.targets += labels
-            scores.top += [0] * len(labels)
-            if num_prompt or labels:
-                scores.scored.append(Scored(i, before, num_prompt, len(labels)))
-        return scores
+def _scores(rows: Rows, items: Int32x2) -> tuple[tuple[Int32, Int32, Int32], list[Scored]]:
+    """A step's scored (row, token) pairs, as Batch has them, and whose they are: the prompt tokens
+    whose logprobs a request asks for (that of prompt token p comes from the row of p - 1), and its
+    label ids, as the next token after the prompt."""
+    of_rows, targets, top, scored = list[int](), list[int](), list[int](), list[Scored]()
+    for i, sequence in enumerate(rows.sequences):
+        start, num, first_row = (int(items[line, i]) for line in (START, NUM, FIRST_ROW))
+        before = len(of_rows)
+        if sequence.scores_prompt:
+            first = max(len(sequence.prompt_logprobs), start + 1)
+            last = min(start + num, sequence.prompt_len - 1)
+            of_rows += range(first_row + first - 1 - start, first_row + last - start)
+            targets += sequence.ids[first : last + 1].tolist()
+            top += [sequence.request.echo_logprobs or 0] * max(0, last - first + 1)
+        num_prompt = len(of_rows) - before
+        labels = sequence.request.label_ids if rows.draws[i] else ()
+        of_rows += [first_row + num - 1] * len(labels)
+        targets += labels
+        top += [0] * len(labels)
+        if num_prompt or labels:
+            scored.append(Scored(i, before, num_prompt, len(labels)))
+    columns = np.array(of_rows, np.int32), np.array(targets, np.int32), np.array(top, np.int32)
+    return columns, scored
 
 
 def _masks(rows: Rows, trees: Trees, items: Int32x2) -> UInt32:

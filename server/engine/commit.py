@@ -47,9 +47,11 @@ from server.engine.trees import (
     NUM_FOUND_LINES,
     PUBLISH,
     SEAT,
+    SOURCE,
     TRIM,
     Trees,
     follow,
+    tally,
 )
 from server.types import Delta, FinishReason, Request, StepCounts, TokenLogprob
 
@@ -118,31 +120,28 @@ def plain_step(no_draft_reason: str) -> StepCounts:
 def count_step(
     trees: Trees,
     item: int,
-    accepted: SequenceOf[int],
+    runs: Int32x2,
+    run: int,
+    num_accepted: int,
     source_names: SequenceOf[str],
     model_s: float = 0.0,
 ) -> StepCounts:
     """The StepCounts of one decode step of one choice.
 
-    trees, item: what was verified. accepted: node indexes on the accepted path that survived the
-    cut. model_s: of the step.
+    trees, item: what was verified. runs, run: of `follow`. num_accepted: nodes on the accepted path
+    that survived the cut. model_s: of the step.
     """
     first, end = trees.start[item : item + 2].tolist()
     if first == end:
         return plain_step(trees.why[item])
-    tenths, sources, claims, depth = trees.tallies[item]
-    kept_tenths, kept_sources = [0] * len(tenths), [0] * len(sources)
-    of_node = trees.marks
-    for node in accepted:
-        kept_tenths[of_node[0][first + node]] += 1
-        kept_sources[of_node[1][first + node]] += 1
+    counts = np.zeros((2, 11 + len(source_names)), np.int64)
+    claims = tally(trees.start, trees.nodes, trees.survival, item, runs, run, num_accepted, counts)
+    drafted, kept = counts.tolist()
+    depth = drafted[10]
     by_source = tuple(
-        (source_names[s] if s < len(source_names) else source_names[0], drafted, kept)
-        for s, (drafted, kept) in enumerate(zip(sources, kept_sources, strict=True))
-        if drafted
+        (name, drafted[at], kept[at]) for at, name in enumerate(source_names, 11) if drafted[at]
     )
-    drafted, kept = next((row[1:] for row in by_source if row[0] == "prediction"), (0, 0))
-    num_accepted = len(accepted)
+    predicted, stood = next((row[1:] for row in by_source if row[0] == "prediction"), (0, 0))
     return StepCounts(
         num_steps=1,
         num_drafts=1,
@@ -151,14 +150,10 @@ def count_step(
         accepted_by_depth=(1,) * num_accepted + (0,) * (depth - num_accepted),
         offered_by_depth=(1,) * depth,
         by_source=by_source,
-        accepted_prediction_tokens=kept,
-        rejected_prediction_tokens=drafted - kept,
+        accepted_prediction_tokens=stood,
+        rejected_prediction_tokens=predicted - stood,
         expected_accepted=claims,
-        by_survival=tuple(
-            (tenth, drafted, kept)
-            for tenth, (drafted, kept) in enumerate(zip(tenths, kept_tenths, strict=True))
-            if drafted
-        ),
+        by_survival=tuple((i, drafted[i], kept[i]) for i in range(10) if drafted[i]),
         verify_s=model_s,
     )
 
@@ -258,8 +253,11 @@ GOES_ON = Ending()
 @dataclass(slots=True)
 class _Run:
     """The ids of one choice that stand, in order: those of the accepted nodes and the one after
-    them. draws: of each id. path: the accepted nodes. why: what the last one ends (trees.END)."""
+    them. runs, at: of `follow`, which found them. draws: of each id. path: the accepted nodes. why:
+    what the last one ends (trees.END)."""
 
+    runs: Int32x2
+    at: int
     ids: list[int]
     draws: list[int]
     path: list[int]
@@ -432,7 +430,9 @@ class Committer:
                 if trees.why[item]:
                     counts = plain_step(trees.why[item])
                 else:
-                    counts = count_step(trees, item, path, sequence.sources, results.model_s)
+                    counts = count_step(
+                        trees, item, runs, at, num_accepted, sequence.sources, results.model_s
+                    )
                 request = sequence.request
                 self.deltas.append(
                     Delta(request.request_id, sequence.choice_id, tuple(own), counts=counts)
@@ -444,7 +444,8 @@ class Committer:
                 if sequence.session is not None:
                     self._drafts.teach(sequence, own, trees, item, path, draws[at], results)
                 continue
-            run = _Run(ids[at : at + num], draws[at : at + num], nodes[at : at + num_accepted], why)
+            own, path = ids[at : at + num], nodes[at : at + num_accepted]
+            run = _Run(runs, at, own, draws[at : at + num], path, why)
             leader = rows.sequences[item]
             draw = int(choices[DRAW, c])
             if sequence is leader:
@@ -540,11 +541,13 @@ class Committer:
         elif sequence.request.sampling.num_logprobs is not None:
             sequence.logprobs.extend(results.logprob(d) for d in run.draws)
         if sequence.request.report_sources:
-            source = trees.source[first:stop].tolist()
+            source = trees.nodes[SOURCE, first:stop].tolist()
             sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
         if first < stop and sequence.request.report_rejected:
             _note_rejected(sequence, trees, slice(first, stop), run)
-        counts = count_step(trees, item, run.path, sequence.sources, results.model_s)
+        counts = count_step(
+            trees, item, run.runs, run.at, len(run.path), sequence.sources, results.model_s
+        )
         sequence.counts = merge_counts(sequence.counts, counts)
         self._slices.count_step(sequence)
         sequence.num_computed += len(run.path)
@@ -632,7 +635,7 @@ def _note_rejected(sequence: Sequence, trees: Trees, at: slice, run: _Run) -> No
     """Note what was drafted beside the run's tokens. Called before they are appended. at: the nodes
     of its tree."""
     start, names = sequence.num_output, sequence.sources
-    (ids, parents, _), source = trees.nodes[:, at].tolist(), trees.source[at].tolist()
+    ids, parents, _, source, _ = trees.nodes[:, at].tolist()
     sequence.rejected_drafts.extend(
         (start + place, names[first] if first < len(names) else names[0], ids)
         for place, first, ids in rejected_paths(ids, parents, source, run.path)

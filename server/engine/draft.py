@@ -36,7 +36,7 @@ from server.engine.plan import Rows, Scheduler
 from server.engine.run import Results
 from server.engine.sequence import Sequence, Status
 from server.engine.table import FIRST, NOT_DRAWN, consider
-from server.engine.trees import Trees, checked, no_trees
+from server.engine.trees import ALL_STAY, DEPTH, ID, Trees, checked, no_trees
 from server.types import SpeculationParams
 
 _log = logging.getLogger(__name__)
@@ -359,12 +359,15 @@ class Drafts:
                     each[i], certain[i] = self._constrained(
                         choice, session, int(most[i]), bounds[i], is_asked=not reason
                     )
+                    if choice.session is None:  # it has failed; what the grammar forces stays
+                        asked[i] = seats[i] = -1
                     continue
                 each[i] = session.propose(int(most[i]), depth)
                 if choice.head is not None and choice.head.proposes:
                     sliced.append(i)
             except Exception as error:
                 self.disable(choice, error)
+                asked[i] = seats[i] = -1
         if not is_planned:
             trees = no_trees(num).told(why)
             self._begin_rest(rows, choices, trees, left)
@@ -373,23 +376,22 @@ class Drafts:
         trees, errors = checked(each, bounds)
         for i, fault in errors:
             self.disable(rows.sequences[i], fault)
-        trees.certain, stays = certain, None
+            asked[i] = seats[i] = -1
+        trees.certain, stays = certain, ALL_STAY
         for i in sliced:
             head, at = rows.sequences[i].head, slice(trees.start[i], trees.start[i + 1])
             assert head is not None
-            if stays is None:
-                stays = np.ones(trees.nodes.shape[1], np.uint8)
+            if not stays.shape[0]:
+                stays = np.ones(trees.nodes.shape[1], np.int32)
             # A node outside the slice could not be drawn, so it is dropped and never added.
-            stays[at] = head.slice.positions(trees.nodes[0, at]) >= 0
-        trees = trees.prune(most, stays)
-        seats = table.gain_seat[rows.seats].astype(np.int64)  # less those whose session failed
-        asked[seats < 0] = -1
+            stays[at] = head.slice.positions(trees.nodes[ID, at]) >= 0
+        trees.prune(most, stays)
         columns = trees.start, trees.certain, trees.survival
-        gain.observe_asks(asked, *columns)
-        num_asked = int((asked >= 0).sum())
+        num_asked = gain.observe_asks(asked, *columns)
         taken = gain.choose(seats, *columns, shape, room, num_asked)
-        trees = self._fitted(rows, trees, taken, why)
-        trees.why, trees.ceiling, trees.num_asked = why, ceiling, num_asked
+        self._fit(rows, trees, taken, why)
+        trees.why, trees.gain_seats = why, seats
+        trees.ceiling, trees.num_asked = ceiling, num_asked
         trees.seconds = time.perf_counter() - began
         return trees
 
@@ -399,17 +401,18 @@ class Drafts:
         told = choice.prompt_len + choice.num_told
         return self._gain.watch(choice.gain_seat, choice.ids[: choice.num_tokens], told)
 
-    def _fitted(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> Trees:
-        """As much of the chosen nodes as gets blocks; drafts never preempt anybody for theirs."""
-        table, sizes = self._table, np.diff(trees.start)
-        lack = table.num_tokens[rows.seats] + taken > table.room[rows.seats]
-        for i in np.flatnonzero(sizes).tolist():
-            num = int(taken[i])
-            why[i] = "" if num else "budget"
-            if num and lack[i]:
-                taken[i] = num = self._scheduler.reserve_drafts(rows.sequences[i], num)
+    def _fit(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> None:
+        """Keep as much of the chosen nodes as gets blocks; drafts never preempt anybody for
+        theirs."""
+        start = trees.start.tolist()
+        for i, num in enumerate(taken.tolist()):
+            if start[i] == start[i + 1]:
+                continue
+            sequence, why[i] = rows.sequences[i], "" if num else "budget"
+            if num and sequence.num_tokens + num > sequence.room:
+                taken[i] = num = self._scheduler.reserve_drafts(sequence, num)
                 why[i] = "" if num else "room"
-        return trees.prune(taken)
+        trees.prune(taken)
 
     def _constrained(
         self,
@@ -436,10 +439,10 @@ class Drafts:
                 proposed, errors = checked([tree], (bounds - (0, len(forced)))[None])
                 if errors:
                     raise errors[0][1]
-                stays, head = None, sequence.head
+                stays, head = ALL_STAY, sequence.head
                 if head is not None and head.proposes:
-                    stays = (head.slice.positions(proposed.nodes[0]) >= 0).astype(np.uint8)
-                proposed = proposed.prune(np.array([num_left]), stays)
+                    stays = (head.slice.positions(proposed.nodes[ID]) >= 0).astype(np.int32)
+                proposed.prune(np.array([num_left]), stays)
                 if forced:
                     session.rollback(mark)
             except Exception as error:
@@ -526,8 +529,9 @@ class Drafts:
 
     def observe(self, rows: Rows, trees: Trees, came: Int32) -> None:
         """Tell Gain what became of a step's nodes. came: as `follow` writes it."""
-        seats = self._table.gain_seat[rows.seats].astype(np.int64)
-        self._gain.observe_drafts(seats, trees.start, trees.certain, trees.survival, came)
+        assert trees.gain_seats is not None
+        columns = trees.start, trees.certain, trees.survival
+        self._gain.observe_drafts(trees.gain_seats, *columns, came)
 
     def teach(
         self,
@@ -551,7 +555,7 @@ class Drafts:
         try:
             if likely is not None and getattr(session, "num_likely", 0) > 0:
                 at = slice(draw, draw + 1 + end - first)
-                nodes, parents = trees.nodes[:2, first:end].tolist()
+                nodes, parents = trees.nodes[:DEPTH, first:end].tolist()
                 cast("LikelySession", session).note_likely(
                     nodes, parents, likely.ids[at], likely.chances[at]
                 )

@@ -334,51 +334,54 @@ def rest(scopes: Float64x2, seats: Float64x2, resting: Int64, num_steps: int) ->
         _fade(scopes, row, share, _ASKS)
 
 
-@entry
-@compiled
-def expect(
-    scopes: Float64x2,
-    seats: Float64x2,
-    heard: Int64,
-    start: Int32,
-    certain: Int32,
-    claims: Float64,
-    chances: Float64,
-) -> None:
-    """Make chances of claims. heard: the seat of each tree. chances: float64 [nodes], written. The
-    others: see Gain.choose."""
+@inlined
+def _expect(
+    scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
+    claims: Float64, chances: Float64, order: Int64, owners: Int64,
+) -> None:  # fmt: skip
+    """Make chances of claims; order: the nodes by descending chance (ties: the earlier). owners:
+    the tree of each. All three float64 or int64 [nodes], written; the others: see Gain.choose."""
     for tree in range(heard.shape[0]):
         row, own = int(seats[heard[tree], _SCOPE]), _own_trust(seats, heard[tree])
         for node in range(start[tree], start[tree + 1]):
             claim = claims[node]
-            chances[node] = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
+            chance = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
             if node - start[tree] < certain[tree]:
-                chances[node] = 1.0
+                chance = 1.0
+            chances[node], owners[node] = chance, tree
+            at = node
+            while at > 0 and chances[order[at - 1]] < chance:
+                order[at] = order[at - 1]
+                at -= 1
+            order[at] = node
+
+
+@entry
+@compiled
+def take_all(
+    scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
+    claims: Float64, room: int, chances: Float64, order: Int64, owners: Int64, taken: Int64,
+) -> None:  # fmt: skip
+    """Take the likeliest nodes that fit, whatever they cost. See take."""
+    _expect(scopes, seats, heard, start, certain, claims, chances, order, owners)
+    for i in range(min(room, order.shape[0])):
+        taken[owners[order[i]]] += 1
 
 
 @entry
 @compiled
 def take(
-    scopes: Float64x2,
-    seats: Float64x2,
-    heard: Int64,
-    certain: Int32,
-    owners: Int64,
-    chances: Float64,
-    order: Int64,
-    curve: Curve,
-    host: Float64,
-    shape: StepShape,
-    room: int,
-    num_asked: int,
-    taken: Int64,
-) -> None:
+    scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
+    claims: Float64, room: int, chances: Float64, order: Int64, owners: Int64, taken: Int64,
+    curve: Curve, host: Float64, shape: StepShape, num_asked: int,
+) -> None:  # fmt: skip
     """Take the nodes that pay, of those that their scopes may have (_may_take) beside the certain
     ones.
 
-    owners: int64 [nodes], the tree of each. order: int64 [nodes], by descending chance; used up.
-    taken: int64 [trees], zeros, written.
+    heard: the seat of each tree. chances, order, owners: room for what _expect writes. taken: int64
+    [trees], zeros, written. The others: see Gain.choose.
     """
+    _expect(scopes, seats, heard, start, certain, claims, chances, order, owners)
     num = 0
     for i in range(order.shape[0]):
         tree = owners[order[i]]
@@ -402,14 +405,17 @@ def note_asks(
     start: Int32,
     certain: Int32,
     claims: Float64,
-) -> None:
+) -> int:
     """See Gain.observe_asks."""
+    num_asked = 0
     for tree in range(asked.shape[0]):
         if asked[tree] >= 0:
+            num_asked += 1
             row = int(seats[asked[tree], _SCOPE])
             scopes[row, _ASKS] += 1.0
             for node in range(start[tree] + certain[tree], start[tree + 1]):
                 scopes[row, _OFFERED + _part(claims[node])] += 1.0
+    return num_asked
 
 
 @entry
@@ -553,29 +559,26 @@ class Gain:
         [nodes], the survivals that drafters claim, each within [0, 1]. num_asked: sessions that
         were asked for them, also in vain: the step takes that time whatever is chosen.
         """
-        sizes, total = np.diff(start).astype(np.int64), claims.shape[0]
+        total, taken = claims.shape[0], np.zeros(seats.shape[0], np.int64)
         if total == 0 or room <= 0:
-            return np.zeros_like(sizes)
-        if self.cost is None and total <= room:
-            return sizes
-        tables, chances = (self._scopes.table, self._seats.table), np.empty(total)
-        expect(*tables, seats, start, certain, claims, chances)
-        order, owners = np.argsort(-chances, kind="stable"), np.repeat(np.arange(len(sizes)), sizes)
-        if self.cost is None:
-            return np.bincount(owners[order[:room]], minlength=len(sizes))
-        taken = np.zeros_like(sizes)
-        take(
-            *tables, seats, certain, owners, chances, order, self.cost.curve,
-            self.host.numbers, shape, room, num_asked, taken,
+            return taken
+        order, owners = np.empty((2, total), np.int64)
+        drafts = (
+            self._scopes.table, self._seats.table, seats, start, certain, claims, room,
+            np.empty(total), order, owners, taken,
         )  # fmt: skip
+        if self.cost is None:
+            take_all(*drafts)
+        else:
+            take(*drafts, self.cost.curve, self.host.numbers, shape, num_asked)
         return taken
 
     # -- after a step -----------------------------------------------------------------------
 
-    def observe_asks(self, seats: Int64, start: Int32, certain: Int32, claims: Float64) -> None:
-        """Who was asked proposed these nodes, maybe none. seats: -1 for a tree of which nobody was
-        asked. The others: see choose."""
-        note_asks(self._scopes.table, self._seats.table, seats, start, certain, claims)
+    def observe_asks(self, seats: Int64, start: Int32, certain: Int32, claims: Float64) -> int:
+        """Who was asked proposed these nodes, maybe none; returns how many were. seats: -1 for a
+        tree of which nobody was asked. The others: see choose."""
+        return note_asks(self._scopes.table, self._seats.table, seats, start, certain, claims)
 
     def observe_drafts(
         self, seats: Int64, start: Int32, certain: Int32, claims: Float64, came: Int32

@@ -333,9 +333,8 @@ def constrain(
     if proposed is None:
         return growth.tree() if forced else None, len(forced)
     root = state.num_consumed
-    token_ids, parents, _ = proposed.nodes.tolist()
-    chances, sources = proposed.survival.tolist(), proposed.source.tolist()
-    cells = proposed.cell.tolist()
+    token_ids, parents, _, sources, cells = proposed.nodes.tolist()
+    chances = proposed.survival.tolist()
     children: list[list[int]] = [[] for _ in range(len(token_ids) + 1)]
     for node, parent in enumerate(parents):
         children[parent].append(node)
@@ -397,7 +396,7 @@ def fill_masks(state: GrammarState, nodes: Int32x2) -> UInt32:
         state.fill_mask(masks[0])
     if not num or state.problem:
         return masks
-    token_ids, parents, depths = nodes.tolist()
+    token_ids, parents, depths, *_ = nodes.tolist()
     root = state.num_consumed
     children: list[list[int]] = [[] for _ in range(num + 1)]
     for node, parent in enumerate(parents):

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Float64, Int32, Int32x2, Int64, Int64x2, UInt8
+from drafters.arrays import Float32, Float64, Int32, Int32x2, Int64, Int64x2, UInt8
 from drafters.jit import compiled, entry
 from drafters.tree import DraftTree
 from server.engine.table import (
@@ -58,60 +57,57 @@ class DraftError(ValueError):
     """A drafter proposed something that is not a tree over the vocabulary."""
 
 
+ID, PARENT, DEPTH, SOURCE, CELL, NUM_NODE_LINES = range(6)
+"""The lines of a node, int32 [.., nodes]: PARENT within the tree (-1: its root is the item's last
+row; parents come first), DEPTH 1 below the root, SOURCE an index into the names of its choice's
+sources, CELL the drafter's own mark, -1 where it gives none."""
+
+ALL_STAY = np.empty(0, np.int32)
+
+
 @dataclass
 class Trees:
     """The trees of a step's items in their order, in compressed rows, and what finding them took.
     Written by draft.py alone.
 
     start: int32 [items + 1], the nodes of item i are [start[i], start[i + 1]). nodes: int32
-    [3, N]: ids, parents (within the tree; -1: its root is the item's last row; parents come
-    first), depths (1 below the root). certain: int32 [items], how many of an item's first nodes a
-    grammar forces from the root on. survival: float64 [N], the chance of each as its drafter
-    claims it, within [0, 1] and its parent's. source: int64 [N], an index into the names of its
-    choice's sources. cell: int32 [N], the drafter's own mark, -1 where it gives none.
+    [NUM_NODE_LINES, N]. survival: float64 [N], the chance of each as its drafter claims it, within
+    [0, 1] and its parent's. certain: int32 [items], how many of an item's first nodes a grammar
+    forces from the root on.
 
-    why: of each item "" or why it has no tree, in the words of StepCounts.no_draft_reason. seconds:
-    that drafting took. ceiling: the most nodes that could have paid. num_asked: sessions that were
-    asked. num_likely: likeliest ids of each row that sessions want to hear of.
+    why: of each item "" or why it has no tree, in the words of StepCounts.no_draft_reason.
+    gain_seats: int64 [items], the choices' at Gain. seconds: that drafting took. ceiling: the most
+    nodes that could have paid. num_asked: sessions that were asked. num_likely: likeliest ids of
+    each row that sessions want to hear of.
     """
 
     start: Int32
     nodes: Int32x2
-    certain: Int32
     survival: Float64
-    source: Int64
-    cell: Int32
+    certain: Int32
     why: Sequence[str] = ()
+    gain_seats: Int64 | None = None
     seconds: float = 0.0
     ceiling: int = 0
     num_asked: int = 0
     num_likely: int = 0
 
-    def prune(self, most: Int64, stays: UInt8 | None = None) -> Trees:
-        """Of each item the nodes that stay and whose parent does, and of these the `most[item]`
-        likeliest (ties: the earlier), in their order. stays: uint8 [N], None: all may."""
-        sizes, total = np.diff(self.start), self.nodes.shape[1]
-        if stays is None:
-            if bool((sizes <= most).all()):
-                return self
-            stays = np.ones(total, np.uint8)
-        num = keep(self.start, self.nodes, self.survival, most, stays)
-        if num == 0:
-            return no_trees(sizes.shape[0]).told(self.why)
-        start, certain = np.zeros_like(self.start), self.certain.copy()
-        nodes: Int32x2 = np.empty((3, num), np.int32)
-        survival, source = np.empty(num), np.empty(num, np.int64)
-        cell: Int32 = np.empty(num, np.int32)
-        compress(
-            (self.start, self.nodes, self.survival, self.source, self.cell), stays,
-            np.empty(total, np.int32), (start, nodes, survival, source, cell), certain,
-        )  # fmt: skip
-        return Trees(start, nodes, certain, survival, source, cell, self.why)
+    def prune(self, most: Int64, stays: Int32 = ALL_STAY) -> None:
+        """Keep of each item the nodes that stay and whose parent does, and of these the
+        `most[item]` likeliest (ties: the earlier), in their order. stays: int32 [N], 0 for those
+        that may not, used up; empty: all may."""
+        total = self.nodes.shape[1]
+        if not total:
+            return
+        if not stays.shape[0]:
+            stays = np.ones(total, np.int32)
+        num = keep(self.start, self.nodes, self.survival, self.certain, most, stays)
+        if num < total:
+            self.nodes, self.survival = self.nodes[:, :num].copy(), self.survival[:num]
 
     def told(self, why: Sequence[str]) -> Trees:
         """The same, with these reasons."""
-        columns = self.nodes, self.certain, self.survival, self.source, self.cell
-        return Trees(self.start, *columns, why)
+        return Trees(self.start, self.nodes, self.survival, self.certain, why)
 
     def proposed(
         self, item: int, accepted: list[int], forced: int = -1
@@ -119,50 +115,35 @@ class Trees:
         """An item's tree and its accepted nodes as the session knows them that proposed it. forced:
         the source of nodes that a grammar added: at the root, or where a path ends."""
         at = slice(self.start[item], self.start[item + 1])
-        (ids, parents, _), cell = self.nodes[:, at], self.cell[at]
-        survival, source = self.survival[at].astype(np.float32), self.source[at].astype(np.uint8)
+        nodes, survival = self.nodes[:, at], self.survival[at]
         if forced >= 0:
-            own = source != forced
+            own = nodes[SOURCE] != forced
             places = np.append(np.where(own, np.cumsum(own) - 1, -1), -1).astype(np.int32)
-            ids, parents, cell = ids[own], places[parents[own]], cell[own]
-            survival, source = survival[own], source[own]
             accepted = [int(places[node]) for node in accepted if own[node]]
+            nodes, survival = nodes[:, own], survival[own]
+            nodes[PARENT] = places[nodes[PARENT]]
+        cell = nodes[CELL]
         if cell.shape[0] and cell[0] < 0:
             cell = cell[:0]
-        return DraftTree(ids, parents, survival, source, cell), accepted
+        source = nodes[SOURCE].astype(np.uint8)
+        ids, parents = nodes[ID], nodes[PARENT]
+        return DraftTree(ids, parents, survival.astype(np.float32), source, cell), accepted
 
     @cached_property
     def num_path_slots(self) -> int:
         """Slots that the nodes' paths name."""
-        return int(self.nodes[2].sum()) if self.nodes.shape[1] else 0
-
-    @cached_property
-    def marks(self) -> tuple[list[int], list[int]]:
-        """Of each node the tenth, 0..9, in which its claimed chance lies, and its source."""
-        tenths = np.minimum(self.survival * 10.0, 9.0).astype(np.int64)
-        return tenths.tolist(), self.source.tolist()
-
-    @cached_property
-    def tallies(self) -> list[tuple[list[int], list[int], float, int]]:
-        """By item: how many nodes claim a chance in each tenth, and are of each source; the sum of
-        all chances; the depth of the deepest node."""
-        num, num_sources = self.certain.shape[0], int(self.source.max(initial=0)) + 1
-        tenths, sources = np.zeros((num, 10), np.int64), np.zeros((num, num_sources), np.int64)
-        claims, depths = np.zeros(num), np.zeros(num, np.int64)
-        tally(self.start, self.nodes, self.survival, self.source, tenths, sources, claims, depths)
-        by_source = sources.tolist()
-        return list(zip(tenths.tolist(), by_source, claims.tolist(), depths.tolist(), strict=True))
+        return int(self.nodes[DEPTH].sum()) if self.nodes.shape[1] else 0
 
 
 @cache
 def no_trees(num_items: int) -> Trees:
     """Of a step in which nobody has a drafter. Nobody writes to it."""
     start, certain = np.zeros(num_items + 1, np.int32), np.zeros(num_items, np.int32)
-    nodes: Int32x2 = np.empty((3, 0), np.int32)
-    empty = np.empty(0), np.empty(0, np.int64), np.empty(0, np.int32)
-    return Trees(start, nodes, certain, *empty, ("off",) * num_items)
+    nodes: Int32x2 = np.empty((NUM_NODE_LINES, 0), np.int32)
+    return Trees(start, nodes, np.empty(0), certain, ("off",) * num_items)
 
 
+_LENGTHS = 6
 _FAULTS = (
     "token_ids, parents, survival and source differ in length",
     "node {node} holds id {token}, outside the vocabulary",
@@ -182,162 +163,155 @@ def checked(
     bounds: int64 [items, 2], the bound on an item's ids, and how deep its nodes may lie.
     """
     num, errors = len(each), list[tuple[int, Exception]]()
-    start, parts = np.zeros(num + 1, np.int32), list[Any]()
+    sizes = [0] * num
     for i, tree in enumerate(each):
-        if tree is None:
-            continue
         try:
-            size, names, marks = tree.token_ids.shape[0], tree.source, tree.cell
-            shapes = {tree.token_ids.shape, tree.parents.shape, tree.survival.shape}
-            if shapes != {(size,)} or names.shape not in ((0,), (size,)):
-                raise DraftError(_FAULTS[0])
-            parts.append(
-                (
-                    tree.token_ids.astype(np.int64),
-                    tree.parents.astype(np.int64),
-                    tree.survival.astype(np.float64),
-                    names.astype(np.int64) if names.shape[0] else np.zeros(size, np.int64),
-                    marks.astype(np.int32)
-                    if marks.shape == (size,)
-                    else np.full(size, -1, np.int32),
-                )
-            )
-            start[i + 1] = size
+            sizes[i] = 0 if tree is None else tree.token_ids.shape[0]
         except Exception as error:
             errors.append((i, error))
-    np.cumsum(start, out=start)
-    if not parts:
+    total, at = sum(sizes), 0
+    if not total:
         return no_trees(num).told(()), errors
-    if len(parts) > 1:
-        parts = [map(np.concatenate, zip(*parts, strict=True))]
-    ids, parents, survival, source, cell = parts[0]
-    nodes: Int32x2 = np.empty((3, ids.shape[0]), np.int32)
-    faults: Int32x2 = np.zeros((2, num), np.int32)
-    trees = Trees(start, nodes, np.zeros(num, np.int32), survival, source, cell)
-    if check(start, ids, parents, survival, bounds, nodes, faults):
-        most = np.diff(start).astype(np.int64)
-        for i in np.flatnonzero(faults[0]).tolist():
-            at, most[i] = start[i] + faults[1, i], 0
-            text = _FAULTS[faults[0, i]].format(
-                node=faults[1, i], token=ids[at], parent=parents[at], chance=survival[at],
-                depth=nodes[2, at], most=bounds[i, 1],
-            )  # fmt: skip
-            errors.append((i, DraftError(text)))
-        trees = trees.prune(most)
-    return trees, errors
+    start, nodes = np.zeros(num + 1, np.int32), np.empty((NUM_NODE_LINES, total), np.int32)
+    survival = np.empty(total)
+    for i, tree in enumerate(each):
+        if tree is not None and sizes[i]:
+            try:
+                _admit(tree, int(bounds[i, 0]), int(bounds[i, 1]), nodes, survival, at)
+                at += sizes[i]
+            except Exception as error:
+                errors.append((i, error))
+        start[i + 1] = at
+    if at < total:
+        nodes, survival = nodes[:, :at].copy(), survival[:at]
+    return Trees(start, nodes, survival, np.zeros(num, np.int32)), errors
+
+
+def _admit(
+    tree: DraftTree, id_bound: int, depth_bound: int, nodes: Int32x2, survival: Float64, at: int
+) -> None:
+    """Write a tree's nodes from number `at` on. Raises DraftError for one that is none."""
+    columns = tree.token_ids, tree.parents, tree.survival, tree.source, tree.cell
+    try:
+        found = check(*columns, id_bound, depth_bound, nodes, survival, at)
+    except TypeError:  # not the numbers that a DraftTree has: some drafter's own
+        ids, parents, chances, source, cell = map(np.asarray, columns)
+        limits = np.iinfo(np.int32)
+        small = [np.clip(x, limits.min, limits.max).astype(np.int32) for x in (ids, parents, cell)]
+        given = chances.astype(np.float32), source.astype(np.uint8)
+        declared = small[0], small[1], *given, small[2]
+        found = check(*declared, id_bound, depth_bound, nodes, survival, at)
+    if found:
+        fault, node = divmod(found, 1 << 32)
+        if fault == _LENGTHS:
+            raise DraftError(_FAULTS[0])
+        depth = 0 if fault < 5 else nodes[DEPTH, at + node]
+        raise DraftError(_FAULTS[fault].format(
+            node=node, token=tree.token_ids[node], parent=tree.parents[node],
+            chance=tree.survival[node], depth=depth, most=depth_bound,
+        ))  # fmt: skip
 
 
 @entry
 @compiled
 def check(
-    start: Int32, ids: Int64, parents: Int64, survival: Float64, bounds: Int64x2,
-    nodes: Int32x2, faults: Int32x2,
+    ids: Int32, parents: Int32, chances: Float32, source: UInt8, cell: Int32, id_bound: int,
+    depth_bound: int, nodes: Int32x2, survival: Float64, first: int,
 ) -> int:  # fmt: skip
-    """Whether proposed trees can be verified; returns how many cannot. faults: int32 [2, items],
-    written where one cannot: what is wrong (1 an id, 2 a parent, 3 a chance, 4 a sibling has its
-    id, 5 a depth), and with which node. nodes: of Trees, written. survival: clipped to [0, 1] and
-    to the parent's."""
-    num_faults = 0
-    for item in range(start.shape[0] - 1):
-        first, why = start[item], 0
-        for at in range(first, start[item + 1]):
-            i, token, parent = at - first, ids[at], parents[at]
-            if token < 0 or token >= bounds[item, 0]:
-                why = 1
-            elif parent < -1 or parent >= i:
-                why = 2
-            elif not survival[at] >= 0.0:
-                why = 3
-            else:
-                for other in range(first + parent + 1, at):
-                    if ids[other] == token and parents[other] == parent:
-                        why = 4
-            if why == 0:
-                nodes[0, at], nodes[1, at] = token, parent
-                nodes[2, at] = 1 if parent < 0 else nodes[2, first + parent] + 1
-                above = 1.0 if parent < 0 else survival[first + parent]
-                survival[at] = min(survival[at], above)
-                if nodes[2, at] > bounds[item, 1]:
-                    why = 5
-            if why:
-                faults[0, item], faults[1, item] = why, i
-                num_faults += 1
-                break
-    return num_faults
+    """Write a proposed tree's nodes from number `first` on; 0, or what is wrong with it (an index
+    of _FAULTS, or _LENGTHS) times 2 ** 32, and with which node. nodes, survival: of Trees; chances
+    are clipped to [0, 1] and to the parent's."""
+    num = ids.shape[0]
+    if parents.shape[0] != num or chances.shape[0] != num or source.shape[0] not in (0, num):
+        return _LENGTHS << 32
+    for i in range(num):
+        at, token, parent, why = first + i, ids[i], parents[i], 0
+        if token < 0 or token >= id_bound:
+            why = 1
+        elif parent < -1 or parent >= i:
+            why = 2
+        elif not chances[i] >= 0.0:
+            why = 3
+        else:
+            for other in range(parent + 1, i):
+                if ids[other] == token and parents[other] == parent:
+                    why = 4
+        if why == 0:
+            above, depth = 1.0, 1
+            if parent >= 0:
+                above, depth = survival[first + parent], nodes[DEPTH, first + parent] + 1
+            survival[at] = min(float(chances[i]), above)
+            nodes[ID, at], nodes[PARENT, at], nodes[DEPTH, at] = token, parent, depth
+            nodes[SOURCE, at] = source[i] if source.shape[0] else 0
+            nodes[CELL, at] = cell[i] if cell.shape[0] == num else -1
+            if depth > depth_bound:
+                why = 5
+        if why:
+            return why << 32 | i
+    return 0
 
 
 @entry
 @compiled
-def keep(start: Int32, nodes: Int32x2, survival: Float64, most: Int64, stays: UInt8) -> int:
-    """Write 0 for the nodes that do not stay: see Trees.prune. Returns how many do."""
-    total = 0
+def keep(
+    start: Int32, nodes: Int32x2, survival: Float64, certain: Int32, most: Int64, stays: Int32
+) -> int:
+    """See Trees.prune: the nodes that stay are written one after the other; returns how many they
+    are. certain: made no more than an item has."""
+    total, end = 0, start[0]
     for item in range(start.shape[0] - 1):
-        first, end, num = start[item], start[item + 1], 0
-        if most[item] <= 0:  # maybe a tree that cannot be verified, of which nothing is known
-            stays[first:end] = 0
-            continue
+        first, end, num = end, start[item + 1], 0
         for at in range(first, end):
-            parent = nodes[1, at]
+            parent = nodes[PARENT, at]
             if parent >= 0 and not stays[first + parent]:
                 stays[at] = 0
             num += stays[at]
-        while num > most[item]:
+        while num > max(most[item], 0):
             worst = -1
             for at in range(first, end):
                 if stays[at] and (worst < 0 or survival[at] <= survival[worst]):
                     worst = at
             stays[worst] = 0
             num -= 1
-        total += num
-    return total
-
-
-Columns = tuple[Int32, Int32x2, Float64, Int64, Int32]
-"""start, nodes, survival, source and cell of Trees."""
-
-
-@entry
-@compiled
-def compress(
-    old: Columns, stays: UInt8, places: Int32, new: Columns, certain: Int32
-) -> None:  # fmt: skip
-    """Write the nodes that stay, one after the other. places: scratch, int32 [N]. new: written; its
-    first start is 0. certain: of Trees, made no more than an item has."""
-    start, nodes, survival, source, cell = old
-    num = 0
-    for item in range(start.shape[0] - 1):
-        first = num
-        for at in range(start[item], start[item + 1]):
+        new = total
+        for at in range(first, end):
             if stays[at]:
-                places[at] = num - first
-                parent = nodes[1, at]
-                new[1][0, num], new[1][2, num] = nodes[0, at], nodes[2, at]
-                new[1][1, num] = -1 if parent < 0 else places[start[item] + parent]
-                new[2][num], new[3][num], new[4][num] = survival[at], source[at], cell[at]
-                num += 1
-        new[0][item + 1] = num
-        certain[item] = min(certain[item], num - first)
+                for line in range(NUM_NODE_LINES):
+                    nodes[line, total] = nodes[line, at]
+                parent = nodes[PARENT, total]
+                if parent >= 0:
+                    nodes[PARENT, total] = stays[first + parent]
+                survival[total] = survival[at]
+                stays[at] = total - new  # its place now; read as that by its children alone
+                total += 1
+        start[item + 1] = total
+        certain[item] = min(certain[item], total - new)
+    return total
 
 
 @entry
 @compiled
 def tally(
-    start: Int32,
-    nodes: Int32x2,
-    survival: Float64,
-    source: Int64,
-    tenths: Int64x2,
-    sources: Int64x2,
-    claims: Float64,
-    depths: Int64,
-) -> None:
-    """Count the nodes of each item. The last four, zeros, are written: see Trees.tallies."""
-    for item in range(start.shape[0] - 1):
-        for node in range(start[item], start[item + 1]):
-            tenths[item, min(9, int(survival[node] * 10.0))] += 1
-            sources[item, source[node]] += 1
-            claims[item] += survival[node]
-            depths[item] = max(depths[item], nodes[2, node])
+    start: Int32, nodes: Int32x2, survival: Float64, item: int, runs: Int32x2, run: int,
+    num_accepted: int, counts: Int64x2,
+) -> float:  # fmt: skip
+    """Count an item's nodes; returns the sum of their chances. runs, run, num_accepted: of
+    `follow`, the nodes that stand. counts: int64 [2, 11 + sources], zeros, written: of all nodes
+    and of those that stand how many claim a chance in each tenth, the depth of the deepest, and how
+    many are of each source."""
+    first, claims, last = start[item], 0.0, counts.shape[1] - 12
+    for node in range(first, start[item + 1]):
+        source = nodes[SOURCE, node]
+        counts[0, min(9, int(survival[node] * 10.0))] += 1
+        counts[0, 11 + (source if source <= last else 0)] += 1
+        counts[0, 10] = max(counts[0, 10], nodes[DEPTH, node])
+        claims += survival[node]
+    for at in range(run, run + num_accepted):
+        node = first + runs[2, at]
+        source = nodes[SOURCE, node]
+        counts[1, min(9, int(survival[node] * 10.0))] += 1
+        counts[1, 11 + (source if source <= last else 0)] += 1
+    return claims
 
 
 @entry

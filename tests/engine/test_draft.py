@@ -59,12 +59,14 @@ def test_all_trees_are_pruned_as_each_would_be(
 ) -> None:
     """A part of them, too, whose other nodes may not stay."""
     most = np.array([data.draw(st.integers(0, 13)) for _ in each])
-    pruned = _checked(*each).prune(most)
+    pruned = _checked(*each)
+    pruned.prune(most)
     for i, tree in enumerate(each):
         _same(pruned.proposed(i, [])[0], (tree or DraftTree.empty()).prune(int(most[i])))
     whole = _checked(*each)
-    stays = np.array([data.draw(st.booleans()) for _ in range(whole.nodes.shape[1])], np.uint8)
-    left = whole.prune(most, stays.copy())
+    stays = np.array([data.draw(st.booleans()) for _ in range(whole.nodes.shape[1])], np.int32)
+    left = _checked(*each)
+    left.prune(most, stays.copy())
     for i in range(len(each)):
         first, end = whole.start[i : i + 2].tolist()
         lasts: list[int] = []

@@ -21,7 +21,7 @@ from server.engine.figures import by_name
 from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill_masks
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
-from server.engine.trees import Trees, checked
+from server.engine.trees import CELL, SOURCE, Trees, checked
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import (
@@ -191,7 +191,7 @@ def _checked(tree: DraftTree | None, depth: int = 64) -> Trees:
 
 def _paths(tree: Trees) -> set[bytes]:
     texts: list[bytes] = []
-    token_ids, parents, _ = tree.nodes.tolist()
+    token_ids, parents, *_ = tree.nodes.tolist()
     for token, parent in zip(token_ids, parents, strict=True):
         texts.append((texts[parent] if parent >= 0 else b"") + TABLE.bytes_of(token))
     inner = set(parents)
@@ -217,12 +217,12 @@ def test_forced_tokens_come_first_and_the_drafts_follow_them(compiler: GrammarCo
     forced = state.forced()
     tree = _constrain(state, [(_ids("the"), 0.4)])
     num = len(forced)
-    token_ids, parents, _ = tree.nodes.tolist()
+    token_ids, parents, *_ = tree.nodes.tolist()
     assert token_ids[:num] == forced and tree.certain == num
     assert parents[: num + 1] == list(range(-1, num))
     assert tree.survival[:num].tolist() == [1.0] * num
     assert tree.survival[num] == pytest.approx(0.4)
-    assert tree.source.tolist()[:num] == [3] * num and tree.source[num] == 1
+    assert tree.nodes[SOURCE].tolist()[:num] == [3] * num and tree.nodes[SOURCE, num] == 1
     assert state.num_consumed == 0  # put back
     assert _allowed(state) == forced[:1]
 
@@ -244,19 +244,19 @@ def test_forced_tokens_go_on_from_where_a_draft_ends(compiler: GrammarCompiler) 
         state.consume(token)
     tree = _constrain(state, [([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("es"), 0.2)])
     assert _paths(tree) == {b'","year":', b"es"}
-    forced = np.flatnonzero(tree.cell < 0).tolist()
+    forced = np.flatnonzero(tree.nodes[CELL] < 0).tolist()
     assert forced and all(tree.survival[i] == 0.5 for i in forced)
-    assert all(tree.source[i] == 3 for i in forced)
+    assert all(tree.nodes[SOURCE, i] == 3 for i in forced)
 
 
 def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: GrammarCompiler) -> None:
     state = _state(compiler, COMPACT)
     for token in _ids('{"name":"fox'):
         state.consume(token)
-    tree = _constrain(
+    kept = _constrain(
         state, [(_ids("es"), 0.2), ([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("jum"), 0.1)]
     )
-    kept = tree.prune(np.array([4]))
+    kept.prune(np.array([4]))
     assert kept.survival.tolist() == [0.5] * 4
     path: list[int] = []
     for node, parent in enumerate(kept.nodes[1]):
@@ -264,8 +264,8 @@ def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: Grammar
             path.append(node)
     own, accepted = kept.proposed(0, path, 3)
     own.validate()
-    assert accepted == list(range(len(own))) and len(own) == (kept.cell >= 0).sum()
-    assert own.cell.tolist() == [cell for cell in kept.cell if cell >= 0]
+    assert accepted == list(range(len(own))) and len(own) == (kept.nodes[CELL] >= 0).sum()
+    assert own.cell.tolist() == [cell for cell in kept.nodes[CELL] if cell >= 0]
     assert kept.certain == 0
     only_forced = _constrain(_state(compiler, COMPACT), [])
     assert len(only_forced.proposed(0, [0], 3)[0]) == 0
@@ -307,7 +307,7 @@ def test_no_node_is_left_that_could_not_be_drawn(
         path: list[int] = []
         at = node
         while at >= 0:
-            token, parent, _ = columns[:, at].tolist()
+            token, parent, *_ = columns[:, at].tolist()
             assert (int(masks[1 + parent, token >> 5]) >> (token & 31)) & 1
             path.insert(0, token)
             at = parent
@@ -419,9 +419,9 @@ def test_what_is_forced_beside_a_rest_counts_as_no_ask(compiler: GrammarCompiler
     gain, told = engine.gain, list[tuple[list[int], int]]()
     observe, choose = gain.observe_asks, gain.choose
 
-    def observed(seats: Any, *columns: Any) -> None:
+    def observed(seats: Any, *columns: Any) -> int:
         told.append((seats.tolist(), -1))
-        observe(seats, *columns)
+        return observe(seats, *columns)
 
     def chosen(*given: Any) -> Any:
         told.append(([], given[-1]))

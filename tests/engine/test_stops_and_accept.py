@@ -242,11 +242,17 @@ def trees(*each: DraftTree | None, why: str = "") -> Trees:
     return replace(found, why=(why,) * len(each))
 
 
+def count(of: Trees, item: int, path: list[int], names: tuple[str, ...]) -> StepCounts:
+    """Of a path that stands."""
+    runs = np.array([[0] * len(path), [0] * len(path), path], np.int32)
+    return count_step(of, item, runs, 0, len(path), names)
+
+
 def test_claimed_chances_are_counted_by_tenths() -> None:
-    a = count_step(trees(tree([-1, 0, -1], [0, 0, 0], [1.0, 0.55, 0.04])), 0, [0], ("own",))
+    a = count(trees(tree([-1, 0, -1], [0, 0, 0], [1.0, 0.55, 0.04])), 0, [0], ("own",))
     assert a.expected_accepted == pytest.approx(1.59)
     assert a.by_survival == ((0, 1, 0), (5, 1, 0), (9, 1, 1))
-    b = count_step(trees(tree([-1, 0], [0, 0], [0.95, 0.5])), 0, [0, 1], ("own",))
+    b = count(trees(tree([-1, 0], [0, 0], [0.95, 0.5])), 0, [0, 1], ("own",))
     both = merge_counts(a, b)
     assert sorted(both.by_survival) == [(0, 1, 0), (5, 2, 1), (9, 2, 2)]
     assert both.expected_accepted == pytest.approx(3.04)
@@ -254,7 +260,7 @@ def test_claimed_chances_are_counted_by_tenths() -> None:
 
 def test_counts_of_a_step_and_their_sum() -> None:
     names = ("own", "prediction")
-    a = count_step(trees(tree([-1, 0, -1], [0, 1, 1])), 0, [0, 1], names)._replace(
+    a = count(trees(tree([-1, 0, -1], [0, 1, 1])), 0, [0, 1], names)._replace(
         expected_accepted=0.0, by_survival=(),
     )  # fmt: skip
     assert a == StepCounts(
@@ -268,9 +274,9 @@ def test_counts_of_a_step_and_their_sum() -> None:
         accepted_prediction_tokens=1,
         rejected_prediction_tokens=1,
     )
-    plain = count_step(trees(None, why="budget"), 0, [], ("own",))
+    plain = count(trees(None, why="budget"), 0, [], ("own",))
     assert plain == StepCounts(num_steps=1, no_draft_reason="budget")
-    more = count_step(trees(tree([-1], [0])), 0, [], ("own",))
+    more = count(trees(tree([-1], [0])), 0, [], ("own",))
     both = merge_counts(merge_counts(a, plain), more)
     assert (both.num_steps, both.num_drafts, both.num_drafted, both.num_accepted) == (3, 2, 4, 2)
     assert both.accepted_by_depth == (1, 1) and both.offered_by_depth == (2, 1)
@@ -279,7 +285,7 @@ def test_counts_of_a_step_and_their_sum() -> None:
 
 def test_a_step_s_choices_are_counted_apart() -> None:
     two = trees(tree([-1], [1], [0.3]), None, tree([-1, 0, -1], [0, 2, 2]), why="x")
-    counts = [count_step(two, item, [0], ("a", "b", "c")) for item in (0, 2)]
+    counts = [count(two, item, [0], ("a", "b", "c")) for item in (0, 2)]
     assert [c.by_source for c in counts] == [(("b", 1, 1),), (("a", 1, 1), ("c", 2, 0))]
     assert [c.offered_by_depth for c in counts] == [(1,), (1, 1)]
-    assert count_step(two, 1, [], ("a",)) == StepCounts(num_steps=1, no_draft_reason="x")
+    assert count(two, 1, [], ("a",)) == StepCounts(num_steps=1, no_draft_reason="x")
