@@ -404,13 +404,14 @@ class Drafts:
     def _fit(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> None:
         """Keep as much of the chosen nodes as gets blocks; drafts never preempt anybody for
         theirs."""
-        start = trees.start.tolist()
+        start, seats = trees.start.tolist(), rows.seats.tolist()
+        num_tokens, room = self._table.num_tokens, self._table.room
         for i, num in enumerate(taken.tolist()):
             if start[i] == start[i + 1]:
                 continue
-            sequence, why[i] = rows.sequences[i], "" if num else "budget"
-            if num and sequence.num_tokens + num > sequence.room:
-                taken[i] = num = self._scheduler.reserve_drafts(sequence, num)
+            why[i] = "" if num else "budget"
+            if num and num_tokens[seats[i]] + num > room[seats[i]]:
+                taken[i] = num = self._scheduler.reserve_drafts(rows.sequences[i], num)
                 why[i] = "" if num else "room"
         trees.prune(taken)
 

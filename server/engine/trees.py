@@ -176,8 +176,15 @@ def checked(
     survival = np.empty(total)
     for i, tree in enumerate(each):
         if tree is not None and sizes[i]:
+            columns = tree.token_ids, tree.parents, tree.survival, tree.source, tree.cell
+            place = int(bounds[i, 0]), int(bounds[i, 1]), nodes, survival, at
             try:
-                _admit(tree, int(bounds[i, 0]), int(bounds[i, 1]), nodes, survival, at)
+                try:
+                    found = check(*columns, *place)
+                except TypeError:  # not the numbers that a DraftTree has: some drafter's own
+                    found = check(*_declared(*columns), *place)
+                if found:
+                    raise _fault(tree, found, int(nodes[DEPTH, at + found % (1 << 32)]), place[1])
                 at += sizes[i]
             except Exception as error:
                 errors.append((i, error))
@@ -187,29 +194,26 @@ def checked(
     return Trees(start, nodes, survival, np.zeros(num, np.int32)), errors
 
 
-def _admit(
-    tree: DraftTree, id_bound: int, depth_bound: int, nodes: Int32x2, survival: Float64, at: int
-) -> None:
-    """Write a tree's nodes from number `at` on. Raises DraftError for one that is none."""
-    columns = tree.token_ids, tree.parents, tree.survival, tree.source, tree.cell
-    try:
-        found = check(*columns, id_bound, depth_bound, nodes, survival, at)
-    except TypeError:  # not the numbers that a DraftTree has: some drafter's own
-        ids, parents, chances, source, cell = map(np.asarray, columns)
-        limits = np.iinfo(np.int32)
-        small = [np.clip(x, limits.min, limits.max).astype(np.int32) for x in (ids, parents, cell)]
-        given = chances.astype(np.float32), source.astype(np.uint8)
-        declared = small[0], small[1], *given, small[2]
-        found = check(*declared, id_bound, depth_bound, nodes, survival, at)
-    if found:
-        fault, node = divmod(found, 1 << 32)
-        if fault == _LENGTHS:
-            raise DraftError(_FAULTS[0])
-        depth = 0 if fault < 5 else nodes[DEPTH, at + node]
-        raise DraftError(_FAULTS[fault].format(
-            node=node, token=tree.token_ids[node], parent=tree.parents[node],
-            chance=tree.survival[node], depth=depth, most=depth_bound,
-        ))  # fmt: skip
+def _declared(
+    ids: object, parents: object, survival: object, source: object, cell: object
+) -> tuple[Int32, Int32, Float32, UInt8, Int32]:
+    """The columns of a tree in the types that a DraftTree declares."""
+    limits = np.iinfo(np.int32)
+    given = [np.asarray(column) for column in (ids, parents, cell)]
+    small = [np.clip(column, limits.min, limits.max).astype(np.int32) for column in given]
+    chances, sources = np.asarray(survival, np.float32), np.asarray(source, np.uint8)
+    return small[0], small[1], chances.copy(), sources.copy(), small[2]
+
+
+def _fault(tree: DraftTree, found: int, depth: int, most: int) -> DraftError:
+    """What `check` has found. depth: of the node. most: how deep nodes may lie."""
+    fault, node = divmod(found, 1 << 32)
+    if fault == _LENGTHS:
+        return DraftError(_FAULTS[0])
+    return DraftError(_FAULTS[fault].format(
+        node=node, token=tree.token_ids[node], parent=tree.parents[node],
+        chance=tree.survival[node], depth=depth, most=most,
+    ))  # fmt: skip
 
 
 @entry
