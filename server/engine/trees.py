@@ -176,9 +176,9 @@ def checked(
     survival = np.empty(total)
     for i, tree in enumerate(each):
         if tree is not None and sizes[i]:
-            columns = tree.token_ids, tree.parents, tree.survival, tree.source, tree.cell
             place = int(bounds[i, 0]), int(bounds[i, 1]), nodes, survival, at
             try:
+                columns = tree.token_ids, tree.parents, tree.survival, tree.source, tree.cell
                 try:
                     found = check(*columns, *place)
                 except TypeError:  # not the numbers that a DraftTree has: some drafter's own
