@@ -248,7 +248,8 @@ class _Priced:
             start = np.arange(num + 1, dtype=np.int32) * len(trees.survival)
             certain = np.zeros(num, np.int32)
             kept = int(gain.choose(seats, start, certain, claims, shape, room, num)[0])
-            tree = trees.prune(np.array([kept])).proposed(0, [])[0]
+            trees.prune(np.array([kept]))
+            tree = trees.proposed(0, [])[0]
         seconds, self._prompt_s = self._prompt_s, 0.0
         if seconds:  # the prompt's step, with the nodes that hang off its last row
             cost = self._pricing.cost
