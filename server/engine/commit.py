@@ -42,7 +42,9 @@ from server.engine.trees import (
     END,
     END_ID,
     FAILED,
+    FIRST_SOURCE,
     LENGTH,
+    MAX_DEPTH,
     NUM_CHOICE_LINES,
     NUM_FOUND_LINES,
     PUBLISH,
@@ -134,12 +136,14 @@ def count_step(
     first, end = trees.start[item : item + 2].tolist()
     if first == end:
         return plain_step(trees.why[item])
-    counts = np.zeros((2, 11 + len(source_names)), np.int64)
+    counts = np.zeros((2, FIRST_SOURCE + len(source_names)), np.int64)
     claims = tally(trees.start, trees.nodes, trees.survival, item, runs, run, num_accepted, counts)
     drafted, kept = counts.tolist()
-    depth = drafted[10]
+    depth = drafted[MAX_DEPTH]
     by_source = tuple(
-        (name, drafted[at], kept[at]) for at, name in enumerate(source_names, 11) if drafted[at]
+        (name, drafted[at], kept[at])
+        for at, name in enumerate(source_names, FIRST_SOURCE)
+        if drafted[at]
     )
     predicted, stood = next((row[1:] for row in by_source if row[0] == "prediction"), (0, 0))
     return StepCounts(

@@ -327,6 +327,7 @@ class Drafts:
         bounds = np.zeros((num, 2), np.int64)
         most, certain = np.zeros(num, np.int64), np.zeros(num, np.int32)
         asked, sliced, is_planned = np.full(num, -1, np.int64), list[int](), False
+        num_errors = self.num_errors
         for i, choice, reason in zip(places, choices, reasons, strict=True):
             why[i] = reason
             grammar, was_resting = choice.grammar, choice.is_resting
@@ -359,15 +360,12 @@ class Drafts:
                     each[i], certain[i] = self._constrained(
                         choice, session, int(most[i]), bounds[i], is_asked=not reason
                     )
-                    if choice.session is None:  # it has failed; what the grammar forces stays
-                        asked[i] = seats[i] = -1
                     continue
                 each[i] = session.propose(int(most[i]), depth)
                 if choice.head is not None and choice.head.proposes:
                     sliced.append(i)
             except Exception as error:
                 self.disable(choice, error)
-                asked[i] = seats[i] = -1
         if not is_planned:
             trees = no_trees(num).told(why)
             self._begin_rest(rows, choices, trees, left)
@@ -376,7 +374,9 @@ class Drafts:
         trees, errors = checked(each, bounds)
         for i, fault in errors:
             self.disable(rows.sequences[i], fault)
-            asked[i] = seats[i] = -1
+        if self.num_errors > num_errors:  # who has failed has no seat any more
+            seats = table.gain_seat[rows.seats].astype(np.int64)
+            asked[seats < 0] = -1
         trees.certain, stays = certain, ALL_STAY
         for i in sliced:
             head, at = rows.sequences[i].head, slice(trees.start[i], trees.start[i + 1])

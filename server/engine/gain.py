@@ -334,54 +334,37 @@ def rest(scopes: Float64x2, seats: Float64x2, resting: Int64, num_steps: int) ->
         _fade(scopes, row, share, _ASKS)
 
 
-@inlined
-def _expect(
+@entry
+@compiled
+def expect(
     scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
-    claims: Float64, chances: Float64, order: Int64, owners: Int64,
+    claims: Float64, chances: Float64, owners: Int64,
 ) -> None:  # fmt: skip
-    """Make chances of claims; order: the nodes by descending chance (ties: the earlier). owners:
-    the tree of each. All three float64 or int64 [nodes], written; the others: see Gain.choose."""
+    """Make chances of claims. heard: the seat of each tree. chances: float64 [nodes], owners: int64
+    [nodes], the tree of each; both are written. The others: see Gain.choose."""
     for tree in range(heard.shape[0]):
         row, own = int(seats[heard[tree], _SCOPE]), _own_trust(seats, heard[tree])
         for node in range(start[tree], start[tree + 1]):
             claim = claims[node]
-            chance = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
+            chances[node] = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
             if node - start[tree] < certain[tree]:
-                chance = 1.0
-            chances[node], owners[node] = chance, tree
-            at = node
-            while at > 0 and chances[order[at - 1]] < chance:
-                order[at] = order[at - 1]
-                at -= 1
-            order[at] = node
-
-
-@entry
-@compiled
-def take_all(
-    scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
-    claims: Float64, room: int, chances: Float64, order: Int64, owners: Int64, taken: Int64,
-) -> None:  # fmt: skip
-    """Take the likeliest nodes that fit, whatever they cost. See take."""
-    _expect(scopes, seats, heard, start, certain, claims, chances, order, owners)
-    for i in range(min(room, order.shape[0])):
-        taken[owners[order[i]]] += 1
+                chances[node] = 1.0
+            owners[node] = tree
 
 
 @entry
 @compiled
 def take(
-    scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
-    claims: Float64, room: int, chances: Float64, order: Int64, owners: Int64, taken: Int64,
-    curve: Curve, host: Float64, shape: StepShape, num_asked: int,
+    scopes: Float64x2, seats: Float64x2, heard: Int64, certain: Int32, owners: Int64,
+    chances: Float64, order: Int64, curve: Curve, host: Float64, shape: StepShape, room: int,
+    num_asked: int, taken: Int64,
 ) -> None:  # fmt: skip
     """Take the nodes that pay, of those that their scopes may have (_may_take) beside the certain
     ones.
 
-    heard: the seat of each tree. chances, order, owners: room for what _expect writes. taken: int64
-    [trees], zeros, written. The others: see Gain.choose.
+    owners: of expect. order: int64 [nodes], by descending chance; used up. taken: int64 [trees],
+    zeros, written.
     """
-    _expect(scopes, seats, heard, start, certain, claims, chances, order, owners)
     num = 0
     for i in range(order.shape[0]):
         tree = owners[order[i]]
@@ -562,15 +545,16 @@ class Gain:
         total, taken = claims.shape[0], np.zeros(seats.shape[0], np.int64)
         if total == 0 or room <= 0:
             return taken
-        order, owners = np.empty((2, total), np.int64)
-        drafts = (
-            self._scopes.table, self._seats.table, seats, start, certain, claims, room,
-            np.empty(total), order, owners, taken,
-        )  # fmt: skip
+        tables = self._scopes.table, self._seats.table
+        chances, owners = np.empty(total), np.empty(total, np.int64)
+        expect(*tables, seats, start, certain, claims, chances, owners)
+        order = np.argsort(-chances, kind="stable")
         if self.cost is None:
-            take_all(*drafts)
-        else:
-            take(*drafts, self.cost.curve, self.host.numbers, shape, num_asked)
+            return np.bincount(owners[order[:room]], minlength=seats.shape[0])
+        take(
+            *tables, seats, certain, owners, chances, order, self.cost.curve,
+            self.host.numbers, shape, room, num_asked, taken,
+        )  # fmt: skip
         return taken
 
     # -- after a step -----------------------------------------------------------------------

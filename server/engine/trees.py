@@ -64,6 +64,9 @@ sources, CELL the drafter's own mark, -1 where it gives none."""
 
 ALL_STAY = np.empty(0, np.int32)
 
+MAX_DEPTH, FIRST_SOURCE = 10, 11
+"""The columns of what `tally` counts, behind the ten tenths."""
+
 
 @dataclass
 class Trees:
@@ -300,21 +303,21 @@ def tally(
     num_accepted: int, counts: Int64x2,
 ) -> float:  # fmt: skip
     """Count an item's nodes; returns the sum of their chances. runs, run, num_accepted: of
-    `follow`, the nodes that stand. counts: int64 [2, 11 + sources], zeros, written: of all nodes
-    and of those that stand how many claim a chance in each tenth, the depth of the deepest, and how
-    many are of each source."""
-    first, claims, last = start[item], 0.0, counts.shape[1] - 12
+    `follow`, the nodes that stand. counts: int64 [2, FIRST_SOURCE + sources], zeros, written: of
+    all nodes and of those that stand how many claim a chance in each tenth, the depth of the
+    deepest, and how many are of each source."""
+    first, claims, last = start[item], 0.0, counts.shape[1] - FIRST_SOURCE - 1
     for node in range(first, start[item + 1]):
         source = nodes[SOURCE, node]
         counts[0, min(9, int(survival[node] * 10.0))] += 1
-        counts[0, 11 + (source if source <= last else 0)] += 1
-        counts[0, 10] = max(counts[0, 10], nodes[DEPTH, node])
+        counts[0, FIRST_SOURCE + (source if source <= last else 0)] += 1
+        counts[0, MAX_DEPTH] = max(counts[0, MAX_DEPTH], nodes[DEPTH, node])
         claims += survival[node]
     for at in range(run, run + num_accepted):
         node = first + runs[2, at]
         source = nodes[SOURCE, node]
         counts[1, min(9, int(survival[node] * 10.0))] += 1
-        counts[1, 11 + (source if source <= last else 0)] += 1
+        counts[1, FIRST_SOURCE + (source if source <= last else 0)] += 1
     return claims
 
 

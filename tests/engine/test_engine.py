@@ -504,7 +504,7 @@ def test_a_broken_drafter_costs_the_request_nothing_else() -> None:
     drafter = FakeDrafter(explode)
     engine, _ = _engine(drafters={"d": drafter})
     asked: list[int] = []
-    engine.gain.observe_asks = lambda seats, *_: asked.extend(seats) or 0  # type: ignore
+    engine.gain.observe_asks = lambda seats, *_: asked.extend(seats) or 0  # type: ignore[method-assign,func-returns-value]
     engine.submit(request)
     assert _ids(_finish(engine)["a"]) == _alone(request)
     assert engine.num_drafter_errors == 1 and drafter.num_open == 0
