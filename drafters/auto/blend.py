@@ -4,19 +4,21 @@ The shares are blended from the shortest context to the longest: with q the shar
 p = w q + (1 - w) p. This is deleted interpolation (Jelinek and Mercer 1980); w is the trust in
 such a level, kept per cell of (source, match length, occurrences, agreement, whether the match
 covers the whole output) and learned by expectation maximisation from the tokens that came
-(`learn_token`). `advance` learns from emitted tokens, appends them and follows them in the corpus
-and the prompt: all in one compiled call, as a call from Python takes longer than most of that.
+(`learn_token`). `advance` learns from emitted tokens, appends them, follows them in the corpus and
+the prompt, and notes what the step's rows held likely: all in one compiled call, as a call from
+Python takes longer than most of that.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from drafters.arrays import Float32x2, Float64, Float64x2, Int32, Int64x2, UInt8x2
+from drafters.arrays import Float32, Float32x2, Float64, Float64x2, Int32, Int64x2, UInt8x2
 from drafters.auto.automaton import automaton_step
 from drafters.auto.cells import BASE_CHANCE, NUM_SITUATIONS, factor_cell
 from drafters.auto.copying import follow, learn_entry
 from drafters.auto.gather import NUM, Gathered, GatheredFields, gather
+from drafters.auto.likely import RowsFields, note_rows, write_echo
 from drafters.auto.prior import begin, go_on
 from drafters.auto.text_index import append_id
 from drafters.auto.views import (
@@ -182,18 +184,24 @@ def advance(
     scratch: GatheredFields,
     chances: Float64x2,
     places: Int64x2,
-) -> tuple[float, float]:
+    told: RowsFields,
+    root: int,
+    echo: tuple[Int32, Float32],
+) -> tuple[float, float, int]:
     """Go on by `tokens`, one after the other. fields: the context before them; its text has room
-    for as many more. Returns the asks that the evidence of `trust` and of `without` got.
+    for as many more. Returns the asks that the evidence of `trust` and of `without` got, and how
+    many ids `echo` holds.
 
     learns: uint8 [2, n or more], whether `trust` learns from each token, and whether `without`
     does, which is that of the same context with `plain` in place of what the corpus says. scratch:
     a Gathered's. chances: float64 [2, n or more], filled with the two that were given to each token
-    (0 where nobody learns). places: int64 [7, n or more], filled with state and length of the
-    corpus behind each, and with the cursor.
+    (0 where nobody learns). places: int64 [outputs, 7], of which the row of each number of output
+    tokens is filled: state and length of the corpus behind the last of them, and the cursor. told:
+    what the rows of the step held likely, or none; it is noted once all tokens were learned from,
+    behind the first `root` ids of the text. echo: written, what may come one token later.
     """
     context, found = context_of(fields), Gathered(*scratch)
-    own, corpus = context.own, context.corpus
+    own, corpus, likely = context.own, context.corpus, context.likely
     state, length, cursor = corpus.state, corpus.length, context.cursor
     followed = begin(context.prior, own.text, own.size)
     asked, asked_without = 0.0, 0.0
@@ -209,15 +217,15 @@ def advance(
                 context.hints,
                 CorpusView(corpus.states, corpus.edges, corpus.tops, state, length),
                 context.ends,
-                context.likely,
+                likely,
                 context.copy,
                 cursor,
                 context.prior,
                 context.forms,
             )
-            told = learn_token(token, here, followed, weights, (asks, outcomes), found)
-            chances[0, i] = told[0]
-            asked += told[1]
+            learned = learn_token(token, here, followed, weights, (asks, outcomes), found)
+            chances[0, i] = learned[0]
+            asked += learned[1]
         if learns[1, i]:
             weights, asks, outcomes = without
             marks, docs, nothing = plain
@@ -228,15 +236,15 @@ def advance(
                 context.hints,
                 CorpusView(*nothing),
                 context.ends,
-                context.likely,
+                likely,
                 context.copy,
                 cursor,
                 context.prior,
                 TextView(*NO_TEXT),
             )
-            told = learn_token(token, bare, followed, weights, (asks, outcomes), found)
-            chances[1, i] = told[0]
-            asked_without += told[1]
+            learned = learn_token(token, bare, followed, weights, (asks, outcomes), found)
+            chances[1, i] = learned[0]
+            asked_without += learned[1]
         append_id(own.text, own.table, size, token)
         if corpus.states.shape[0] > 0:
             state, length = automaton_step(corpus.states, corpus.edges, state, length, token)
@@ -245,9 +253,11 @@ def advance(
             if learns[0, i] and size > 0:
                 learn_entry(context.copy, own.text[0, size - 1], cursor, after)
             cursor = after
-        places[0, i], places[1, i] = state, length
-        places[2, i], places[3, i], places[4, i] = cursor.tail, cursor.place, cursor.off
-        places[5, i], places[6, i] = cursor.words, cursor.run
+        at = num_output + 1
+        places[at, 0], places[at, 1] = state, length
+        places[at, 2], places[at, 3], places[at, 4] = cursor.tail, cursor.place, cursor.off
+        places[at, 5], places[at, 6] = cursor.words, cursor.run
         if followed >= 0:
             followed = go_on(context.prior, 0, token, 0, followed)
-    return asked, asked_without
+    note_rows((likely.keys, likely.ids, likely.sums), own.text, root, told, found.path)
+    return asked, asked_without, write_echo(told, tokens, *echo)

@@ -13,19 +13,19 @@ first token follows START as those of other outputs do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.arrays import Float32, Int32, UInt8
+from drafters.arrays import Float32, Int32, Int64, UInt8
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import NO_PLAIN, PlainFields, advance
-from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
+from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.copying import NO_COPY, NOWHERE, Pieces, no_entries
 from drafters.auto.corpus_fit import Rivals, follow_all
-from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.auto.likely import NO_ROWS, NUM_LIKELY, LikelyTable, RowsFields
 from drafters.auto.prior import MOST_FOLLOWED, NO_HIDDEN, NO_PRIOR, Prior, PriorScratch
 from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
 from drafters.auto.template import forms_of
@@ -58,9 +58,6 @@ COMPARE_ALL = 1500  # so many first tokens are all compared with their chances w
 COMPARE_EVERY = 4  # ... and then one in so many
 COMPARE_ALL_STEPS = 400  # steps whose trees are all grown with the corpus and without
 COMPARE_STEP_EVERY = 8  # ... and then one in so many
-Place = tuple[int, int, int, int, int, int, int]
-"""State of the corpus' automaton and length of its match, then the fields of a Cursor."""
-
 MOST_AT_ONCE = 16  # tokens that are learned from before what they say is looked at
 
 
@@ -234,7 +231,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             self._likely = LikelyTable() if drafter.seen is None else drafter.seen.likely
         # Rows of the last step, to be added once its tokens were learned from: what the model held
         # likely at a token is no evidence for how well it was foreseen.
-        self._noted: tuple[Int32, Int32, Float32] | None = None
+        self._noted: RowsFields = NO_ROWS
         self._echo = NO_ECHO
         # The model's state that the prior begins at, and the place of the token drawn from it; that
         # of the last step, until its tokens are appended.
@@ -248,14 +245,16 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         # For each emitted token (and before any): the place in the retrieved index of the last
         # token that followed the prediction, and how many have not followed it since.
         self._anchors: list[tuple[int, int]] = []
-        # Automaton state and match length after each emitted token, and the Cursor.
+        # int64 [room, 7]: after each number of emitted tokens the state of the corpus' automaton,
+        # the length of its match, and the fields of the Cursor.
+        self._places: Int64 = np.empty((64, 7), np.int64)
         self._copy, cursor = NO_COPY, NOWHERE
         if drafter.pieces is not None:
             entered = no_entries() if drafter.seen is None else drafter.seen.entered
             self._copy, cursor = drafter.pieces.index(
                 self._index.text[0, : self._num_prompt], entered
             )
-        self._places: list[Place] = [(*drafter.start_state, *cursor)]
+        self._places[0] = (*drafter.start_state, *cursor)
 
     def settle_once(self) -> None:
         """Retrieve the nearest examples, if that has not been done."""
@@ -401,18 +400,19 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def _context(self, drafter: AutoDrafter) -> ContextFields:
         """The same."""
         index, docs, likely = self._index, self._retrieved, self._likely
-        place = self._places[-1]
+        num_output = index.size - self._num_prompt
+        place = self._places[num_output].tolist()
         states, edges, tops = drafter.corpus_arrays
         return (
             (index.text, index.table, self._prompt_marks, index.size),
-            index.size - self._num_prompt,
+            num_output,
             NO_TEXT if docs is None else docs.view(self._marks),
             self._hints() if self._anchors else NO_HINTS,
             (states, edges, tops, place[0], place[1]),
             drafter.eos_token_ids,
             NO_LIKELY if likely is None else (*likely.arrays, *self._echo),
             self._copy,
-            place[2:],
+            tuple(place[2:]),
             NO_PRIOR if drafter.prior is None else drafter.prior.fields(*self._state),
             self._forms,
         )
@@ -434,17 +434,23 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         return NO_PLAIN
 
     def _advance(
-        self, drafter: AutoDrafter, token_ids: Sequence[int], *, learns: bool = True
-    ) -> None:
+        self,
+        drafter: AutoDrafter,
+        token_ids: Sequence[int],
+        told: RowsFields = NO_ROWS,
+        root: int = 0,
+        *,
+        learns: bool = True,
+    ) -> tuple[Int32, Float32]:
         """Append tokens, and learn from each how far its contexts could be trusted, and whether the
-        corpus helps."""
+        corpus helps. told, root: see blend.advance, whose echo is returned."""
         index, num, work = self._index, len(token_ids), drafter.workspace
         num_output = index.size - self._num_prompt
         # A token drawn again after a rollback is not evidence twice.
         first = max(0, self._num_learned - num_output)
         if not (learns and drafter.learn and self._settled):
             first = num
-        who, chances, places = work.learning(num, first)
+        who, chances = work.learning(num, first)
         without, plain = drafter.trust, NO_PLAIN
         compared: list[int] = []
         if first < num:
@@ -455,45 +461,48 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                     without, plain = drafter.trust.without, self._plain_fields()
         if num > index.room:
             index.make_room(num)
-        asked, asked_without = advance(
+        if num_output + num >= self._places.shape[0]:
+            self._places = np.concatenate((self._places, np.empty_like(self._places)))
+        echo, num_rows = NO_ECHO, told[1].shape[0]
+        if num_rows:
+            assert self._likely is not None
+            self._likely.make_room(num_rows)
+            echo = np.empty(NUM_LIKELY, np.int32), np.empty(NUM_LIKELY, np.float32)
+        asked, asked_without, num_echo = advance(
             np.array(token_ids, np.int32), self._context(drafter), plain, who,
-            drafter.trust.learned_fields, without.learned_fields, work.gathered, chances, places,
+            drafter.trust.learned_fields, without.learned_fields, work.gathered, chances,
+            self._places, told, root, echo,
         )  # fmt: skip
         drafter.trust.num_news += asked
         without.num_news += asked_without
         index.size += num
         index.room -= num
-        self._places.extend(cast("Iterable[Place]", zip(*places[:, :num].tolist(), strict=True)))
         for i in compared:
             drafter.trust.fit.compare(float(chances[0, i]), float(chances[1, i]))
+        return echo[0][:num_echo], echo[1][:num_echo]
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
         drafter, root = self._drafter, self._index.size
         if drafter is None:
             raise self._closed()
-        if self._anchors:  # where it stands in the prediction changes with each token
-            for token in token_ids:
-                self._advance(drafter, (token,))
-                self._align(token)
+        # Where it stands in the prediction changes with each token.
+        at_once, echo = 1 if self._anchors else MOST_AT_ONCE, self._echo
+        for first in range(0, len(token_ids), at_once):
+            some, told = token_ids[first : first + at_once], NO_ROWS
+            if first + at_once >= len(token_ids):
+                told, self._noted = self._noted, NO_ROWS
+            echo = self._advance(drafter, some, told, root)
+            if self._anchors:
+                self._align(some[0])
+        self._echo = echo
+        if self._anchors:
             self._weigh_near()
-        else:
-            for first in range(0, len(token_ids), MOST_AT_ONCE):
-                self._advance(drafter, token_ids[first : first + MOST_AT_ONCE])
-        if token_ids:
-            self._echo = NO_ECHO
         if self._noted_state is not None:
             self._state = self._noted_state, self._index.size - 1
             self._noted_state = None
         if self._rivals:
             self._rivals = follow_all(self._rivals, token_ids, drafter.trust.fit)
-        if self._noted is not None:
-            # What its last row held likely may come one token later.
-            nodes, ids, chances = self._noted
-            self._noted, likely = None, self._likely
-            assert likely is not None
-            text = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root]
-            self._echo = likely.note(text, nodes, ids, chances, np.array(token_ids, np.int32))
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """See ResumedSession."""
@@ -508,7 +517,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def _forget_step(self) -> None:
         """Discard the last step's rows and trees."""
-        self._noted, self._noted_state, self._echo = None, None, NO_ECHO
+        self._noted, self._noted_state, self._echo = NO_ROWS, None, NO_ECHO
         self._grown, self._rivals = (), []
 
     def note_likely(
@@ -540,7 +549,6 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         if self._state[1] >= self._index.size:
             self._state = NO_HIDDEN, 0
         self._forget_step()
-        del self._places[mark + 1 :]
         if self._anchors:
             del self._anchors[mark + 1 :]
             self._weigh_near()
@@ -552,5 +560,4 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self._retrieved = None
         self._marks = NO_MARKS
         self._forms = NO_TEXT
-        self._places = []
         self._anchors = []

@@ -136,18 +136,27 @@ def _grow(keys: Int64, ids: Int32x2, sums: Float32x2, to: TableFields) -> None:
                 to[2][at, j] = sums[slot, j]
 
 
+RowsFields = tuple[Int32x2, Int32x2, Float32x2]
+"""What a step's rows held likely. nodes: int32 [2, N], token and parent of the nodes that were
+verified. ids: int32 [1 + N, K], chances: float32 [1 + N, K], the root's first; none where nothing
+was told."""
+
+NO_ROWS: RowsFields = (
+    np.empty((2, 0), np.int32),
+    np.empty((0, 0), np.int32),
+    np.empty((0, 0), np.float32),
+)
+
+
 @inlined
-def _note_rows(
-    table: tuple[Int64, Int32, Float32],
-    text: Int32,
-    nodes: Int32,
-    ids: Int32,
-    chances: Float32,
-    path: Int32,
+def note_rows(
+    table: tuple[Int64, Int32, Float32], text: Int32, root: int, told: RowsFields, path: Int32
 ) -> None:
-    """Add the rows of a tree. path: int32 [MAX_LIKELY_MATCH], scratch. See LikelyTable.note."""
+    """Add the rows of a tree behind text[0, :root], of which the last three count. path: int32
+    [MAX_LIKELY_MATCH or more], scratch."""
     keys, kept, sums = table
-    for row in range(nodes.shape[1] + 1):
+    nodes, ids, chances = told
+    for row in range(ids.shape[0]):
         if chances[row, 0] <= 0.0:
             continue
         size = 0
@@ -156,8 +165,8 @@ def _note_rows(
             path[size] = nodes[0, node]
             node = nodes[1, node]
             size += 1
-        for i in range(min(text.shape[0], MAX_LIKELY_MATCH - size)):
-            path[size] = text[text.shape[0] - 1 - i]
+        for i in range(min(root, MAX_LIKELY_MATCH - size)):
+            path[size] = text[0, root - 1 - i]
             size += 1
         key = 0
         for i in range(size):
@@ -166,18 +175,15 @@ def _note_rows(
 
 
 @inlined
-def _write_echo(
-    nodes: Int32,
-    ids: Int32,
-    chances: Float32,
-    tokens: Int32,
-    echo_ids: Int32,
-    echo_chances: Float32,
-) -> int:
-    """Write what the row that drew the last of `tokens` held likely beside it; returns how many.
+def write_echo(told: RowsFields, tokens: Int32, echo_ids: Int32, echo_chances: Float32) -> int:
+    """Write what the row that drew the last of `tokens`, which the step emitted, held likely beside
+    it; returns how many.
 
     None where that row is not known. echo_ids, echo_chances: [K].
     """
+    nodes, ids, chances = told
+    if ids.shape[0] == 0 or tokens.shape[0] == 0:
+        return 0
     row = 0
     for i in range(tokens.shape[0] - 1):
         found = -1
@@ -196,25 +202,6 @@ def _write_echo(
     return num
 
 
-@entry
-@borrowing
-def _note_step(
-    table: TableFields,
-    text: Int32,
-    nodes: Int32x2,
-    ids: Int32x2,
-    chances: Float32x2,
-    tokens: Int32,
-    scratch: tuple[Int32, Int32, Float32],
-) -> int:
-    """Add the rows of a step and write the echo, in one call. scratch: a path and the echo."""
-    path, echo_ids, echo_chances = scratch
-    _note_rows(table, text, nodes, ids, chances, path)
-    if tokens.shape[0] == 0:
-        return 0
-    return _write_echo(nodes, ids, chances, tokens, echo_ids, echo_chances)
-
-
 class LikelyTable:
     """What the model held likely, by context. One writer: the sessions of one scope's drafter.
 
@@ -223,25 +210,16 @@ class LikelyTable:
     and how many rows there were, both decayed.
     """
 
-    __slots__ = ("_max_slots", "_most_held", "_path", "arrays", "ids", "keys", "sums")
+    __slots__ = ("_max_slots", "_most_held", "arrays", "ids", "keys", "sums")
 
     def __init__(self, max_slots: int = MAX_SLOTS) -> None:
         """max_slots: a power of two."""
         self._max_slots = max_slots
-        self._path: Int32 = np.zeros(MAX_LIKELY_MATCH, np.int32)
         self.keys, self.ids, self.sums = self.arrays = _empty(min(FIRST_SLOTS, max_slots))
         self._most_held = 0  # contexts, at most
 
-    def note(
-        self, text: Int32, nodes: Int32, ids: Int32, chances: Float32, tokens: Int32
-    ) -> tuple[Int32, Float32]:
-        """Add the rows of a step; returns what may come one token later (ids and chances): what
-        the row that drew the last token held likely beside it.
-
-        text: int32, the tokens up to the root; the last three count. nodes: int32 [2, N] token and
-        parent of the verified nodes. ids, chances: [1 + N, K], the root's first. tokens: int32,
-        what the step emitted.
-        """
+    def make_room(self, num_rows: int) -> None:
+        """Grow, if need be, before so many rows are noted."""
         num_slots = self.keys.shape[0]
         if num_slots < self._max_slots and 2 * self._most_held > num_slots:
             self._most_held = int(np.count_nonzero(self.keys))
@@ -249,12 +227,7 @@ class LikelyTable:
                 larger = _empty(min(4 * num_slots, self._max_slots))
                 _grow(*self.arrays, larger)
                 self.keys, self.ids, self.sums = self.arrays = larger
-        echo_ids = np.empty(ids.shape[1], np.int32)
-        echo_chances = np.empty(ids.shape[1], np.float32)
-        scratch = (self._path, echo_ids, echo_chances)
-        num = _note_step(self.arrays, text, nodes, ids, chances, tokens, scratch)
-        self._most_held += MAX_LIKELY_MATCH * ids.shape[0]
-        return echo_ids[:num], echo_chances[:num]
+        self._most_held += MAX_LIKELY_MATCH * num_rows
 
 
 def _empty(num_slots: int) -> tuple[Int64, Int32, Float32]:

@@ -275,8 +275,7 @@ class Workspace:
     """
 
     __slots__ = (
-        "_chances", "_growth", "_learns", "_max_budget", "_max_depth", "_places", "_tree",
-        "gathered",
+        "_chances", "_growth", "_learns", "_max_budget", "_max_depth", "_tree", "gathered",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -286,18 +285,17 @@ class Workspace:
     def _make_room(self, num: int) -> None:
         self._learns: UInt8 = np.zeros((2, num), np.uint8)
         self._chances: Float64 = np.zeros((2, num), np.float64)
-        self._places: Int64 = np.zeros((7, num), np.int64)
 
-    def learning(self, num: int, first: int) -> tuple[UInt8, Float64, Int64]:
-        """`learns`, `chances` and `places` of advance, for num tokens: learned from the first-th
-        on, and by `without` from none."""
+    def learning(self, num: int, first: int) -> tuple[UInt8, Float64]:
+        """`learns` and `chances` of advance, for num tokens: learned from the first-th on, and by
+        `without` from none."""
         if num > self._learns.shape[1]:
             self._make_room(2 * num)
         learns = self._learns
         learns[:, :first] = 0
         learns[0, first:num] = 1
         learns[1, first:num] = 0
-        return learns, self._chances, self._places
+        return learns, self._chances
 
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth

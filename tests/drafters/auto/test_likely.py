@@ -18,7 +18,6 @@ from drafters.calibration import CalibrationError
 from drafters.replay import Recording, replay
 from drafters.tree import DraftTree
 
-NONE = np.empty(0, np.int32)
 Rows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 
@@ -108,21 +107,26 @@ def test_a_row_is_no_evidence_for_its_own_token() -> None:
     assert asked > 300 and answered < 0.15 * asked
 
 
+def note_row(table: LikelyTable, before: Sequence[int], row: dict[int, float]) -> None:
+    """A step without nodes, behind these tokens."""
+    session = AutoDrafter(seen=Seen(likely=table), learn=False).open(before)
+    note(session, DraftTree.empty(), rows(row), [1])
+    session.close()
+
+
 def test_a_context_forgets_and_the_table_is_bounded() -> None:
     table = LikelyTable(max_slots=1 << 10)
-    nothing = np.empty((2, 0), np.int32)
     for _ in range(20):
-        table.note(np.array([5], np.int32), nothing, *rows({1: 0.9}), NONE)
+        note_row(table, [5], {1: 0.9})
     assert held(table, 5)[1] == pytest.approx(0.9, abs=0.01)
     for _ in range(20):
-        table.note(np.array([5], np.int32), nothing, *rows({2: 0.8}), NONE)
+        note_row(table, [5], {2: 0.8})
     assert held(table, 5)[2] > 4 * held(table, 5)[1]
     rng = random.Random(1)
     for turn in range(4000):  # one context among thousands that come once
-        before = np.array([rng.randrange(100, 9000) for _ in range(3)], np.int32)
-        table.note(before, nothing, *rows({3: 0.5}), NONE)
+        note_row(table, [rng.randrange(100, 9000) for _ in range(3)], {3: 0.5})
         if turn % 20 == 0:
-            table.note(np.array([5], np.int32), nothing, *rows({2: 0.8}), NONE)
+            note_row(table, [5], {2: 0.8})
     assert held(table, 5)[2] == pytest.approx(0.8, abs=0.05)
     assert table.keys.shape[0] == 1 << 10 < MAX_SLOTS
     assert np.isfinite(table.sums).all()
@@ -130,9 +134,8 @@ def test_a_context_forgets_and_the_table_is_bounded() -> None:
 
 def test_a_growing_table_keeps_what_it_holds() -> None:
     table = LikelyTable()
-    nothing = np.empty((2, 0), np.int32)
     for token in range(2000):
-        table.note(np.array([token], np.int32), nothing, *rows({token + 1: 0.5}), NONE)
+        note_row(table, [token], {token + 1: 0.5})
     assert table.keys.shape[0] > 2000
     kept = [held(table, token).get(token + 1) for token in range(2000)]
     assert sum(share is not None for share in kept) > 1950
