@@ -539,6 +539,8 @@ class Committer:
                 return Outcome(sequence, end, NO_TOKEN_LEFT)
             # A wrong token may have caused it: tokens are checked before anything ends.
             end, is_due = StopCut(end.num_kept), True
+        # Where all stand and no token could be drawn behind them, the last is the next step's root.
+        num_again = run.why == FAILED and end.num_kept == len(run.ids)
         run.cut(end.num_kept)
         if waits:
             self._slices.keep(sequence, run.draws, len(run.ids))
@@ -554,7 +556,7 @@ class Committer:
         )
         sequence.counts = merge_counts(sequence.counts, counts)
         self._slices.count_step(sequence)
-        sequence.num_computed += len(run.path)
+        sequence.num_computed += len(run.path) - num_again
         sequence.num_steps += 1
         sequence.append(run.ids)
         self._drafts.teach(sequence, run.ids, trees, item, run.path, draw, results)

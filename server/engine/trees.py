@@ -476,8 +476,6 @@ def follow(
                 if why == GOES_ON:
                     continue
             break
-        if why == FAILED and accepted:
-            accepted -= 1  # the last token that stands is the next step's root
         if at == start:
             came[first:end] = -1
         found[c, RUN], found[c, NUM_IDS], found[c, NUM_ACCEPTED] = start, at - start, accepted
