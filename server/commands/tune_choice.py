@@ -165,7 +165,7 @@ class _Priced:
         self._drafter, self._pricing, self._num_streams = drafter, pricing, num_streams
         self._gain = Gain(pricing.cost)
         self._gain.host = pricing.engine.gain.host
-        self._seat = self._gain.seat("replay")
+        self._seat = self._gain.seat("replay", knows=True)
         for claim in (0.05, 0.25, 0.5, 0.75, 0.95):
             claims = np.full(100, claim)
             self._observe(claims, range(round(100 * claim)))
@@ -175,7 +175,8 @@ class _Priced:
         self._known: set[tuple[int, ...]] = set()
         self._recordings = iter(recordings)
         self._session: Any = None
-        self._length, self._prompt_s = 0, 0.0  # of the session; of the prompt of its first tree
+        self._ids, self._length, self._told = np.empty(0, np.int32), 0, 0  # as Gain.watch has them
+        self._is_asked, self._prompt_s = False, 0.0  # in this step; of the prompt of its first tree
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -188,6 +189,8 @@ class _Priced:
         prediction_ids: Sequence[int] = (),
     ) -> DraftSession:
         """The next recording's: its prompt and its plain path are priced."""
+        import numpy as np
+
         recording = next(self._recordings)
         pricing, told, num = self._pricing, self.told, len(prompt_ids)
         prompt_s = pricing.prompt_s(self._cached(prompt_ids), num)
@@ -198,7 +201,10 @@ class _Priced:
         self._session = self._drafter.open(
             list(map(int, prompt_ids)), context_span=context_span, prediction_ids=prediction_ids
         )
-        self._length, self._prompt_s = num, prompt_s
+        self._ids = np.array([*prompt_ids, *recording.output_ids], np.int32)
+        self._length, self._told, self._prompt_s = num, num, prompt_s
+        self._gain.leave(self._seat)
+        self._seat = self._gain.seat("replay")
         return cast("DraftSession", self)
 
     def _observe(self, claims: Float64, accepted: Sequence[int]) -> None:
@@ -236,17 +242,20 @@ class _Priced:
 
         num, gain = self._num_streams, self._gain
         shape, room = StepShape(num, num, float(self._length)), num * max_nodes
-        tree, kept, ask_s = DraftTree.empty(), 0, 0.0
-        if gain.most(shape, room):  # else nobody is asked
+        tree, kept, ask_s, seats = DraftTree.empty(), 0, 0.0, np.full(num, self._seat)
+        gain.watch(self._seat, self._ids[: self._length], self._told)
+        _, most = gain.ask(seats, shape, room)
+        self._is_asked = most > 0
+        if most:
             began = time.thread_time()
             bounds = np.array([(self._vocab_size, max_depth)])
             trees, errors = checked([self._session.propose(max_nodes, max_depth)], bounds)
             if errors:
                 raise errors[0][1]
             ask_s = max(time.thread_time() - began, gain.host.asking(num) / num)
-            claims, seats = np.tile(trees.survival, num), np.full(num, self._seat)
+            claims, certain = np.tile(trees.survival, num), np.zeros(num, np.int32)
             start = np.arange(num + 1, dtype=np.int32) * len(trees.survival)
-            certain = np.zeros(num, np.int32)
+            gain.observe_asks(seats, start, certain, claims)
             kept = int(gain.choose(seats, start, certain, claims, shape, room, num)[0])
             trees.prune(np.array([kept]))
             tree = trees.proposed(0, [])[0]
@@ -267,6 +276,8 @@ class _Priced:
     def extend(self, token_ids: Sequence[int]) -> None:
         """As DraftSession.extend."""
         self._length += len(token_ids)
+        if self._is_asked:
+            self._told = self._length
         self._session.extend(token_ids)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from drafters.replay import Recording
+from drafters.tree import DraftTree
 from server.commands.record import Answer
 from server.commands.tune_choice import TURN, Pricing, ratio_error, serve, taken
 from server.engine.batch import Batch
@@ -152,6 +153,19 @@ def test_nodes_that_cost_as_much_as_steps_or_never_come_are_not_taken() -> None:
     wrong = _replay(random_drafter(1, 13), 20.0)
     assert wrong.num_rows < 3 * 24 * 4 / 2, "fewer and fewer, as they are found out"
     assert 0.7 < wrong.speedup < 1.1
+
+
+def test_whose_drafts_do_not_pay_is_hardly_asked_in_a_replay_either() -> None:
+    recordings = [Recording([9, i], [*range(10 + i, 90 + i)]) for i in range(40)]
+    asked = list[int]()
+    wrong = random_drafter(1, 13)
+
+    def propose(tokens: list[int], budget: int, depth: int) -> DraftTree:
+        asked.append(len(tokens))
+        return wrong.propose_from(tokens, budget, depth)
+
+    found = _replay(FakeDrafter(propose), 20.0, recordings)
+    assert len(asked) < 0.1 * found.num_steps and found.speedup > 0.98
 
 
 def test_a_prompt_s_blocks_that_an_earlier_one_has_cost_nothing() -> None:
