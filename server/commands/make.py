@@ -33,7 +33,7 @@ from server.commands.data import FieldOptions, read_task_data
 from server.commands.options import Bar, ModelOptions, SamplingOptions, duration, sampling_of
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.tasks import tune_task
-from server.commands.train import BaseOptions, RecipeOptions, train_adapter
+from server.commands.train import BaseOptions, RecipeOptions, train_adapter, wait_asleep
 from server.commands.tune_data import RecordOptions, TaskFile
 from server.datasets import Turn, answered_turn, rows
 from server.errors import ConfigError
@@ -401,6 +401,7 @@ class _Make:
 
     def _training_s(self) -> float:
         """By the size of the model's layers and what this machine multiplies a second."""
+        wait_asleep()
         import torch
 
         from server.commands.train import has_bfloat16

@@ -185,6 +185,9 @@ def prior(
     threads: Annotated[int | None, Parameter(help="CPU threads")] = None,
     seed: Annotated[int, Parameter(help="of what is drawn (0)")] = 0,
 ) -> int:
+    from server.commands.train import wait_asleep
+
+    wait_asleep()
     import torch
 
     from server.commands.own_engine import own_engine

@@ -367,3 +367,18 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config("--api-key", "one", "--api-key", "two")
     assert [key.secret() for key in config.keys] == ["one", "two", "from-env"]
     assert len({key.id for key in config.keys}) == 3
+
+
+def test_training_takes_its_share_of_a_busy_machine(tmp_path: Path) -> None:
+    """libgomp reads how long waiting threads spin when torch is imported, and says what it read."""
+    if sys.platform != "linux":
+        pytest.skip("libgomp is torch's on Linux")
+    data = tmp_path / "empty.jsonl"
+    data.write_text("")
+    words = ["tasks", "train", "--data", str(data), "-o", str(tmp_path / "adapter")]
+    done = subprocess.run(
+        [sys.executable, "-m", "server.commands.cli", *words], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"},
+    )  # fmt: skip
+    assert done.returncode == 1 and str(data) in done.stderr
+    assert "GOMP_SPINCOUNT = '10000'" in done.stderr
