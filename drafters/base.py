@@ -46,7 +46,8 @@ class DraftSession(Protocol):
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """The outcome of a proposed tree. accepted: the node indexes on the accepted path.
 
-        Called before `extend` of the same step; calibration learns here.
+        Called before `extend` of the same step; calibration learns here. Not called where a session
+        has a bool `wants_feedback` that is False.
         """
 
     def settle(self) -> None:

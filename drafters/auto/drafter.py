@@ -385,6 +385,11 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             context, trust = self._context_without(drafter), drafter.trust.without
         return drafter.workspace.grow(limits, context, trust.fields)
 
+    @property
+    def wants_feedback(self) -> bool:
+        """See DraftSession: only where two trees were grown."""
+        return bool(self._grown)
+
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """From here on the step's two trees are followed, with as many nodes as were verified."""
         if self._drafter is None:

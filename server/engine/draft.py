@@ -564,7 +564,7 @@ class Drafts:
                 last = draw if len(ids) < 2 else draw + 1 + path[len(ids) - 2]
                 state = self._states(np.array([last], np.int32))[0]
                 cast("StateSession", session).note_state(state)
-            if first < end:
+            if first < end and getattr(session, "wants_feedback", True):
                 forced = -1 if sequence.grammar is None else len(sequence.sources) - 1
                 tree, accepted = trees.proposed(item, path, forced)
                 if tree.token_ids.shape[0]:

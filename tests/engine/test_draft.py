@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import make_drafter
+from drafters.auto.drafter import AutoDrafter
+from drafters.corpus import build_corpus
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
 from server.engine.engine import Engine
@@ -164,3 +166,19 @@ def test_a_published_drafter_learns_from_the_nodes_that_were_verified() -> None:
     offered, came = known.calibration.counts()["offers"].sum(axis=1) - before
     assert drafted == accepted > 10
     assert (offered, came) == (pytest.approx(drafted), pytest.approx(accepted))
+
+
+def test_auto_hears_how_many_nodes_of_its_two_trees_were_verified() -> None:
+    """One is grown with the corpus and one without, until it is known which to follow."""
+    corpus = build_corpus([([], [i % 7 + 1 for i in range(30)])] * 4, fingerprint="")
+    drafter = AutoDrafter(corpus=corpus)
+    engine = Engine(Copies(), {"auto": drafter}, EngineSettings(max_num_seqs=4))
+    engine.submit(
+        Request("r", "task", "fake", (9, 8), SamplingParams(temperature=0.0, max_tokens=31),
+                SpeculationParams("auto", 4))
+    )  # fmt: skip
+    num_drafts = 0
+    while engine.has_work:
+        num_drafts += sum(delta.counts.num_drafts for delta in engine.step())
+    assert num_drafts > 3
+    assert num_drafts - 2 <= drafter.trust.fit.num_steps <= num_drafts
