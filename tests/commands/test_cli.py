@@ -377,8 +377,8 @@ def test_training_takes_its_share_of_a_busy_machine(tmp_path: Path) -> None:
     data.write_text("")
     words = ["tasks", "train", "--data", str(data), "-o", str(tmp_path / "adapter")]
     done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", *words], capture_output=True, text=True, cwd=ROOT,
-        env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        [sys.executable, "-m", "server.commands.cli", *words],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"},
     )  # fmt: skip
     assert done.returncode == 1 and str(data) in done.stderr
     assert "GOMP_SPINCOUNT = '10000'" in done.stderr
