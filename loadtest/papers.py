@@ -188,7 +188,7 @@ def speculative(sets: Sets, options: PaperOptions) -> Iterator[Table]:
 
 def fine_tuned(sets: Sets) -> Iterator[Table]:
     """TASC-ft as far as it needs no training: entropies, lengths, forward passes."""
-    from server.model.gguf_folder import text_folder
+    from server.model.catalog import text_folder
 
     reports: dict[str, Report] = {}
     alphas: dict[str, list[float]] = {}

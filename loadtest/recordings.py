@@ -55,9 +55,8 @@ class Ids(NamedTuple):
 def open_ids(model: str) -> Ids:
     """Of a model of the user's cache, or a folder. Raises ValueError that says how to get it."""
     from server.model.catalog import cached_folder
-    from server.model.gguf_folder import cached_file_folder
 
-    folder = cached_file_folder(model) or cached_folder(model)
+    folder = cached_folder(model, "file") or cached_folder(model)
     if folder is None:
         raise ValueError(f"{model} is not in the cache: tailor models fetch {model}")
     tokenizer, table, eos = open_table(folder)

@@ -43,7 +43,6 @@ from server.machine import cores
 from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
 from server.model.cpu.runner import CpuRunner
-from server.model.gguf_folder import file_folder
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ def runner_of(
     weights, _, kv_dtype = form.partition(":")
     if weights not in (*FORMS, "file"):
         raise ModelError(f"{form!r} is none of {', '.join(FORMS)}, file")
-    folder = file_folder(model) if weights == "file" else model_folder(model)
+    folder = model_folder(model, "file" if weights == "file" else "float32")
     runner = build_runner(
         RunnerSpec(
             name=form,

@@ -169,6 +169,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The converted smollm2-135m-instruct folder. Fetched and converted once into the cache."""
-    from server.model.catalog import BUILT_IN, fetch_built_in
+    from server.model.catalog import model_folder
 
-    return fetch_built_in(BUILT_IN["smollm2-135m-instruct"])
+    return model_folder("smollm2-135m-instruct")

@@ -371,6 +371,6 @@ def check_real(asked: Asked, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from server.model.catalog import BUILT_IN, fetch_built_in
+    from server.model.catalog import model_folder
 
-    make(fetch_built_in(BUILT_IN["smollm2-135m-instruct"]), Path(sys.argv[1]))
+    make(model_folder("smollm2-135m-instruct"), Path(sys.argv[1]))

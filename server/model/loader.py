@@ -31,16 +31,14 @@ from server.errors import ModelError, TailorError, UnsupportedModelError
 from server.model import known_config
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
 from server.model.cache_folder import remembered_sha256
-from server.model.catalog import model_folder
+from server.model.catalog import gguf_of, model_folder
 from server.model.families import family_of
 from server.model.generic import WRAPPERS, is_generic
 from server.model.gguf_file import GgufWeights
-from server.model.gguf_folder import gguf_of
 from server.model.known_config import KnownConfig
 from server.model.nf4 import PARTS, STATE
 from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
-from server.model.wheels import Report
 from vocab_store.enrichment import Enrichment
 
 if TYPE_CHECKING:
@@ -311,8 +309,6 @@ def open_model(
     name_or_path: str | Path,
     adapter: str | Path | None = None,
     *,
-    wheel_dir: Path | None = None,
-    report: Report | None = None,
     remembers: bool = False,
 ) -> ModelFolder:
     """Open a model: a built-in name, a folder, a GGUF file or a Hugging Face id.
@@ -321,7 +317,7 @@ def open_model(
     taken from the cache where it is kept, without importing transformers; not for build_module.
     Raises ModelError (missing files, wrong shapes), IntegrityError and UnsupportedModelError.
     """
-    path = model_folder(str(name_or_path), wheel_dir=wheel_dir, report=report)
+    path = model_folder(str(name_or_path))
     try:
         return _open(path, adapter, remembers)
     except TailorError:

@@ -163,11 +163,11 @@ def open_base(
     """
     if form == "fp8":
         raise ConfigError("--weights fp8 is of CUDA and is not trained over; int8 is the nearest")
-    from server.model.gguf_folder import file_folder
+    from server.model.catalog import model_folder
     from server.model.loader import build_module, open_model
 
     is_folder = Path(model).expanduser().is_dir()
-    folder = open_model(file_folder(model) if form == "file" and not is_folder else model)
+    folder = open_model(model_folder(model, "file") if form == "file" and not is_folder else model)
     weights = folder.weights
     if form == "file" and isinstance(weights, WeightReader):
         if not any(weights.nf4(name) for name in weights.names()):

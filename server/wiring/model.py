@@ -221,25 +221,23 @@ def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
 
 def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
     """Whether a model is served from its GGUF as it is: asked for, or nothing else is."""
-    from server.model.catalog import BUILT_IN
-    from server.model.gguf_folder import is_gguf_path
+    from server.model.catalog import source_of
 
     own = model.over(engine)
     if own.weights != "auto":
         return own.weights == "file"
     on_cpu = all(device == "cpu" for device in model.devices)
-    is_gguf = model.path in BUILT_IN or is_gguf_path(model.path)
-    return own.dtype == "auto" and model.adapter is None and on_cpu and is_gguf
+    plain = own.dtype == "auto" and model.adapter is None and on_cpu
+    return plain and source_of(model.path) is not None
 
 
 def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
     """The model's folder. Fetching and converting, once, is done by a process of its own, because
     it loads torch and the whole model, and this one will only speak HTTP."""
     from server.model.catalog import cached_folder
-    from server.model.gguf_folder import cached_file_folder
 
     kind = model.over(engine).weights if serves_file(model, engine) else "float32"
-    folder = (cached_folder if kind == "float32" else cached_file_folder)(model.path)
+    folder = cached_folder(model.path, "float32" if kind == "float32" else "file")
     if folder is None:
         command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]
         command += ["--form", kind]

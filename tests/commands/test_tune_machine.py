@@ -9,7 +9,7 @@ import pytest
 from server.commands.options import ModelOptions
 from server.commands.tasks import compare_forms, forms_of
 from server.commands.tune import form_lines
-from server.model.gguf_folder import file_folder
+from server.model.catalog import model_folder
 from tests.model.gguf_models import BLOCKS, write_llama
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -38,7 +38,7 @@ def test_nothing_is_fetched_or_converted_for_it(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     write_llama(file, *BLOCKS)
     assert forms_of(ModelOptions(model=str(file))) == []
-    file_folder(str(file))
+    model_folder(str(file), "file")
     assert [form for form, _ in forms_of(ModelOptions(model=str(file)))] == ["file"]
     assert compare_forms(ModelOptions(model=str(file)), [([1], [2])], lambda *_: None) == {}
     assert forms_of(ModelOptions(model=str(tmp_path), device="cuda")) == []

@@ -328,13 +328,13 @@ def _with_sentencepiece(data: bytes) -> bytes:
 
 
 def _use_gguf(data: bytes, folder: Path) -> None:
-    from server.model.gguf_folder import file_folder
+    from server.model.catalog import model_folder
 
     file = folder / "m.gguf"
     file.write_bytes(data)
     os.environ["TAILOR_CACHE_DIR"] = str(folder / "cache")
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    _read_whole(file_folder(str(file), report=lambda _: None))
+    _read_whole(model_folder(str(file), "file", report=lambda _: None))
 
 
 def _read_whole(folder: Path) -> None:

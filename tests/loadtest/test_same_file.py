@@ -21,7 +21,7 @@ from loadtest.same_file import (
     write_random,
 )
 from server.model.build import RunnerSpec, build_runner
-from server.model.gguf_folder import file_folder
+from server.model.catalog import model_folder
 from server.model.gguf_index import GgufIndex
 from server.model.scoring import Text, score
 from server.types import EngineSizes
@@ -69,7 +69,7 @@ def test_a_file_of_random_weights_is_served_in_its_own_shape(
         small = replace(small, vocab=400, context=128)
         out = tmp_path / f"{name}.gguf"
         write_random(tmp_path / "in.gguf", out, small, "q8_0")
-        folder = file_folder(str(out))
+        folder = model_folder(str(out), "file")
         sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=64, kv_bytes=1 << 21)
         runner = build_runner(RunnerSpec("m", str(folder), sizes=sizes, threads=1))
         try:

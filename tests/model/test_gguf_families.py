@@ -15,7 +15,6 @@ from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
 from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, config_values
 from server.model.gguf_file import GgufWeights
-from server.model.gguf_folder import file_folder, served_folder
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
 from server.types import EngineSizes
@@ -70,7 +69,7 @@ def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> Non
                 exact = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q8_0)
                 weight.copy_(torch.from_numpy(exact))
     write(model, module, tmp_path / "m.gguf", "Q8_0")
-    folder = file_folder(str(tmp_path / "m.gguf"))
+    folder = model_folder(str(tmp_path / "m.gguf"), "file")
     weights = open_model(folder).weights
     assert isinstance(weights, GgufWeights)
     state = module.state_dict()
@@ -95,7 +94,7 @@ def test_a_file_of_a_generic_model_is_served_from_floats(
                 weight.copy_(torch.from_numpy(exact))
     generic.write(model, module, tmp_path / "m.gguf", form)
     told: list[str] = []
-    folder = served_folder(str(tmp_path / "m.gguf"), report=told.append)
+    folder = model_folder(str(tmp_path / "m.gguf"), "auto", report=told.append)
     assert "transformers' own forward, from floats; it is served from a float32 copy" in told[0]
     weights, state = open_model(folder).floats, module.state_dict()
     assert set(weights.names()) == set(state)
@@ -109,11 +108,11 @@ def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:
     module = model.build()
     extra = {"blk.4.nextn.enorm.weight": 64, "blk.4.attn_norm.weight": 64}
     generic.write(model, module, tmp_path / "m.gguf", extra=extra)
-    folder = served_folder(str(tmp_path / "m.gguf"))
+    folder = model_folder(str(tmp_path / "m.gguf"), "auto")
     assert open_model(folder).config.num_hidden_layers == 4
     generic.write(model, module, tmp_path / "n.gguf", extra={"blk.3.nextn.enorm.weight": 64})
     with pytest.raises(UnsupportedModelError, match=r"not computed, first blk.3.nextn.enorm"):
-        served_folder(str(tmp_path / "n.gguf"))
+        model_folder(str(tmp_path / "n.gguf"), "auto")
 
 
 def test_every_generic_architecture_that_is_read_has_a_model() -> None:

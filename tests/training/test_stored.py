@@ -153,13 +153,13 @@ def test_over_a_file_as_it_is_the_loss_is_that_over_its_floats(
 
 
 def test_transformers_own_module_reads_a_file_as_floats(tmp_path: Path) -> None:
-    from server.model.gguf_folder import file_folder
+    from server.model.catalog import model_folder
 
     model = gguf_models.MODELS["llama"]
     gguf_models.write(model, model.build(), tmp_path / "m.gguf", "Q8_0")
     ids = torch.tensor([[5, 6, 7, 8]])
     logits = []
-    for folder in (file_folder(str(tmp_path / "m.gguf")), tmp_path / "m.gguf"):
+    for folder in (model_folder(str(tmp_path / "m.gguf"), "file"), tmp_path / "m.gguf"):
         module = build_module(open_model(folder), torch.float32, CPU)
         with torch.no_grad():
             logits.append(module(ids).logits)
