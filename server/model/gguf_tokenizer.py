@@ -2,20 +2,26 @@
 
 A GGUF has the tokens, their kinds and the merges, or SentencePiece's scores. It has no pattern that
 cuts text before the merges, only its name (`tokenizer.ggml.pre`), and a wrong one gives other ids
-for the same text; a name that is not known is refused. Importing this imports no transformers.
+for the same text; a name that is not known is refused. Importing this imports neither transformers
+nor tokenizers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model.gguf_index import GgufIndex
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Decoder
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 Fields = Mapping[str, Any]
 """Metadata by key without `tokenizer.ggml.`; `chat_template` too."""
@@ -107,32 +113,22 @@ _HUNYUAN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_GPT2_SPLIT = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]  # noqa: E501  # fmt: skip
-_DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2_SPLIT]
+_DIGITS = ("smollm", "starcoder", "refact", "codeshell", "exaone")
+"""Where each digit is a piece before anything else is cut."""
 
-
-def _split(*patterns: str) -> list[dict[str, Any]]:
-    return [
-        *(
-            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-            for regex in patterns
-        ),
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    ]
-
-
-_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "granite-docling", "trillion"), _GPT2_SPLIT),  # noqa: E501
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _split(_LLAMA3)),  # noqa: E501
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _split(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _split(_QWEN2)),
-    "qwen35": _split(_QWEN35),
-    "tekken": _split(_TEKKEN),
-    **dict.fromkeys(("gpt-4o", "llama4"), _split(_GPT4O)),
-    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _split(*_HUNYUAN)),
-}  # fmt: skip
-"""By the names of llama.cpp's converter; families of this server and what is built on them."""
+_CUTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "granite-docling", "trillion"), ()),
+    **dict.fromkeys(_DIGITS, ()),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _HUNYUAN),
+}
+"""Patterns of pieces, one after the other; (): GPT-2's own, which tokenizers has. By the names of
+llama.cpp's converter; families of this server and what is built on them."""
 
 _WHOLE_WORDS = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken", "glm4")
@@ -148,33 +144,35 @@ _NFC = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
 # --- the two kinds of tokenizers ------------------------------------------------------------------
 
 
-def _byte_level(fields: Fields, source: str) -> dict[str, Any]:
-    """The parts of tokenizer.json for GPT-2's kind. Raises UnsupportedModelError."""
+def _byte_level(fields: Fields, source: str) -> Tokenizer:
+    """GPT-2's kind. Raises UnsupportedModelError."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
     pre = str(fields.get("pre", "default"))
-    steps = _PRE_TOKENIZERS.get(pre)
-    if steps is None:
+    if pre not in _CUTS:
         raise UnsupportedModelError(
             f"{source}: its pre-tokenizer {pre[:40]!r} is not known "
-            f"({', '.join(_PRE_TOKENIZERS)} are); use the model's folder in transformers' form"
+            f"({', '.join(_CUTS)} are); use the model's folder in transformers' form"
         )
-    return {
-        "normalizer": {"type": "NFC"} if pre in _NFC else None,
-        "pre_tokenizer": (
-            steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": list(steps)}
-        ),
-        "decoder": {
-            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True
-        },
-        "model": _bpe(
-            {token: i for i, token in enumerate(fields["tokens"])},
-            [merge.split(" ") for merge in fields.get("merges") or ()],
-            ignore_merges=pre in _WHOLE_WORDS,
-        ),
-    }  # fmt: skip
+    vocab = {token: i for i, token in enumerate(fields["tokens"])}
+    merges: Any = [tuple(merge.split(" ")) for merge in fields.get("merges") or ()]
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in _NFC:
+        made.normalizer = normalizers.NFC()
+    steps: list[PreTokenizer] = [Split(Regex(pattern), "isolated") for pattern in _CUTS[pre]]
+    if pre in _DIGITS:
+        steps = [Digits(individual_digits=True)]
+    steps.append(ByteLevel(add_prefix_space=False, use_regex=not _CUTS[pre]))
+    made.pre_tokenizer = Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
-def _sentencepiece(fields: Fields) -> dict[str, Any]:
-    """The parts of tokenizer.json for SentencePiece's BPE."""
+def _sentencepiece(fields: Fields) -> Tokenizer:
+    """SentencePiece's BPE."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     tokens = _spelled(fields)
     vocab = {token: i for i, token in enumerate(tokens)}
     is_gemma = _is_gemma(fields)
@@ -182,52 +180,17 @@ def _sentencepiece(fields: Fields) -> dict[str, Any]:
     merges = _merges(vocab, dict(zip(tokens, ranks, strict=True)))
     unknown = fields.get("unknown_token_id")
     unk = tokens[int(unknown)] if is_gemma and unknown is not None else None
-    model = _bpe(vocab, merges, prefix=None, unk_token=unk, fuse_unk=True, byte_fallback=True)
-    has_prefix = bool(fields.get("add_space_prefix", True))
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    normalizer: dict[str, Any] | None = replace
-    pre_tokenizer: dict[str, Any] | None = None
+    made = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    spelled = normalizers.Replace(" ", _SPACE)
+    made.normalizer = spelled
+    steps: list[Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if is_gemma:
-        pre_tokenizer = {
-            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
-            "invert": False,
-        }  # fmt: skip
-    elif has_prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        normalizer = {
-            "type": "Sequence",
-            "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace],
-        }
-    return {
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model,
-    }
-
-
-def _bpe(
-    vocab: Mapping[str, int], merges: Sequence[Sequence[str]], prefix: str | None = "", **own: Any
-) -> dict[str, Any]:
-    switches = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
-    switches |= {"ignore_merges": False} | own
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": switches["unk_token"],
-        "continuing_subword_prefix": prefix,
-        "end_of_word_suffix": prefix,
-        "fuse_unk": switches["fuse_unk"],
-        "byte_fallback": switches["byte_fallback"],
-        "ignore_merges": switches["ignore_merges"],
-        "vocab": vocab,
-        "merges": merges,
-    }
+        made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    elif fields.get("add_space_prefix", True):
+        steps.append(decoders.Strip(" ", 1, 0))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spelled])
+    made.decoder = decoders.Sequence(steps)
+    return made
 
 
 def _is_gemma(fields: Fields) -> bool:
@@ -235,14 +198,14 @@ def _is_gemma(fields: Fields) -> bool:
     return str(fields.get("architecture")).startswith("gemma")
 
 
-def _merges(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:
+def _merges(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Every way to make a token of two, best score first: what a SentencePiece file leaves out."""
-    found: list[tuple[float, int, int, list[str]]] = []
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, score in scores.items():
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
         known.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        found += [(score, len(left), len(right), [left, right]) for left, right in known]
+        found += [(score, len(left), len(right), (left, right)) for left, right in known]
     found.sort(key=lambda merge: merge[:3], reverse=True)
     return [pair for *_, pair in found]
 
@@ -264,9 +227,12 @@ def convert_tokenizer(
     """Write a tokenizer into `out`, a folder in transformers' form. fields: gguf_fields of the
     file `source`. The EOS that a file may ask for behind a prompt is not added: it is continued.
 
-    Raises UnsupportedModelError for a tokenizer that is not known, IntegrityError when an id does
-    not stand for the GGUF's token.
+    Raises UnsupportedModelError for a tokenizer that is not known, ModelError for parts that do not
+    fit together, IntegrityError when an id does not stand for the GGUF's token.
     """
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+
     report("Converting the tokenizer")
     kind = fields.get("model")
     if kind not in ("gpt2", "llama"):
@@ -274,7 +240,12 @@ def convert_tokenizer(
             f"{source}: its tokenizer is {str(kind)[:40]!r} (tokenizer.ggml.model), gpt2 and llama "
             "are read; use the model's folder in transformers' form"
         )
-    parts = _byte_level(fields, source) if kind == "gpt2" else _sentencepiece(fields)
+    try:
+        made = _byte_level(fields, source) if kind == "gpt2" else _sentencepiece(fields)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{source}: its tokenizer is not whole: {str(error)[:200]}") from None
     tokens = _spelled(fields)
     named = {
         name: tokens[int(fields[key])]
@@ -288,68 +259,42 @@ def convert_tokenizer(
     if adds_bos is None:
         adds_bos = kind == "llama" or fields.get("pre") in _ADD_BOS
     bos = named.get("bos_token") if adds_bos else None
-    data = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added(fields, tokens, set(named.values())),
-        "normalizer": parts["normalizer"],
-        "pre_tokenizer": parts["pre_tokenizer"],
-        "post_processor": _template(bos, fields.get("bos_token_id")),
-        "decoder": parts["decoder"],
-        "model": parts["model"],
-    }
+    added: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for token, is_special in _added(fields, tokens, set(named.values())):
+        added[is_special].append(AddedToken(token, normalized=False, special=is_special))
+    made.add_special_tokens(added[True])
+    made.add_tokens(added[False])
+    begin = [] if bos is None else ["BOS"]
+    made.post_processor = TemplateProcessing(
+        single=[*begin, "$A"],
+        pair=[*begin, "$A", *(f"{one}:1" for one in begin), "$B:1"],
+        special_tokens=[
+            {"id": one, "ids": [int(fields["bos_token_id"])], "tokens": [bos]} for one in begin
+        ],
+    )
+    _check(made, tokens, bos, source)
+    made.save(str(out / "tokenizer.json"), pretty=False)  # read at every start
     told = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", **named}
-    _write(out / "tokenizer.json", data)
-    _write(out / "tokenizer_config.json", told)
+    text = json.dumps(told, ensure_ascii=False, indent=1) + "\n"
+    (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
     template = fields.get("chat_template")
     if template:
         (out / "chat_template.jinja").write_text(str(template), encoding="utf-8")
-    _check(out / "tokenizer.json", tokens, bos, source)
 
 
-def _write(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def _added(fields: Fields, tokens: Sequence[str], named: set[str]) -> list[dict[str, Any]]:
-    """Tokens that are cut out of a text whole: special ones, and those that a user defined."""
+def _added(fields: Fields, tokens: Sequence[str], named: set[str]) -> Iterator[tuple[str, bool]]:
+    """Tokens that are cut out of a text whole, and whether they are special ones; those that a user
+    defined are not."""
     kinds = fields.get("token_type") or [1] * len(tokens)
-    added = []
-    for i, (token, kind, raw) in enumerate(zip(tokens, kinds, fields["tokens"], strict=True)):
+    for token, kind, raw in zip(tokens, kinds, fields["tokens"], strict=True):
         is_special = kind == _CONTROL or token in named
         # Runs of spaces are made by the merges: no text has them as the vocabulary spells them.
         if is_special or (kind == _USER_DEFINED and token == raw):
-            added.append(
-                {
-                    "id": i, "content": token, "single_word": False, "lstrip": False,
-                    "rstrip": False, "normalized": False, "special": is_special,
-                }
-            )  # fmt: skip
-    return added
+            yield token, is_special
 
 
-def _template(bos: str | None, bos_id: Any) -> dict[str, Any]:
-    """What stands around a text, and around two."""
-
-    def begin(type_id: int) -> list[dict[str, Any]]:
-        return [] if bos is None else [{"SpecialToken": {"id": bos, "type_id": type_id}}]
-
-    first = [*begin(0), {"Sequence": {"id": "A", "type_id": 0}}]
-    known = {} if bos is None else {bos: {"id": bos, "ids": [int(bos_id)], "tokens": [bos]}}
-    return {
-        "type": "TemplateProcessing",
-        "single": first,
-        "pair": [*first, *begin(1), {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": known,
-    }
-
-
-def _check(path: Path, tokens: Sequence[str], bos: str | None, source: str) -> None:
+def _check(tokenizer: Tokenizer, tokens: Sequence[str], bos: str | None, source: str) -> None:
     """Compare every id, and that BOS is there or not. Raises IntegrityError."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
     wrong = [i for i, token in enumerate(tokens) if tokenizer.id_to_token(i) != token]
     if wrong:
         raise IntegrityError(
