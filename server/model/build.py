@@ -302,11 +302,12 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device's, the embedding is, too: mapped from the file where its dtype is the model's."""
     import torch
 
+    from server.model.adapter import EMBEDDING, HEAD
     from server.model.gpu.body import kept_by
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
     from server.model.kv_memory import num_blocks_for
-    from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
+    from server.model.loader import build_module, finish_module, open_model
     from server.model.shape import generic_shape, shape_of
 
     device = torch.device(spec.device)

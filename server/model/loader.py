@@ -36,33 +36,14 @@ from server.model.families import family_of
 from server.model.generic import WRAPPERS, is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.known_config import KnownConfig
-from server.model.nf4 import PARTS, STATE
+from server.model.nf4 import PARTS, STATE, Nf4, read_nf4
 from server.model.shape import ModelShape, rope_tables, shape_of
-from server.model.supported import ARCHITECTURES, check_raw, check_supported
+from server.model.supported import check_raw, check_supported
 from vocab_store.enrichment import Enrichment
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from server.model.nf4 import Nf4
-
-__all__ = [
-    "ARCHITECTURES",
-    "EMBEDDING",
-    "HEAD",
-    "LoraAdapter",
-    "ModelFolder",
-    "TensorNames",
-    "WeightReader",
-    "build_module",
-    "check_supported",
-    "eos_token_ids",
-    "fingerprint_of",
-    "finish_module",
-    "open_model",
-    "weight_files",
-]
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -142,22 +123,21 @@ class WeightReader:
         self.tensor_names = tensor_names
         self._tied = tied
         self._adapter = adapter
-        self._readers: list[Any] = []
-        self._where: dict[str, tuple[int, str]] = {}
-        self._parts: dict[str, int] = {}  # of NF4 weights, by stored name
+        self._is_open = True
+        self._where: dict[str, tuple[Any, str]] = {}  # in which file, under which name
+        self._parts: dict[str, Any] = {}  # of NF4 weights, by stored name
         for file in files:
             reader = open_safetensors(file)
             for stored in reader.keys():  # noqa: SIM118 (no mapping)
                 if stored.endswith(PARTS):
-                    self._parts[stored] = len(self._readers)
+                    self._parts[stored] = reader
                     continue
                 name = tensor_names.full(stored)
                 if name is None:
                     continue
                 if name in self._where:
                     raise ModelError(f"{file}: {name} is in two files")
-                self._where[name] = (len(self._readers), stored)
-            self._readers.append(reader)
+                self._where[name] = reader, stored
         if tied:
             self._where.pop(self.tensor_names.head, None)
 
@@ -206,25 +186,15 @@ class WeightReader:
     def nf4(self, name: str) -> Nf4 | None:
         """A weight as it is stored, where that is NF4. Raises KeyError, and ModelError for one that
         is not whole."""
-        index, stored = self._index(name)
+        reader, stored = self._locate(name)
         if f"{stored}{STATE}" not in self._parts:
             return None
-        from server.model.nf4 import read
-
-        def tensor_of(part: str) -> torch.Tensor:
-            where = index if part == stored else self._parts[part]
-            tensor: torch.Tensor = self._readers[where].get_tensor(part)
-            return tensor
-
-        return read(stored, tensor_of)
+        readers = {**self._parts, stored: reader}
+        return read_nf4(stored, lambda part: readers[part].get_tensor(part))
 
     def _locate(self, name: str) -> tuple[Any, str]:
-        index, stored = self._index(name)
-        return self._readers[index], stored
-
-    def _index(self, name: str) -> tuple[int, str]:
-        """(which file, the tensor's name there)."""
-        if not self._readers:
+        """(in which file, the tensor's name there)."""
+        if not self._is_open:
             raise RuntimeError("the weights are closed")
         if self._tied and name == self.tensor_names.head:
             name = self.tensor_names.embedding
@@ -232,7 +202,9 @@ class WeightReader:
 
     def close(self) -> None:
         """Let go of the files. Tensors that were read stay valid. Idempotent."""
-        self._readers.clear()
+        self._is_open = False
+        self._where.clear()
+        self._parts.clear()
 
 
 # --- a folder -------------------------------------------------------------------------------------
@@ -483,35 +455,28 @@ def build_module(
         table in CPU memory, an LM head of its own).
     """
     import torch
-    from torch import nn
 
     module = _meta_module(folder.config)
     tied = bool(getattr(folder.config, "tie_word_embeddings", False))
     names = getattr(folder.weights, "tensor_names", TensorNames())
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if name in skip or (tied and name == names.head):
+    absent = {*skip, names.head} if tied else set(skip)
+    state = {}
+    for name in module.state_dict():  # parameters, and constants that are saved
+        if name in absent:
             continue
-        owner_name, _, leaf = name.rpartition(".")
         tensor = _float_tensor(folder.weights, name).to(device=device, dtype=dtype)
-        if tuple(tensor.shape) != tuple(parameter.shape):
-            raise ModelError(f"{name} is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
         # A view of the mapped file would change with the file: copy it.
         if tensor.device.type == "cpu":
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        owner = module.get_submodule(owner_name)
-        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
-    for name in sorted(set(module.state_dict()) - {n for n, _ in module.named_parameters()}):
-        owner_name, _, leaf = name.rpartition(".")
-        if leaf in module.get_submodule(owner_name)._buffers:  # a constant that is saved
-            value = _float_tensor(folder.weights, name).to(dtype)
-            setattr(module.get_submodule(owner_name), leaf, value)
+        state[name] = tensor
+    module.load_state_dict(state, strict=False, assign=True)
     if tied and names.head not in skip:
         head: Any = module.get_submodule(names.head.rpartition(".")[0])
         head.weight = module.get_parameter(names.embedding)
     for owner in module.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, leaf, buffer.to(device))
-    return module.eval()
+    return module.requires_grad_(False).eval()
 
 
 def _float_tensor(weights: WeightReader | GgufWeights, name: str) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Nf4:
         return self.map[some.int()] * self.scales[at] + self.offset
 
 
-def read(name: str, tensor_of: Callable[[str], torch.Tensor]) -> Nf4:
+def read_nf4(name: str, tensor_of: Callable[[str], torch.Tensor]) -> Nf4:
     """A weight of a file. tensor_of: its tensors by their stored names. Raises ModelError for one
     that is not whole."""
     import torch

@@ -15,9 +15,6 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model import generic, nf4
 from server.model.families import BY_ARCHITECTURE, FAMILIES, Family
 
-ARCHITECTURES: Mapping[str, Family] = BY_ARCHITECTURE
-"""Allowed classes and their families."""
-
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 _ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

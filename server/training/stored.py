@@ -21,12 +21,13 @@ from torch import nn
 
 from server.errors import ConfigError
 from server.model import nf4
+from server.model.adapter import EMBEDDING, HEAD
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, padded_inputs
 from server.model.cpu.integers.packed import FORM_OF, HEAD_FORM_OF
 from server.model.cpu.integers.weights import Measured, Stored, from_ggml, quantised, spread_weights
 from server.model.cpu.tensors import ModelTensors
 from server.model.gguf_file import GgufWeights
-from server.model.loader import EMBEDDING, HEAD, ModelFolder, WeightReader
+from server.model.loader import ModelFolder, WeightReader
 from server.model.nf4 import Nf4
 
 _HADAMARD = BLOCK  # inputs that cpu/integers/weights.py mixes

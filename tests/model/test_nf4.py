@@ -10,7 +10,7 @@ import torch
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.loader import build_module, open_model
-from server.model.nf4 import STATE, read, rounded
+from server.model.nf4 import STATE, read_nf4, rounded
 from tests.model.bitsandbytes_files import save_as_bitsandbytes, tensors_of
 from tests.model.tiny_models import save_tiny
 
@@ -39,7 +39,7 @@ def plain(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_numbers_are_those_of_the_formulas(shape: tuple[int, int], nested: bool) -> None:
     torch.manual_seed(0)
     tensors = tensors_of("w", torch.randn(shape) * 0.02, nested=nested)
-    stored = read("w", tensors.__getitem__)
+    stored = read_nf4("w", tensors.__getitem__)
     want = plain(tensors)
     torch.testing.assert_close(stored.widened(0, shape[0], torch.float32), want)
     torch.testing.assert_close(stored.widened(1, 3, torch.float32), want[1:3])
@@ -98,4 +98,4 @@ def test_a_folder_of_bitsandbytes_is_a_model_of_its_numbers(tmp_path: Path) -> N
 def test_a_weight_that_is_not_whole_is_named(part: str, value: torch.Tensor) -> None:
     tensors = tensors_of("w", torch.randn(6, 64)) | {f"w{part}": value}
     with pytest.raises(ModelError, match="w is no whole NF4 weight"):
-        read("w", tensors.__getitem__)
+        read_nf4("w", tensors.__getitem__)
