@@ -4,7 +4,6 @@ they may give and their penalty counts; and Answers, of which a Drawn is made.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from server.engine.batch import (
     UInt32,
     places_of,
 )
-from server.model.cpu.records import Rows
+from server.model.cpu.records import Constraints, Counts, Rows
 
 
 def batch_rows(batch: Batch) -> Rows:
@@ -91,9 +90,8 @@ def _words_of(ids: Int64, num: int) -> UInt32:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def penalty_counts(params: DrawParams, path: Sequence[int]) -> tuple[Int64, Int64, Int64]:
-    """(ids, times generated, in the prompt 0/1), int64 [u], of a node: its sequence's and its
-    path's. Ids are unique, and not sorted."""
+def penalty_counts(params: DrawParams, path: Sequence[int]) -> Counts:
+    """Those of a node: its sequence's and its path's. Ids are unique, and not sorted."""
     ids = params.count_ids.astype(np.int64)
     out = params.count_out.astype(np.int64)
     prompt = params.count_prompt.astype(np.int64)
@@ -105,38 +103,25 @@ def penalty_counts(params: DrawParams, path: Sequence[int]) -> tuple[Int64, Int6
         else:
             new[token] = new.get(token, 0) + 1
     if not new:
-        return ids, out, prompt
-    return (
+        return Counts(ids, out, prompt)
+    return Counts(
         np.concatenate((ids, np.fromiter(new.keys(), np.int64))),
         np.concatenate((out, np.fromiter(new.values(), np.int64))),
         np.concatenate((prompt, np.zeros(len(new), np.int64))),
     )
 
 
-class Adjustments(NamedTuple):
-    """What a request changes of a draw's logits, by column: an id, or its place in a slice.
-
-    bias_ids int64 [b], biases float64 [b]: what is added. words: of allowed_words, by id. ids, out,
-    prompt: of penalty_counts; empty without penalties.
-    """
-
-    bias_ids: Int64
-    biases: npt.NDArray[np.float64]
-    words: UInt32 | None
-    ids: Int64
-    out: Int64
-    prompt: Int64
-
-
-_NO_COUNTS = (np.empty(0, np.int64),) * 3
+_ALL_WORDS = np.empty(0, np.uint32)
+_NO_COUNTS = Counts(*(np.empty(0, np.int64),) * 3)
 
 
 def adjustments(
     batch: Batch, draw: int, path: Sequence[int], width: int, column_ids: Int32 | None = None
-) -> Adjustments:
-    """Those of a draw of `width` columns. path: Batch.path_tokens of the draw. column_ids: of the
-    columns, ascending, where they are not 0, 1, ...: what is not among them cannot be drawn
-    anyway."""
+) -> tuple[Constraints, Counts]:
+    """What a request changes of a draw's logits of `width` columns: ids are those of columns, or
+    their places in a slice; no Counts without penalties. path: Batch.path_tokens of the draw.
+    column_ids: of the columns, ascending, where they are not 0, 1, ...: what is not among them
+    cannot be drawn anyway."""
     params = batch.params[batch.draw_params[draw]]
     s = params.sampling
     num_ids = width if column_ids is None else int(column_ids[-1]) + 1
@@ -150,7 +135,8 @@ def adjustments(
         ids, found = places_of(column_ids, ids)
         out, prompt = out[found], prompt[found]
     words = allowed_words(batch, draw, path, num_ids)
-    return Adjustments(bias_ids, biases, words, ids, out, prompt)
+    constraints = Constraints(bias_ids, biases, _ALL_WORDS if words is None else words)
+    return constraints, Counts(ids, out, prompt)
 
 
 Top = tuple[tuple[int, float], ...]

@@ -13,13 +13,12 @@ import numpy as np
 from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, places_of
 from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits, gather, padded
-from server.model.cpu.records import FAILED, LANES, Constraints, Counts, Float32
+from server.model.cpu.records import FAILED, LANES, Float32
 from server.model.draws import Answers, adjustments, noise_key
 from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
 _FIRST = np.zeros(1, np.int64)
-_ALL_WORDS = np.empty(0, np.uint32)
 
 SlicedLogits = dict[int, tuple[Float32, Float32]]
 """SlicedHead.logits_of: per draw its row's logits over the table and the dynamic rows."""
@@ -235,14 +234,10 @@ class Draws:
             return int(kernels.argmax(logits))
         params = batch.params[batch.draw_params[d]]
         s, path = params.sampling, batch.path_tokens(d)
-        change = adjustments(batch, d, path, num, ids if ids.shape[0] else None)
-        words = change.words
-        if not ids.shape[0] and words is not None and params.takes_argmax(-1, len(path)):
+        constraints, counts = adjustments(batch, d, path, num, ids if ids.shape[0] else None)
+        words = constraints.words
+        if not ids.shape[0] and words.shape[0] and params.takes_argmax(-1, len(path)):
             return int(kernels.masked_argmax(logits, words, num))  # but for its grammar
-        counts = Counts(change.ids, change.out, change.prompt)
-        constraints = Constraints(
-            change.bias_ids, change.biases, _ALL_WORDS if words is None else words
-        )
         if num > self._wide.shape[0]:
             self._wide = np.zeros(num, np.float64)
         key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))

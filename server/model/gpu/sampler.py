@@ -96,16 +96,15 @@ def plan_draws(
             lists["plain_at"].append(at)
             continue
 
-        change = adjustments(batch, draw, path, width, column_ids)
-        entries("bias_row", bias_id=change.bias_ids, bias=change.biases)
-        if change.words is not None:
+        constraints, (ids, out, prompt) = adjustments(batch, draw, path, width, column_ids)
+        entries("bias_row", bias_id=constraints.bias_ids, bias=constraints.biases)
+        if constraints.words.shape[0]:
             lists["mask_rows"].append(len(lists["at"]))
-            lists["masks"].append(change.words.view(np.int32))
+            lists["masks"].append(constraints.words.view(np.int32))
         if s.has_penalties:
-            out = change.out
             entries(
-                "penalty_row", penalty_id=change.ids,
-                repetition=np.where((out > 0) | (change.prompt > 0), s.repetition_penalty, 1.0),
+                "penalty_row", penalty_id=ids,
+                repetition=np.where((out > 0) | (prompt > 0), s.repetition_penalty, 1.0),
                 subtract=s.frequency_penalty * out + s.presence_penalty * (out > 0),
             )  # fmt: skip
         key, is_noisy = (0, 0), s.temperature > 0.0
