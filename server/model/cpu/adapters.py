@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, Int32, Int64
+from server.engine.batch import Batch, Int64
 from server.model.adapter import (
     LoraAdapter,
     TokenRows,
@@ -31,7 +31,7 @@ from server.model.adapter import (
 )
 from server.model.cpu.head import FullLogits, padded
 from server.model.cpu.kernels import product
-from server.model.cpu.linear import float_linear, packed
+from server.model.cpu.linear import float_linear, grown, packed
 from server.model.cpu.records import (
     ADAPTER_FORMS,
     ADAPTER_ROWS,
@@ -201,15 +201,12 @@ def gate_up_layout(layers: Layers, shape: ModelShape) -> tuple[int, int]:
 class AdapterBank:
     """The adapters in memory of one runner. Used from one thread at a time, between steps.
 
-    num_base: rows of the base's embedding table. max_rows: most rows of a step.
+    max_rows: most rows of a step.
     """
 
-    def __init__(
-        self, shape: ModelShape, layers: Layers, num_base: int, max_rows: int, work: Work
-    ) -> None:
+    def __init__(self, shape: ModelShape, layers: Layers, max_rows: int, work: Work) -> None:
         self.max_vocab_size = shape.vocab_size
         self._shape = shape
-        self._num_base = num_base
         self._max_rows = max_rows
         self._work = work
         self._held: dict[int, CpuAdapter] = {}
@@ -226,11 +223,6 @@ class AdapterBank:
             np.zeros((0, 0), np.float32),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all adapters in memory."""
-        return sum(adapter.num_bytes for adapter in self._held.values())
-
     def vocab_size(self, place: int) -> int:
         """Ids that a request with the adapter at a place may have; -1: without one."""
         return self._shape.vocab_size if place < 0 else self._held[place].vocab_size
@@ -242,7 +234,7 @@ class AdapterBank:
         step = self._step
         if place >= step.inputs.shape[0]:
             room = max(place + 1, 2 * step.inputs.shape[0])
-            step = step._replace(inputs=_grown(step.inputs, room), parts=_grown(step.parts, room))
+            step = step._replace(inputs=grown(step.inputs, room), parts=grown(step.parts, room))
         if not step.wide.size:
             inner = self._shape.intermediate_size
             width = max(2 * -(-inner // PANEL) * PANEL, 2 * inner + LANES)
@@ -283,12 +275,9 @@ class AdapterBank:
 
     def embed(self, batch: Batch, x: Float32) -> None:
         """Put adapters' own rows of the embedding over x[r], that of row r's id."""
+        scale = np.float32(self._shape.embedding_scale)
         for own, rows, at in own_embeddings(batch, self._embeddings()):
-            x[rows] = own.rows[at]
-
-    def base_ids(self, ids: Int32) -> Int64:
-        """The ids, with those that the base's table does not have as 0; `embed` has their rows."""
-        return np.where(ids < self._num_base, ids, 0).astype(np.int64)
+            x[rows] = own.rows[at] * scale
 
     def put_head(self, batch: Batch, full: FullLogits) -> None:
         """Put the logits of adapters' own head rows into those of their rows' full heads."""
@@ -311,9 +300,3 @@ class AdapterBank:
             product(states, mine.shape[0], record, self._head_logits, cap, self._work)
             found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
             full.logits[np.ix_(mine, own.ids)] = found
-
-
-def _grown(array: Int64, num: int) -> Int64:
-    grown = np.zeros((num, *array.shape[1:]), np.int64)
-    grown[: array.shape[0]] = array
-    return grown

@@ -106,6 +106,13 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
     return memory[skip : skip + num_bytes]
 
 
+def grown(array: npt.NDArray[Any], num: int) -> npt.NDArray[Any]:
+    """The array at the beginning of a longer one, of `num` lines, with zeros behind it."""
+    longer = np.zeros((num, *array.shape[1:]), array.dtype)
+    longer[: array.shape[0]] = array
+    return longer
+
+
 def activations(num_rows: int, num_inputs: int) -> Activations:
     """Empty buffers for num_rows rows of num_inputs values, as integer products read them."""
     padded = -(-num_inputs // BLOCK) * BLOCK

@@ -26,7 +26,7 @@ from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
 from server.model.cpu.draws import Draws, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits, SlicedHead
 from server.model.cpu.kv_pages import KvPages
-from server.model.cpu.linear import new_work
+from server.model.cpu.linear import grown, new_work
 from server.model.cpu.records import (
     FAILED,
     KV_BYTES,
@@ -69,12 +69,7 @@ def _value_width(shape: ModelShape) -> int:
 def kv_bytes_per_block(shape: ModelShape, kv_dtype: str = "float32") -> int:
     """Bytes that one block of 16 slots takes in all layers: K and V, with their scales, or the
     inputs of short convolutions, which are float32. kv_dtype: a key of KV_TYPES."""
-    convolutions = sum(shape.convolutions)
-    attention = shape.num_layers - convolutions
-    size = np.dtype(KV_TYPES[kv_dtype]).itemsize
-    per_slot = size * (shape.head_dim + _value_width(shape)) + 8 * (kv_dtype == "int8")
-    inputs = 4 * convolutions * shape.kept_width
-    return BLOCK_SIZE * (attention * shape.num_kv_heads * per_slot + inputs)
+    return sum(array.nbytes for array in _cache(shape, 1, kv_dtype)[1:])
 
 
 def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
@@ -203,9 +198,7 @@ class CpuRunner:
         self._work = new_work(self._threads, team, widest)
         self._head = FullHead(weights.packed_head, shape.vocab_size, self._work, shape.logit_cap)
         self._slices = SlicedHead(weights.packed_head, self._work, shape.logit_cap)
-        self._adapters = AdapterBank(
-            shape, weights.layers, weights.num_embeddings, max_rows, self._work
-        )
+        self._adapters = AdapterBank(shape, weights.layers, max_rows, self._work)
         self._draws = Draws(self._adapters.vocab_size)
         self._clock = np.zeros(2, np.int64)
         scale = np.float32(shape.embedding_scale)
@@ -393,7 +386,7 @@ class CpuRunner:
             self._compute(batch, nothing, None)
             self._head.fill(wanted, self._scratch.hidden)
             return
-        if held is None and (self._table.kind == READY or self._adapters.brings_embeddings(batch)):
+        if held is None and self._adapters.brings_embeddings(batch):
             self._embed(batch)
             self._bound(wanted)(*self._given(batch, wanted, embeds=False))
             return
@@ -426,12 +419,9 @@ class CpuRunner:
 
     def _embed(self, batch: Batch) -> None:
         """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""
-        num, x = batch.num_rows, self._scratch.x
-        ids = batch.token_ids
-        x[:num] = self._weights.embed(self._adapters.base_ids(ids))
+        x = self._scratch.x
+        kernels.embed_rows(0, batch.num_rows, batch.token_ids, self._table, x, 1)
         self._adapters.embed(batch, x)
-        if self._shape.embedding_scale != 1.0:
-            x[:num] *= np.float32(self._shape.embedding_scale)
 
     def _keep(self, batch: Batch, draw_keep: Int32) -> None:
         """Copy the hidden states of kept draws to their places."""
@@ -440,9 +430,7 @@ class CpuRunner:
             return
         most = int(draw_keep.max()) + 1
         if most > self._kept.shape[0]:
-            grown = np.zeros((max(most, 2 * self._kept.shape[0]), self._kept.shape[1]), np.float32)
-            grown[: self._kept.shape[0]] = self._kept
-            self._kept = grown
+            self._kept = grown(self._kept, max(most, 2 * self._kept.shape[0]))
         self._kept[draw_keep[draws]] = self._scratch.hidden[batch.draw_rows[draws]]
 
     def _verify(self, batch: Batch, kept: Int32) -> Drawn:

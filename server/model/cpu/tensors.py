@@ -7,7 +7,7 @@ the layouts. Matrices are given row by row as they are stored; a packer turns ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from server.errors import UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD
-from server.model.cpu.records import Float32, Int64
+from server.model.cpu.records import Float32, Layers, Linear
 from server.model.shape import ModelShape
 
 
@@ -62,20 +62,6 @@ def widened(numbers: npt.NDArray[Any]) -> Float32:
     return floats
 
 
-class Vectors(NamedTuple):
-    """The fields of records.Layers that are no matrices, under the same names."""
-
-    taps: Float32
-    kv_ids: Int64
-    conv_ids: Int64
-    norms: Float32
-    q_norms: Float32
-    k_norms: Float32
-    qkv_bias: Float32
-    out_bias: Float32
-    final_norm: Float32
-
-
 class ModelTensors:
     """The parts of a model. Raises UnsupportedModelError for MLP biases."""
 
@@ -114,8 +100,9 @@ class ModelTensors:
         """The embedding table."""
         return Rows(EMBEDDING, self._source.get(EMBEDDING))
 
-    def vectors(self) -> Vectors:
-        """Norms and biases of all layers."""
+    def layers(self, matrices: Mapping[str, Linear]) -> Layers:
+        """The record of all layers: the matrices, by their names there, beside norms, biases and
+        taps, which are read."""
         s = self._shape
         has_bias = f"model.layers.0.{s.names.qkv[0]}.bias" in self._names
         has_out_bias = f"model.layers.0.{s.names.out}.bias" in self._names
@@ -127,7 +114,8 @@ class ModelTensors:
         final = self._vector(f"{s.names.final_norm}.weight") + np.float32(s.norm_offset)
         qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         convolves = np.array(s.convolutions)
-        vectors = Vectors(
+        layers = Layers(
+            **matrices,
             taps=np.zeros((int(convolves.sum()), s.conv_taps, s.hidden_size), np.float32),
             kv_ids=np.where(convolves, -1, np.cumsum(~convolves) - 1).astype(np.int64),
             conv_ids=np.where(convolves, np.cumsum(convolves) - 1, -1).astype(np.int64),
@@ -139,28 +127,28 @@ class ModelTensors:
             final_norm=final / np.float32(s.logit_divisor),
         )
         for layer in range(s.num_layers):
-            self._read_vectors(layer, vectors)
-        return vectors
+            self._read_vectors(layer, layers)
+        return layers
 
-    def _read_vectors(self, layer: int, vectors: Vectors) -> None:
+    def _read_vectors(self, layer: int, layers: Layers) -> None:
         s = self._shape
         prefix = f"model.layers.{layer}."
         for row, name in enumerate(s.names.norms):
             if name is not None:
-                vectors.norms[layer, row] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
+                layers.norms[layer, row] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
         if s.convolutions[layer]:
             taps = self._vector(f"{prefix}{s.names.conv[1]}.weight")  # [H, 1, taps]
-            vectors.taps[vectors.conv_ids[layer]] = taps[:, 0].T
+            layers.taps[layers.conv_ids[layer]] = taps[:, 0].T
             return
-        if vectors.q_norms.shape[1]:
-            both = (vectors.q_norms, vectors.k_norms)
+        if layers.q_norms.shape[1]:
+            both = (layers.q_norms, layers.k_norms)
             for norms, name in zip(both, s.names.qk_norms, strict=True):
                 norms[layer] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
-        if vectors.qkv_bias.shape[1]:
+        if layers.qkv_bias.shape[1]:
             parts = [part.tensor.float().numpy() for part in self._qkv(layer, "bias")]
-            vectors.qkv_bias[layer] = np.concatenate(parts)
-        if vectors.out_bias.shape[1]:
-            vectors.out_bias[layer] = self._vector(f"{prefix}{s.names.out}.bias")
+            layers.qkv_bias[layer] = np.concatenate(parts)
+        if layers.out_bias.shape[1]:
+            layers.out_bias[layer] = self._vector(f"{prefix}{s.names.out}.bias")
 
     def _vector(self, name: str) -> Float32:
         value: Float32 = self._source.get(name).float().numpy()

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from server.model.cpu.head import HeadInFile, PackedHead, float_head
 from server.model.cpu.integers.forms import Form
-from server.model.cpu.kernels import embed_rows
 from server.model.cpu.linear import Arena, float_linears, pack_panels, packed
 from server.model.cpu.records import (
     BFLOATS,
@@ -22,30 +21,28 @@ from server.model.cpu.records import (
     FLOATS,
     HALVES,
     KINDS,
-    NO_TABLE,
     PANEL,
-    READY,
-    Float32,
     Int64,
     Layers,
     Table,
     UInt8,
 )
-from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
+from server.model.cpu.tensors import ModelTensors, Weights, as_stored
 from server.model.shape import ModelShape
 
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
 
 
-def float_table(tensor: Any) -> Table:
-    """The table that a torch tensor [num_rows, H] is; NO_TABLE for one that no kernel reads."""
-    kind = {"torch.float32": FLOATS, "torch.bfloat16": BFLOATS, "torch.float16": HALVES}
-    known = kind.get(str(tensor.dtype))
-    if known is None or tensor.stride(1) != 1:
-        return NO_TABLE
-    row_bytes = tensor.stride(0) * tensor.element_size()
-    return Table(tensor.data_ptr(), row_bytes, int(tensor.shape[0]), known, np.float32(1.0))
+def float_table(tensor: Any) -> tuple[Any, Table]:
+    """(the tensor that it lies in, the table) of a torch tensor [num_rows, H]: the same one, or its
+    float32 where no kernel reads its numbers."""
+    kinds = {"torch.float32": FLOATS, "torch.bfloat16": BFLOATS, "torch.float16": HALVES}
+    if str(tensor.dtype) not in kinds or tensor.stride(1) != 1:
+        tensor = tensor.float().contiguous()
+    row_bytes, kind = tensor.stride(0) * tensor.element_size(), kinds[str(tensor.dtype)]
+    table = Table(tensor.data_ptr(), row_bytes, int(tensor.shape[0]), kind, np.float32(1.0))
+    return tensor, table
 
 
 def block_table(form: Form, rows: UInt8) -> Table:
@@ -60,7 +57,7 @@ class RunnerWeights:
     layers: the records of the forward pass. inner_size: width of what goes into the last product
     of an MLP. packed_head: the LM head, for products and for slices. num_bytes: of all panels, and
     norms. embedding: the embedding table, as tensors.Weights gives it, which stays in its file.
-    table: the same as it lies in memory; NO_TABLE where only `embed` reads it.
+    table: the same as it lies in memory; NO_TABLE where the runner's own body embeds.
     """
 
     layers: Layers
@@ -70,24 +67,11 @@ class RunnerWeights:
 
     def __init__(self, embedding: Any, table: Table) -> None:
         self.embedding, self.table = embedding, table
-        self._numbers = numbers_of(embedding)
 
     @property
     def num_embeddings(self) -> int:
         """Rows of the embedding table."""
         return int(self.embedding.shape[0])
-
-    def embed(self, token_ids: Int64) -> Float32:
-        """float32 [n, hidden_size]: rows of the embedding table.
-
-        Without torch: its threads would go on spinning beside the team's for milliseconds.
-        """
-        if self.table.kind == READY:
-            return widened(self._numbers[token_ids])
-        num = token_ids.shape[0]
-        rows = np.empty((num, self.layers.norms.shape[2]), np.float32)
-        embed_rows(0, num, token_ids.astype(np.int32), self.table, rows, 1)
-        return rows
 
 
 class PackedWeights(RunnerWeights):
@@ -109,8 +93,7 @@ class PackedWeights(RunnerWeights):
         self._arena = Arena()
         self._kept: list[Panels] = []  # the addresses of records are theirs
         tensors = ModelTensors(shape, weights)
-        embedding = tensors.embedding().tensor
-        super().__init__(embedding, float_table(embedding))
+        super().__init__(*float_table(tensors.embedding().tensor))
         self.inner_size = -(-shape.intermediate_size // PANEL) * PANEL
         addresses = {kind: np.zeros(shape.num_layers, np.int64) for kind in KINDS}
         sizes: dict[str, tuple[int, int]] = {}
@@ -130,11 +113,11 @@ class PackedWeights(RunnerWeights):
                     pack_panels(rows, panels)
                 addresses[kind][layer] = panels.ctypes.data
                 sizes[kind] = panels.shape[:2]
-        matrices: dict[str, Any] = {
+        matrices = {
             kind: float_linears(addresses[kind], *sizes.get(kind, (0, 0)), self._bf16)
             for kind in KINDS
         }
-        self.layers = Layers(**matrices, **tensors.vectors()._asdict())
+        self.layers = tensors.layers(matrices)
         table, num_rows = tensors.head().tensor, shape.vocab_size
         if head_in_file:
             self.packed_head = HeadInFile(num_rows, partial(self._some_rows, table))

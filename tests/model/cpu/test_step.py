@@ -12,7 +12,6 @@ from server.engine.batch import Batch, DrawError
 from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.cpu.kernels import embed_rows
-from server.model.cpu.records import NO_TABLE
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.weights import block_table, float_table
 from server.types import SamplingParams
@@ -28,7 +27,9 @@ def test_rows_are_those_of_the_table(dtype: torch.dtype, scale: float) -> None:
     table = torch.randn(40, 70, generator=torch.Generator().manual_seed(3)).to(dtype)[:, 3:67]
     ids = np.array([7, 39, 0, 7, 50, 5, 5], np.int32)  # 50: of an adapter, whose rows come later
     x = np.full((8, 64), np.nan, np.float32)
-    record = float_table(table)._replace(scale=np.float32(scale))
+    held, record = float_table(table)
+    assert held is table
+    record = record._replace(scale=np.float32(scale))
     for thread in range(2):
         embed_rows(thread, ids.shape[0], ids, record, x, 2)
     rows = table[torch.tensor([7, 39, 0, 7, 0, 5, 5])].float().numpy() * np.float32(scale)
@@ -47,9 +48,12 @@ def test_rows_of_a_gguf_are_the_numbers_that_its_blocks_stand_for(form: str, sca
     assert x.tobytes() == (dequantised(from_ggml(form, raw[ids])) * np.float32(scale)).tobytes()
 
 
-def test_other_tables_are_read_elsewhere() -> None:
-    assert float_table(torch.zeros(4, 8, dtype=torch.float64)) == NO_TABLE
-    assert float_table(torch.zeros(8, 4).T) == NO_TABLE
+def test_other_tables_are_made_floats() -> None:
+    for table in (torch.rand(4, 8, dtype=torch.float64), torch.rand(8, 4).T):
+        held, record = float_table(table)
+        x = np.empty((4, 8), np.float32)
+        embed_rows(0, 4, np.arange(4, dtype=np.int32), record, x, 1)
+        assert x.tobytes() == table.float().numpy().tobytes() == held.numpy().tobytes()
 
 
 def _decodes(tables: list[Pages.Table], ids: list[int], start: int) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,6 @@ from server.model.cpu.records import (
     Activations,
     Float32,
     Int64,
-    Layers,
     Linear,
 )
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of
@@ -126,7 +125,7 @@ class IntegerWeights(RunnerWeights):
         progress: Callable[[int, int], None] | None = None,
         head_in_file: bool = False,
     ) -> None:
-        self._source = weights
+        self._file = cast("FileWeights", weights) if form == "file" else None
         self._kept = kept
         self._measured = measured or (Measured() if kept is None else kept.measured)
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
@@ -141,11 +140,10 @@ class IntegerWeights(RunnerWeights):
         self.inner_size = -(-shape.intermediate_size // BLOCK) * BLOCK
         tensors = ModelTensors(shape, weights)
         name, embedding = tensors.embedding()
-        if self._form is None:
-            file: Any = weights
-            table = block_table(BY_NAME[file.form(name)], numbers_of(embedding))
+        if self._file is not None:
+            table = block_table(BY_NAME[self._file.form(name)], numbers_of(embedding))
         else:
-            table = float_table(embedding)
+            embedding, table = float_table(embedding)
         super().__init__(embedding, table)
         layers: list[dict[str, list[Part]]] = []
         for layer in range(shape.num_layers):
@@ -153,10 +151,10 @@ class IntegerWeights(RunnerWeights):
             self.parts |= {f"{layer}.{kind}": parts for kind, parts in layers[-1].items()}
             if progress is not None:
                 progress(layer + 1, shape.num_layers + 1)
-        records: dict[str, Any] = {
+        records = {
             kind: self._record(kind, [parts.get(kind, []) for parts in layers]) for kind in KINDS
         }
-        self.layers = Layers(**records, **tensors.vectors()._asdict())
+        self.layers = tensors.layers(records)
         if head_in_file and kept is None:
             rows = tensors.head()
             self.packed_head = HeadInFile(shape.vocab_size, partial(self._some_rows, rows))
@@ -165,9 +163,8 @@ class IntegerWeights(RunnerWeights):
             self.packed_head = self._head_of(self.parts["head"][0])
         panels = sum(part.panels.nbytes for parts in self.parts.values() for part in parts)
         self.num_bytes = panels + self.layers.norms.nbytes
-        if form == "file":
-            source: Any = weights
-            source.release_pages()
+        if self._file is not None:
+            self._file.release_pages()
         if progress is not None:
             progress(shape.num_layers + 1, shape.num_layers + 1)
 
@@ -178,8 +175,8 @@ class IntegerWeights(RunnerWeights):
     def _stored(self, name: str, rows: Rows, form: Form | None) -> Stored:
         """Rows of a matrix rounded to a form, or, with None, as their file has them."""
         if form is None:
-            source: Any = self._source
-            return from_ggml(source.form(rows.name), rows.tensor.numpy())
+            assert self._file is not None
+            return from_ggml(self._file.form(rows.name), rows.tensor.numpy())
         weight: Float32 = rows.tensor.float().numpy()
         if form.per_output:
             factors = self._factors(name, padded_inputs(form, weight.shape[1]))
@@ -220,9 +217,8 @@ class IntegerWeights(RunnerWeights):
         """A head of some rows of the model's."""
         own = Rows(rows.name, rows.tensor[token_ids])
         head = self._head_of(pack(self._stored("head", own, self._head_form), Arena()))
-        if self._form is None:
-            source: Any = self._source
-            source.release_pages()
+        if self._file is not None:
+            self._file.release_pages()
         return head
 
     def _head_part(self, tensors: ModelTensors, num_rows: int) -> Part:
@@ -284,13 +280,7 @@ def integer_head(part: Part, width: int, rows: Activations, factors: Float32) ->
     form, inputs = part.form, part.inputs
 
     def record(panels: UInt8, num_panels: int) -> Linear:
-        line = (
-            panels.ctypes.data, kernel_address(form), form.panel_bytes(inputs),
-            count_of(form, inputs), 0, num_panels * PANEL,
-        )  # fmt: skip
-        return Linear(
-            INTEGERS, np.array([[line]], np.int64), inputs, num_panels * PANEL,
-            np.array([form.per_output]), rows, factors, tile_rows(form.per_output),
-        )  # fmt: skip
+        some = Part(form, inputs, num_panels * PANEL, panels)
+        return integer_linear([[some]], rows, factors)
 
     return PackedHead(part.panels, PANEL, width, _runs(form, inputs), record)

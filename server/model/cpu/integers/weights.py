@@ -74,9 +74,9 @@ def quantised(form: Form, weight: Float32) -> Stored:
     """Float rows [N, inputs] rounded to a form, inputs padded with zeros.
 
     `int8`: scale = max |w| / 127 an output. q8_0: the same a block, the scale a float16. q4_1:
-    scale = (max - min) / 15 and min a block, both float16. q4_0: scale = the value of largest
-    magnitude / -8. The rounded scale is what numbers are divided by. Raises ValueError for a form
-    that is not made here, and for values that are not finite.
+    scale = (max - min) / 15 and min a block, both float16. The rounded scale is what numbers are
+    divided by. Raises ValueError for a form that is not made here, and for values that are not
+    finite.
     """
     if not np.isfinite(weight).all():
         raise ValueError("weights that are not finite cannot be quantised")
@@ -92,12 +92,6 @@ def quantised(form: Form, weight: Float32) -> Stored:
     if form.name == "q8_0":
         halves = (np.abs(blocks).max(axis=2) / np.float32(127.0)).astype(np.float16)
         numbers = _round(blocks, halves.astype(np.float32)[..., None], 128, 255)
-        return Stored(form, numbers.reshape(num, -1), halves)
-    if form.name == "q4_0":
-        at = np.abs(blocks).argmax(axis=2)[..., None]
-        extreme = np.take_along_axis(blocks, at, axis=2)[..., 0]
-        halves = (extreme / np.float32(-8.0)).astype(np.float16)
-        numbers = _round(blocks, halves.astype(np.float32)[..., None], 8, 15)
         return Stored(form, numbers.reshape(num, -1), halves)
     if form.name == "q4_1":
         low, high = blocks.min(axis=2), blocks.max(axis=2)
