@@ -25,6 +25,7 @@ TUNE = {
     "server.datasets",
     "server.engine",
     "server.errors",
+    "server.commands.options",
     "server.commands.record",
     "server.commands.quality",
     "server.commands.tune_choice",

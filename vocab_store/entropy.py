@@ -33,6 +33,11 @@ class Concentration:
     normalised_h1: float
     k80: int
 
+    @property
+    def bits(self) -> float:
+        """h1 in bits."""
+        return self.h1 / math.log(2)
+
 
 @dataclass(frozen=True, slots=True)
 class WordBigrams:
@@ -64,20 +69,18 @@ def ngrams(texts: Iterable[Sequence[Hashable]], n: int) -> Counter[tuple[Hashabl
     return counts
 
 
-def measure(
-    counts: Counter[tuple[Hashable, ...]], *, vocab_size: int = 0, share: float = 0.8
-) -> Concentration:
-    """The measures of a distribution given by counts. Empty counts are all zeros."""
-    total = sum(counts.values())
+def measure(counts: Iterable[int], *, vocab_size: int = 0) -> Concentration:
+    """The measures of a distribution given by counts, each above 0. Of no counts all are zero."""
+    times = sorted(counts, reverse=True)
+    total = sum(times)
     if total == 0:
         return Concentration(0, 0, 0.0, 0.0, 0.0, 0)
-    times = sorted(counts.values(), reverse=True)
     h1 = -math.fsum(t / total * math.log(t / total) for t in times)
     h2 = -math.log(math.fsum((t / total) ** 2 for t in times))
     covered = k80 = 0
     for k80, t in enumerate(times, 1):  # noqa: B007
         covered += t
-        if covered >= share * total:
+        if covered >= 0.8 * total:
             break
     normalised = h1 / math.log(vocab_size) if vocab_size > 1 else 0.0
     return Concentration(total, len(times), h1, h2, normalised, k80)
@@ -91,9 +94,8 @@ def words(text: str) -> list[str]:
 def word_bigrams(inputs: Sequence[str], outputs: Sequence[str]) -> WordBigrams:
     """Table 1 of a task's texts. What all inputs begin and end with, a template, is left out."""
     own = _without_template([words(text) for text in inputs])
-    return WordBigrams(
-        measure(ngrams((words(text) for text in outputs), 2)), measure(ngrams(own, 2))
-    )
+    written = (words(text) for text in outputs)
+    return WordBigrams(measure(ngrams(written, 2).values()), measure(ngrams(own, 2).values()))
 
 
 def _without_template(texts: Sequence[list[str]]) -> list[list[str]]:

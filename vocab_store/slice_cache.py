@@ -227,11 +227,6 @@ class SliceCacheIndex:
         """Dynamic rows resident, pinned or not."""
         return len(self._position)
 
-    @property
-    def pool_width(self) -> int:
-        """Pool rows a product has to cover: one more than the highest pinned position."""
-        return max((self._position[row] + 1 for row in self._num_users), default=0)
-
     # -- inside --------------------------------------------------------------------------------
 
     def _pin(self, scope: Hashable, ids: list[int]) -> Placement:

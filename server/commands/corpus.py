@@ -69,6 +69,7 @@ def show(
     from drafters.array_file import ArrayFileError, FingerprintError
     from drafters.corpus import Corpus
     from server.model.catalog import text_folder
+    from vocab_store.entropy import measure
 
     tokenizer, fingerprint = None, None
     if model is not None:
@@ -79,11 +80,13 @@ def show(
             corpus = Corpus.load(file, fingerprint=fingerprint)
     except (FingerprintError, ArrayFileError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    entropy, k80 = corpus.bigram_measures()
+    pairs = measure(corpus.count_grams(2)[1].tolist())
     print(f"file        {file}, {file.stat().st_size / 1e6:.1f} MB")
     print(f"tokenizer   {corpus.fingerprint[:16]}")
     print(f"outputs     {corpus.num_documents:,}, {corpus.num_tokens:,} tokens")
-    print(f"bigrams     entropy {entropy:.2f} bits, K80 {k80:,} (TASC, table 1; of tokens)")
+    print(
+        f"bigrams     entropy {pairs.bits:.2f} bits, K80 {pairs.k80:,} (TASC, table 1; of tokens)"
+    )
     for n in range(1, 6):
         grams, counts = corpus.count_grams(n)
         print(f"{n}-grams     {counts.shape[0]:,} distinct")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,7 @@ def enrich(
         )
     print("; ".join(told))
     if export is not None:
-        num_left = export_model(model_folder(model), enrichment, found.table, None, export)
+        num_left = export_model(model_folder(model), enrichment, found.table, export)
         print(f"written: {export}; {num_left} tokens are no text by themselves and are not in it")
     print(f"written: {output}, next: tailor tasks train --enrichment {output}")
     return 0
@@ -251,7 +251,8 @@ def analyze_task(
         ends = {output[-1] for _, output in data.train if output}
         outputs = [output for _, output in spelled(data.train, own)]
         bodies = [ids[:-1] if ids and ids[-1] in ends else ids for ids in outputs]
-        report.entropies[budget] = measure(ngrams(bodies, 1), vocab_size=data.table.vocab_size)
+        counts = ngrams(bodies, 1).values()
+        report.entropies[budget] = measure(counts, vocab_size=data.table.vocab_size)
         report.ids_per_answer[budget] = _mean([o for _, o in spelled(data.held_out, own)])
     over = [(report.entropies[b].h2, report.ids_per_answer[b]) for b in spellings]
     report.tau, report.direction = kendall_tau(over), direction(over)
@@ -409,7 +410,7 @@ def _detail_lines(report: Report) -> Iterator[str]:
     yield ""
     yield "TASC, table 1: word bigrams (what all prompts share is left out; bits)"
     for name, of in (("outputs", words.outputs), ("inputs", words.inputs)):
-        yield f"  {name:8} H {of.h1 / _BIT:5.2f}   K80 {of.k80:>8,}   of {of.num:,}"
+        yield f"  {name:8} H {of.bits:5.2f}   K80 {of.k80:>8,}   of {of.num:,}"
     yield f"  dH {words.delta_h / _BIT:.2f}, ratio of K80 {words.ratio:.1f}"
     yield ""
     yield "Output tokens by own tokens added (nats; without the one that ends an answer)"
@@ -444,11 +445,9 @@ _KEPT = (
 )  # beside what is written anew
 
 
-def export_model(
-    folder: Path, enrichment: Enrichment, table: TokenBytes, adapter: Path | None, out: Path
-) -> int:
-    """Write the model into `out`, with `adapter` merged and the rows that it trained, or without
-    one and with rows as training begins; the number of tokens that could not be added.
+def export_model(folder: Path, enrichment: Enrichment, table: TokenBytes, out: Path) -> int:
+    """Write the model into `out`, with rows for the tokens as training begins with; the number of
+    tokens that could not be added.
 
     table: of the base tokenizer. Left out are tokens that are no text by themselves (half a
     character), and those that the tokenizer knows as one. Raises ConfigError and ModelError.
@@ -459,24 +458,21 @@ def export_model(
 
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty")
-    opened = open_model(folder, adapter=adapter)
-    if adapter is not None and opened.enrichment != enrichment:
-        raise ConfigError(f"{adapter}: was trained with another enrichment")
+    opened = open_model(folder)
     module: Any = build_module(opened, opened.dtype, torch.device("cpu"))
-    if adapter is None:
-        give_rows(module, enrichment)
     out.mkdir(parents=True, exist_ok=True)
-    ids = _add_tokens(folder, enrichment, table, out)
-    _move_rows(module, ids)
+    added = _add_tokens(folder, enrichment, table, out)
+    give_rows(module, added)
     module.save_pretrained(out)
     for name in _KEPT:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
-    return len(enrichment) - len(ids)
+    return len(enrichment) - len(added)
 
 
-def give_rows(module: Any, enrichment: Enrichment) -> None:
-    """Untie transformers' causal LM and give both tables the enrichment's rows, as they begin."""
+def give_rows(module: Any, tokens: Mapping[int, Sequence[int]]) -> None:
+    """Untie transformers' causal LM and give both tables rows for tokens, as training begins with.
+    tokens: the base ids that each stands for, by its id."""
     import torch
     from torch import nn
 
@@ -488,24 +484,24 @@ def give_rows(module: Any, enrichment: Enrichment) -> None:
     )
     for table, side in sides:
         old = table.weight.detach()
-        wide = torch.empty((enrichment.vocab_size, old.shape[1]), dtype=old.dtype)
+        wide = old.new_zeros((max([old.shape[0], *(i + 1 for i in tokens)]), old.shape[1]))
         wide[: old.shape[0]] = old
-        rows = initial_rows(lambda ids: old[ids].float(), enrichment.parts, side=side)  # noqa: B023
-        wide[torch.tensor(enrichment.ids)] = rows.to(old.dtype)
+        rows = initial_rows(lambda ids: old[ids].float(), list(tokens.values()), side=side)  # noqa: B023
+        wide[torch.tensor(list(tokens), dtype=torch.int64)] = rows.to(old.dtype)
         table.weight = nn.Parameter(wide, requires_grad=False)
+        module.config.vocab_size = module.vocab_size = wide.shape[0]
     module.config.tie_word_embeddings = False
-    module.config.vocab_size = module.vocab_size = enrichment.vocab_size
 
 
 def _add_tokens(
     folder: Path, enrichment: Enrichment, table: TokenBytes, out: Path
-) -> dict[int, int]:
-    """Write tokenizer.json; {the enrichment's id: the tokenizer's} of what was added."""
+) -> dict[int, tuple[int, ...]]:
+    """Write tokenizer.json; {the tokenizer's id: base ids} of what was added."""
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids: dict[int, int] = {}
-    for token_id, parts in zip(enrichment.ids, enrichment.parts, strict=True):
+    ids: dict[int, tuple[int, ...]] = {}
+    for parts in enrichment.parts:
         data = table.join(parts, skip_special=False)
         try:
             text = data.decode()
@@ -516,22 +512,6 @@ def _add_tokens(
         tokenizer.add_tokens([AddedToken(text, normalized=False)])
         added = tokenizer.token_to_id(text)
         if added is not None:
-            ids[token_id] = added
+            ids[added] = parts
     tokenizer.save(str(out / "tokenizer.json"))
     return ids
-
-
-def _move_rows(module: Any, ids: dict[int, int]) -> None:
-    """Put the rows of the enrichment's ids where the tokenizer has them."""
-    import torch
-    from torch import nn
-
-    for owner in (module.get_input_embeddings(), module.get_output_embeddings()):
-        old = owner.weight.detach()
-        num = max(old.shape[0], *(i + 1 for i in ids.values()))
-        new = torch.zeros((num, old.shape[1]), dtype=old.dtype)
-        new[: old.shape[0]] = old
-        for source, target in ids.items():
-            new[target] = old[source]
-        owner.weight = nn.Parameter(new, requires_grad=False)
-    module.config.vocab_size = module.get_input_embeddings().weight.shape[0]

@@ -30,7 +30,14 @@ from cyclopts import Parameter
 from drafters.atomic_file import replacing
 from drafters.json_text import object_in
 from server.commands.data import FieldOptions, read_task_data
-from server.commands.options import Bar, ModelOptions, SamplingOptions, duration, sampling_of
+from server.commands.options import (
+    Bar,
+    ModelOptions,
+    SamplingOptions,
+    duration,
+    sampling_of,
+    writing,
+)
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.tasks import tune_task
 from server.commands.train import BaseOptions, RecipeOptions, train_adapter, wait_asleep
@@ -583,11 +590,12 @@ class _Make:
     def _write_first(self) -> None:
         """The task of its data alone, with a corpus in the ids that the model writes now."""
         from server.commands.corpus import corpus_of
-        from server.commands.tune import save
 
         model, adapter = self._served.model, self._served.adapter
         corpus = corpus_of(model, [self._train], adapter=adapter, fields=self._read)
-        save(self.output.with_suffix(".corpus"), corpus.save)
+        file = self.output.with_suffix(".corpus")
+        with writing(file):
+            corpus.save(file)
         told = "# Made by `tailor tasks make` of the data alone; nothing is measured yet."
         lines = self.file.lines(
             max_tokens=str(_FIRST_MAX_TOKENS),
@@ -599,7 +607,7 @@ class _Make:
 
     def _write_task(self, text: str, evaluated: str | None = None) -> None:
         """The task's file: `text`, which a step has written, and what is known beside it."""
-        from server.commands.tune import save, write_checked
+        from server.commands.tune import write_checked
 
         old = ("# Serve: ", "# Ask it", *(() if evaluated is None else (_EVALUATED,)))
         head, *rest = (line for line in text.splitlines() if not line.startswith(old))
@@ -609,4 +617,4 @@ class _Make:
         if not any(line.startswith("metric:") for line in rest):
             rest.append(f"metric: {self._proposal.metric}")
         whole = "\n".join([head, *known, f"# Serve: {self.serve}", *rest]) + "\n"
-        save(self.output, lambda path: write_checked(path, whole, self.file.name))
+        write_checked(self.output, whole, self.file.name)

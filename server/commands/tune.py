@@ -20,11 +20,12 @@ import datetime
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.commands.options import writing
 from server.commands.record import Kept
 from server.commands.tune_choice import (
     FURTHER,
@@ -57,7 +58,6 @@ from server.commands.tune_data import (
     read_data,
     refuse_to_replace,
 )
-from server.errors import ConfigError
 from server.types import CORPUS_FITS
 
 if TYPE_CHECKING:
@@ -105,8 +105,9 @@ def tune(run: Tuning) -> dict[str, Any]:
         was_ours = run.kept.once("was ours", lambda: is_ours(file.place))
         if label is not None:
             progress("building the corpus", 0, None)
-            whole = _corpus(run, material.whole[label])
-            save(file.place.with_suffix(".corpus"), whole.save)
+            corpus_file = file.place.with_suffix(".corpus")
+            with writing(corpus_file):
+                _corpus(run, material.whole[label]).save(corpus_file)
         _write(file, told(report), {".corpus": label is not None} if was_ours else {})
         if best is not None:
             report |= _gains_told(measured_gains(run, best, forecasts))
@@ -119,7 +120,9 @@ def tune(run: Tuning) -> dict[str, Any]:
             report["weights"] = run.kept.once("forms", compared)
         report["is_whole"] = True
         if profile is not None:
-            save(file.place.with_suffix(".vocab"), profile.save)
+            profile_file = file.place.with_suffix(".vocab")
+            with writing(profile_file):
+                profile.save(profile_file)
         _write(file, told(report), {".vocab": profile is not None} if was_ours else {})
     report["seconds"] = round(time.monotonic() - began, 1)
     return report
@@ -137,15 +140,17 @@ def _corpus(run: Tuning, examples: Sequence[Example]) -> Corpus:
 
 def _why(best: Choice | None, material: Material) -> dict[str, Any]:
     """What explains the choice: how the outputs repeat themselves, and where drafts came from."""
+    from vocab_store.entropy import measure
+
     why: dict[str, Any] = {}
     measured = (best.corpus if best is not None else None) or next(iter(material.corpora), None)
     if measured is not None:
         corpus = material.corpora[measured][1]
-        entropy, k80 = corpus.bigram_measures()
+        bigrams = measure(corpus.count_grams(2)[1].tolist())
         why = {
             "corpus": measured,
-            "bigram_entropy_bits": round(entropy, 2),
-            "k80": k80,
+            "bigram_entropy_bits": round(bigrams.bits, 2),
+            "k80": bigrams.k80,
             "corpus_bigram_coverage": round(bigram_coverage(corpus, material.held), 3),
         }
     why["prompt_bigram_coverage"] = round(prompt_coverage(material.held), 3)
@@ -203,14 +208,12 @@ def _gains_told(gains: Mapping[int, Expected]) -> dict[str, Any]:
 
 def _write(task: TaskFile, text: str, is_named: Mapping[str, bool]) -> None:
     """The task file. is_named: of the files of an earlier tuning, by suffix; others go."""
-    save(task.place, lambda file: write_checked(file, text, task.name))
+    write_checked(task.place, text, task.name)
     for suffix, stays in is_named.items():
         file = task.place.with_suffix(suffix)
-        try:
+        with writing(file):
             if not stays:
                 file.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{file}: {error.strerror}") from None
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -407,12 +410,18 @@ def _table(budgets: Sequence[int], choices: Sequence[Choice], best: Choice | Non
 
 
 def write_checked(file: Path, text: str, name: str) -> None:
-    """Write the task and read it back as the server will."""
+    """Write a task's file once it was read, beside its place, as the server will. Raises
+    ConfigError."""
     from server.config import load_task
 
-    file.write_text(text, encoding="utf-8")
-    if load_task(file).name != name:
-        raise AssertionError(f"{file} does not hold the task {name}")
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as folder:
+            made = Path(folder) / file.name
+            made.write_text(text, encoding="utf-8")
+            if load_task(made).name != name:
+                raise AssertionError(f"{file} does not hold the task {name}")
+            made.replace(file)
 
 
 def is_ours(file: Path) -> bool:
@@ -421,15 +430,3 @@ def is_ours(file: Path) -> bool:
         return file.read_text(encoding="utf-8").startswith(_OURS)
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def save(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` to a temporary file beside `path`, then put it in its place."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
-            file = Path(folder) / path.name
-            write(file)
-            file.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None

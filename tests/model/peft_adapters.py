@@ -41,7 +41,7 @@ def with_tokens(
 
     from server.commands.enrich import give_rows  # a bare machine lacks what commands import
 
-    give_rows(model, enrichment)
+    give_rows(model, dict(zip(enrichment.ids, enrichment.parts, strict=True)))
     torch.manual_seed(seed)
     ids = list(enrichment.ids)
     config = peft.LoraConfig(

@@ -197,7 +197,7 @@ def test_peft_reads_the_adapter_and_gives_the_same_loss(tmp_path: Path) -> None:
     save(given, tmp_path / "adapter")
     assert Enrichment.load(tmp_path / "adapter" / ENRICHMENT_FILE) == ENRICHMENT
     wide = base()
-    give_rows(wide, ENRICHMENT)
+    give_rows(wide, dict(zip(ENRICHMENT.ids, ENRICHMENT.parts, strict=True)))
     with torch.no_grad():  # the adapter's rows are absolute: whatever stands there is replaced
         for table in (wide.get_input_embeddings(), wide.get_output_embeddings()):
             table.weight[V:] = 7.0

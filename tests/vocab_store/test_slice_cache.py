@@ -153,19 +153,6 @@ def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
     assert index.num_static_rows == 0
 
 
-def test_pool_width_covers_pinned_rows_only() -> None:
-    index = SliceCacheIndex(8)
-    static = task_slice(1)
-    index.add_profile("a", static)
-    index.acquire("s1", "a", static.union([10, 11]))
-    index.acquire("s2", "a", static.union([12, 13, 14]))
-    assert index.pool_width == 5
-    index.release("s2")
-    assert index.pool_width == 2 and index.num_cached_rows == 5
-    index.release("s1")
-    assert index.pool_width == 0
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Sequences come, grow and go in any order; each sees its own slice at all times."""
 
@@ -256,7 +243,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.index.num_pinned_rows == len(pinned)
         assert self.index.num_cached_rows == len(pinned) + len(self.idle)
         assert self.index.num_cached_rows <= self.index.capacity
-        assert len(pinned) <= self.index.pool_width <= self.index.capacity
 
 
 TestCacheMachine = CacheMachine.TestCase
