@@ -22,6 +22,7 @@ from drafters.json_text import parsed
 from drafters.shared_counts import Counts
 from drafters.tree import DraftTree
 
+KIND = "drafter calibration"
 VERSION = 1
 SHARE_EDGES = np.asarray(
     [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]
@@ -148,11 +149,8 @@ class Calibration:
         self._refresh()
 
     def save(self, path: Path | str) -> None:
-        """Write atomically: a reader sees the old file or the new one, never a part."""
-        path = Path(path)
+        """Write the table; see write_table."""
         body = {
-            "kind": "drafter calibration",
-            "version": VERSION,
             "sources": list(self.sources),
             "shape": list(self.shape),
             "prior": self.prior,
@@ -160,43 +158,47 @@ class Calibration:
             "offered": self.offered.tolist(),
             "accepted": self.accepted.tolist(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as out:
-            out.write(json.dumps(body).encode())
+        write_table(path, KIND, VERSION, body)
 
     def restore(self, path: Path | str) -> None:
-        """Replace the counts by those of a saved file. Raises CalibrationError."""
-        saved = Calibration.load(path, self.sources)
-        self.offered[:], self.accepted[:] = saved.offered, saved.accepted
-        self._refresh()
-
-    @classmethod
-    def load(cls, path: Path | str, sources: Sequence[str]) -> Calibration:
-        """The Calibration of a saved file. Raises CalibrationError for a damaged file or other
-        sources."""
-        try:
-            body = parsed(Path(path).read_text())
-            if body["kind"] != "drafter calibration" or body["version"] != VERSION:
-                raise CalibrationError(f"{path} is not a version {VERSION} drafter calibration")
-            if body["sources"] != list(sources):
-                raise CalibrationError(
-                    f"{path} is for the sources {str(body['sources'])[:80]}, not {list(sources)}"
-                )
-            table = cls(sources, prior=float(body["prior"]), memory=float(body["memory"]))
-            offered = np.asarray(body["offered"], np.float64)
-            accepted = np.asarray(body["accepted"], np.float64)
-        except CalibrationError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(f"{path} cannot be read: {str(error)[:100]}") from error
+        """Replace the counts by those of a saved file. Raises CalibrationError for a damaged file
+        or other sources."""
+        names = ("shape", "prior", "offered", "accepted")
+        sources, (shape, prior, offered, accepted) = read_table(path, KIND, VERSION, names)
+        if sources != list(self.sources):
+            raise CalibrationError(
+                f"{path} is for the sources {str(sources)[:80]}, not {list(self.sources)}"
+            )
         good = (
-            body["shape"] == list(table.shape)
-            and offered.shape == accepted.shape == table.offered.shape
-            and bool(np.isfinite(offered).all() and np.isfinite(accepted).all())
+            (shape.tolist(), prior.tolist()) == (list(self.shape), self.prior)
+            and offered.shape == accepted.shape == self.offered.shape
+            and bool(np.isfinite(offered).all())
             and bool((accepted >= 0).all() and (accepted <= offered + 1e-9).all())
         )
         if not good:
             raise CalibrationError(f"{path} holds a table of another shape or impossible counts")
-        table.offered, table.accepted = offered, accepted
-        table._refresh()
-        return table
+        self.offered[:], self.accepted[:] = offered, accepted
+        self._refresh()
+
+
+def write_table(path: Path | str, kind: str, version: int, body: dict[str, Any]) -> None:
+    """Write a drafter's counts atomically: a reader sees the old file or the new one, never a
+    part. body: "sources" and arrays by name, as lists."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as out:
+        out.write(json.dumps({"kind": kind, "version": version, **body}).encode())
+
+
+def read_table(
+    path: Path | str, kind: str, version: int, names: Sequence[str]
+) -> tuple[list[Any], list[Float64]]:
+    """The sources of what write_table wrote, and the arrays of these names. Raises CalibrationError
+    for a file that cannot be read, or of another kind or version."""
+    try:
+        body = parsed(Path(path).read_text())
+        if (body["kind"], body["version"]) == (kind, version):
+            return list(body["sources"]), [np.asarray(body[name], np.float64) for name in names]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise CalibrationError(f"{path} cannot be read: {str(error)[:100]}") from error
+    raise CalibrationError(f"{path} is not a version {version} {kind}")

@@ -30,6 +30,7 @@ from drafters.published.ngram_tables import NGramTables, count_ngrams
 Progress = Callable[[str, float], None]
 
 _PARTS = ("tables", "automaton", "nearest")
+MAX_INDEXED_TOKENS = 8_000_000
 MAX_MERGED_TOKENS = 250_000
 """A corpus of at most so many tokens is indexed together with what is laid over it. A larger one
 keeps its own index: the layer's outputs are then used only as retrieved examples."""
@@ -82,19 +83,6 @@ class Corpus:
         grams, counts = np.unique(all_grams, axis=0, return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return grams[order], counts[order]
-
-    def bigram_measures(self) -> tuple[float, int]:
-        """(Shannon entropy in bits, K80) of the outputs' token bigrams, as in TASC's table 1.
-
-        K80 is the number of distinct bigrams, most frequent first, that make 80 % of the mass.
-        The paper counts words; here it is the model's tokens.
-        """
-        _, counts = self.count_grams(2)
-        if counts.shape[0] == 0:
-            return 0.0, 0
-        share = counts / counts.sum()
-        entropy = float(-(share * np.log2(share)).sum())
-        return entropy, int(np.searchsorted(np.cumsum(share), 0.8 - 1e-12)) + 1
 
     def end_ids(self) -> tuple[int, ...]:
         """The id that ends most outputs, when it stands nowhere else: the EOS id; else nothing."""
@@ -160,7 +148,6 @@ def build_corpus(
     fingerprint: str,
     n_max: int = 5,
     p_min: int = 5,
-    max_indexed_tokens: int = 8_000_000,
     base: Corpus | None = None,
     max_merged_tokens: int = MAX_MERGED_TOKENS,
     progress: Progress | None = None,
@@ -168,16 +155,14 @@ def build_corpus(
     """A corpus from (prompt ids, output ids) pairs; an empty prompt means an unknown one.
 
     fingerprint: names the tokenizer that made the ids. n_max, p_min: of the M_n tables.
-    max_indexed_tokens: the automaton and the prompt index cover the last so many output tokens
-    (whole documents); the tables count all. base: the corpus is a layer, to draft from beside this
+    The automaton and the prompt index cover the last MAX_INDEXED_TOKENS output tokens (whole
+    documents); the tables count all. base: the corpus is a layer, to draft from beside this
     one: its outputs and prompts are the examples' alone, but automaton and tables cover `base` too
     (with its n_max and p_min), or are its own if it has more than `max_merged_tokens` tokens.
     progress: called with (what, share done). Takes about 5 us a token.
     drafters.auto.held_out builds one that `auto` starts from with this task's own trust.
     Raises ValueError for parameters out of range or negative ids.
     """
-    if max_indexed_tokens < 0:
-        raise ValueError("max_indexed_tokens must not be negative")
     prompts: list[Int32] = []
     outputs: list[Int32] = []
     for prompt, output in examples:
@@ -187,7 +172,7 @@ def build_corpus(
             progress("reading", 0.0)
     ids, starts = joined(outputs), starts_of(outputs)
     del outputs
-    first = _first_indexed(starts, max_indexed_tokens)
+    first = first_indexed(starts)
     if base is not None and base.num_tokens > max_merged_tokens:
         tables, automaton = base.tables, base.automaton
     else:
@@ -200,7 +185,7 @@ def build_corpus(
         if progress is not None:
             progress("indexing", 0.0)
         # Both indexes number documents from 0 for the first indexed one.
-        indexed = all_starts[_first_indexed(all_starts, max_indexed_tokens) :]
+        indexed = all_starts[first_indexed(all_starts) :]
         automaton = build_automaton(all_ids[indexed[0] :], indexed[:-1] - indexed[0])
     if progress is not None:
         progress("indexing", 0.7)
@@ -219,9 +204,10 @@ def build_corpus(
     )
 
 
-def _first_indexed(starts: Int64, max_tokens: int) -> int:
-    """The first of the last documents that have at most so many tokens."""
-    first = int(np.searchsorted(starts, starts[-1] - max_tokens, side="left"))
+def first_indexed(starts: Int64) -> int:
+    """The first of the last documents that have at most MAX_INDEXED_TOKENS. starts: of documents,
+    and their end."""
+    first = int(np.searchsorted(starts, starts[-1] - MAX_INDEXED_TOKENS, side="left"))
     return min(first, len(starts) - 1)
 
 

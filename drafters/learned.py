@@ -109,20 +109,13 @@ class LearnedOutputs:
 
     def save(self, path: Path | str, *, fingerprint: str, scope: str) -> None:
         """Write atomically. fingerprint: of the tokenizer; scope: whose outputs these are."""
-        prompts = [prompt for prompt, _ in self._examples]
-        outputs = [output for _, output in self._examples]
         write_arrays(
             path,
             kind=KIND,
             version=VERSION,
             fingerprint=fingerprint,
             meta={"scope": scope, "num_seen": self.num_seen},
-            arrays={
-                "prompt_ids": joined(prompts),
-                "prompt_starts": starts_of(prompts),
-                "output_ids": joined(outputs),
-                "output_starts": starts_of(outputs),
-            },
+            arrays=arrays_of(self._examples),
         )
 
     def restore(self, path: Path | str, *, fingerprint: str, scope: str) -> None:
@@ -151,6 +144,14 @@ def text_of(prompt: Int32, output: Int32) -> int:
     lives. A text that comes again and again must not be most of what is held: what most prompts
     share is taken for their template (drafters.auto.nearest), and so it would not be found."""
     return hash((prompt.tobytes(), output.tobytes()))
+
+
+def arrays_of(examples: Sequence[tuple[Int32, Int32]]) -> dict[str, npt.NDArray[Any]]:
+    """(prompt ids, output ids) as COLUMNS has them. The inverse of `examples_of`."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, parts in (("prompt", [p for p, _ in examples]), ("output", [o for _, o in examples])):
+        arrays |= {f"{name}_ids": joined(parts), f"{name}_starts": starts_of(parts)}
+    return arrays
 
 
 def examples_of(arrays: Mapping[str, npt.NDArray[Any]]) -> list[tuple[Int32, Int32]]:

@@ -151,12 +151,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
                 kind=value,
                 default=field.default,
                 choices=choices,
-                ge=told["ge"],
-                le=told["le"],
-                help=told["help"],
-                in_requests=told["in_requests"],
-                counts_nodes=told["counts_nodes"],
-                file=told["file"],
+                **{word: told[word] for word in told if word != "key"},
             )
         )
     return tuple(found)

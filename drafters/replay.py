@@ -117,12 +117,7 @@ class ReplayResult:
 
 def follow(tree: DraftTree, output_ids: Sequence[int], position: int) -> list[int]:
     """Node indexes of the longest path of `tree` that output_ids[position:] follows."""
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(
-            zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
-        )
-    }
+    children = tree.children()
     accepted: list[int] = []
     node = -1
     while position < len(output_ids):

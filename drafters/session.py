@@ -1,16 +1,8 @@
-"""The life cycle that drafters share: of a session over plain text, and of one over an index.
-
-TextSession holds prompt and output as one int32 buffer; a drafter derives its session from it and
-writes `_draft`. IndexedSession holds them as a TextIndex; a drafter writes `propose` and `extend`.
-Both forget the end of the text on rollback, and refuse every call after close().
-"""
+"""TextSession: the life cycle that the drafters' sessions share, over prompt and output."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
-
-import numpy as np
 
 from drafters.arrays import Int32
 from drafters.auto.text_index import TextIndex
@@ -18,21 +10,34 @@ from drafters.base import SessionClosedError
 from drafters.calibration import Calibration
 from drafters.tree import DraftTree
 
-MakerT = TypeVar("MakerT")
-
 
 class TextSession:
-    """Prompt and output of one Sequence. text: int32 [capacity], the first `size` are valid."""
+    """Prompt and output of one Sequence, as a TextIndex; a drafter derives its session from it and
+    writes `_draft`. It forgets the end of the text on rollback, and refuses every call after
+    close().
 
-    __slots__ = ("_calibration", "_closed", "num_prompt", "size", "text")
+    calibration: what learns from trees, or None.
+    """
 
-    def __init__(self, prompt_ids: Sequence[int], calibration: Calibration) -> None:
+    __slots__ = ("_calibration", "_closed", "_index", "num_prompt")
+
+    def __init__(self, prompt_ids: Sequence[int], calibration: Calibration | None = None) -> None:
         self.num_prompt = len(prompt_ids)
-        self.size = self.num_prompt
-        self.text: Int32 = np.empty(self.num_prompt + 256, np.int32)
-        self.text[: self.size] = prompt_ids
+        self._index = TextIndex(self.num_prompt + 256)
+        self._index.append(prompt_ids)
         self._calibration = calibration
         self._closed = False
+
+    @property
+    def text(self) -> Int32:
+        """int32 [capacity], the first `size` are valid."""
+        row: Int32 = self._index.text[0]
+        return row
+
+    @property
+    def size(self) -> int:
+        """Tokens of prompt and output."""
+        return self._index.size
 
     def _check_open(self) -> None:
         if self._closed:
@@ -52,18 +57,13 @@ class TextSession:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens: O(1) each, amortised."""
         self._check_open()
-        end = self.size + len(token_ids)
-        if end > self.text.shape[0]:
-            text = np.empty(2 * end, np.int32)
-            text[: self.size] = self.text[: self.size]
-            self.text = text
-        self.text[self.size : end] = token_ids
-        self.size = end
+        self._index.append(token_ids)
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Tell the calibration what became of the tree."""
         self._check_open()
-        self._calibration.record(tree, accepted)
+        if self._calibration is not None:
+            self._calibration.record(tree, accepted)
 
     def settle(self) -> None:
         """Do nothing; a subclass may."""
@@ -72,62 +72,16 @@ class TextSession:
     def checkpoint(self) -> int:
         """Tokens seen since open()."""
         self._check_open()
-        return self.size - self.num_prompt
+        return self._index.size - self.num_prompt
 
     def rollback(self, mark: int) -> None:
         """Forget all but the first `mark` tokens seen since open(). Raises ValueError."""
-        self._check_open()
-        if not 0 <= mark <= self.size - self.num_prompt:
-            raise ValueError(f"mark {mark} is not in 0..{self.size - self.num_prompt}")
-        self.size = self.num_prompt + mark
+        num_seen = self.checkpoint()
+        if not 0 <= mark <= num_seen:
+            raise ValueError(f"mark {mark} is not in 0..{num_seen}")
+        self._index.truncate(self.num_prompt + mark)
 
     def close(self) -> None:
         """Release the text. Idempotent."""
         self._closed = True
-        self.text = np.empty(0, np.int32)
-
-
-class IndexedSession(Generic[MakerT]):
-    """Prompt and output of one Sequence as a TextIndex, and the drafter that made it."""
-
-    __slots__ = ("_drafter", "_index", "_num_prompt")
-
-    def __init__(self, drafter: MakerT, num_prompt: int) -> None:
-        """Begins with an empty index: the subclass appends the ids of the prompt."""
-        self._drafter: MakerT | None = drafter
-        self._num_prompt = num_prompt
-        self._index = TextIndex(num_prompt + 256)
-
-    def _closed(self) -> SessionClosedError:
-        return SessionClosedError(f"this {type(self).__name__} is closed")
-
-    def _owner(self) -> MakerT:
-        if self._drafter is None:
-            raise self._closed()
-        return self._drafter
-
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Learn nothing from trees; a subclass may."""
-        self._owner()
-
-    def settle(self) -> None:
-        """Do nothing; a subclass may."""
-        self._owner()
-
-    def checkpoint(self) -> int:
-        """Tokens seen since open()."""
-        self._owner()
-        return self._index.size - self._num_prompt
-
-    def rollback(self, mark: int) -> None:
-        """Forget all but the first `mark` tokens seen since open(). Raises ValueError."""
-        self._owner()
-        if not 0 <= mark <= self._index.size - self._num_prompt:
-            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
-        self._index.truncate(self._num_prompt + mark)
-
-    def close(self) -> None:
-        """Release the index. Idempotent."""
-        if self._drafter is not None:
-            self._drafter = None
-            self._index = TextIndex(0)
+        self._index = TextIndex(0)

@@ -23,18 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
-from drafters.corpus import joined, starts_of
+from drafters.arrays import Int32
 from drafters.learned import (
     COLUMNS,
     KIND,
     VERSION,
     LearnedOutputs,
+    arrays_of,
     examples_of,
     text_of,
 )
-from drafters.shared_counts import Counts, TableId
+from drafters.shared_counts import Counts, PackedCounts, TableId
 
-Int32 = npt.NDArray[np.int32]
 Place = tuple[int, int, int]
 """(time.time_ns() of its segment, a number of the segment, number of the example in it)"""
 
@@ -115,23 +115,15 @@ def merge(parts: Iterable[SharedOutputs], *, max_tokens: int, oldest_ns: int = 0
 def save_shared(path: Path, file: SharedFile, *, fingerprint: str, scope: str) -> None:
     """Write atomically. fingerprint: of the tokenizer; scope: whose outputs these are."""
     places = sorted(file.outputs.examples)
-    prompts = [file.outputs.examples[place][0] for place in places]
-    outputs = [file.outputs.examples[place][1] for place in places]
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "prompt_ids": joined(prompts),
-        "prompt_starts": starts_of(prompts),
-        "output_ids": joined(outputs),
-        "output_starts": starts_of(outputs),
-        "places": np.asarray([*places, file.outputs.floor], np.int64),
-    }
+    arrays = arrays_of(file.outputs.oldest_first())
+    arrays["places"] = np.asarray([*places, file.outputs.floor], np.int64)
     tables = []
     for i, (table, counts) in enumerate(sorted(file.counts.items())):
         shapes = {}
-        for name, values in counts.items():
-            cells = np.flatnonzero(values)
-            arrays[f"counts.{i}.{name}.cells"] = cells.astype(np.int64)
-            arrays[f"counts.{i}.{name}.values"] = values.reshape(-1)[cells]
-            shapes[name] = list(values.shape)
+        for name, (cells, values, shape) in PackedCounts.of(counts).parts.items():
+            arrays[f"counts.{i}.{name}.cells"] = cells
+            arrays[f"counts.{i}.{name}.values"] = values
+            shapes[name] = list(shape)
         tables.append([*table, shapes])
     meta = {**file.meta, "scope": scope, "num_seen": len(places), "tables": tables}
     write_arrays(
@@ -166,12 +158,10 @@ def load_shared(path: Path, *, fingerprint: str | None, scope: str | None) -> Sh
 
 
 def _counts(arrays: Mapping[str, npt.NDArray[Any]], i: int, shapes: Mapping[str, Any]) -> Counts:
-    counts: dict[str, npt.NDArray[np.float64]] = {}
+    parts = {}
     for name, (num_rows, num_cells) in shapes.items():
         if not (0 < num_rows < 16 and 0 < num_cells < 1 << 20):
             raise ValueError("its counts have another shape")
-        values = np.zeros(num_rows * num_cells, np.float64)
-        given = arrays[f"counts.{i}.{name}.values"]
-        values[arrays[f"counts.{i}.{name}.cells"]] = given
-        counts[name] = values.reshape(num_rows, num_cells)
-    return counts
+        cells, values = (arrays[f"counts.{i}.{name}.{what}"] for what in ("cells", "values"))
+        parts[name] = cells, values, (num_rows, num_cells)
+    return PackedCounts(parts).counts()

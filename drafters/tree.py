@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafters.arrays import Float32, Int32, UInt8
+from drafters.arrays import Float32, Int32, Int64, UInt8
 
 
 def _empty_i32() -> Int32:
@@ -59,6 +59,11 @@ class DraftTree:
             depths[i] = 1 if parent < 0 else depths[parent] + 1
         return depths
 
+    def children(self) -> dict[tuple[int, int], int]:
+        """(parent, token) -> node."""
+        pairs = zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)
+        return {pair: node for node, pair in enumerate(pairs)}
+
     def preorder(self) -> DraftTree:
         """The same tree depth-first, siblings by survival: the likeliest path comes first."""
         num = len(self)
@@ -74,16 +79,7 @@ class DraftTree:
             node = stack.pop()
             order.append(node)
             stack.extend(children[node][::-1])
-        places = np.asarray(order, np.int64)
-        renumber = np.full(num + 1, -1, np.int32)
-        renumber[places] = np.arange(num, dtype=np.int32)
-        return DraftTree(
-            self.token_ids[places],
-            renumber[self.parents[places]],
-            self.survival[places],
-            self.source[places] if self.source.shape[0] else self.source,
-            self.cell[places] if self.cell.shape[0] else self.cell,
-        )
+        return self._of(np.asarray(order, np.int64))
 
     def prune(self, num_nodes: int) -> DraftTree:
         """The `num_nodes` nodes of highest survival (ties: the earlier), closed under parents.
@@ -95,6 +91,10 @@ class DraftTree:
             return self
         order = np.argsort(-self.survival, kind="stable")[:num_nodes]
         order.sort()
+        return self._of(order)
+
+    def _of(self, order: Int64) -> DraftTree:
+        """The tree of these nodes in this order, which names each node's parent before it."""
         renumber = np.full(len(self) + 1, -1, np.int32)
         renumber[order] = np.arange(order.shape[0], dtype=np.int32)
         return DraftTree(

@@ -92,7 +92,7 @@ from drafters.auto.held_out import build_calibrated
 from drafters.auto.likely import NUM_LIKELY
 from drafters.auto.prior import Prior
 from drafters.auto.retrieval import Seen
-from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
+from drafters.auto.trust import DEFAULT_TRUST, Trust
 from drafters.base import Drafter
 from drafters.catalog import OURS, that_use
 from drafters.corpus import Corpus, build_corpus
@@ -866,9 +866,15 @@ def fit_logits(folder: Path) -> tuple[Floats, Floats]:
 
 
 def _write(path: Path, weights: Floats, factors: Floats) -> None:
+    """Write the package's default trust, a row a line: of weights, per mille, a level (source x
+    match-length bucket); of factors, per cent, a source x match length x situation."""
     per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
     per_cent = np.clip(np.rint(100 * factors), 1, 800).astype(int).reshape(-1, 10)
-    write_default_trust(path, per_mille.tolist(), per_cent.tolist())
+    parts = []
+    for name, rows in (("weights_per_mille", per_mille), ("factors_per_cent", per_cent)):
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.tolist())
+        parts.append(f'"{name}": [\n{lines}\n]')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
     print(f"wrote {path}")
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from drafters.arrays import Float32, Float32x2, Float64, Float64x2, Int32, Int64x2, UInt8x2
 from drafters.auto.automaton import automaton_step
 from drafters.auto.cells import BASE_CHANCE, NUM_SITUATIONS, factor_cell
-from drafters.auto.copying import follow, learn_entry
-from drafters.auto.gather import NUM, Gathered, GatheredFields, gather
+from drafters.auto.copying import Cursor, follow, learn_entry
+from drafters.auto.gather import NUM, Gathered, gather
 from drafters.auto.likely import RowsFields, note_rows, write_echo
 from drafters.auto.prior import begin, go_on
 from drafters.auto.text_index import append_id
@@ -26,17 +26,13 @@ from drafters.auto.views import (
     NO_MARKS,
     NO_TEXT,
     Context,
-    ContextFields,
-    CorpusFields,
     CorpusView,
-    TextFields,
     TextView,
-    context_of,
 )
 from drafters.jit import borrowing, entry, inlined
 
-EvidenceFields = tuple[Float64, Float64]
-"""asks, outcomes: the arrays `evidence` and `outcomes` of drafters.auto.trust.Trust."""
+LearnedFields = tuple[Float64, Float64x2, Float64x2]
+"""weights, evidence and outcomes of a drafters.auto.trust.Trust."""
 
 
 @inlined
@@ -139,8 +135,7 @@ def learn_token(
     token: int,
     context: Context,
     followed: int,
-    weights: Float64,
-    evidence: EvidenceFields,
+    trust: LearnedFields,
     found: Gathered,
 ) -> tuple[float, float]:
     """One step of expectation maximisation for the trusts, *before* `token` is appended. followed:
@@ -148,7 +143,7 @@ def learn_token(
 
     Returns the chance that was given to `token`, and the asks that it added to the evidence.
     """
-    asks, outcomes = evidence
+    weights, asks, outcomes = trust
     corpus = context.corpus
     num_levels = gather(
         context, weights, corpus.state, corpus.length, context.cursor, 0, followed, 0, found
@@ -163,44 +158,57 @@ def learn_token(
     return told
 
 
-LearnedFields = tuple[Float64, Float64x2, Float64x2]
-"""weights, evidence and outcomes of a drafters.auto.trust.Trust."""
-
-PlainFields = tuple[Float32x2, TextFields, CorpusFields]
+PlainFields = tuple[Float32x2, TextView, CorpusView]
 """What a context has without the corpus: marks of the own text, documents, corpus."""
 
 NO_PLAIN: PlainFields = (NO_MARKS, NO_TEXT, NO_CORPUS)
+
+
+@inlined
+def _moved(
+    context: Context,
+    own: TextView,
+    num_output: int,
+    docs: TextView,
+    corpus: CorpusView,
+    cursor: Cursor,
+    forms: TextView,
+) -> Context:
+    """A context with these in place of its own."""
+    return Context(
+        own, num_output, docs, context.hints, corpus, context.ends, context.likely, context.copy,
+        cursor, context.prior, forms,
+    )  # fmt: skip
 
 
 @entry
 @borrowing
 def advance(
     tokens: Int32,
-    fields: ContextFields,
+    context: Context,
     plain: PlainFields,
     learns: UInt8x2,
     trust: LearnedFields,
     without: LearnedFields,
-    scratch: GatheredFields,
+    found: Gathered,
     chances: Float64x2,
     places: Int64x2,
     told: RowsFields,
     root: int,
     echo: tuple[Int32, Float32],
 ) -> tuple[float, float, int]:
-    """Go on by `tokens`, one after the other. fields: the context before them; its text has room
+    """Go on by `tokens`, one after the other. context: that before them; its text has room
     for as many more. Returns the asks that the evidence of `trust` and of `without` got, and how
     many ids `echo` holds.
 
     learns: uint8 [2, n or more], whether `trust` learns from each token, and whether `without`
-    does, which is that of the same context with `plain` in place of what the corpus says. scratch:
-    a Gathered's. chances: float64 [2, n or more], filled with the two that were given to each token
+    does, which is that of the same context with `plain` in place of what the corpus says. found:
+    scratch. chances: float64 [2, n or more], filled with the two that were given to each token
     (0 where nobody learns). places: int64 [outputs, 7], of which the row of each number of output
     tokens is filled: state and length of the corpus behind the last of them, and the cursor. told:
     what the rows of the step held likely, or none; it is noted once all tokens were learned from,
     behind the first `root` ids of the text. echo: written, what may come one token later.
     """
-    context, found = context_of(fields), Gathered(*scratch)
     own, corpus, likely = context.own, context.corpus, context.likely
     state, length, cursor = corpus.state, corpus.length, context.cursor
     followed = begin(context.prior, own.text, own.size)
@@ -209,40 +217,17 @@ def advance(
         token, size, num_output = tokens[i], own.size + i, context.num_output + i
         chances[0, i] = chances[1, i] = 0.0
         if learns[0, i]:
-            weights, asks, outcomes = trust
-            here = Context(
-                TextView(own.text, own.table, own.marks, size),
-                num_output,
-                context.docs,
-                context.hints,
-                CorpusView(corpus.states, corpus.edges, corpus.tops, state, length),
-                context.ends,
-                likely,
-                context.copy,
-                cursor,
-                context.prior,
-                context.forms,
-            )
-            learned = learn_token(token, here, followed, weights, (asks, outcomes), found)
+            text = TextView(own.text, own.table, own.marks, size)
+            stand = CorpusView(corpus.states, corpus.edges, corpus.tops, state, length)
+            here = _moved(context, text, num_output, context.docs, stand, cursor, context.forms)
+            learned = learn_token(token, here, followed, trust, found)
             chances[0, i] = learned[0]
             asked += learned[1]
         if learns[1, i]:
-            weights, asks, outcomes = without
             marks, docs, nothing = plain
-            bare = Context(
-                TextView(own.text, own.table, marks, size),
-                num_output,
-                TextView(*docs),
-                context.hints,
-                CorpusView(*nothing),
-                context.ends,
-                likely,
-                context.copy,
-                cursor,
-                context.prior,
-                TextView(*NO_TEXT),
-            )
-            learned = learn_token(token, bare, followed, weights, (asks, outcomes), found)
+            text = TextView(own.text, own.table, marks, size)
+            bare = _moved(context, text, num_output, docs, nothing, cursor, NO_TEXT)
+            learned = learn_token(token, bare, followed, without, found)
             chances[1, i] = learned[0]
             asked_without += learned[1]
         append_id(own.text, own.table, size, token)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.arrays import Float32x2, Int32, Int64, UInt8
+from drafters.auto.likely import longer_key
 from drafters.jit import compiled, entry, inlined
 
 LONGEST_PIECE = 24  # bytes of a token that is proposed
@@ -57,9 +58,7 @@ class CopyView(NamedTuple):
     entered: Float32x2
 
 
-CopyFields = tuple[UInt8, Int32, Int32, Int32, Int32, Int64, UInt8, Float32x2]
-CursorFields = tuple[int, int, int, int, int]
-NOWHERE: CursorFields = (0, -1, 0, 0, 0)
+NOWHERE = Cursor(0, -1, 0, 0, 0)
 
 
 @compiled
@@ -70,14 +69,6 @@ def bone(byte: int) -> int:
     if 97 <= byte <= 122 or 48 <= byte <= 57 or byte >= 128:
         return byte
     return 0
-
-
-@compiled
-def _longer(key: int, byte: int) -> int:
-    """The key, above 0, of a piece that has one more byte than that of `key`."""
-    h = (np.uint64(key) ^ np.uint64(byte + 1)) * np.uint64(0x9E3779B97F4A7C15)
-    h ^= h >> np.uint64(29)
-    return int(np.int64((h >> np.uint64(2)) | np.uint64(1)))
 
 
 @compiled
@@ -118,7 +109,7 @@ def _index_pieces(offsets: Int64, blob: UInt8, ids: Int32) -> None:
         if 0 < end - first <= LONGEST_PIECE:
             key = 0
             for i in range(first, end):
-                key = _longer(key, int(blob[i]))
+                key = longer_key(key, int(blob[i]))
             slot = _slot(ids, offsets, blob, key, blob, first, end)
             if ids[slot] < 0:
                 ids[slot] = token
@@ -173,7 +164,7 @@ class Pieces:
         self.ids: Int32 = np.full(slots, -1, np.int32)
         _index_pieces(self.offsets, self.blob, self.ids)
 
-    def index(self, prompt: Int32, entered: Float32x2) -> tuple[CopyFields, CursorFields]:
+    def index(self, prompt: Int32, entered: Float32x2) -> tuple[CopyView, Cursor]:
         """(the characters of a prompt, the cursor behind it). entered: float32 [2, NUM_ENTERED],
         how often a text that had left the prompt might go on behind a token, and did."""
         known = prompt[(prompt >= 0) & (prompt < self.offsets.shape[0] - 1)]
@@ -184,8 +175,10 @@ class Pieces:
         chars, heads = np.empty(num, np.uint8), np.full(slots, -1, np.int32)
         tokens, earlier = np.empty(num, np.int32), np.empty(num, np.int32)
         tail = _index_chars(prompt, self.offsets, self.blob, chars, tokens, earlier, heads)
-        fields = (chars, tokens, earlier, heads, self.ids, self.offsets, self.blob, entered)
-        return fields, (tail, -1, 0, 0, 0)
+        view = CopyView(
+            chars, tokens, earlier, heads, self.ids, self.offsets, self.blob, entered
+        )  # fmt: skip
+        return view, Cursor(tail, -1, 0, 0, 0)
 
 
 def no_entries() -> Float32x2:
@@ -193,7 +186,7 @@ def no_entries() -> Float32x2:
     return np.zeros((2, NUM_ENTERED), np.float32)
 
 
-NO_COPY: CopyFields = (
+NO_COPY = CopyView(
     np.empty(0, np.uint8),
     *(np.empty(0, np.int32),) * 4,
     np.empty(0, np.int64),
@@ -384,7 +377,7 @@ def piece_at(view: CopyView, place: int) -> int:
         if inside and not is_bone:
             break
         inside = inside or is_bone
-        key = _longer(key, byte)
+        key = longer_key(key, byte)
         slot = _slot(view.ids, view.offsets, view.blob, key, view.chars, place, i + 1)
         if view.ids[slot] >= 0:
             found = int(view.ids[slot])

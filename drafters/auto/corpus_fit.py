@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from drafters.tree import DraftTree
 
 
@@ -82,7 +80,7 @@ class Rivals:
 
     def __init__(self, trees: Sequence[DraftTree], num_nodes: int) -> None:
         """num_nodes: of each tree at most, its likeliest."""
-        self._children = [_children(tree, num_nodes) for tree in trees]
+        self._children = [tree.prune(num_nodes).children() for tree in trees]
         self._nodes = [-1] * len(trees)
         self._alive = [True] * len(trees)
         self.accepted = [0] * len(trees)
@@ -113,12 +111,3 @@ def follow_all(
         else:
             fit.compare_steps(*rivals.accepted)
     return alive
-
-
-def _children(tree: DraftTree, num_nodes: int) -> dict[tuple[int, int], int]:
-    """(parent, token) -> node of the likeliest nodes; a parent is never less likely."""
-    kept = range(len(tree))
-    if len(tree) > num_nodes:
-        kept = np.argsort(-tree.survival, kind="stable")[:num_nodes].tolist()
-    parents, tokens = tree.parents.tolist(), tree.token_ids.tolist()
-    return {(parents[node], tokens[node]): node for node in kept}

@@ -28,7 +28,7 @@ from drafters.auto.corpus_fit import Rivals, follow_all
 from drafters.auto.likely import NO_ROWS, NUM_LIKELY, LikelyTable, RowsFields
 from drafters.auto.prior import MOST_FOLLOWED, NO_HIDDEN, NO_PRIOR, Prior, PriorScratch
 from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
-from drafters.auto.template import forms_of
+from drafters.auto.template import forms_of, in_a_row
 from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import UPDATE_EVERY, Trust
@@ -39,12 +39,12 @@ from drafters.auto.views import (
     NO_LIKELY,
     NO_MARKS,
     NO_TEXT,
-    ContextFields,
-    LimitsFields,
-    TextFields,
+    Context,
+    CorpusView,
+    Limits,
 )
 from drafters.corpus_file import START
-from drafters.session import IndexedSession
+from drafters.session import TextSession
 from drafters.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -188,12 +188,13 @@ class AutoDrafter:
         return AutoSession(self, prompt_ids, prediction_ids)
 
 
-class AutoSession(IndexedSession["AutoDrafter"]):
+class AutoSession(TextSession):
     """One Sequence's own text, retrieved outputs and prediction, and its place in the corpus."""
 
     __slots__ = (
         "_anchors",
         "_copy",
+        "_drafter",
         "_echo",
         "_forms",
         "_grown",
@@ -216,12 +217,12 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def __init__(
         self, drafter: AutoDrafter, prompt_ids: Sequence[int], prediction_ids: Sequence[int]
     ) -> None:
-        super().__init__(drafter, len(prompt_ids))
-        self._index.append(prompt_ids)
+        super().__init__(prompt_ids)
+        self._drafter = drafter
         self._prediction = tuple(prediction_ids)
         self._retrieved: TextIndex | None = None
         self._marks: Float32 = NO_MARKS
-        self._forms: TextFields = NO_TEXT
+        self._forms = NO_TEXT
         self._prompt_marks: Float32 = NO_MARKS
         self._settled = False
         self._num_learned = 0
@@ -252,23 +253,20 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         if drafter.pieces is not None:
             entered = no_entries() if drafter.seen is None else drafter.seen.entered
             self._copy, cursor = drafter.pieces.index(
-                self._index.text[0, : self._num_prompt], entered
+                self._index.text[0, : self.num_prompt], entered
             )
         self._places[0] = (*drafter.start_state, *cursor)
 
     def settle_once(self) -> None:
         """Retrieve the nearest examples, if that has not been done."""
-        drafter = self._owner()
+        self._check_open()
         if not self._settled:
-            self._retrieve(drafter)
+            self._retrieve(self._drafter)
 
     def settle(self) -> None:
         """settle_once(), and fold what was learned into the trust now and then."""
+        self.settle_once()
         drafter = self._drafter
-        if drafter is None:
-            raise self._closed()
-        if not self._settled:
-            self._retrieve(drafter)
         if drafter.learn:
             trust = drafter.trust
             if trust.num_news >= UPDATE_EVERY:
@@ -282,11 +280,11 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         weights: list[float] = []
         sources: list[int] = []
         if drafter.layers:
-            prompt = self._index.text[0, : self._num_prompt]
+            prompt = self._index.text[0, : self.num_prompt]
             self._prompt_marks = drafter.layers[0].nearest.template_weights(prompt, TEMPLATE_WEIGHT)
         for weight, output in retrieve(
             drafter.layers,
-            self._index.text[0, : self._num_prompt],
+            self._index.text[0, : self.num_prompt],
             drafter.num_retrieved,
             () if drafter.seen is None else drafter.seen.recent.newest_last(),
         ):
@@ -301,25 +299,12 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             sources.append(PREDICTION)
         if not documents:
             return
-        total = sum(document.shape[0] + 1 for document in documents)
-        index = TextIndex(total)
-        ids = np.empty(total, np.int32)
-        marks = np.empty((2, index.text.shape[1]), np.float32)
-        at = 0
-        for document, weight, source in zip(documents, weights, sources, strict=True):
-            end = at + document.shape[0] + 1
-            ids[at] = START
-            ids[at + 1 : end] = document
-            marks[0, at:end] = weight
-            marks[1, at:end] = source
-            at = end
-        index.append(ids)
-        self._retrieved = index
-        self._marks = marks
+        ids, self._marks = in_a_row(documents, weights, sources)
+        self._retrieved = TextIndex(ids.shape[0])
+        self._retrieved.append(ids)
         if self._prediction:
-            self._anchors = [(total - len(self._prediction) - 1, 0)]
-            marks[0, self._anchors[0][0] : total] = FAR_WEIGHT
-            for token in self._index.text[0, self._num_prompt : self._index.size].tolist():
+            self._anchors = [(ids.shape[0] - len(self._prediction) - 1, 0)]
+            for token in self._index.text[0, self.num_prompt : self._index.size].tolist():
                 self._align(token)
             self._weigh_near()
 
@@ -356,16 +341,12 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         places = (*(anchor + 1 + off,) * 3, anchor + 1)
         return np.asarray([place for place in places if place < docs.size], np.int32)
 
-    def propose(self, budget: int, max_depth: int) -> DraftTree:
-        """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        """Survival is the estimated chance, cut at min_survival."""
         drafter = self._drafter
-        if drafter is None:
-            raise self._closed()
-        if budget <= 0 or max_depth <= 0:
-            return DraftTree.empty()
         if not self._settled:
             self._retrieve(drafter)
-        limits = (budget, max_depth, drafter.min_survival)
+        limits: Limits = (budget, max_depth, drafter.min_survival)  # type: ignore[assignment]
         follows = not drafter.has_corpus or drafter.follows_corpus
         tree = self._grow(drafter, limits, follows)
         self._grown = ()
@@ -377,13 +358,10 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 self._grown = (tree, other) if follows else (other, tree)
         return tree
 
-    def _grow(self, drafter: AutoDrafter, limits: LimitsFields, follows: bool) -> DraftTree:
+    def _grow(self, drafter: AutoDrafter, limits: Limits, follows: bool) -> DraftTree:
         """A tree; follows: from the corpus too."""
-        if follows:
-            context, trust = self._context(drafter), drafter.trust
-        else:
-            context, trust = self._context_without(drafter), drafter.trust.without
-        return drafter.workspace.grow(limits, context, trust.fields)
+        trust = drafter.trust if follows else drafter.trust.without
+        return drafter.workspace.grow(limits, self._context(drafter, follows), trust.fields)
 
     @property
     def wants_feedback(self) -> bool:
@@ -392,44 +370,36 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """From here on the step's two trees are followed, with as many nodes as were verified."""
-        if self._drafter is None:
-            raise self._closed()
+        self._check_open()
         if self._grown:
             self._rivals.append(Rivals(self._grown, len(tree)))
             self._grown = ()
 
-    def context(self) -> ContextFields:
-        """What the next token is guessed from."""
-        return self._context(self._owner())
-
-    def _context(self, drafter: AutoDrafter) -> ContextFields:
-        """The same."""
+    def _context(self, drafter: AutoDrafter, follows: bool = True) -> Context:
+        """What the next token is guessed from; follows: with the corpus, what it says of prompts,
+        and its retrieved outputs. These stay where there is a prediction: they lie in one index."""
         index, docs, likely = self._index, self._retrieved, self._likely
-        num_output = index.size - self._num_prompt
+        num_output = index.size - self.num_prompt
         place = self._places[num_output].tolist()
-        states, edges, tops = drafter.corpus_arrays
+        if follows:
+            marks, texts = self._prompt_marks, NO_TEXT if docs is None else docs.view(self._marks)
+            corpus: CorpusView = (*drafter.corpus_arrays, *place[:2])  # type: ignore[assignment]
+            forms = self._forms
+        else:
+            (marks, texts, corpus), forms = self._plain_fields(), NO_TEXT
         return (
-            (index.text, index.table, self._prompt_marks, index.size),
+            (index.text, index.table, marks, index.size),
             num_output,
-            NO_TEXT if docs is None else docs.view(self._marks),
+            texts,
             self._hints() if self._anchors else NO_HINTS,
-            (states, edges, tops, place[0], place[1]),
+            corpus,
             drafter.eos_token_ids,
             NO_LIKELY if likely is None else (*likely.arrays, *self._echo),
             self._copy,
             tuple(place[2:]),
-            NO_PRIOR if drafter.prior is None else drafter.prior.fields(*self._state),
-            self._forms,
-        )
-
-    def _context_without(self, drafter: AutoDrafter) -> ContextFields:
-        """The same without the corpus, what it says of prompts, and its retrieved outputs.
-
-        Retrieved outputs stay where there is a prediction: they lie in one index.
-        """
-        own = self._context(drafter)
-        marks, docs, corpus = self._plain_fields()
-        return self._index.view(marks), own[1], docs, own[3], corpus, *own[5:-1], NO_TEXT
+            NO_PRIOR if drafter.prior is None else drafter.prior.view(*self._state),
+            forms,
+        )  # type: ignore[return-value]
 
     def _plain_fields(self) -> PlainFields:
         """What the context without the corpus has in place of what comes from it."""
@@ -450,7 +420,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         """Append tokens, and learn from each how far its contexts could be trusted, and whether the
         corpus helps. told, root: see blend.advance, whose echo is returned."""
         index, num, work = self._index, len(token_ids), drafter.workspace
-        num_output = index.size - self._num_prompt
+        num_output = index.size - self.num_prompt
         # A token drawn again after a rollback is not evidence twice.
         first = max(0, self._num_learned - num_output)
         if not (learns and drafter.learn and self._settled):
@@ -488,9 +458,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
+        self._check_open()
         drafter, root = self._drafter, self._index.size
-        if drafter is None:
-            raise self._closed()
         # Where it stands in the prediction changes with each token.
         at_once, echo = 1 if self._anchors else MOST_AT_ONCE, self._echo
         for first in range(0, len(token_ids), at_once):
@@ -511,7 +480,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """See ResumedSession."""
-        drafter = self._owner()
+        self._check_open()
+        drafter = self._drafter
         for first in range(0, len(token_ids), MOST_AT_ONCE):
             self._advance(drafter, token_ids[first : first + MOST_AT_ONCE], learns=False)
         if self._anchors:
@@ -529,8 +499,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self, token_ids: Sequence[int], parents: Sequence[int], ids: Int32, chances: Float32
     ) -> None:
         """See LikelySession; kept when the step's tokens are appended, and read till then."""
-        if self._drafter is None:
-            raise self._closed()
+        self._check_open()
         if self._likely is not None:
             num = self.num_likely
             nodes = np.array((token_ids, parents), np.int32)
@@ -542,9 +511,10 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
     def note_state(self, state: Float32) -> None:
         """See StateSession; read when the step's tokens are appended."""
-        drafter = self._owner()
-        if drafter.prior is not None:
-            if state.shape != (drafter.prior.hidden_size,):
+        self._check_open()
+        prior = self._drafter.prior
+        if prior is not None:
+            if state.shape != (prior.hidden_size,):
                 raise ValueError(f"the prior is not of a model with states of {state.shape[0]}")
             self._noted_state = state
 

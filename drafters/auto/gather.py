@@ -106,27 +106,10 @@ class Gathered(NamedTuple):
     form: Int32
 
 
-GatheredFields = tuple[
-    Int32,
-    Int32,
-    Int32,
-    Int32,
-    Float32x2,
-    Int32x2,
-    Float32,
-    Int32,
-    Int32,
-    Float32,
-    Int32,
-    Float64,
-    Int32,
-]
-
-
-def new_gathered(max_depth: int) -> GatheredFields:
+def new_gathered(max_depth: int) -> Gathered:
     """Room for the contexts of trees up to `max_depth` deep."""
     counts = np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32)
-    return (
+    return Gathered(
         np.zeros(6, np.int32),
         np.zeros(MAX_CANDIDATES, np.int32),
         np.zeros(HASH_SIZE, np.int32),
@@ -171,6 +154,18 @@ def _clear(counts: Float32, level: int) -> None:
 
 
 @inlined
+def _count(level: int, token: int, weight: np.float32, found: Gathered) -> None:
+    """Count a next token at a level; one below 0 is none that could be proposed."""
+    if found.totals[level] == 0.0:
+        _clear(found.counts, level)
+    found.totals[level] += weight
+    if token >= 0:
+        row = _candidate(token, found)
+        if row >= 0:
+            found.counts[level, row] += weight
+
+
+@inlined
 def _visit(
     of: TextView, position: int, path: Int32, context_size: int, num_prompt: int, found: Gathered
 ) -> None:
@@ -195,15 +190,7 @@ def _visit(
             weight = of.marks[WEIGHT, position]
     else:
         source = OUTPUT
-    level = source * NUM_BUCKETS + length_bucket(length)
-    if found.totals[level] == 0.0:
-        _clear(found.counts, level)
-    found.totals[level] += weight
-    if token < 0:
-        return
-    row = _candidate(token, found)
-    if row >= 0:
-        found.counts[level, row] += weight
+    _count(source * NUM_BUCKETS + length_bucket(length), token, weight, found)
 
 
 @inlined
@@ -271,14 +258,9 @@ def _gather_corpus(corpus: CorpusView, state: int, length: int, found: Gathered)
 @inlined
 def _gather_hints(docs: TextView, hints: Int32, found: Gathered) -> None:
     """Where the output left the prediction, its next token follows no known context."""
-    level = PREDICTION * NUM_BUCKETS
     for i in range(hints.shape[0]):
-        if found.totals[level] == 0.0:
-            _clear(found.counts, level)
-        found.totals[level] += 1.0
-        row = _candidate(int(docs.text[0, hints[i]]), found)
-        if row >= 0:
-            found.counts[level, row] += 1.0
+        token = int(docs.text[0, hints[i]])
+        _count(PREDICTION * NUM_BUCKETS, token, np.float32(1.0), found)
 
 
 @inlined
@@ -313,15 +295,8 @@ def _gather_likely(likely: LikelyView, size: int, depth: int, found: Gathered) -
 @inlined
 def _count_copied(bucket: int, token: int, found: Gathered) -> None:
     """Count a token at a level of COPIED."""
-    if token < 0:
-        return
-    level = COPIED * NUM_BUCKETS + bucket
-    if found.totals[level] == 0.0:
-        _clear(found.counts, level)
-    found.totals[level] += 1.0
-    row = _candidate(token, found)
-    if row >= 0:
-        found.counts[level, row] += 1.0
+    if token >= 0:
+        _count(COPIED * NUM_BUCKETS + bucket, token, np.float32(1.0), found)
 
 
 @inlined

@@ -15,7 +15,7 @@ from drafters.arrays import Int32
 from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.trust import Trust
-from drafters.corpus import Corpus, Progress, build_corpus
+from drafters.corpus import Corpus, Progress, build_corpus, first_indexed
 
 Example = tuple[Sequence[int] | Int32, Sequence[int] | Int32]
 
@@ -31,7 +31,6 @@ def build_calibrated(
     fingerprint: str,
     n_max: int = 5,
     p_min: int = 5,
-    max_indexed_tokens: int = 8_000_000,
     max_held_out: int = 300,
     progress: Progress | None = None,
     pieces: Pieces | None = None,
@@ -46,19 +45,13 @@ def build_calibrated(
         raise ValueError("max_held_out must not be negative")
     pairs = [(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in examples]
     corpus = build_corpus(
-        pairs,
-        fingerprint=fingerprint,
-        n_max=n_max,
-        p_min=p_min,
-        max_indexed_tokens=max_indexed_tokens,
-        progress=progress,
+        pairs, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
     )
     num_held_out = min(max_held_out, len(pairs) // 5)
     if num_held_out == 0:
         return corpus
-    starts = corpus.document_starts
-    first = int(np.searchsorted(starts, starts[-1] - max_indexed_tokens, side="left"))
-    trust = replay_held_out(pairs[min(first, len(pairs)) :], num_held_out, progress, pieces)
+    indexed = pairs[first_indexed(corpus.document_starts) :]
+    trust = replay_held_out(indexed, num_held_out, progress, pieces)
     return dataclasses.replace(corpus, evidence=trust.evidence, outcomes=trust.outcomes)
 
 

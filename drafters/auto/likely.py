@@ -35,19 +35,10 @@ TableFields = tuple[Int64, Int32x2, Float32x2]
 
 @compiled
 def longer_key(key: int, token: int) -> int:
-    """The key, above 0, of a context that has `token` before that of `key`; 0: the empty one's."""
+    """The key, above 0, of what has one more token, or byte, than that of `key`; 0: of nothing."""
     h = (np.uint64(key) ^ np.uint64(token + 7)) * np.uint64(0x9E3779B97F4A7C15)
     h ^= h >> np.uint64(29)
     return int(np.int64((h >> np.uint64(2)) | np.uint64(1)))
-
-
-@compiled
-def context_key(newest: Int32, length: int) -> int:
-    """The key of newest[:length], newest token first."""
-    key = 0
-    for i in range(length):
-        key = longer_key(key, newest[i])
-    return key
 
 
 @compiled

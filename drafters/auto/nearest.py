@@ -73,14 +73,7 @@ def _score(
 def _mark_template(ids: Int32, template: Int64, weight: float, out: Float32x2) -> None:
     for i in range(1, ids.shape[0]):
         key = _pair(ids[i - 1], ids[i])
-        low, high = 0, template.shape[0]
-        while low < high:
-            middle = (low + high) // 2
-            if template[middle] < key:
-                low = middle + 1
-            else:
-                high = middle
-        if low < template.shape[0] and template[low] == key:
+        if find_row(template, 0, template.shape[0], key) >= 0:
             out[0, i - 1] = weight
 
 

@@ -54,12 +54,6 @@ COLUMNS = {
     "output_bias": Column("float32", ("outputs",)),
 }
 
-PriorFields = tuple[
-    Int32, Float32x2, Float32, Int8x2, Float32, Float32x2, Float32, Int8x2, Float32, Float32,
-    Float32, int, int, Float32x2, Float32, Float32, Int16,
-]  # fmt: skip
-"""A Prior's arrays, then hidden, at, most, states, scores, sums and numbers: see PriorView."""
-
 
 class PriorView(NamedTuple):
     """A Prior's arrays as compiled code reads them, and where a text stands.
@@ -151,20 +145,14 @@ def integers_of(rows: Float32) -> tuple[Int8, Float32]:
     return np.rint(rows / scale[:, None]).astype(np.int8), scale
 
 
-def no_prior() -> PriorFields:
-    """The fields of no prior."""
-    none, rows = np.empty(0, np.float32), np.empty((0, WIDTH), np.float32)
-    bytes_ = np.empty((0, WIDTH), np.int8)
-    return (
-        np.empty(0, np.int32), rows, none, bytes_, none, rows, none, bytes_, none, none,
-        none, 0, 0, rows, none, none, np.empty(0, np.int16),
-    )  # fmt: skip
-
-
-NO_PRIOR = no_prior()
-
 NO_HIDDEN: Float32 = np.empty(0, np.float32)
 """The state of a text of which none is known."""
+_NO_ROWS, _NO_BYTES = np.empty((0, WIDTH), np.float32), np.empty((0, WIDTH), np.int8)
+NO_PRIOR = PriorView(
+    np.empty(0, np.int32), _NO_ROWS, NO_HIDDEN, _NO_BYTES, NO_HIDDEN, _NO_ROWS, NO_HIDDEN,
+    _NO_BYTES, NO_HIDDEN, NO_HIDDEN, NO_HIDDEN, 0, 0, _NO_ROWS, NO_HIDDEN, NO_HIDDEN,
+    np.empty(0, np.int16),
+)  # fmt: skip
 
 
 class PriorScratch:
@@ -183,8 +171,8 @@ class PriorScratch:
             np.zeros(WIDTH, np.int16),
         )
 
-    def fields(self, hidden: Float32, at: int) -> PriorFields:
-        """See PriorView."""
+    def view(self, hidden: Float32, at: int) -> PriorView:
+        """See PriorView; a plain tuple of the same items."""
         return (*self._prior, hidden, at, self._most, *self._scratch)  # type: ignore[return-value]
 
 
@@ -308,10 +296,9 @@ def score(prior: PriorView, row: int) -> float:
 
 @entry
 @borrowing
-def chances_of(text: Int32x2, fields: PriorFields, chances: Float32) -> int:
+def chances_of(text: Int32x2, prior: PriorView, chances: Float32) -> int:
     """What is said of each output behind text[0], into float32 [outputs]; returns what `begin`
     does. For tests and measurements."""
-    prior = PriorView(*fields)
     depth = begin(prior, text, text.shape[1])
     if depth >= 0:
         total = score(prior, 0)

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.arrays import Int32, Int64, Int64x2, UInt8
+from drafters.arrays import Float32, Int32, Int64, Int64x2, UInt8
 from drafters.auto.cells import TEMPLATE
-from drafters.auto.copying import NO_COPY, Pieces
+from drafters.auto.copying import NO_COPY, CopyView, Pieces
 from drafters.auto.text_index import TextIndex, empty_table, find_slot
-from drafters.auto.views import TextFields
+from drafters.auto.views import TextView
 from drafters.corpus_file import START
 from drafters.jit import compiled, entry
 
 SPAN = -3  # no token's id, nor START
 MAX_FORM = 16  # symbols of a form that are compared
 LEAST_SHARE = 0.25  # of the outputs that hold a token of the template; two of them at least
+_START = np.array([START], np.int32)
 
 
 @compiled
@@ -87,20 +88,22 @@ def write_form(path: Int32, size: int, table: Int64x2, form: Int32) -> tuple[int
     return num, num if behind < 0 else behind
 
 
-def forms_of(
-    outputs: Sequence[Int32], weights: Sequence[float], pieces: Pieces | None
-) -> TextFields:
+def in_a_row(
+    outputs: Sequence[Int32], weights: Sequence[float], sources: Sequence[int]
+) -> tuple[Int32, Float32]:
+    """(the ids of outputs, each behind START, their marks as TextView has them)."""
+    ids = np.concatenate([part for output in outputs for part in (_START, output)])
+    sizes = [output.shape[0] + 1 for output in outputs]
+    return ids, np.repeat(np.array([weights, sources], np.float32), sizes, axis=1)
+
+
+def forms_of(outputs: Sequence[Int32], weights: Sequence[float], pieces: Pieces | None) -> TextView:
     """The index of the forms of outputs, each of which counts as its weight."""
-    starts = np.cumsum([0, *(output.shape[0] + 1 for output in outputs)])
-    ids, marks = np.empty(starts[-1], np.int32), np.empty((2, starts[-1]), np.float32)
-    marks[1] = TEMPLATE
-    for output, weight, first in zip(outputs, weights, starts[:-1], strict=True):
-        ids[first], ids[first + 1 : first + 1 + output.shape[0]] = START, output
-        marks[0, first : first + 1 + output.shape[0]] = weight
+    ids, marks = in_a_row(outputs, weights, [TEMPLATE] * len(outputs))
     index = TextIndex(ids.shape[0])
     forms, at = np.empty_like(ids), np.empty_like(ids)
-    offsets, blob = (NO_COPY[5], NO_COPY[6]) if pieces is None else (pieces.offsets, pieces.blob)
+    known: CopyView | Pieces = NO_COPY if pieces is None else pieces
     least = max(2, round(LEAST_SHARE * len(outputs)))
-    num = write_forms(ids, least, offsets, blob, empty_table(index.room), forms, at)
+    num = write_forms(ids, least, known.offsets, known.blob, empty_table(index.room), forms, at)
     index.append(forms[:num])
     return index.view(np.ascontiguousarray(marks[:, at[:num]]))

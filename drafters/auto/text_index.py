@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.arrays import Float32, Int32, Int32x2, Int64, Int64x2
-from drafters.auto.views import TextFields
+from drafters.auto.views import TextView
 from drafters.jit import compiled, entry, inlined
 
 EMPTY_KEY = -(1 << 62)
@@ -110,9 +110,9 @@ class TextIndex:
     def __len__(self) -> int:
         return self.size
 
-    def view(self, marks: Float32) -> TextFields:
-        """Its text with marks, as compiled code takes it."""
-        return self.text, self.table, marks, self.size
+    def view(self, marks: Float32) -> TextView:
+        """Its text with marks, as compiled code takes it; a plain tuple."""
+        return self.text, self.table, marks, self.size  # type: ignore[return-value]
 
     def append(self, token_ids: Sequence[int] | Int32) -> None:
         """Add tokens at the end: O(1) each, amortised."""

@@ -12,22 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2, UInt8
+from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64x2, UInt8
 from drafters.auto.automaton import automaton_step
 from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
 from drafters.auto.copying import Cursor, follow
-from drafters.auto.gather import NUM, Gathered, GatheredFields, gather, new_gathered
+from drafters.auto.gather import NUM, Gathered, gather, new_gathered
 from drafters.auto.prior import begin, go_on
-from drafters.auto.views import (
-    Context,
-    ContextFields,
-    Limits,
-    LimitsFields,
-    Trusts,
-    TrustsFields,
-    context_of,
-)
+from drafters.auto.views import Context, Limits, Trusts
 from drafters.heap import pop, push
 from drafters.jit import borrowing, entry, inlined
 from drafters.tree import DraftTree
@@ -56,7 +48,7 @@ class Nodes(NamedTuple):
     place: Int32
     survival: Float32
     chance: Float32
-    cursor: Int64
+    cursor: Int64x2
 
 
 class Candidates(NamedTuple):
@@ -76,20 +68,8 @@ class Tree(NamedTuple):
     """The result, in preorder: int32 [4, N] token, parent, source, bucket; float32 [2, N]:
     survival, chance given the parent."""
 
-    ints: Int32
-    chances: Float32
-
-
-GrowthFields = tuple[Int32x2, Float32x2, Float32, Int32, Int32x2, Float32, Int64x2]
-TreeFields = tuple[Int32x2, Float32x2]
-
-
-@inlined
-def _columns(fields: GrowthFields) -> tuple[Nodes, Candidates]:
-    """Name the rows of the scratch blocks."""
-    i, f, keys, places, waiting, chance, cursor = fields
-    nodes = Nodes(i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], f[0], f[1], cursor)
-    return nodes, Candidates(keys, places, waiting[0], waiting[1], waiting[2], waiting[3], chance)
+    ints: Int32x2
+    chances: Float32x2
 
 
 @inlined
@@ -231,20 +211,15 @@ def _write_preorder(num: int, nodes: Nodes, tree: Tree) -> None:
 @entry
 @borrowing
 def grow_tree(
-    limit_fields: LimitsFields,
-    context_fields: ContextFields,
-    trust_fields: TrustsFields,
-    scratch: GatheredFields,
-    growth: GrowthFields,
-    tree_fields: TreeFields,
+    limits: Limits,
+    context: Context,
+    trusts: Trusts,
+    found: Gathered,
+    nodes: Nodes,
+    waiting: Candidates,
+    tree: Tree,
 ) -> int:
-    """Grow a tree into `tree_fields` (a Tree); returns its number of nodes.
-
-    The fields are those of Limits, Context, Trusts and Gathered; growth is a Workspace's.
-    """
-    limits, trusts = Limits(*limit_fields), Trusts(*trust_fields)
-    context, found = context_of(context_fields), Gathered(*scratch)
-    nodes, waiting = _columns(growth)
+    """Grow a tree into `tree`; returns its number of nodes. found, nodes, waiting: scratch."""
     size = 0  # of the heap
     num = 0
     node = -1
@@ -262,7 +237,7 @@ def grow_tree(
         num += 1
         _take(node, survival, place, context, nodes, waiting)
         depth = nodes.depth[node]
-    _write_preorder(num, nodes, Tree(*tree_fields))
+    _write_preorder(num, nodes, tree)
     return num
 
 
@@ -275,7 +250,8 @@ class Workspace:
     """
 
     __slots__ = (
-        "_chances", "_growth", "_learns", "_max_budget", "_max_depth", "_tree", "gathered",
+        "_chances", "_learns", "_max_budget", "_max_depth", "_nodes", "_tree", "_waiting",
+        "gathered",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -299,27 +275,24 @@ class Workspace:
 
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth
-        self.gathered: GatheredFields = new_gathered(max_depth)
-        self._growth: GrowthFields = (
-            np.zeros((10, max_budget), np.int32),
-            np.zeros((2, max_budget), np.float32),
-            np.zeros(HEAP_SIZE, np.float32),
-            np.arange(HEAP_SIZE, dtype=np.int32),
-            np.zeros((4, HEAP_SIZE), np.int32),
-            np.zeros(HEAP_SIZE, np.float32),
-            np.zeros((max_budget, 5), np.int64),
-        )
-        self._tree: TreeFields = (
-            np.zeros((4, max_budget), np.int32),
-            np.zeros((2, max_budget), np.float32),
+        self.gathered = new_gathered(max_depth)
+        ints, floats = np.zeros((10, max_budget), np.int32), np.zeros((2, max_budget), np.float32)
+        self._nodes = Nodes._make((*ints, *floats, np.zeros((max_budget, 5), np.int64)))
+        ints, floats = np.zeros((4, HEAP_SIZE), np.int32), np.zeros((2, HEAP_SIZE), np.float32)
+        places = np.arange(HEAP_SIZE, dtype=np.int32)
+        self._waiting = Candidates._make((floats[0], places, *ints, floats[1]))
+        self._tree = Tree(
+            np.zeros((4, max_budget), np.int32), np.zeros((2, max_budget), np.float32)
         )
 
-    def grow(self, limits: LimitsFields, context: ContextFields, trusts: TrustsFields) -> DraftTree:
+    def grow(self, limits: Limits, context: Context, trusts: Trusts) -> DraftTree:
         """The DraftTree of a step."""
         budget, max_depth, _ = limits
         if budget > self._max_budget or max_depth > self._max_depth:
             self._resize(max(budget, self._max_budget), max(max_depth, self._max_depth))
-        num = grow_tree(limits, context, trusts, self.gathered, self._growth, self._tree)
+        num = grow_tree(
+            limits, context, trusts, self.gathered, self._nodes, self._waiting, self._tree
+        )
         if num == 0:
             return DraftTree.empty()
         ints, chances = self._tree

@@ -12,16 +12,13 @@ The defaults were fitted on the train splits of twenty task data sets (loadtest/
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from drafters.arrays import Float64, Float64x2, Int32x2
-from drafters.atomic_file import replacing
 from drafters.auto.blend import LearnedFields
 from drafters.auto.cells import (
     NUM_AGREEMENTS,
@@ -36,8 +33,8 @@ from drafters.auto.cells import (
     SOURCES,
 )
 from drafters.auto.corpus_fit import CorpusFit
-from drafters.auto.views import TrustsFields
-from drafters.calibration import CalibrationError
+from drafters.auto.views import Trusts
+from drafters.calibration import CalibrationError, read_table, write_table
 from drafters.jit import compiled, entry, inlined
 from drafters.json_text import parsed
 from drafters.shared_counts import Counts
@@ -56,6 +53,9 @@ _GROUPS = np.stack(
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 UPDATE_EVERY = 256.0
 """Asks of which the evidence is folded in at once (Trust.update)."""
+PRIOR_STRENGTH, FACTOR_STRENGTH = 16.0, 2.0
+"""Asks, and expected hits, that the defaults count for."""
+KIND = "drafter trust"
 VERSION = 2  # 1 held what a corpus says, too
 
 DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
@@ -63,36 +63,20 @@ DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
 
 
 @functools.cache
-def _default_trust() -> TrustsFields:
-    """(weights, factors) of the package; never written to."""
+def _default_trust() -> Trusts:
+    """Those of the package; never written to."""
     body = parsed(DEFAULT_TRUST.read_text(encoding="utf-8"))
     weights = np.asarray(body["weights_per_mille"], np.float64).reshape(NUM_CELLS) / 1000.0
     factors = np.asarray(body["factors_per_cent"], np.float64).reshape(NUM_FACTORS) / 100.0
-    return weights, factors
+    return Trusts(weights, factors)
 
 
 @functools.cache
 def _default_start() -> tuple[Float64, Float64]:
     """(weights within bounds, their log odds) of the package; never written to. Each scope has a
     trust of its own, which is made while its first request waits."""
-    weights = _bounded(_default_trust()[0])
+    weights = _bounded(_default_trust().weights)
     return weights, _odds(weights)
-
-
-def write_default_trust(
-    path: Path, weights: Sequence[Sequence[int]], factors: Sequence[Sequence[int]]
-) -> None:
-    """Write DEFAULT_TRUST, a row a line.
-
-    weights: per mille; a row per level (source x match-length bucket), in it occurrences x
-    agreement x situation. factors: per cent; a row per source x match length x situation, in it
-    claims.
-    """
-    parts = []
-    for name, rows in (("weights_per_mille", weights), ("factors_per_cent", factors)):
-        lines = ",\n".join(json.dumps(list(row), separators=(",", ":")) for row in rows)
-        parts.append(f'"{name}": [\n{lines}\n]')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 _NEWTON_STEPS = 5
@@ -170,7 +154,6 @@ class Trust:
     outcomes: float64 [3, NUM_FACTORS]: sum of claimed chances, times right, times claimed.
 
     num_news: asks that came and are not folded in yet; counted by who learns.
-    prior_strength, factor_strength: asks, and expected hits, that the defaults count for.
     memory: a cell's evidence is halved once it holds more than this.
     """
 
@@ -179,12 +162,10 @@ class Trust:
         weights: Float64 | None = None,
         factors: Float64 | None = None,
         *,
-        prior_strength: float = 16.0,
-        factor_strength: float = 2.0,
         memory: float = 20_000.0,
     ) -> None:
         if factors is None:
-            factors = _default_trust()[1]
+            factors = _default_trust().factors
         if weights is None:
             start, odds = _default_start()
         else:
@@ -199,8 +180,6 @@ class Trust:
         self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
         self.outcomes: Float64 = np.zeros((3, NUM_FACTORS), np.float64)
         self._show()
-        self.prior_strength = prior_strength
-        self.factor_strength = factor_strength
         self.memory = memory
         self.num_news = 0.0
         self.fit = CorpusFit()
@@ -233,14 +212,14 @@ class Trust:
         old = self.outcomes[2] > self.memory
         self.outcomes[:, old] *= 0.5
         self.weights = np.empty(NUM_CELLS)
-        fit_weights(self.evidence, self._prior_odds, _GROUPS, self.prior_strength, self.weights)
-        k = self.factor_strength
+        fit_weights(self.evidence, self._prior_odds, _GROUPS, PRIOR_STRENGTH, self.weights)
+        k = FACTOR_STRENGTH
         self.factors = (self.outcomes[1] + k * self._prior_factors) / (self.outcomes[0] + k)
         self._show()
 
     def _show(self) -> None:
         """Say anew what compiled code reads, and what it learns into, which stays the same."""
-        self.fields: TrustsFields = (self.weights, self.factors)
+        self.fields = Trusts(self.weights, self.factors)
         self.learned_fields: LearnedFields = (self.weights, self.evidence, self.outcomes)
 
     def forget(self) -> None:
@@ -289,37 +268,23 @@ class Trust:
         self.restore_arrays(counts["evidence"], counts["outcomes"])
 
     def save(self, path: Path | str) -> None:
-        """Write the evidence atomically: a reader sees the old file or the new one."""
-        path = Path(path)
+        """Write the evidence; see drafters.calibration.write_table."""
         body = {
-            "kind": "drafter trust",
-            "version": VERSION,
             "sources": list(SOURCES),
             "evidence": self.evidence.round(4).tolist(),
             "outcomes": self.outcomes.round(4).tolist(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as out:
-            out.write(json.dumps(body).encode())
+        write_table(path, KIND, VERSION, body)
 
     def restore(self, path: Path | str) -> None:
         """Replace the evidence by a saved one.
 
         Raises CalibrationError when the file is not a trust of this version and shape.
         """
-        try:
-            body = parsed(Path(path).read_text())
-            good = (body["kind"], body["version"]) == ("drafter trust", VERSION)
-            sources = body["sources"]
-            if not good or sources != list(SOURCES[: len(sources)]):
-                raise CalibrationError(f"{path} is not a version {VERSION} drafter trust")
-            evidence = np.asarray(body["evidence"], np.float64)
-            outcomes = np.asarray(body["outcomes"], np.float64)
-        except CalibrationError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(f"{path} cannot be read: {str(error)[:100]}") from error
-        self.restore_arrays(evidence, outcomes)
+        sources, arrays = read_table(path, KIND, VERSION, ("evidence", "outcomes"))
+        if sources != list(SOURCES[: len(sources)]):
+            raise CalibrationError(f"{path} is not a version {VERSION} {KIND}")
+        self.restore_arrays(*arrays)
 
     def restore_arrays(self, evidence: Float64, outcomes: Float64) -> None:
         """Replace the evidence by these arrays. Raises CalibrationError for other shapes or

@@ -1,12 +1,8 @@
-"""What a proposal reads, as compiled code names it, and as Python passes it.
+"""What a proposal reads, as compiled code names it.
 
-Compiled functions pass these NamedTuples to each other. Python passes plain tuples with the same
-fields in the same order (`*Fields`): numba takes a NamedTuple of four arrays in 0.9 us and a plain
-tuple in a tenth of that, and a proposal takes 15 us. The entry points (grow_tree, advance) make
-NamedTuples of them, which takes no time in compiled code.
-
-The classes stand in a module of their own because numba caches functions that take them only where
-it can import them.
+Compiled code takes any tuple of the same items for one of these. Where one is made for each step,
+Python makes a plain tuple and says so: a NamedTuple takes eight times as long to make, and a
+proposal takes 15 us.
 """
 
 from __future__ import annotations
@@ -16,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2
-from drafters.auto.copying import CopyFields, CopyView, Cursor, CursorFields
-from drafters.auto.prior import PriorFields, PriorView
-from drafters.jit import inlined
+from drafters.auto.copying import NO_COPY, NOWHERE, CopyView, Cursor
+from drafters.auto.prior import NO_PRIOR, PriorView
 
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
 
@@ -103,59 +98,18 @@ class Trusts(NamedTuple):
     factors: Float64
 
 
-LimitsFields = tuple[int, int, float]
-TextFields = tuple[Int32x2, Int64x2, Float32x2, int]
-CorpusFields = tuple[Int32x2, Int32x2, Int32x2, int, int]
-LikelyFields = tuple[Int64, Int32x2, Float32x2, Int32, Float32]
-ContextFields = tuple[
-    TextFields,
-    int,
-    TextFields,
-    Int32,
-    CorpusFields,
-    Int32,
-    LikelyFields,
-    CopyFields,
-    CursorFields,
-    PriorFields,
-    TextFields,
-]
-TrustsFields = tuple[Float64, Float64]
-
 NO_MARKS = np.empty((2, 0), np.float32)
 NO_HINTS = np.empty(0, np.int32)
-NO_TEXT: TextFields = (np.empty((3, 0), np.int32), np.empty((2, 0), np.int64), NO_MARKS, 0)
-NO_CORPUS: CorpusFields = (
-    np.empty((0, 5), np.int32),
-    np.empty((0, 3), np.int32),
-    np.empty((0, 2), np.int32),
-    0,
-    0,
+NO_TEXT = TextView(np.empty((3, 0), np.int32), np.empty((2, 0), np.int64), NO_MARKS, 0)
+NO_CORPUS = CorpusView(
+    np.empty((0, 5), np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32), 0, 0
 )
-
 NO_ECHO = np.empty(0, np.int32), np.empty(0, np.float32)
-NO_LIKELY: LikelyFields = (
-    np.empty(0, np.int64),
-    np.empty((0, 0), np.int32),
-    np.empty((0, 0), np.float32),
-    *NO_ECHO,
+NO_LIKELY = LikelyView(
+    np.empty(0, np.int64), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), *NO_ECHO
 )
-
-
-@inlined
-def context_of(fields: ContextFields) -> Context:
-    """The Context of plain tuples (`*Fields`)."""
-    own, num_output, docs, hints, corpus, ends, likely, copy, cursor, prior, forms = fields
-    return Context(
-        TextView(*own),
-        num_output,
-        TextView(*docs),
-        hints,
-        CorpusView(*corpus),
-        ends,
-        LikelyView(*likely),
-        CopyView(*copy),
-        Cursor(*cursor),
-        PriorView(*prior),
-        TextView(*forms),
-    )
+NOTHING = Context(
+    NO_TEXT, 0, NO_TEXT, NO_HINTS, NO_CORPUS, NO_HINTS, NO_LIKELY, NO_COPY, NOWHERE, NO_PRIOR,
+    NO_TEXT,
+)  # fmt: skip
+"""Nothing that a token could be guessed from."""

@@ -203,7 +203,7 @@ class GrammysSession(TextSession):
         sources: list[int] = []
         cells: list[int] = []
         survival: list[float] = []
-        calibration = self._calibration
+        calibration = self._drafter.calibration
         for tokens, source, shares in drafts:
             if not tokens:
                 continue

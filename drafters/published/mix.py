@@ -23,7 +23,7 @@ from drafters.corpus import Corpus
 from drafters.jit import compiled, entry
 from drafters.options import check_options
 from drafters.published.ngram_tables import context_hash, count_ngrams
-from drafters.session import IndexedSession
+from drafters.session import TextSession
 from drafters.sorted_keys import find_row
 from drafters.tree import DraftTree
 
@@ -232,31 +232,31 @@ class MixDrafter:
         return MixSession(self, prompt_ids)
 
 
-class MixSession(IndexedSession[MixDrafter]):
-    """Drafts for one Sequence. Its TextIndex gives the counts of p_prompt at every length."""
+class MixSession(TextSession):
+    """Drafts for one Sequence: one chain of at most `horizon` tokens. Its TextIndex gives the
+    counts of p_prompt at every length."""
 
-    __slots__ = ("_modes",)
+    __slots__ = ("_drafter", "_modes")
 
     def __init__(self, drafter: MixDrafter, prompt_ids: Sequence[int]) -> None:
-        super().__init__(drafter, len(prompt_ids))
-        self._modes: Int32 = np.empty((3, self._index.text.shape[1]), np.int32)
-        self._append(prompt_ids)
+        super().__init__(prompt_ids, drafter.calibration)
+        self._drafter = drafter
+        self._modes: Int32 = np.empty((3, 0), np.int32)
+        self._count_modes(0)
 
-    def _append(self, token_ids: Sequence[int]) -> None:
+    def _count_modes(self, begin: int) -> None:
+        """Of the tokens from there on."""
         index = self._index
-        begin = index.size
-        index.append(token_ids)
         if index.text.shape[1] != self._modes.shape[1]:
             modes = np.empty((3, index.text.shape[1]), np.int32)
             modes[:, :begin] = self._modes[:, :begin]
             self._modes = modes
         count_modes(index.text, begin, index.size, self._modes)
 
-    def propose(self, budget: int, max_depth: int) -> DraftTree:
-        """See DraftSession.propose: one chain of at most `horizon` tokens."""
-        drafter = self._owner()
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        drafter = self._drafter
         num = min(budget, max_depth, drafter.horizon)
-        if num <= 0 or self._index.size == 0:
+        if self._index.size == 0:
             return DraftTree.empty()
         out = np.empty((3, num), np.int32)
         shares = np.empty(num, np.float64)
@@ -278,12 +278,9 @@ class MixSession(IndexedSession[MixDrafter]):
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens: O(1) each, amortised."""
-        self._owner()
-        self._append(token_ids)
-
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Calibration learns what became of the draft."""
-        self._owner().calibration.record(tree, accepted)
+        begin = self._index.size
+        super().extend(token_ids)
+        self._count_modes(begin)
 
     def close(self) -> None:
         """Release the index and what is counted in it. Idempotent."""

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.auto.cells import SOURCES
-from drafters.auto.copying import NO_COPY, NOWHERE
-from drafters.auto.prior import NO_PRIOR
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
-from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_LIKELY, NO_MARKS, NO_TEXT
-from drafters.session import IndexedSession
+from drafters.auto.views import NO_MARKS, NOTHING, Limits
+from drafters.session import TextSession
 from drafters.tree import DraftTree
 
 
@@ -57,40 +55,25 @@ class SuffixDrafter:
         return SuffixSession(self, prompt_ids)
 
 
-class SuffixSession(IndexedSession[SuffixDrafter]):
+class SuffixSession(TextSession):
     """One Sequence's text, indexed. The prompt is indexed in open(): about 0.1 ms for 2,000 ids.
-    Nothing is learned across requests."""
+    Nothing is learned across requests. Survival is the estimated chance; no node below min_survival
+    is in a tree."""
 
-    __slots__ = ()
+    __slots__ = ("_drafter",)
 
     def __init__(self, drafter: SuffixDrafter, prompt_ids: Sequence[int]) -> None:
-        super().__init__(drafter, len(prompt_ids))
-        self._index.append(prompt_ids)
+        super().__init__(prompt_ids)
+        self._drafter = drafter
 
-    def propose(self, budget: int, max_depth: int) -> DraftTree:
-        """See DraftSession.propose. Survival is the estimated chance; no node below min_survival is
-        in the tree."""
-        drafter = self._owner()
-        index = self._index
-        if budget <= 0 or max_depth <= 0 or index.size == 0:
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        drafter, index = self._drafter, self._index
+        if index.size == 0:
             return DraftTree.empty()
-        context = (
-            index.view(NO_MARKS),
-            index.size - self._num_prompt,
-            NO_TEXT,
-            NO_HINTS,
-            NO_CORPUS,
-            drafter.eos_token_ids,
-            NO_LIKELY,
-            NO_COPY,
-            NOWHERE,
-            NO_PRIOR,
-            NO_TEXT,
+        context = NOTHING._replace(
+            own=index.view(NO_MARKS),
+            num_output=index.size - self.num_prompt,
+            ends=drafter.eos_token_ids,
         )
-        limits = (budget, max_depth, drafter.min_survival)
+        limits = Limits(budget, max_depth, drafter.min_survival)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append emitted tokens: O(1) each, amortised."""
-        self._owner()
-        self._index.append(token_ids)

@@ -91,19 +91,20 @@ def test_it_is_saved_atomically_and_restored(tmp_path: Path) -> None:
         calibration.record(first, [0, 1])
     path = tmp_path / "x" / "calibration.json"
     calibration.save(path)
-    loaded = Calibration.load(path, ["a", "b"])
+    loaded = Calibration(["a", "b"])
+    loaded.restore(path)
     assert np.array_equal(loaded.chances(first.cell), calibration.chances(first.cell))
     assert [p.name for p in path.parent.iterdir()] == ["calibration.json"]
     rows = loaded.table()
     assert rows[0]["offered"] == 5.0 and rows[0]["source"] == "a"
     with pytest.raises(CalibrationError, match="sources"):
-        Calibration.load(path, ["a"])
+        Calibration(["a"]).restore(path)
     for damage in ("{", "{}", path.read_text().replace('"prior": 8.0', '"prior": -1')):
         path.write_text(damage)
         with pytest.raises(CalibrationError):
-            Calibration.load(path, ["a", "b"])
+            loaded.restore(path)
     with pytest.raises(CalibrationError):
-        Calibration.load(tmp_path / "none", ["a"])
+        loaded.restore(tmp_path / "none")
 
 
 def test_a_saved_table_is_taken_over_in_place(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ class OwnLogits(AutoDrafter):
 
 def _is_open(session: AutoSession) -> bool:
     try:
-        session.context()
+        session.checkpoint()
     except SessionClosedError:
         return False
     return True

@@ -66,7 +66,7 @@ def _use_corpus(data: bytes, folder: Path) -> None:
                 session.extend([token])
     examples = [(np.asarray(PROMPT, np.int32), np.asarray([1, 2], np.int32))]
     build_corpus(examples, base=corpus, fingerprint=corpus.fingerprint)
-    corpus.bigram_measures()
+    corpus.count_grams(2)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ import pytest
 
 from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_SOURCES, SOURCES
 from drafters.auto.drafter import AutoDrafter, AutoSession
-from drafters.auto.likely import MAX_SLOTS, NUM_LIKELY, LikelyTable, context_key, find_context
+from drafters.auto.likely import MAX_SLOTS, NUM_LIKELY, LikelyTable, find_context, longer_key
 from drafters.auto.retrieval import Seen
 from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
@@ -52,7 +53,7 @@ def from_logits(tree: DraftTree) -> dict[int, float]:
 def held(table: LikelyTable, *newest: int) -> dict[int, float]:
     """id -> share of the rows behind a context, newest token first."""
     with np.errstate(over="ignore"):  # a hash, as Python runs it
-        key = context_key(np.asarray(newest, np.int32), len(newest))
+        key = functools.reduce(longer_key, newest, 0)
         slot = find_context(table.keys, key)
     if slot < 0:
         return {}

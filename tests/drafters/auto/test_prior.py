@@ -57,7 +57,7 @@ def test_the_head_is_that_of_numpy(num: int) -> None:
     prior, hidden = make_prior(sure=8.0), hidden_of(1)
     text = np.random.default_rng(num).integers(0, VOCAB, (1, 3 + num)).astype(np.int32)
     found = np.zeros(OUTPUTS, np.float32)
-    assert chances_of(text, PriorScratch(prior).fields(hidden, 3), found) == num - 1
+    assert chances_of(text, PriorScratch(prior).view(hidden, 3), found) == num - 1
     np.testing.assert_allclose(found, reference(prior, hidden, text[0, 3:].tolist()), atol=2e-3)
 
 
@@ -72,14 +72,14 @@ def test_the_head_is_that_of_numpy(num: int) -> None:
     ],
 )
 def test_where_nothing_is_known_it_says_nothing(hidden: Float32, at: int, text: list[int]) -> None:
-    fields = PriorScratch(make_prior()).fields(hidden, at)
-    assert chances_of(np.array([text], np.int32), fields, np.zeros(OUTPUTS, np.float32)) == -1
+    view = PriorScratch(make_prior()).view(hidden, at)
+    assert chances_of(np.array([text], np.int32), view, np.zeros(OUTPUTS, np.float32)) == -1
 
 
 def test_numbers_that_are_not_finite_do_no_harm() -> None:
-    fields = PriorScratch(make_prior()).fields(np.full(HIDDEN, np.nan, np.float32), 0)
+    view = PriorScratch(make_prior()).view(np.full(HIDDEN, np.nan, np.float32), 0)
     found = np.zeros(OUTPUTS, np.float32)
-    assert chances_of(np.array([[1]], np.int32), fields, found) == 0
+    assert chances_of(np.array([[1]], np.int32), view, found) == 0
     assert np.isfinite(found).all()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from drafters.auto.trust import _SHAPE, Trust
+from drafters.auto.trust import _SHAPE, PRIOR_STRENGTH, Trust
 
 
 def _fitted(trust: Trust, weights: np.ndarray) -> np.ndarray:
@@ -21,7 +21,7 @@ def _fitted(trust: Trust, weights: np.ndarray) -> np.ndarray:
             bend = (asked * chance * (1.0 - chance)).sum(axis=axes, keepdims=True) + 1.0
             shift = np.clip(shift + np.clip(slope / bend, -1.0, 1.0), -4.0, 4.0)
         odds = odds + shift
-    k = trust.prior_strength
+    k = PRIOR_STRENGTH
     prior = (1.0 / (1.0 + np.exp(-odds))).reshape(-1)
     return np.clip((trust.evidence[1] + k * prior) / (trust.evidence[0] + k), 1e-4, 0.9995)
 
