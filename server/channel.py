@@ -33,14 +33,8 @@ class EngineHandle(Protocol):
     A handle is used once: an engine that died is replaced by a new handle.
     """
 
-    name: str
-    device: str
-
     def is_alive(self) -> bool:
         """Whether the process or thread still runs."""
-
-    def exit_code(self) -> int | None:
-        """The exit status, None while it runs (threads: 0 or 1)."""
 
     def stop(self, timeout_s: float) -> None:
         """Ask it to stop, then make it stop. Idempotent; closes the channel."""

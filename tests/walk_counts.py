@@ -376,10 +376,10 @@ def _requests() -> dict[str, int]:
     import httpx
 
     from server.engine.engine import Engine
-    from server.engine.host import start_thread
     from server.engine.plan import EngineSettings
     from tests.api.live import LiveServer
     from tests.api.real_engine import spec
+    from tests.fakes.engine_thread import start_thread
 
     api, engine = Walk(), Walk()
     pause = threading.Event()
@@ -395,10 +395,10 @@ def _requests() -> dict[str, int]:
         sys.setprofile(engine)
         return Engine(Slow(_info(max_model_len=256)), {}, EngineSettings(max_num_seqs=16))
 
-    def start(factory: Any, *, name: str, device: str) -> Any:
+    def start(factory: Any) -> Any:
         threading.setprofile(None)  # the engine's own threads are not the API's
         try:
-            return start_thread(build, name=name, device=device)
+            return start_thread(build)
         finally:
             threading.setprofile(api)
 

@@ -1,6 +1,4 @@
-"""EngineHost: an Engine's loop behind a channel, in its own process (process.py) or in a thread.
-
-    handle = start_thread(factory, name="m-0", device="cpu")    # factory: () -> Engine
+"""EngineHost: an Engine's loop behind a channel, in a process of its own (process.py).
 
 The factory runs inside the child, so torch and the weights live there only. The loop drains the
 channel before every step (an abort takes effect within one step), steps while there is work, and
@@ -17,7 +15,6 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import multiprocessing
 import os
 import pickle
 import select
@@ -240,7 +237,7 @@ class EngineHost:
             self._tell(("deltas", pending))
 
 
-def _build(factory: EngineFactory, connection: Connection) -> Engine | None:
+def build(factory: EngineFactory, connection: Connection) -> Engine | None:
     """The engine, or None after telling the API why not."""
     try:
         return factory()
@@ -274,7 +271,7 @@ def process_main() -> None:
         factory = pickle.loads(connection.recv_bytes())
     except EOFError:
         raise SystemExit(0) from None  # nobody needs it
-    engine = _build(factory, connection)
+    engine = build(factory, connection)
     status = 1
     if engine is not None:
         sys.setswitchinterval(_SWITCH_S)
@@ -285,56 +282,3 @@ def process_main() -> None:
         gc.unfreeze()  # libraries may report what is left at the end of the process as leaked
     connection.close()
     raise SystemExit(status)
-
-
-# -- a thread -------------------------------------------------------------------------------------
-
-
-class ThreadHandle:
-    """channel.EngineHandle of an engine in a thread of this process (tests, tools)."""
-
-    def __init__(self, factory: EngineFactory, name: str, device: str) -> None:
-        self.name = name
-        self.device = device
-        self.connection, self._theirs = multiprocessing.Pipe()
-        self._wake, self._waker = os.pipe()
-        self._status: int | None = None
-        self._thread = threading.Thread(
-            target=self._main, args=(factory,), name=f"engine-{name}", daemon=True
-        )
-        self._thread.start()
-
-    def _main(self, factory: EngineFactory) -> None:
-        status = 1
-        try:
-            engine = _build(factory, self._theirs)
-            if engine is not None:
-                status = EngineHost(engine, self._theirs, self._wake).run()
-        finally:
-            self._status = status
-            self._theirs.close()
-
-    def is_alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
-
-    def exit_code(self) -> int | None:
-        """0 or 1, None while it runs."""
-        return self._status if not self._thread.is_alive() else None
-
-    def stop(self, timeout_s: float) -> None:
-        """Ends it after the step in flight. A thread cannot be killed: RuntimeError if it stays."""
-        if self._waker >= 0:
-            os.write(self._waker, b"!")
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise RuntimeError(f"engine {self.name} is still in a step after {timeout_s} s")
-            os.close(self._wake)
-            os.close(self._waker)
-            self._waker = -1
-        self.connection.close()
-
-
-def start_thread(factory: EngineFactory, *, name: str, device: str) -> ThreadHandle:
-    """Start an engine in a thread. Its first message is ("ready", info)."""
-    return ThreadHandle(factory, name, device)

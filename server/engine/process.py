@@ -1,6 +1,6 @@
 """Engines in processes of their own, seen from the process that starts them.
 
-    handle = start_process(factory, name="m-0", device="cpu")   # factory: picklable, () -> Engine
+    handle = start_process(factory)     # factory: picklable, () -> Engine
 
 What runs inside is host.py's. Importing this imports nothing of an engine.
 """
@@ -40,7 +40,8 @@ process_main()
 
 
 class EngineProcess:
-    """A process that imports what engines need, and then waits for the engine that it is to be.
+    """channel.EngineHandle of an engine in a process of its own. It imports what engines need, and
+    then waits for the engine that it is to be.
 
     Its imports take as long as all else that a start does, so that it is begun first. imports:
     modules. It ends with the process that began it, whatever it is doing. A plain process and not
@@ -67,13 +68,17 @@ class EngineProcess:
         with contextlib.suppress(OSError):  # it died: its end of the connection says so
             self.connection.send_bytes(pickle.dumps(factory))
 
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
     def exit_code(self) -> int | None:
         """The exit status; negative for a signal; None while it runs."""
         return self._process.poll()
 
     def stop(self, timeout_s: float) -> None:
         """Ends it after the step in flight; SIGKILL when it has not ended by timeout_s."""
-        if self._process.poll() is None:
+        if self.is_alive():
             self._process.send_signal(STOP_SIGNAL)
             try:
                 self._process.wait(timeout_s)
@@ -86,35 +91,9 @@ class EngineProcess:
             self._life = -1
 
 
-class ProcessHandle:
-    """channel.EngineHandle of an engine in its own process."""
-
-    def __init__(
-        self, factory: EngineFactory, name: str, device: str, process: EngineProcess
-    ) -> None:
-        self.name = name
-        self.device = device
-        self.connection = process.connection
-        self.pid = process.pid
-        self._process = process
-        process.build(factory)
-
-    def is_alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.exit_code() is None
-
-    def exit_code(self) -> int | None:
-        """As EngineProcess."""
-        return self._process.exit_code()
-
-    def stop(self, timeout_s: float) -> None:
-        """As EngineProcess."""
-        self._process.stop(timeout_s)
-
-
-def start_process(
-    factory: EngineFactory, *, name: str, device: str, process: EngineProcess | None = None
-) -> ProcessHandle:
+def start_process(factory: EngineFactory, process: EngineProcess | None = None) -> EngineProcess:
     """Start an engine in a process, one that waits or a new one. Its first message is ("ready",
     info)."""
-    return ProcessHandle(factory, name, device, process or EngineProcess())
+    process = process or EngineProcess()
+    process.build(factory)
+    return process

@@ -87,7 +87,6 @@ class FleetHandle:
         on_state: Callable[[FleetState], None] | None = None,
     ) -> None:
         self.name = name
-        self.device = "fleet"
         self._replicas = replicas
         self._max_runs = max_runs
         self._max_wait_s = max_wait_s
@@ -104,10 +103,6 @@ class FleetHandle:
     def is_alive(self) -> bool:
         """Whether `stop` was not called."""
         return self._alive
-
-    def exit_code(self) -> int | None:
-        """None while it is alive, then 0."""
-        return None if self._alive else 0
 
     def stop(self, timeout_s: float) -> None:
         """End all streams; from any thread but the loop's. Idempotent."""

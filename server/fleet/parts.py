@@ -96,13 +96,8 @@ class FleetParts:
         order = next(one for one in self._plan(config).orders if one.runner.name == model)
         name = f"{model}/{rank}"
         order = replace(order, name=name, runner=replace(order.runner, device=device))
-        start = functools.partial(
-            start_process,
-            functools.partial(build_engine, order, self.sharing),
-            name=name,
-            device=device,
-        )
-        return EngineSpec(name, model, device, start)
+        factory = functools.partial(build_engine, order, self.sharing)
+        return EngineSpec(name, model, device, functools.partial(start_process, factory))
 
     def ingress_version(self) -> str:
         """Another one when ingresses are to be replaced, asked where the fleet is deployed: of

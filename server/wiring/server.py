@@ -297,10 +297,8 @@ def _engine_client(
             checks_adapters=order.name not in started,
         )
         started.add(order.name)
-        return start_process(
-            functools.partial(build_engine, now), name=order.name, device=order.runner.device,
-            process=waiting.pop() if waiting else None,
-        )  # fmt: skip
+        waits = waiting.pop() if waiting else None
+        return start_process(functools.partial(build_engine, now), waits)
 
     return EngineClient(
         [

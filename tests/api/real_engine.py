@@ -15,13 +15,13 @@ from drafters import make_drafter
 from server import token_bytes
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.machine_code import make_ready
 from server.token_bytes import TokenBytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.fakes.engine_thread import start_thread
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 if TYPE_CHECKING:
@@ -121,6 +121,5 @@ def spec(start: Any = start_thread, i: int = 0, of: str = "tiny", **options: Any
     """An engine for LiveServer. of: its model. options: make_engine's."""
     from server.api.engines.client import EngineSpec
 
-    name = f"engine-{i}"
     factory = partial(make_engine, **options)
-    return EngineSpec(name, of, "cpu", partial(start, factory, name=name, device="cpu"))
+    return EngineSpec(f"engine-{i}", of, "cpu", partial(start, factory))

@@ -19,13 +19,13 @@ from server.api.faces.decisions import (
     probabilities_of,
 )
 from server.engine.engine import Engine
-from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.types import Delta, Request
 from tests.api.fixtures import served_by
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.orders import asked, decisions, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from tests.fakes.engine_thread import start_thread
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.model.torch_runners import runner_over
 
@@ -290,7 +290,7 @@ def test_probabilities_are_those_of_a_plain_forward() -> None:
 
     given = "Once upon a time the quick brown fox jumps over the lazy dog. " * 3
     questions = [PREDICATE, CHOICE, SCORE, {**PREDICATE, "instructions": "A fox is quick."}]
-    spec = EngineSpec("e", "tiny", "cpu", lambda: start_thread(make, name="e", device="cpu"))
+    spec = EngineSpec("e", "tiny", "cpu", lambda: start_thread(make))
     with LiveServer([spec], max_model_len=512) as live:
         body = ask(live, *questions, given=given).json()
     requests = decisions(orders(models=[served(max_model_len=512)]), given, questions)

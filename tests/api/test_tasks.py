@@ -27,7 +27,6 @@ from server.api.engines.client import EngineSpec
 from server.api.faces.completions import CompletionBody
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine
-from server.engine.host import start_thread
 from server.engine.task_store import TaskStore
 from server.errors import ConfigError
 from server.types import CORPUS_FITS
@@ -35,6 +34,7 @@ from server.wiring import task_set as task_set_module
 from server.wiring.task_set import TaskSet, build_upload
 from tests.api.live import TOKENIZER, LiveServer, encode, served
 from tests.api.real_engine import CONTEXT, FINGERPRINT, make_engine, task_drafters
+from tests.fakes.engine_thread import start_thread
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import wait_until
 
@@ -86,12 +86,7 @@ class Place:
                 f"e{i}",
                 "tiny",
                 "cpu",
-                partial(
-                    start_thread,
-                    partial(_make_engine, self.kept / "engines" / f"e{i}"),
-                    name=f"e{i}",
-                    device="cpu",
-                ),
+                partial(start_thread, partial(_make_engine, self.kept / "engines" / f"e{i}")),
             )
             for i in range(2)
         ]

@@ -10,10 +10,10 @@ import pytest
 from server import channel
 from server.engine import figures
 from server.engine.figures import StepTotals
-from server.engine.host import start_thread
 from server.types import Request, SamplingParams
 from tests.engine.engine_factories import factory
 from tests.engine.scenarios import drive, make_drafter, make_engine, random_workload
+from tests.fakes.engine_thread import start_thread
 
 
 def test_every_value_has_the_shape_of_its_declaration() -> None:
@@ -53,7 +53,7 @@ def test_a_bucket_s_upper_edge_belongs_to_it() -> None:
 
 
 def test_the_control_answers_in_the_order_of_what_was_declared() -> None:
-    handle = start_thread(factory(), name="e", device="cpu")
+    handle = start_thread(factory())
     kind, info = channel.receive(handle.connection)
     assert kind == "ready"
     sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

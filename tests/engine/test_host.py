@@ -18,7 +18,6 @@ import pytest
 from server import channel
 from server.engine import figures
 from server.engine.engine import Engine
-from server.engine.host import start_thread
 from server.engine.process import EngineFactory, start_process
 from server.types import (
     Delta,
@@ -29,6 +28,7 @@ from server.types import (
 )
 from tests.engine.engine_factories import factory, refuse
 from tests.engine.one_token_loop import one_token_loop
+from tests.fakes.engine_thread import start_thread
 from tests.fakes.fake_runner import FakeModel
 from tests.waiting import wait_until
 
@@ -57,7 +57,7 @@ def _starter(how: Callable[..., Any]) -> Iterator[Start]:
     handles = []
 
     def make(built: EngineFactory) -> Any:
-        handles.append(how(built, name="e0", device="cpu"))
+        handles.append(how(built))
         return handles[-1]
 
     yield make
@@ -300,17 +300,15 @@ def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
     """The "API" is a process that is killed; its engine must be gone soon after."""
     program = textwrap.dedent(
         f"""
-        from functools import partial
         from server.engine.process import start_process
         from tests.engine import test_host
         from tests.engine.engine_factories import factory
 
         if __name__ == "__main__":
-            start = partial(start_process, name="e0", device="cpu")
             if {busy!r} == "working":
-                handle = test_host._working(start, step_s=0.01)
+                handle = test_host._working(start_process, step_s=0.01)
             else:
-                handle = start(factory(fail={"hang" if busy == "hanging" else ""!r}))
+                handle = start_process(factory(fail={"hang" if busy == "hanging" else ""!r}))
                 test_host._ready(handle)
             if {busy!r} == "hanging":
                 test_host._submit(handle, test_host._request("a", prompt=(9, 9)))
@@ -365,7 +363,7 @@ def test_late_sending_loses_and_reorders_nothing(start_here: Start) -> None:
 def test_threads_and_descriptors_do_not_pile_up() -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        handle = start_thread(factory(), name="e", device="cpu")
+        handle = start_thread(factory())
         _ready(handle)
         handle.stop(5.0)
     assert threading.active_count() == threads

@@ -136,7 +136,6 @@ class ScriptedEngine:
     ) -> None:
         self.script = script
         self.name = name
-        self.device = "cpu"
         self.step_s = step_s
         self.gate = threading.Event()
         self.gate.set()
@@ -166,7 +165,7 @@ class ScriptedEngine:
             raise RuntimeError("cannot start")
         ours, theirs = Pipe()
         thread = threading.Thread(target=self._run, args=(theirs,), daemon=True)
-        self._handle = ScriptedHandle(self.name, self.device, ours, theirs, thread)
+        self._handle = ScriptedHandle(ours, theirs, thread)
         thread.start()
         self.num_starts += 1  # last: a test that sees it may let the engine die
         return self._handle
@@ -256,15 +255,8 @@ class ScriptedHandle:
     """channel.EngineHandle over a thread."""
 
     def __init__(
-        self,
-        name: str,
-        device: str,
-        connection: Connection,
-        other_end: Connection,
-        thread: threading.Thread,
+        self, connection: Connection, other_end: Connection, thread: threading.Thread
     ) -> None:
-        self.name = name
-        self.device = device
         self.connection = connection
         self._other_end = other_end
         self._thread = thread
@@ -276,9 +268,6 @@ class ScriptedHandle:
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    def exit_code(self) -> int | None:
-        return None if self._thread.is_alive() else 0
 
     def stop(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)

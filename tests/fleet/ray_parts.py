@@ -15,7 +15,6 @@ from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig, LearningConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
-from server.engine.host import start_thread
 from server.engine.process import start_process
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import Sharing
@@ -31,6 +30,7 @@ from tests.api.real_engine import (
     make_learning_engine,
     task_drafters,
 )
+from tests.fakes.engine_thread import start_thread
 
 TASKS = tuple(f"task-{i}" for i in range(24))
 DECIDING = 6  # last tokens of a text, which decide how it goes on in an engine that learns
@@ -127,15 +127,13 @@ class FakeParts(FleetParts):
         return {name: task.model_copy(update={"name": name}) for name in names}
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
-        name = f"{model}/{rank}"
         step_s = self.slow[1] if self.slow is not None and self.slow[0] == rank else self.step_s
         factory = partial(self.make, step_s)
         if self.sharing is not None:
             own = Path(f"{self.shared}-{rank}-{os.getpid()}")
             factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
         start_one = start_process if self.processes else start_thread
-        start = partial(start_one, factory, name=name, device="cpu")
-        return EngineSpec(name, model, "cpu", start)
+        return EngineSpec(f"{model}/{rank}", model, "cpu", partial(start_one, factory))
 
     def make(self, step_s: float) -> Engine:
         """One engine."""

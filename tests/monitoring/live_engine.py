@@ -12,13 +12,13 @@ from server.api.engines.client import EngineSpec
 from server.config import SpeculationConfig, TaskConfig
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.host import start_thread
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.machine_code import make_ready
 from server.types import DeviceFigures
 from tests.api.live import LiveServer
 from tests.api.real_engine import TABLE
+from tests.fakes.engine_thread import start_thread
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -88,6 +88,6 @@ def suffix_task(name: str, **fields: Any) -> TaskConfig:
 def monitored(*, step_s: float = 0.0, **options: Any) -> LiveServer:
     """A LiveServer with one such engine. The drafter is compiled before it starts."""
     make_ready()
-    start = partial(start_thread, partial(make_engine, step_s), name="tiny/0", device="cpu")
+    start = partial(start_thread, partial(make_engine, step_s))
     spec = EngineSpec("tiny/0", "tiny", "cpu", start)
     return LiveServer([spec], max_model_len=CONTEXT, **options)

@@ -32,7 +32,6 @@ from server.config import (
     SpeculationConfig,
     TaskConfig,
 )
-from server.engine.host import start_thread
 from server.errors import ConfigError
 from server.wiring.engine import build_engine
 from server.wiring.model import served_model
@@ -40,6 +39,7 @@ from server.wiring.server import plan_server
 from server.wiring.task_set import BuildOrder, build_upload
 from tests.api.live import LiveServer
 from tests.api.orders import decisions, orders
+from tests.fakes.engine_thread import start_thread
 from tests.model.peft_adapters import enriched, lora
 from tests.model.tiny_models import save_tiny, tiny_model
 from tests.waiting import wait_until
@@ -126,7 +126,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     plan = plan_server(config, tasks, {"m": folder / "tiny"})
     order = replace(plan.orders[0], drafters=("off", "auto"))
     engine = build_engine(order)  # may have to compile: no server waits for it
-    start = functools.partial(start_thread, lambda: engine, name=order.name, device="cpu")
+    start = functools.partial(start_thread, lambda: engine)
     with LiveServer(
         [EngineSpec(order.name, "m", "cpu", start)],
         config=config,
