@@ -93,13 +93,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A version that was published. examples: its own, oldest first. layer: a Corpus that was built
-    of them over the corpus of `wanted`, or None. tables: the counts of all engines, this one's
-    too."""
+    """A version that was published. examples: its own, oldest first. tables: the counts of all
+    engines, this one's too."""
 
     wanted: Wanted
     examples: SequenceOf[Example]
-    layer: Path | None
     tables: Mapping[TableId, Counts]
 
 
@@ -186,12 +184,15 @@ class Reservoir:
             _log.warning("task %s learns anew: %s", key[0], error)
 
     def replace(self, examples: Iterable[Example]) -> None:
-        """Hold these, oldest first."""
-        outputs = _outputs(self.wanted)
+        """Hold these, oldest first; those that were not held before are in no layer."""
+        from drafters.learned import text_of
+
+        outputs, held = _outputs(self.wanted), {text_of(*one) for one in self.outputs.examples()}
         for prompt, output in examples:
             outputs.add(prompt, output)
+        self.num_unbuilt += sum(text_of(*one) not in held for one in outputs.examples())
         outputs.num_seen = self.outputs.num_seen
-        self.outputs, self.num_unbuilt = outputs, len(outputs)
+        self.outputs = outputs
 
     def save(self, path: Path, fingerprint: str) -> None:
         """Write it; of too many files of the folder the oldest go."""
@@ -506,30 +507,17 @@ class TaskStore:
 
     def _adopt(self, arrival: Arrival) -> None:
         """What was published, and what was learned here since, takes the place of what is held."""
-        from drafters.corpus import Corpus
-
         key = arrival.wanted.key
         reservoir = self._reservoirs.get(key)
         if self._exchange is None or reservoir is None or not reservoir.wanted.persist:
             return
-        wanted = reservoir.wanted
-        if wanted.generation != arrival.wanted.generation:
+        if reservoir.wanted.generation != arrival.wanted.generation:
             return
-        own = self._exchange.unpublished(key)
-        reservoir.replace(chain(arrival.examples, own))
+        reservoir.replace(chain(arrival.examples, self._exchange.unpublished(key)))
         self._totals.append((key, arrival.tables))
         self._note_size(key, reservoir)
-        layer: Corpus | None = None
-        if arrival.layer is not None and arrival.wanted.corpus == wanted.corpus:
-            try:
-                layer = Corpus.load(arrival.layer, fingerprint=self._fingerprint_of(key[1]))
-            except (OSError, ValueError) as error:
-                _log.warning("task %s: a layer from other engines: %s", key[0], error)
-        if layer is not None:
-            self._layers[key] = Layer(layer, wanted.corpus, wanted.generation)
-            reservoir.num_unbuilt = len(own)
-            self._fresh.append(key)
-        elif not arrival.examples and self._layers.pop(key, None) is not None:
+        if not arrival.examples and self._layers.pop(key, None) is not None:  # it was forgotten
+            reservoir.rebuild()
             self._fresh.append(key)
 
     def _take(self, wanted: Wanted, example: Example, *, is_wanted: bool) -> None:

@@ -85,8 +85,8 @@ class EngineOrder:
     checks_adapters: bool = True
 
 
-Share = Callable[[str, Path], "Exchange"]
-"""(what engines have in common that learn together, an engine's folder) -> what they learn by."""
+Share = Callable[[str], "Exchange"]
+"""What engines have in common that learn together -> what they learn by."""
 
 
 def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
@@ -120,7 +120,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     memory = TaskStore(
         folder,
         fingerprint=vocabularies.fingerprint_of,
-        exchange=None if share is None else share(shared_by, folder),
+        exchange=None if share is None else share(shared_by),
     )
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info)

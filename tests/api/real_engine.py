@@ -105,7 +105,7 @@ def make_learning_engine(share: Any, folder: Path, *, step_s: float = 0.0) -> En
     memory = TaskStore(
         folder,
         fingerprint=FINGERPRINT,
-        exchange=share("tiny", folder),
+        exchange=share("tiny"),
         save_every_s=0.1,
         build_share=1.0,
     )

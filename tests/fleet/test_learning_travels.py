@@ -98,7 +98,7 @@ class Fleet:
         )  # fmt: skip
         own = self.folder / f"engine-{len(self.replicas)}"
         exchange = SegmentExchange(
-            storage or self.storage, "fake", own,
+            storage or self.storage, "fake",
             _config(append_s=0.0, look_s=0.0, **numbers), autonomous=False,
         )  # fmt: skip
         memory = TaskStore(
@@ -286,7 +286,7 @@ def test_a_torn_segment_is_left_out(fleet: Fleet) -> None:
     assert third.memory.report("task", None)["num_learned_tokens"] == 24
 
 
-@pytest.mark.parametrize("part", [MANIFEST, "state-", "layer-"])
+@pytest.mark.parametrize("part", [MANIFEST, "state-"])
 def test_torn_publications_are_left_out_and_replaced(fleet: Fleet, part: str) -> None:
     first, second = fleet.add(), fleet.add()
     ids, _ = first.ask()
@@ -380,7 +380,7 @@ def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
         fleet.build()
         fleet.build()
         files = [f.rpartition("/")[2] for f in fleet.storage.files()]
-        assert sorted(f.partition("-")[0] for f in files) == ["layer", MANIFEST, "state"]
+        assert sorted(f.partition("-")[0] for f in files) == [MANIFEST, "state"]
         second = fleet.add()
         second.memory.learned("task", "\0", None, 1000, persist=True)
         second.tend()
@@ -400,7 +400,6 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     fleet.build()
     for replica in (first, second):
         replica.tend()
-    assert len(list(fleet.folder.glob("engine-*/shared-*"))) == 2
     first.engine.controls["task_forget"]({"task": "task"})  # the second one is not reached
     first.memory.wait()
     forget(fleet.storage, "task")
@@ -408,7 +407,6 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     second.ask([20, 21])
     second.tend()
     second.tend()
-    assert not list(fleet.folder.glob("engine-*/shared-*"))
     assert second.memory.report("task", None)["num_learned_tokens"] == 0
     second.ask([20, 21])
     second.tend()

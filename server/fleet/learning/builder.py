@@ -1,8 +1,8 @@
 """Builder: merges the segments of a task and publishes what they make.
 
 One pass looks at every scope of the tasks that are this builder's. New segments are merged into the
-last state (drafters.shared_outputs: in any order to the same), a layer is built over the task's own
-corpus, and a manifest with a higher version names both. Only then the segments are deleted.
+last state (drafters.shared_outputs: in any order to the same), and a manifest with a higher version
+names the new one. Only then the segments are deleted.
 
 A builder remembers nothing: one that is lost at any point is replaced by one that begins the same
 pass again, because the state says which segments of which writer are in it. Two at once cost each
@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from drafters.array_file import ArrayFileError
-from drafters.corpus import Corpus, build_corpus
 from drafters.shared_counts import added, bounded
 from drafters.shared_outputs import SharedFile, SharedOutputs, merge
 from server.config.cluster import LearningConfig
 from server.errors import UnavailableError
-from server.fleet.learning.exchange import SegmentExchange, corpus_id, decoded, encoded
+from server.fleet.learning.exchange import SegmentExchange, decoded, encoded
 from server.fleet.learning.storage import (
     MANIFEST,
     Manifest,
@@ -181,46 +177,16 @@ class Builder:
         data = encoded(SharedFile(outputs, counts, {}), fingerprint, _key(scope))
         name = f"state-{hash_of(data)}.bin"
         storage.write(f"{scope}/{name}", data)
-        layer, base_id = self._build(scope, outputs, newest.meta, fingerprint)
         manifest = Manifest(
             version=1 + (0 if before is None else before.version),
             published_ns=time.time_ns(),
             state=name,
-            layer=layer,
-            corpus_id=base_id,
             num_merged=len(segments) + (0 if before is None else before.num_merged),
             num_torn=num_torn + (0 if before is None else before.num_torn),
             marks=dict(kept_marks),
         )
         storage.write(f"{scope}/{MANIFEST}", manifest.encode())
         return manifest
-
-    def _build(
-        self, scope: str, outputs: SharedOutputs, meta: Mapping[str, Any], fingerprint: str
-    ) -> tuple[str, str]:
-        """(name of the layer's file, id of the corpus under it), both "" where none is built: then
-        each engine builds its own."""
-        corpus = str(meta.get("corpus") or "")
-        base_id = str(meta.get("corpus_id") or "")
-        if not outputs.examples:
-            return "", ""
-        base: Corpus | None = None
-        if corpus:
-            if corpus_id(corpus) != base_id:
-                log.info("the corpus %s is another one here: engines build their layers", corpus)
-                return "", ""
-            try:
-                base = Corpus.load(corpus, fingerprint=fingerprint)
-            except (OSError, ValueError) as error:
-                log.warning("no layer is built: %s", error)
-                return "", ""
-        built = build_corpus(outputs.oldest_first(), base=base, fingerprint=fingerprint)
-        with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
-            built.save(Path(folder) / "layer")
-            data = (Path(folder) / "layer").read_bytes()
-        layer = f"layer-{hash_of(data)}.bin"
-        self._storage.write(f"{scope}/{layer}", data)
-        return layer, base_id
 
     def _sweep(
         self,
@@ -233,9 +199,9 @@ class Builder:
         before this pass wrote any."""
         for segment in segments:
             self._storage.delete(segment.path(scope))
-        named = set() if manifest is None else {manifest.state, manifest.layer, MANIFEST}
+        named = {MANIFEST} if manifest is None else {MANIFEST, manifest.state}
         for file in files:
-            if "/" not in file and file not in named and file != MANIFEST:
+            if "/" not in file and file not in named:
                 self._storage.delete(f"{scope}/{file}")
 
 
@@ -273,9 +239,9 @@ class Sharing:
     storage: str
     config: LearningConfig
 
-    def __call__(self, model: str, folder: Path) -> SegmentExchange:
+    def __call__(self, model: str) -> SegmentExchange:
         """For an engine: server.wiring.engine.Share."""
-        return SegmentExchange(Storage(self.storage), model, folder, self.config)
+        return SegmentExchange(Storage(self.storage), model, self.config)
 
     def forget(self, task: str) -> None:
         """For an ingress: what is kept of a task is dropped. Raises UnavailableError; then it may

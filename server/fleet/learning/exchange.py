@@ -42,7 +42,6 @@ from server.fleet.learning.storage import (
     task_folder,
 )
 from server.types import SharedFigures
-from server.wiring.drafter import content_id
 
 log = logging.getLogger("tailor.fleet")
 
@@ -97,21 +96,19 @@ class _Scope:
 
 
 class SegmentExchange:
-    """model: what the engines have in common that learn together. folder: of this engine, for
-    copies of layers. autonomous: False has no thread; `tend` is called by hand (tests)."""
+    """model: what the engines have in common that learn together. autonomous: False has no thread;
+    `tend` is called by hand (tests)."""
 
     def __init__(
         self,
         storage: Storage,
         model: str,
-        folder: Path,
         config: LearningConfig | None = None,
         *,
         autonomous: bool = True,
     ) -> None:
         self._storage = storage
         self._model = model
-        self._folder = folder
         self._config = config or LearningConfig()
         self._lock = threading.Lock()
         self._scopes: OrderedDict[Key, _Scope] = OrderedDict()
@@ -128,9 +125,6 @@ class SegmentExchange:
 
     def start(self, on_arrival: Callable[[Arrival], None]) -> None:
         self._on_arrival = on_arrival
-        for old in self._folder.glob("shared-*.corpus"):
-            with contextlib.suppress(OSError):
-                old.unlink()
         if self._thread is not None:
             self._thread.start()
 
@@ -177,7 +171,6 @@ class SegmentExchange:
         with self._lock:
             for key in [key for key in self._scopes if key[0] == task]:
                 del self._scopes[key]
-                self._drop_layers(key)
 
     def figures(self) -> tuple[SharedFigures, ...]:
         with self._lock:
@@ -252,8 +245,7 @@ class SegmentExchange:
                 scope.drop()
                 scope.adopted = None
         if is_forgotten:
-            self._drop_layers(scope.wanted.key)
-            self._arrive(scope, None, (), {}, None)
+            self._arrive(scope, None, (), {})
         elif writes:
             self._write(scope, epoch)
         if looks:
@@ -270,11 +262,7 @@ class SegmentExchange:
         # Tells segments of one nanosecond apart.
         own = int(digest(scope.writer, str(sent.number)), 16) >> 2
         outputs = segment_of(sent.examples, time.time_ns(), own)
-        meta = {
-            "max_tokens": wanted.max_tokens,
-            "corpus": wanted.corpus or "",
-            "corpus_id": corpus_id(wanted.corpus),
-        }
+        meta = {"max_tokens": wanted.max_tokens}
         data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, digest(*wanted.key))
         name = SegmentName(scope.writer, sent.number, hash_of(data))
         sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
@@ -307,7 +295,6 @@ class SegmentExchange:
                 return
             data = read_hashed(self._storage, f"{folder}/{manifest.state}")
             file = decoded(data, scope.fingerprint, digest(*wanted.key))
-            layer = self._layer(wanted, manifest, folder)
         except (TornError, ArrayFileError) as error:
             log.info("task %s: what was published is left out: %s", wanted.key[0], error)
             return
@@ -327,7 +314,7 @@ class SegmentExchange:
                 )
                 for table in {*itertools.chain(*whole, *packed)}
             }
-        self._arrive(scope, manifest, file.outputs.oldest_first(), tables, layer)
+        self._arrive(scope, manifest, file.outputs.oldest_first(), tables)
 
     def _arrive(
         self,
@@ -335,7 +322,6 @@ class SegmentExchange:
         manifest: Manifest | None,
         examples: Any,
         tables: Mapping[TableId, Counts],
-        layer: Path | None,
     ) -> None:
         wanted, figures = scope.wanted, SharedFigures(scope.wanted.key[0])
         if manifest is not None:
@@ -346,24 +332,7 @@ class SegmentExchange:
                 published_s=manifest.published_ns / 1e9,
             )
         scope.figures = figures
-        self._on_arrival(Arrival(wanted, examples, layer, tables))
-
-    def _layer(self, wanted: Wanted, manifest: Manifest, folder: str) -> Path | None:
-        """A copy of the published layer, if it was built over the corpus that this engine has."""
-        if not manifest.layer or manifest.corpus_id != corpus_id(wanted.corpus):
-            return None
-        data = read_hashed(self._storage, f"{folder}/{manifest.layer}")
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = f"shared-{digest(*wanted.key)}-{manifest.version}-{hash_of(data)}.corpus"
-        (self._folder / name).write_bytes(data)
-        self._drop_layers(wanted.key, but=name)
-        return self._folder / name
-
-    def _drop_layers(self, key: Key, but: str = "") -> None:
-        """Delete the copies of a key's layers; those who have one open keep it."""
-        for old in self._folder.glob(f"shared-{digest(*key)}-*.corpus"):
-            if old.name != but:
-                old.unlink(missing_ok=True)
+        self._on_arrival(Arrival(wanted, examples, tables))
 
 
 def encoded(file: SharedFile, fingerprint: str, scope: str) -> bytes:
@@ -380,13 +349,3 @@ def decoded(data: bytes, fingerprint: str | None, scope: str) -> SharedFile:
         path = Path(folder) / "file"
         path.write_bytes(data)
         return load_shared(path, fingerprint=fingerprint, scope=scope)
-
-
-def corpus_id(corpus: str | None) -> str:
-    """Names a corpus file by its content; "" for none, "?" for one that cannot be read."""
-    if corpus is None:
-        return ""
-    try:
-        return content_id(Path(corpus))
-    except OSError:
-        return "?"

@@ -102,7 +102,7 @@ class Storage:
 # --- names ----------------------------------------------------------------------------------------
 
 #     <model>/<task>/e<epoch>/<scope>/segments/<writer>-<number>-<hash>.bin
-#                                    /state-<hash>.bin  layer-<hash>.bin  published.json
+#                                    /state-<hash>.bin  published.json
 #
 # Models, tasks and scopes are named by hashes. A task that forgets begins a new epoch: what is late
 # for an old one is never read again.
@@ -122,20 +122,17 @@ class TornError(ValueError):
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is published of a scope.
+class Manifest(msgspec.Struct, frozen=True):
+    """What is published of a scope. What earlier versions of Tailor say beside it is not looked at.
 
-    version: ascending. published_ns: time.time_ns(). state, layer: names of files in the scope's
-    folder; layer "" for none. corpus_id: of the corpus that the layer was built over, "" for
-    none. num_merged, num_torn: segments, ever. marks: of each writer the number of its last segment
-    that is merged, and when that was.
+    version: ascending. published_ns: time.time_ns(). state: name of a file in the scope's folder.
+    num_merged, num_torn: segments, ever. marks: of each writer the number of its last segment that
+    is merged, and when that was.
     """
 
     version: Count
     published_ns: Count
     state: Annotated[str, msgspec.Meta(pattern=r"^state-[0-9a-f]{16}\.bin\Z")]
-    layer: Annotated[str, msgspec.Meta(pattern=r"^(layer-[0-9a-f]{16}\.bin)?\Z")] = ""
-    corpus_id: str = ""
     num_merged: Count = 0
     num_torn: Count = 0
     marks: dict[str, tuple[int, int]] = {}
