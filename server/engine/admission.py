@@ -18,16 +18,19 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from server.engine.adapters import Adapter, AdapterShelf, Vocabulary
 from server.engine.blocks import root_key
 from server.engine.draft import DrafterRegistry
-from server.engine.grammar import GrammarState, GrammarTemplate
+from server.engine.grammar import GrammarState
 from server.engine.plan import Scheduler
 from server.engine.sequence import Sequence, Status
 from server.engine.slices import SliceBook
 from server.types import ModelInfo, Request
+
+if TYPE_CHECKING:
+    from server.engine.grammar_library import Matcher
 
 _log = logging.getLogger(__name__)
 
@@ -54,14 +57,14 @@ class _Preparing:
 
     leader: Sequence
     adapter: Adapter | None = None
-    template: Future[GrammarTemplate] | None = None
+    grammar: Future[Matcher] | None = None
     deadline_s: float = math.inf
 
     @property
     def is_over(self) -> bool:
         """Whether its adapter or grammar is ready or has failed."""
-        if self.template is not None:
-            return self.template.done() or time.monotonic() > self.deadline_s
+        if self.grammar is not None:
+            return self.grammar.done() or time.monotonic() > self.deadline_s
         return self.adapter is None or self.adapter.has_news
 
 
@@ -238,10 +241,8 @@ class Admission:
         for wait in waiting:
             if wait.leader.status is Status.FINISHED:  # aborted meanwhile
                 continue
-            if wait.template is None:
-                problem = self._take_adapter(wait)
-            else:
-                problem = self._take_grammar(wait)
+            take = self._take_adapter if wait.grammar is None else self._take_grammar
+            problem = take(wait)
             if problem is not None:
                 failed.append(Failure(wait.leader, problem.message, problem.code))
             elif self._has_all(wait):
@@ -276,23 +277,23 @@ class Admission:
                 return late
         if leader.request.grammar is not None:
             assert grammars is not None
-            wait.template = grammars.compile(leader.request.grammar, leader.request.scope)
+            wait.grammar = grammars.compile(leader.request.grammar, leader.request.scope)
             wait.deadline_s = time.monotonic() + grammars.timeout_s
             return self._take_grammar(wait)
         return None
 
     def _take_grammar(self, wait: _Preparing) -> Refusal | None:
         """Give the choices their grammar once it is compiled. Returns why it failed, or None."""
-        template, leader = wait.template, wait.leader
-        assert template is not None
-        if not template.done():
+        grammar, leader = wait.grammar, wait.leader
+        assert grammar is not None
+        if not grammar.done():
             if time.monotonic() > wait.deadline_s:
                 return Refusal("the grammar takes too long to compile", "grammar_limit")
             return None
-        error = template.exception()
+        error = grammar.exception()
         if error is None:
             for sequence in (leader, *leader.siblings):
-                sequence.grammar = GrammarState(template.result())
+                sequence.grammar = GrammarState(grammar.result())
             return None
         if isinstance(error, ValueError):
             return Refusal(f"the grammar cannot be used: {error}"[:200], "grammar_invalid")

@@ -1,9 +1,9 @@
 """Grammars: compiled off the step loop; each choice has a state that consumes its tokens and makes
 its masks.
 
-    grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
-    template = grammars.compile(spec, scope)  # a Future; equal specs of a scope share one
-    state = GrammarState(template.result())   # one per choice
+    grammars = GrammarCompiler(load_tokenizer, vocab_size)
+    start = grammars.compile(spec, scope)     # a Future; equal specs of a scope share one
+    state = GrammarState(start.result())      # one per choice
     state.fill_mask(row); state.consume(token_id); state.is_complete; state.rollback(num_tokens)
 
 The allowed next tokens depend on the tokens consumed and on nothing else, so the masks and the text
@@ -53,17 +53,6 @@ MAX_FORCED_TOKENS = 8192
 """Most tokens that a grammar may force before the first that the model draws."""
 
 
-class GrammarTemplate:
-    """A compiled grammar before its first token; `GrammarState` copies it."""
-
-    __slots__ = ("matcher", "num_words", "vocab_size")
-
-    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
-        self.matcher = matcher
-        self.vocab_size = vocab_size
-        self.num_words = (vocab_size + 31) // 32
-
-
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in its own threads, and keeps the most recent ones.
 
@@ -91,14 +80,14 @@ class GrammarCompiler:
         self._max_kept = max_kept
         self._max_kept_chars = max_kept_chars
         self._num_kept_chars = 0
-        self._kept: OrderedDict[tuple[str, GrammarSpec], Future[GrammarTemplate]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, GrammarSpec], Future[Matcher]] = OrderedDict()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._tokenizer: Future[GrammarTokenizer] | None = None
 
-    def compile(self, spec: GrammarSpec, scope: str = NO_SCOPE) -> Future[GrammarTemplate]:
-        """A Future of the compiled grammar. It raises ValueError for a grammar that cannot be
-        compiled for this tokenizer. scope: whose it is (Request.scope)."""
+    def compile(self, spec: GrammarSpec, scope: str = NO_SCOPE) -> Future[Matcher]:
+        """A Future of the compiled grammar before its first token. It raises ValueError for a
+        grammar that cannot be compiled for this tokenizer. scope: whose it is (Request.scope)."""
         key = (scope, spec)
         future = self._kept.get(key)
         if future is not None and not (future.done() and _failed(future)):
@@ -150,34 +139,34 @@ class GrammarCompiler:
         """End the threads; compilations under way are not waited for. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> GrammarTemplate:
+    def _work(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> Matcher:
         try:
             known = tokenizer.result()
         except Exception as error:
             raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
         try:
-            return self._compiled(spec, known)
+            return _compiled(spec, known)
         finally:  # most of what was read of the libraries' code compiles, and is not in a step
             for library in ("/llguidance/", "/tokenizers/"):
                 release_code(library)
 
-    def _compiled(self, spec: GrammarSpec, known: GrammarTokenizer) -> GrammarTemplate:
-        matcher = known.library.matcher(grammar_text(known.spelled(spec)))
-        template = GrammarTemplate(matcher, self.vocab_size)
-        # Copies keep what the first mask computed, so the step loop does not compute it.
-        matcher.fill_mask(np.empty(template.num_words, np.uint32))
-        if not matcher.error and len(matcher.forced(MAX_FORCED_TOKENS + 1)) > MAX_FORCED_TOKENS:
-            # They would be kept, 0.3 KB each, and walked at every step.
-            raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
-        if matcher.error:
-            problem = one_line(matcher.error)
-            if problem.startswith("NoExtension"):
-                problem = "nothing matches it (a rule that ends in itself alone, for example)"
-            raise ValueError(problem)
-        return template
+
+def _compiled(spec: GrammarSpec, known: GrammarTokenizer) -> Matcher:
+    matcher = known.library.matcher(grammar_text(known.spelled(spec)))
+    # Copies keep what the first mask computed, so the step loop does not compute it.
+    matcher.fill_mask(np.empty(matcher.num_words, np.uint32))
+    if not matcher.error and len(matcher.forced(MAX_FORCED_TOKENS + 1)) > MAX_FORCED_TOKENS:
+        # They would be kept, 0.3 KB each, and walked at every step.
+        raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
+    if matcher.error:
+        problem = one_line(matcher.error)
+        if problem.startswith("NoExtension"):
+            problem = "nothing matches it (a rule that ends in itself alone, for example)"
+        raise ValueError(problem)
+    return matcher
 
 
-def _failed(future: Future[GrammarTemplate]) -> bool:
+def _failed(future: Future[Matcher]) -> bool:
     return future.cancelled() or future.exception() is not None
 
 
@@ -191,18 +180,20 @@ def one_line(message: str) -> str:
 
 
 class GrammarState:
-    """Where one choice stands in its grammar: a function of the tokens consumed.
+    """Where one choice stands in its grammar: a function of the tokens consumed. start: of the
+    compiled grammar, which is copied. num_words: uint32 words of a mask.
 
     `problem` is "" or why the grammar cannot be followed any further (one of llguidance's limits
     was reached, or a token was consumed that no mask had allowed); a state with a problem allows no
     token, so that the draw fails and with it the request.
     """
 
-    __slots__ = ("_consumed", "_matcher", "_template", "problem")
+    __slots__ = ("_consumed", "_matcher", "_start", "num_words", "problem")
 
-    def __init__(self, template: GrammarTemplate) -> None:
-        self._template = template
-        self._matcher = template.matcher.copy()
+    def __init__(self, start: Matcher) -> None:
+        self._start = start
+        self._matcher = start.copy()
+        self.num_words = start.num_words
         self._consumed: list[int] = []
         self.problem = ""
 
@@ -210,11 +201,6 @@ class GrammarState:
     def num_consumed(self) -> int:
         """Tokens consumed."""
         return len(self._consumed)
-
-    @property
-    def num_words(self) -> int:
-        """uint32 words of a mask."""
-        return self._template.num_words
 
     @property
     def is_dead_end(self) -> bool:
@@ -252,7 +238,7 @@ class GrammarState:
     def rebuild(self) -> None:
         """Make the state again from the grammar's start, because a matcher that failed stays
         failed."""
-        self._matcher = self._template.matcher.copy()
+        self._matcher = self._start.copy()
         self.problem = ""
         consumed, self._consumed = self._consumed, []
         for token_id in consumed:

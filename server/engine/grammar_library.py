@@ -220,10 +220,11 @@ class Matcher:
     does not let them; then `error` may say why, and stays. Used by one thread at a time; copied
     by any."""
 
-    __slots__ = ("_handle", "_library", "_tokenizer")
+    __slots__ = ("_handle", "_library", "_tokenizer", "num_words")
 
     def __init__(self, handle: int, tokenizer: LibraryTokenizer, library: _Library) -> None:
         self._handle = handle
+        self.num_words = (tokenizer.vocab_size + 31) // 32
         self._tokenizer = tokenizer  # lives as long as its matchers
         self._library = library
 
@@ -261,7 +262,7 @@ class Matcher:
         return bool(self._library.matcher_rollback(self._handle, num_tokens) == 0)
 
     def fill_mask(self, row: npt.NDArray[np.uint32]) -> bool:
-        """Write the allowed ids into uint32 [(vocab_size + 31) // 32], contiguous."""
+        """Write the allowed ids into uint32 [num_words], contiguous."""
         code = self._library.matcher_compute_mask_into(self._handle, row.ctypes.data, row.nbytes)
         return bool(code == 0)
 

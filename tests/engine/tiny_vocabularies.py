@@ -81,21 +81,23 @@ class ReferenceTokenizer:
 
     def matcher(self, grammar: str) -> Any:
         limits = LLParserLimits(**GRAMMAR_LIMITS)
-        return _ReferenceMatcher(LLMatcher(self._library, grammar, log_level=0, limits=limits))
+        inner = LLMatcher(self._library, grammar, log_level=0, limits=limits)
+        return _ReferenceMatcher(inner, (self._library.vocab_size + 31) // 32)
 
 
 class _ReferenceMatcher:
     """What Matcher does."""
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, num_words: int) -> None:
         self._inner = inner
+        self.num_words = num_words
 
     error = property(lambda self: self._inner.get_error())
     is_stopped = property(lambda self: self._inner.is_stopped())
     is_accepting = property(lambda self: self._inner.is_accepting())
 
     def copy(self) -> _ReferenceMatcher:
-        return _ReferenceMatcher(self._inner.deep_copy())
+        return _ReferenceMatcher(self._inner.deep_copy(), self.num_words)
 
     def consume(self, token_id: int) -> bool:
         return self._inner.try_consume_tokens([token_id]) == 1 and not self._inner.is_error()
