@@ -5,7 +5,7 @@ or in a thread makes no difference. A message is a tuple whose first item names 
 and checks the classes as they are declared: no message can run code, and a Delta takes
 0.7 microseconds to encode and decode.
 
-API to engine:   ("submit", request) ("abort", request_id) ("drain",) ("stop",)
+API to engine:   ("submit", request) ("abort", request_id) ("stop",)
                  ("control", call_id, name, payload)      e.g. reload a task's corpus
 Engine to API:   ("ready", info) ("deltas", [delta, ...])
                  ("beat", age_s)                          seconds since the loop made progress

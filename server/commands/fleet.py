@@ -29,7 +29,7 @@ def up(file: Path, /) -> int:
         cluster, server = _checked(file)
         return cluster, FleetParts(server, cluster.learning)
 
-    return run(cluster, FleetParts(server, cluster.learning), on_ready=on_ready, again=again)
+    return run(cluster, FleetParts(server, cluster.learning), on_ready, again)
 
 
 def check(file: Path, /) -> int:

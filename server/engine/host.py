@@ -2,8 +2,8 @@
 
 The factory runs inside the child, so torch and the weights live there only. The loop drains the
 channel before every step (an abort takes effect within one step), steps while there is work, and
-sleeps in poll() when there is none. It ends on ("stop",), on ("drain",) once idle, on SIGUSR1,
-and when the API process dies: an engine never survives its API.
+sleeps in poll() when there is none. It ends on ("stop",), on SIGUSR1, and when the API process
+dies: an engine never survives its API.
 
 The loop stamps its own progress, and a thread of the engine's process reports the stamps. If the
 loop hangs, the reported age grows. If the process is stopped, or holds the interpreter lock, no
@@ -112,7 +112,6 @@ class EngineHost:
         self._connection = connection
         self._wake_fd = wake_fd
         self._pending: list[Delta] = []
-        self._draining = False
         self._num_errors = 0
         self._num_opened = 0  # since the last step
         # On an accelerator Deltas are sent while the next step computes. On the CPU the next step
@@ -152,8 +151,6 @@ class EngineHost:
                 continue
             self._pending.extend(engine.take_deltas())
             self._flush()
-            if self._draining and not engine.is_preparing:
-                return 0
             wait_ms = engine.tend()
             heartbeat.idle()
             poller.poll(_PREPARING_MS if engine.is_preparing else wait_ms)
@@ -176,8 +173,6 @@ class EngineHost:
             engine.abort(message[1])
         elif kind == "control":
             self._control(message[1], message[2], message[3])
-        elif kind == "drain":
-            self._draining = True
         elif kind == "stop":
             return False
         else:

@@ -139,6 +139,7 @@ class Exchange(Protocol):
 
 MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
 MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
+MAX_HELD_TOKENS = 1_000_000  # in all reservoirs in memory and their layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,15 +230,14 @@ class TaskStore:
         save_every_s: float = 60.0,
         build_share: float = 0.05,
         max_scopes: int = 64,
-        max_held_tokens: int = 1_000_000,
         max_queued: int = 4096,
         exchange: Exchange | None = None,
     ) -> None:
         """folder: where to keep things, or None. fingerprint: of the tokenizer; of a scope's.
 
         save_every_s: seconds between writes. build_share: of the time may go into building layers.
-        max_scopes, max_held_tokens: reservoirs in memory, and tokens in their layers; those used
-        longest ago leave memory (and are read again when they are needed). max_queued: finished
+        max_scopes: reservoirs in memory; those used longest ago leave it (and are read again when
+        they are needed), also where there are more than MAX_HELD_TOKENS. max_queued: finished
         outputs that wait for the worker; more are not learned. exchange: with other engines."""
         self._folder = folder
         self._fingerprint_of = (
@@ -246,7 +246,6 @@ class TaskStore:
         self._save_every_s = save_every_s
         self._build_share = build_share
         self._max_scopes = max_scopes
-        self._max_held_tokens = max_held_tokens
         self._max_queued = max_queued
 
         # The engine's thread.
@@ -546,7 +545,7 @@ class TaskStore:
             ):
                 self._save_reservoir(key, reservoir)
         while len(self._reservoirs) > 1 and (
-            len(self._reservoirs) > self._max_scopes or self._held() > self._max_held_tokens
+            len(self._reservoirs) > self._max_scopes or self._held() > MAX_HELD_TOKENS
         ):
             key, reservoir = self._reservoirs.popitem(last=False)
             if reservoir.num_unsaved:

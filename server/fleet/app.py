@@ -216,7 +216,7 @@ class EngineDeployment(EngineReplica):
     async def __del__(self) -> None:
         if hasattr(self, "_telling"):
             self._telling.cancel()
-            await self.stop(0.0)  # Serve has waited for what was open
+            await self.stop()  # Serve has waited for what was open
 
 
 class IngressDeployment:

@@ -1,6 +1,6 @@
 """`tailor fleet up`: a fleet on a Ray cluster, or on a Ray that is started here and ended with it.
 
-status = up(cluster, parts, on_ready=...)     # until SIGTERM or SIGINT
+status = up(cluster, parts, on_ready, again)     # until SIGTERM or SIGINT
 """
 
 from __future__ import annotations
@@ -291,26 +291,22 @@ class HeadKeeper:
 def up(
     cluster: ClusterConfig,
     parts: FleetParts,
-    *,
-    on_ready: Callable[[], None] | None = None,
-    tell: Callable[[str], None] = log.info,
-    again: Callable[[], tuple[ClusterConfig, FleetParts]] | None = None,
-    stop: threading.Event | None = None,
+    on_ready: Callable[[], None],
+    again: Callable[[], tuple[ClusterConfig, FleetParts]],
 ) -> int:
-    """Run a fleet until SIGTERM or SIGINT (or `stop`). Returns the exit status.
+    """Run a fleet until SIGTERM or SIGINT. Returns the exit status.
 
-    tell: what happens while it starts or changes, a line each. again: reads the files anew; called
-    on SIGHUP, and the fleet becomes what it says. May raise ConfigError: then it stays as it is.
+    again: reads the files anew; called on SIGHUP, and the fleet becomes what it says. May raise
+    ConfigError: then it stays as it is.
     """
-    stop, hup = stop or threading.Event(), threading.Event()
+    stop, hup = threading.Event(), threading.Event()
     _catch(stop, hup)
-    with Fleet(cluster, parts, tell) as fleet:
+    with Fleet(cluster, parts) as fleet:
         _catch(stop, hup)  # Ray has put its own there, which ends the process
-        if on_ready is not None:
-            on_ready()
+        on_ready()
         updating: threading.Thread | None = None
         while not stop.wait(0.5):
-            if hup.is_set() and again is not None and not (updating and updating.is_alive()):
+            if hup.is_set() and not (updating and updating.is_alive()):
                 hup.clear()
                 # It lasts as long as what replaced replicas have open; a signal ends it all.
                 updating = threading.Thread(target=_update, args=(fleet, again), daemon=True)
@@ -334,10 +330,9 @@ def _with_surge(num: int, percent: int) -> int:
 
 
 def _catch(stop: threading.Event, hup: threading.Event) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        signal.signal(signal.SIGHUP, lambda *_: hup.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGHUP, lambda *_: hup.set())
 
 
 def _ray() -> Any:

@@ -194,9 +194,8 @@ class EngineReplica:
                 await self.control("adapter_register", asdict(order))
                 self._known[order.adapter_id] = life
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Let open requests end for so many seconds, then stop the engine."""
-        await self.client.drain(drain_s)
+    async def stop(self) -> None:
+        """Stop the engine; what is open on it may be run again elsewhere."""
         await self.client.stop()
 
     def _broken(self, request: Request, error: TailorError, *, taken: bool) -> channel.Message:

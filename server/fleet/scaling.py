@@ -39,9 +39,9 @@ class StepCosts:
         """Seconds of a step."""
         return self.base_s + rows * self.row_s
 
-    def seat_s(self, rows_a_sequence: float = 1.0) -> float:
+    def seat_s(self) -> float:
         """Seconds of a full replica that one sequence takes in one step."""
-        return self.step_s(self.seats * rows_a_sequence) / self.seats
+        return self.step_s(self.seats) / self.seats
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,16 +199,6 @@ def test_controls_answer_and_their_errors_do_too(start_here: Start) -> None:
     assert answers[2]["ok"] is answers[3]["ok"] is False
 
 
-def test_drain_finishes_what_is_open_and_exits_0(start: Start) -> None:
-    handle = start(factory())
-    _ready(handle)
-    _submit(handle, _request("a", max_tokens=50))
-    channel.send(handle.connection, ("drain",))
-    results = _until_finished(handle, {"a"})
-    assert results["a"][-1].finish_reason == "length"
-    assert _ends(handle) == 0
-
-
 def test_stop_aborts_what_is_open(start: Start) -> None:
     handle = _working(start, step_s=0.01)
     channel.send(handle.connection, ("stop",))
