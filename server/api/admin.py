@@ -459,11 +459,10 @@ class _Report:
         self.learned.tokens += value.get("num_learned_tokens", 0)
         self.learned.outputs += value.get("num_learned_outputs", 0)
         self.learned.scopes += value.get("num_learned_scopes", 0)
-        for row in value.get("calibration", ()):
-            at = (row["source"], row["min_match_length"], row["predicted_share"])
-            cell = self.cells.setdefault(at, [0.0, 0.0])
-            cell[0] += row["offered"]
-            cell[1] += row["accepted"]
+        for source, length, share, offered, accepted in value.get("calibration", ()):
+            cell = self.cells.setdefault((source, length, share), [0.0, 0.0])
+            cell[0] += offered
+            cell[1] += accepted
 
     def calibration(self) -> list[CalibrationRow]:
         """The cells, those that were offered most first."""

@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 MAX_TABLES = 512  # a quarter of a MB each
 MAX_TABLES_TOLD = 64  # calibration files of one task that a report reads
+MAX_ROWS = 400  # of a calibration table in a report
 MAX_SEEN = 64  # scopes whose likely ids (2.5 MB at most) and last outputs are kept
 TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 
@@ -184,24 +185,31 @@ class Calibrations:
             tally.num_tokens *= 0.5
         self._dirty.add((task, drafter, scope))
 
-    def rows(self, table: Table) -> list[dict[str, Any]]:
-        """A table and those of all other scopes, summed, for people to read; the most offered
-        first.
+    def report(self, table: Table) -> dict[str, Any]:
+        """A table and those of all other scopes, summed, as plain values.
 
-        Each row: source, min_match_length, predicted_share, offered, accepted, chance.
+        calibration: (source, min_match_length, predicted_share, offered, accepted) tuples, the most
+        offered first, MAX_ROWS at most. corpus_steps: steps whose trees were grown with the corpus
+        and without, in scopes that are in memory; tokens_with, tokens_without: what these made of
+        the text that came (drafters.auto.corpus_fit).
         """
-        return _summed(self._tables_like(table))
-
-    def corpus_fit(self, table: Table) -> tuple[float, float, float]:
-        """(steps compared, tokens that trees with the corpus made in them, and those without it)
-        of a table and those of all other scopes in memory, as drafters.auto.corpus_fit counts them;
-        zeros for tables that do not compare."""
-        fits = [fit for known in self._tables_like(table) if (fit := getattr(known, "fit", None))]
-        return (
-            sum(fit.num_steps for fit in fits),
-            sum(fit.tokens_with for fit in fits),
-            sum(fit.tokens_without for fit in fits),
-        )
+        here, on_disk = self._tables_like(table)
+        cells: dict[tuple[str, int, float], list[float]] = {}
+        for row in (row for known in (*here, *on_disk) for row in known.table()):
+            # Trust tells the lower edge of a claimed share, Calibration the middle of its bucket.
+            share = row["min_share"] if "min_share" in row else row["predicted_share"]
+            cell = cells.setdefault((row["source"], row["min_match_length"], share), [0.0, 0.0])
+            cell[0] += row["offered"]
+            cell[1] += row["accepted"]
+        rows = [(*at, offered, accepted) for at, (offered, accepted) in cells.items()]
+        rows.sort(key=lambda row: -row[3])
+        fits = [fit for known in here if (fit := getattr(known, "fit", None))]
+        return {
+            "calibration": rows[:MAX_ROWS],
+            "corpus_steps": sum(fit.num_steps for fit in fits),
+            "tokens_with": sum(fit.tokens_with for fit in fits),
+            "tokens_without": sum(fit.tokens_without for fit in fits),
+        }
 
     def tally(self, task: str, drafter: str) -> tuple[float, float]:
         """Decayed (decode steps, emitted tokens) of finished requests of every scope."""
@@ -237,23 +245,23 @@ class Calibrations:
         if key in self._tables:
             self._save_table(key, self._tables[key])
 
-    def _tables_like(self, table: Table) -> list[Table]:
-        """The tables of every scope with a table's task, drafter and corpus. Those that are not in
-        memory are read from their files."""
+    def _tables_like(self, table: Table) -> tuple[list[Table], list[Table]]:
+        """The tables of every scope with a table's task, drafter and corpus: those in memory, and
+        those that are read from their files."""
         found = next((key for key, known in self._tables.items() if known is table), None)
         if found is None:
-            return [table]
+            return [table], []
         tables = {key: known for key, known in self._tables.items() if key[:3] == found[:3]}
         here = {self._table_file(key) for key in tables}
-        stem = self._table_file((*found[:3], NO_SCOPE))
+        stem, on_disk = self._table_file((*found[:3], NO_SCOPE)), list[Table]()
         if stem is not None and stem.parent.is_dir():
             files = {stem, *stem.parent.glob(f"{stem.stem}-*{stem.suffix}")} - here
             for path in sorted(files)[:MAX_TABLES_TOLD]:
                 kept = copy.deepcopy(table)
                 with contextlib.suppress(ValueError):
                     kept.restore(path)
-                    tables[(*found[:3], path.name)] = kept
-        return list(tables.values())
+                    on_disk.append(kept)
+        return list(tables.values()), on_disk
 
     def _tally(self, task: str, drafter: str) -> _Tally:
         if not self._restored_tallies:
@@ -311,33 +319,6 @@ class Calibrations:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("tokens per step are counted anew: %s", error)
-
-
-def _summed(tables: list[Table]) -> list[dict[str, Any]]:
-    """The rows of tables as one table, the most offered first.
-
-    Trust tells the lower edge of a claimed share, Calibration the middle of its bucket.
-    """
-    cells: dict[tuple[str, int, float], list[float]] = {}
-    for table in tables:
-        for row in table.table():
-            share = row["min_share"] if "min_share" in row else row["predicted_share"]
-            cell = cells.setdefault((row["source"], row["min_match_length"], share), [0.0, 0.0])
-            cell[0] += row["offered"]
-            cell[1] += row["accepted"]
-    return [
-        {
-            "source": source,
-            "min_match_length": length,
-            "predicted_share": share,
-            "offered": round(offered, 1),
-            "accepted": round(accepted, 1),
-            "chance": round((accepted + 1) / (offered + 2), 4),
-        }
-        for (source, length, share), (offered, accepted) in sorted(
-            cells.items(), key=lambda cell: -cell[1][0]
-        )
-    ]
 
 
 def digest(*parts: str) -> str:

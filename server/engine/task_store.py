@@ -67,7 +67,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK_MS = 500
 MOST_WAIT_S = 0.5  # that a layer gives way to requests that wait for their first token
-MAX_ROWS = 400  # of a calibration table in a report
 
 
 # -- what is told between the threads, and to other engines ----------------------------------------
@@ -287,26 +286,18 @@ class TaskStore:
     def report(self, task: str, drafter: Drafter | None) -> dict[str, Any]:
         """Plain values for GET /v1/tasks/{task}.
 
-        calibration: rows of source, min_match_length, predicted_share, offered, accepted, chance;
-        the most offered first; the sums of all scopes, of which each began with what the corpus
-        says. num_steps, num_tokens: decayed, of finished requests.
-        corpus_steps: steps whose trees were grown with the corpus and without; tokens_with,
-        tokens_without: what these made of the text that came. num_learned_tokens: held now;
-        num_learned_outputs: ever learned.
+        What Calibrations.report tells of the drafter's table, if it has one: each scope's began
+        with what the corpus says. num_steps, num_tokens: decayed, of finished requests.
+        num_learned_tokens: held now; num_learned_outputs: ever learned.
         """
         name = "off" if drafter is None else drafter.name
         table = getattr(drafter, "trust", None) or getattr(drafter, "calibration", None)
-        rows = [] if table is None else self._calibrations.rows(table)[:MAX_ROWS]
-        fit = (0.0, 0.0, 0.0) if table is None else self._calibrations.corpus_fit(table)
         num_steps, num_tokens = self._calibrations.tally(task, name)
         sizes = [size for key, size in list(self._sizes.items()) if key[0] == task]
         return {
-            "calibration": rows,
-            "corpus_steps": round(fit[0], 1),
-            "tokens_with": round(fit[1], 1),
-            "tokens_without": round(fit[2], 1),
-            "num_steps": round(num_steps, 1),
-            "num_tokens": round(num_tokens, 1),
+            **({} if table is None else self._calibrations.report(table)),
+            "num_steps": num_steps,
+            "num_tokens": num_tokens,
             "num_learned_tokens": sum(tokens for tokens, _ in sizes),
             "num_learned_outputs": sum(outputs for _, outputs in sizes),
             "num_learned_scopes": len(sizes),

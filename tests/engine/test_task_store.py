@@ -379,7 +379,7 @@ def test_calibration_is_kept_per_scope_and_told_as_a_sum(
 
     def offered(engine: Engine) -> float:
         rows = engine.controls["task_report"](payload)["calibration"]
-        return float(sum(row["offered"] for row in rows))
+        return float(sum(row[3] for row in rows))
 
     before = offered(first)
     assert before > 0
