@@ -26,7 +26,6 @@ class Standing:
     name: str
     model: str
     replica_id: str
-    node: str
     info: ModelInfo
     figures: list[FigureValue]
 
