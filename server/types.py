@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, TypeVar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
@@ -385,6 +386,46 @@ class StepCounts(NamedTuple):
     by_survival: tuple[tuple[int, int, int], ...] = ()
     verify_s: float = 0.0
 
+    def plus(self, more: StepCounts) -> StepCounts:
+        """The sum of both; the later reason stands."""
+        if self.num_steps == 0:
+            return more
+        if more.num_steps == 0:
+            return self
+        accepted, rejected = self.accepted_prediction_tokens, self.rejected_prediction_tokens
+        return StepCounts(
+            num_steps=self.num_steps + more.num_steps,
+            num_drafts=self.num_drafts + more.num_drafts,
+            num_drafted=self.num_drafted + more.num_drafted,
+            num_accepted=self.num_accepted + more.num_accepted,
+            accepted_by_depth=_by_depth(self.accepted_by_depth, more.accepted_by_depth),
+            offered_by_depth=_by_depth(self.offered_by_depth, more.offered_by_depth),
+            by_source=_by_key(self.by_source, more.by_source),
+            no_draft_reason=more.no_draft_reason or self.no_draft_reason,
+            accepted_prediction_tokens=accepted + more.accepted_prediction_tokens,
+            rejected_prediction_tokens=rejected + more.rejected_prediction_tokens,
+            expected_accepted=self.expected_accepted + more.expected_accepted,
+            by_survival=_by_key(self.by_survival, more.by_survival),
+            verify_s=self.verify_s + more.verify_s,
+        )
+
+
+_Key = TypeVar("_Key", int, str)
+_Pairs = tuple[tuple[_Key, int, int], ...]
+
+
+def _by_depth(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+
+def _by_key(a: _Pairs[_Key], b: _Pairs[_Key]) -> _Pairs[_Key]:
+    """Sums of (key, drafted, accepted) triples."""
+    sums = {key: (drafted, accepted) for key, drafted, accepted in a}
+    for key, drafted, accepted in b:
+        old = sums.get(key, (0, 0))
+        sums[key] = (old[0] + drafted, old[1] + accepted)
+    return tuple((key, drafted, accepted) for key, (drafted, accepted) in sums.items())
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCounts:
@@ -410,6 +451,15 @@ class VocabularyCounts:
     num_dropped: int = 0
     verify_every: int = 0
     verify_s: float = 0.0
+
+    def plus(self, more: VocabularyCounts) -> VocabularyCounts:
+        """The sums of both; of what is none, the larger slice, and the later verify_every."""
+        sums: dict[str, Any] = {
+            one.name: getattr(self, one.name) + getattr(more, one.name) for one in fields(self)
+        }
+        sums["num_ids"] = max(self.num_ids, more.num_ids)
+        sums["verify_every"] = more.verify_every or self.verify_every
+        return VocabularyCounts(**sums)
 
 
 class Delta(NamedTuple):

@@ -19,6 +19,7 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 from typing import Any, Generic, TypeVar, cast
 
@@ -26,7 +27,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server import types
-from server.api.engines.submission import VOCABULARY_SUMS, RequestAccount, Submission, add_depths
+from server.api.engines.submission import RequestAccount, Submission
 from server.api.order import Order
 from server.api.route_context import DONE, error_event, event
 from server.api.shapes import (
@@ -50,7 +51,7 @@ from server.api.shapes import (
 from server.api.tools import ToolEvent
 from server.errors import TailorError
 from server.token_bytes import TokenBytes
-from server.types import Delta, TokenLogprob
+from server.types import Delta, StepCounts, TokenLogprob, VocabularyCounts
 
 _decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -459,8 +460,8 @@ def usage_report(
         cached += account.num_cached_tokens
         completion += account.num_completion_tokens
         base += account.num_base_tokens
-        accepted += account.accepted_prediction_tokens
-        rejected += account.rejected_prediction_tokens
+        accepted += account.drafted.accepted_prediction_tokens
+        rejected += account.drafted.rejected_prediction_tokens
     if num_sent is not None:
         base = base if num_sent == completion else 0
         completion = num_sent
@@ -502,27 +503,21 @@ def speculation_of(order: Order, submission: Submission) -> Speculation | UnsetT
     steps = sum(account.num_steps for account in accounts)
     tokens = sum(account.num_completion_tokens for account in accounts)
     firsts = sum(account.num_begun for account in accounts)
-    by_depth: list[int] = []
-    offered: list[int] = []
-    sources: dict[str, SourceSums] = {}
-    for account in accounts:
-        add_depths(by_depth, account.accepted_by_depth)
-        add_depths(offered, account.offered_by_depth)
-        for source, (num_drafted, num_accepted) in account.by_source.items():
-            sums = sources.setdefault(source, SourceSums(drafted_tokens=0, accepted_tokens=0))
-            sums.drafted_tokens += num_drafted
-            sums.accepted_tokens += num_accepted
+    told = reduce(StepCounts.plus, (account.drafted for account in accounts))
     return Speculation(
         drafter=accounts[-1].request.speculation.drafter,
         steps=steps,
-        drafts=sum(account.num_drafts for account in accounts),
-        drafted_tokens=sum(account.num_drafted for account in accounts),
-        accepted_tokens=sum(account.num_accepted for account in accounts),
+        drafts=told.num_drafts,
+        drafted_tokens=told.num_drafted,
+        accepted_tokens=told.num_accepted,
         mean_tokens_per_step=tokens / steps if steps else None,
         decode_tokens_per_step=(tokens - firsts) / (steps - firsts) if steps > firsts else None,
-        accepted_by_depth=by_depth,
-        offered_by_depth=offered,
-        by_source=dict(sorted(sources.items())),
+        accepted_by_depth=list(told.accepted_by_depth),
+        offered_by_depth=list(told.offered_by_depth),
+        by_source={
+            source: SourceSums(drafted_tokens=drafted, accepted_tokens=accepted)
+            for source, drafted, accepted in sorted(told.by_source)
+        },
         vocabulary=_vocabulary_use(accounts),
     )
 
@@ -532,22 +527,20 @@ def _vocabulary_use(accounts: Iterable[RequestAccount]) -> VocabularyUse | Unset
     sliced = [a for a in accounts if a.request.vocabulary.mode != "full"]
     if not sliced:
         return UNSET
-    sums: dict[str, Any] = {
-        name: sum(a.vocabulary[name] for a in sliced) for name in VOCABULARY_SUMS
-    }
+    sums = reduce(VocabularyCounts.plus, (a.vocabulary for a in sliced))
     use = VocabularyUse(
         mode=sliced[0].request.vocabulary.mode,
-        slice_size=max(a.num_slice_ids for a in sliced),
-        loaded_rows=sums["num_loaded"],
-        steps_from_slice=sums["num_slice_steps"],
-        steps_from_full_head=sums["num_full_steps"],
-        head_rows=sums["head_rows"],
+        slice_size=sums.num_ids,
+        loaded_rows=sums.num_loaded,
+        steps_from_slice=sums.num_slice_steps,
+        steps_from_full_head=sums.num_full_steps,
+        head_rows=sums.head_rows,
     )
     if use.mode == "exact":
-        use.verify_every = max(a.verify_every for a in sliced)
-        use.windows = sums["num_verifications"]
-        use.verified_tokens = sums["num_checked"]
-        use.misses = sums["num_missed"]
-        use.dropped_tokens = sums["num_dropped"]
-        use.verify_seconds = round(sums["verify_s"], 6)
+        use.verify_every = max(a.vocabulary.verify_every for a in sliced)
+        use.windows = sums.num_verifications
+        use.verified_tokens = sums.num_checked
+        use.misses = sums.num_missed
+        use.dropped_tokens = sums.num_dropped
+        use.verify_seconds = round(sums.verify_s, 6)
     return use

@@ -315,15 +315,16 @@ class Traces:
                 span("prefill", generate, begun_s, end_s, {**prompt, **cached})
             if first_s is None or last_s is None:
                 continue
+            drafted = account.drafted
             drafting = {
                 "tailor.steps": account.num_steps,
-                "tailor.drafted_tokens": account.num_drafted,
-                "tailor.accepted_tokens": account.num_accepted,
+                "tailor.drafted_tokens": drafted.num_drafted,
+                "tailor.accepted_tokens": drafted.num_accepted,
             }
             decode = span("decode", generate, first_s, last_s, drafting)
-            if account.verify_s > 0:
-                seconds = {"tailor.aggregate": True, "tailor.seconds": account.verify_s}
-                end_s = min(last_s, first_s + account.verify_s)
+            if drafted.verify_s > 0:
+                seconds = {"tailor.aggregate": True, "tailor.seconds": drafted.verify_s}
+                end_s = min(last_s, first_s + drafted.verify_s)
                 span("verify", decode, first_s, end_s, {**drafting, **seconds})
         return format(identity.trace_id, "032x")
 

@@ -204,43 +204,6 @@ def rejected_paths(
     return [path for node, path in paths.items() if node not in inner]
 
 
-def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:
-    """The sum of two StepCounts; the later reason stands."""
-    if a.num_steps == 0:
-        return b
-    if b.num_steps == 0:
-        return a
-    by_source: dict[str, tuple[int, int]] = {name: (d, k) for name, d, k in a.by_source}
-    for name, drafted, kept in b.by_source:
-        old = by_source.get(name, (0, 0))
-        by_source[name] = (old[0] + drafted, old[1] + kept)
-    by_survival: dict[int, tuple[int, int]] = {tenth: (d, k) for tenth, d, k in a.by_survival}
-    for tenth, drafted, kept in b.by_survival:
-        old = by_survival.get(tenth, (0, 0))
-        by_survival[tenth] = (old[0] + drafted, old[1] + kept)
-    return StepCounts(
-        num_steps=a.num_steps + b.num_steps,
-        num_drafts=a.num_drafts + b.num_drafts,
-        num_drafted=a.num_drafted + b.num_drafted,
-        num_accepted=a.num_accepted + b.num_accepted,
-        accepted_by_depth=_add(a.accepted_by_depth, b.accepted_by_depth),
-        offered_by_depth=_add(a.offered_by_depth, b.offered_by_depth),
-        by_source=tuple((name, d, k) for name, (d, k) in by_source.items()),
-        no_draft_reason=b.no_draft_reason or a.no_draft_reason,
-        accepted_prediction_tokens=a.accepted_prediction_tokens + b.accepted_prediction_tokens,
-        rejected_prediction_tokens=a.rejected_prediction_tokens + b.rejected_prediction_tokens,
-        expected_accepted=a.expected_accepted + b.expected_accepted,
-        by_survival=tuple((tenth, d, k) for tenth, (d, k) in by_survival.items()),
-        verify_s=a.verify_s + b.verify_s,
-    )
-
-
-def _add(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    if len(a) < len(b):
-        a, b = b, a
-    return tuple(x + (b[i] if i < len(b) else 0) for i, x in enumerate(a))
-
-
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a choice ends. Without a finish_reason it goes on."""
@@ -554,7 +517,7 @@ class Committer:
         counts = count_step(
             trees, item, run.runs, run.at, len(run.path), sequence.sources, results.model_s
         )
-        sequence.counts = merge_counts(sequence.counts, counts)
+        sequence.counts = sequence.counts.plus(counts)
         self._slices.count_step(sequence)
         sequence.num_computed += len(run.path) - num_again
         sequence.num_steps += 1

@@ -15,7 +15,6 @@ from server.engine.commit import (
     StopCut,
     count_step,
     cut,
-    merge_counts,
     rejected_paths,
     sources_of,
     why_ended,
@@ -253,7 +252,7 @@ def test_claimed_chances_are_counted_by_tenths() -> None:
     assert a.expected_accepted == pytest.approx(1.59)
     assert a.by_survival == ((0, 1, 0), (5, 1, 0), (9, 1, 1))
     b = count(trees(tree([-1, 0], [0, 0], [0.95, 0.5])), 0, [0, 1], ("own",))
-    both = merge_counts(a, b)
+    both = a.plus(b)
     assert sorted(both.by_survival) == [(0, 1, 0), (5, 2, 1), (9, 2, 2)]
     assert both.expected_accepted == pytest.approx(3.04)
 
@@ -277,7 +276,7 @@ def test_counts_of_a_step_and_their_sum() -> None:
     plain = count(trees(None, why="budget"), 0, [], ("own",))
     assert plain == StepCounts(num_steps=1, no_draft_reason="budget")
     more = count(trees(tree([-1], [0])), 0, [], ("own",))
-    both = merge_counts(merge_counts(a, plain), more)
+    both = a.plus(plain).plus(more)
     assert (both.num_steps, both.num_drafts, both.num_drafted, both.num_accepted) == (3, 2, 4, 2)
     assert both.accepted_by_depth == (1, 1) and both.offered_by_depth == (2, 1)
     assert both.by_source == (("own", 2, 1), ("prediction", 2, 1))

@@ -436,8 +436,8 @@ class EngineClient:
                 "tokens": account.num_completion_tokens,
                 "max_tokens": account.request.sampling.max_tokens * account.request.num_choices,
                 "steps": account.num_steps,
-                "drafted": account.num_drafted,
-                "accepted": account.num_accepted,
+                "drafted": account.drafted.num_drafted,
+                "accepted": account.drafted.num_accepted,
             }
             for account, engine in accounts
         ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Protocol
 
 from server import channel
@@ -19,7 +18,7 @@ from server.errors import (
     error_for_engine_code,
 )
 from server.metrics import Metrics
-from server.types import Delta, Request, VocabularyCounts
+from server.types import Delta, Request, StepCounts, VocabularyCounts
 
 
 class RequestAccount:
@@ -32,19 +31,9 @@ class RequestAccount:
         self.num_completion_tokens = 0
         self.num_base_tokens = 0
         self.own_ids: Mapping[int, int] = {}  # ServedModel.own_ids; set before the first Delta
-        self.accepted_prediction_tokens = 0
-        self.rejected_prediction_tokens = 0
         self.num_steps = 0
-        self.num_drafts = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
-        self.accepted_by_depth: list[int] = []
-        self.offered_by_depth: list[int] = []
-        self.by_source: dict[str, list[int]] = {}
-        self.vocabulary: dict[str, float] = dict.fromkeys(VOCABULARY_SUMS, 0)
-        self.num_slice_ids = 0
-        self.verify_every = 0
-        self.verify_s = 0.0
+        self.drafted = StepCounts()  # of the steps that carried drafts
+        self.vocabulary = VocabularyCounts()
         self.queue_s = 0.0
         self.started = False
         self._metrics = metrics
@@ -84,27 +73,13 @@ class RequestAccount:
                 self.num_base_tokens += sum(self.own_ids.get(i, 1) for i in delta.token_ids)
         self._metrics.count_step(series, num_tokens, counts)
         self.num_steps += counts.num_steps
-        self.accepted_prediction_tokens += counts.accepted_prediction_tokens
-        self.rejected_prediction_tokens += counts.rejected_prediction_tokens
         if counts.num_drafts:
-            self.num_drafts += counts.num_drafts
-            self.num_drafted += counts.num_drafted
-            self.num_accepted += counts.num_accepted
-            self.verify_s += counts.verify_s
-            add_depths(self.accepted_by_depth, counts.accepted_by_depth)
-            add_depths(self.offered_by_depth, counts.offered_by_depth)
-            for source, drafted, accepted in counts.by_source:
-                sums = self.by_source.setdefault(source, [0, 0])
-                sums[0] += drafted
-                sums[1] += accepted
+            self.drafted = self.drafted.plus(counts)
         if delta.vocabulary is not None:
             self._metrics.count_vocabulary(
                 request.task, request.vocabulary.mode, request.model, delta.vocabulary
             )
-            for name in VOCABULARY_SUMS:
-                self.vocabulary[name] += getattr(delta.vocabulary, name)
-            self.num_slice_ids = max(self.num_slice_ids, delta.vocabulary.num_ids)
-            self.verify_every = delta.vocabulary.verify_every or self.verify_every
+            self.vocabulary = self.vocabulary.plus(delta.vocabulary)
         if delta.finish_reason is not None:
             self._metrics.count_choice(request.task, request.model, delta.finish_reason)
             total = self._tokens.get(choice, 0)
@@ -133,18 +108,6 @@ class RequestAccount:
     def close(self, outcome: str) -> None:
         """The request has ended. outcome: "ok", "abort" or "error". Called once."""
         self._metrics.count_outcome(self.request.task, self.request.model, outcome)
-
-
-VOCABULARY_SUMS = tuple(
-    f.name for f in fields(VocabularyCounts) if f.name not in ("num_ids", "verify_every")
-)
-
-
-def add_depths(sums: list[int], more: Sequence[int]) -> None:
-    if len(more) > len(sums):
-        sums.extend([0] * (len(more) - len(sums)))
-    for i, number in enumerate(more):
-        sums[i] += number
 
 
 GRAMMAR_FIELD = "structured_outputs"
