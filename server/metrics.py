@@ -378,8 +378,9 @@ class Metrics:
 
     # --- what is shown ---
 
-    def exposition(self) -> bytes:
-        """The text that /metrics returns (content type CONTENT_TYPE_LATEST)."""
+    def exposition(self, port: int = 0) -> bytes:
+        """The text that /metrics returns (content type CONTENT_TYPE_LATEST). port: that it was
+        asked on, by which an ingress of a fleet tells more or less."""
         return generate_latest(self.registry) + generate_latest(self._aliases)
 
     def families(self, names: Iterable[str]) -> Iterator[Metric]:

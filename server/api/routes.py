@@ -306,6 +306,7 @@ def add_state_routes(app: FastAPI, client: EngineClient, metrics: Metrics) -> No
         return AnswerResponse(Version(version=__version__))
 
     @app.get("/metrics", response_class=PlainTextResponse, summary="Prometheus metrics")
-    async def get_metrics() -> Response:
+    async def get_metrics(request: HttpRequest) -> Response:
         await client.ask_figures()
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        _, port = request.scope.get("server") or ("", 0)
+        return Response(metrics.exposition(port), media_type=CONTENT_TYPE_LATEST)

@@ -7,10 +7,9 @@ import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
 from functools import partial
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server.api.app import create_app
 from server.api.engines.client import EngineClient, EngineSpec
@@ -35,7 +34,7 @@ class IngressApp:
     and changes of tasks, which it has in common with the other ingresses. The metrics of each
     replica have its engine's name, `model/rank`, so that dashboards and alerts of a single server
     hold for a fleet.
-    requests_only_port: where /metrics leaves engines to another ingress (WithoutEngines).
+    requests_only_port: where /metrics leaves engines to another ingress (FleetMetrics).
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class IngressApp:
         self._shared = shared
         self._stop = asyncio.Event()
         self._leave_s = 0.0
-        self._metrics = FleetMetrics(vllm_aliases=config.metrics.vllm_aliases)
+        self._metrics = FleetMetrics(requests_only_port, config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
         fleet = partial(FleetHandle, loop=asyncio.get_running_loop(), max_runs=max_runs)
         self.client = EngineClient(
@@ -85,8 +84,6 @@ class IngressApp:
             traces=self._traces,
             key_use=self._uses.of,
         )
-        if requests_only_port is not None:
-            self._app.add_middleware(WithoutEngines, port=requests_only_port)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. The engines are started with the lifespan and stopped at its end."""
@@ -164,8 +161,6 @@ class IngressApp:
 _ENGINES = re.compile(rb'^[^#\n]*[{,]engine="[^\n]*\n', re.MULTILINE)
 _SUMS = re.compile(rb'^[^#\n]*[{,]engine="(?:[^"\\\n]|\\.)*/fleet"[^\n]*\n', re.MULTILINE)
 
-_without_engines: ContextVar[bool] = ContextVar("_without_engines", default=False)
-
 
 class FleetMetrics(Metrics):
     """/metrics of an ingress, so that sums over all that are scraped count nothing twice.
@@ -175,21 +170,11 @@ class FleetMetrics(Metrics):
     of its own, one of them tells the engines' figures, and the others those of their requests.
     """
 
-    def exposition(self) -> bytes:
-        """As Metrics.exposition, of one request to /metrics."""
-        hidden = _ENGINES if _without_engines.get() else _SUMS
+    def __init__(self, requests_only_port: int | None, vllm_aliases: bool) -> None:
+        super().__init__(vllm_aliases=vllm_aliases)
+        self._requests_only_port = requests_only_port
+
+    def exposition(self, port: int = 0) -> bytes:
+        """As Metrics.exposition."""
+        hidden = _ENGINES if port == self._requests_only_port else _SUMS
         return hidden.sub(b"", super().exposition())
-
-
-class WithoutEngines:
-    """ASGI middleware: /metrics has no figures of engines where it is asked on `port`."""
-
-    def __init__(self, app: ASGIApp, port: int) -> None:
-        self._app = app
-        self._port = port
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] == "http" and scope["path"] == "/metrics":
-            _without_engines.set((scope.get("server") or ("", 0))[1] == self._port)
-        await self._app(scope, receive, send)
