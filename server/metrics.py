@@ -365,9 +365,9 @@ class Metrics:
         """How long ago an engine made progress; 0 for one that does not serve."""
         self._by_label["engine_heartbeat_age_seconds"].labels(engine, model).set(age_s)
 
-    def engine_told(self, engine: str, values: Iterable[FigureValue]) -> None:
-        """What an engine that serves told of itself, in the order of its ModelInfo.figures."""
-        self._engine_figures.told(engine, values)
+    def engine_told(self, engine: str, *told: Sequence[FigureValue]) -> None:
+        """See EngineFigures.told."""
+        self._engine_figures.told(engine, *told)
 
     def corpus_sizes(self, sizes: Mapping[str, int]) -> None:
         """Tokens of each served task's corpus, 0 for none."""
@@ -397,6 +397,7 @@ class Metrics:
 
 _Numbers = tuple[float, ...]
 """One number; of a histogram, how many values lay in each bucket and above, and their sum."""
+_LARGEST = ("draft_budget", "vocab_verify_every")
 
 
 class _Life:
@@ -428,11 +429,21 @@ class EngineFigures(Collector):
         self.end(engine)
         life.figures = figures
 
-    def told(self, engine: str, values: Iterable[FigureValue]) -> None:
-        """What an engine told, in the order of its figures. One that was not ready is not known."""
-        if (life := self._lives.get(engine)) is not None:
-            for figure, value in zip(life.figures, values, strict=False):
-                life.numbers[figure.name] = _by_labels(figure, value)
+    def told(self, engine: str, *told: Sequence[FigureValue]) -> None:
+        """What an engine told, in the order of its ModelInfo.figures. Of several that count as one:
+        sums; shares as means, and of what is decided anew each step the largest. One that was not
+        ready is not known."""
+        if (life := self._lives.get(engine)) is None:
+            return
+        for i, figure in enumerate(life.figures):
+            found = [by for one in told if i < len(one) and (by := _by_labels(figure, one[i]))]
+            sums: dict[tuple[str, ...], _Numbers] = {}
+            add: Callable[[_Numbers, _Numbers], _Numbers] = max if figure.name in _LARGEST else _sum
+            for labels, numbers in (item for by in found for item in by.items()):
+                sums[labels] = add(sums[labels], numbers) if labels in sums else numbers
+            if figure.name.endswith("_perc"):
+                sums = {labels: (numbers[0] / len(found),) for labels, numbers in sums.items()}
+            life.numbers[figure.name] = sums
 
     def end(self, engine: str) -> None:
         """An engine is gone: it holds nothing, and what it counted stays."""
@@ -502,32 +513,6 @@ def _add(family: Any, labels: tuple[str, ...], figure: Figure, numbers: _Numbers
         count += number
         buckets.append((str(floatToGoString(edge)), count))  # type: ignore[no-untyped-call]
     family.add_metric(labels, buckets, numbers[-1])
-
-
-def total(figures: Sequence[Figure], told: Sequence[Sequence[Any]]) -> list[FigureValue]:
-    """The values of several engines as those of one: sums; shares as means, and of what is decided
-    anew each step the largest."""
-    values: list[FigureValue] = []
-    for i, figure in enumerate(figures):
-        found = [by for one in told if (by := _by_labels(figure, one[i]))]
-        sums: dict[tuple[str, ...], _Numbers] = {}
-        for by in found:
-            for labels, numbers in by.items():
-                is_largest = figure.name in ("draft_budget", "vocab_verify_every")
-                before = sums.get(labels)
-                sums[labels] = (
-                    max(before or numbers, numbers) if is_largest else _sum(before, numbers)
-                )
-        if figure.name.endswith("_perc"):
-            sums = {labels: (numbers[0] / len(found),) for labels, numbers in sums.items()}
-        if figure.kind == "histogram":
-            numbers = sums.get((), (0.0,) * (len(figure.buckets) + 2))
-            values.append((tuple(map(int, numbers[:-1])), numbers[-1]))
-        elif figure.labels:
-            values.append(tuple((labels, numbers[0]) for labels, numbers in sorted(sums.items())))
-        else:
-            values.append(sums[()][0] if sums else None)
-    return values
 
 
 # --- vLLM's names ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from server.fleet.budgets import FleetUses
 from server.fleet.changes import SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState, Replicas
 from server.fleet.parts import Front
-from server.metrics import Metrics, total
+from server.metrics import Metrics
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
 
@@ -151,8 +151,7 @@ class IngressApp:
                 self._metrics.engine_ready(name, model, info)
             for name, values in state.figures.items():
                 self._metrics.engine_told(name, values)
-            sums = total(info.figures, [values for values in state.figures.values() if values])
-            self._metrics.engine_told(f"{model}/fleet", sums)
+            self._metrics.engine_told(f"{model}/fleet", *state.figures.values())
         for name in before - state.figures.keys():
             self._metrics.engine_down(name, model, restarted=False)
         self._known[model] = set(state.figures)

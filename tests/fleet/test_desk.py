@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from server.fleet.desk import GONE_AFTER_S, LIVES_S, Desk, Standing
-from server.metrics import total
+from server.metrics import EngineFigures
 from server.types import Figure
 from tests.fakes.fake_runner import fake_info
 
@@ -36,9 +40,21 @@ def test_the_figures_of_replicas_are_added_up() -> None:
         Figure("step_rows", "histogram", "", (), (1, 2)),
         Figure("device_utilization_ratio", "gauge", ""),
     )
-    one = [2, 0.5, 3, [[["t"], 5]], [[1, 0, 2], 9.0], None]
-    two = [3, 0.1, 8, [[["t"], 6], [["u"], 1]], [[0, 4, 0], 8.0], None]
-    assert total(figures, [one, two]) == [
-        5, 0.3, 8, ((("t",), 11), (("u",), 1)), ((1, 4, 2), 17.0), None,
-    ]  # fmt: skip
-    assert total(figures, []) == [None, None, None, (), ((0, 0, 0), 0.0), None]
+    one: Any = [2, 0.5, 3, [[["t"], 5]], [[1, 0, 2], 9.0], None]
+    two: Any = [3, 0.1, 8, [[["t"], 6], [["u"], 1]], [[0, 4, 0], 8.0], None]
+    shown = EngineFigures()
+    shown.begin("m/fleet", "m", figures)
+    shown.told("m/fleet", one, [], two)
+    told = {
+        (sample.name.removeprefix("tailor_"), *list(sample.labels.values())[2:]): sample.value
+        for family in shown.collect()
+        for sample in family.samples
+    }
+    assert told == {
+        ("num_requests_running",): 5, ("kv_cache_usage_perc",): pytest.approx(0.3),
+        ("draft_budget",): 8, ("learned_outputs_total", "t"): 11, ("learned_outputs_total", "u"): 1,
+        ("step_rows_bucket", "1.0"): 1, ("step_rows_bucket", "2.0"): 5,
+        ("step_rows_bucket", "+Inf"): 7, ("step_rows_count",): 7, ("step_rows_sum",): 17.0,
+    }  # fmt: skip
+    shown.told("m/fleet")
+    assert not list(shown.collect())
