@@ -502,22 +502,6 @@ class Delta(NamedTuple):
     rejected_drafts: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
 
 
-OTHER_ADAPTERS = "(others)"
-"""The name that the figures of adapters beyond the first ones share."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFigures:
-    """One adapter of an engine, by name. num_requests, num_loads, num_evictions: since the engine's
-    start. num_bytes: in memory now."""
-
-    name: str
-    num_requests: int = 0
-    num_loads: int = 0
-    num_evictions: int = 0
-    num_bytes: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
     """Memory of an accelerator in bytes, and how busy it is.

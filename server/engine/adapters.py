@@ -17,23 +17,24 @@ outputs, calibration) never serves another adapter of the same name.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from drafters.auto.copying import Pieces
 from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
 from server.engine.grammar import GrammarCompiler
 from server.engine.stops import StopTable
-from server.types import OTHER_ADAPTERS, AdapterFigures, AdapterOrder
+from server.types import AdapterOrder
 from vocab_store.enrichment import Enrichment
 
 _log = logging.getLogger(__name__)
 
 MAX_NAMES = 64
 """Adapters that have figures of their own; further ones share those of OTHER_ADAPTERS."""
+OTHER_ADAPTERS = "(others)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,9 @@ class AdapterShelf:
     """The adapters of one engine (see the top of this file). Public methods are called from the
     engine's thread.
 
-    read: reads what an adapter's ids mean; server.wiring sets it.
+    read: reads what an adapter's ids mean; server.wiring sets it. figures: by name, of each adapter
+    that was in memory or asked for: num_requests, num_loads, num_evictions since the engine's
+    start, num_bytes in memory now.
     """
 
     def __init__(self, runner: Runner, most: int) -> None:
@@ -112,7 +115,7 @@ class AdapterShelf:
         self.known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
         self._free = list(range(most - 1, -1, -1))
         self._threads: ThreadPoolExecutor | None = None
-        self._figures: dict[str, AdapterFigures] = {}
+        self.figures: dict[str, Counter[str]] = {}
 
     def settle(self) -> list[str]:
         """Wait until everything registered is read; returns what is wrong with those that cannot be
@@ -127,19 +130,12 @@ class AdapterShelf:
             if adapter.problem
         ]
 
-    @property
-    def figures(self) -> tuple[AdapterFigures, ...]:
-        """Figures by name, of each adapter that was in memory or asked for since the start."""
-        return tuple(self._figures.values())
-
     def _count(self, adapter: Adapter, **more: int) -> None:
         """Add to the figures of an adapter's name; num_bytes sums all adapters of that name."""
         name = adapter.order.name
-        if name not in self._figures and len(self._figures) >= MAX_NAMES:
+        if name not in self.figures and len(self.figures) >= MAX_NAMES:
             name = OTHER_ADAPTERS
-        old = self._figures.get(name) or AdapterFigures(name)
-        sums = {field: getattr(old, field) + num for field, num in more.items()}
-        self._figures[name] = replace(old, **sums)
+        self.figures.setdefault(name, Counter()).update(more)
 
     # -- what is known ----------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ StepFigures notes what each step took, for them and for who learns from it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
-from server.engine.adapters import AdapterShelf
+from server.engine.adapters import OTHER_ADAPTERS, AdapterShelf
 from server.engine.admission import Admission
 from server.engine.batch import MeasuredRunner, Runner
 from server.engine.blocks import BlockPool
@@ -28,10 +29,8 @@ from server.engine.task_store import TaskStore
 from server.engine.trees import Trees
 from server.types import (
     LATENCY_BUCKETS_S,
-    OTHER_ADAPTERS,
     ROW_BUCKETS,
     SHORT_BUCKETS_S,
-    AdapterFigures,
     DeviceFigures,
     Figure,
     FigureKind,
@@ -109,13 +108,13 @@ def _steps(i: int, name: str, text: str) -> tuple[Figure, Read]:
     return figure, lambda e: e.steps.histogram(i)
 
 
-def _adapters(read: Callable[[AdapterFigures], int]) -> Read:
+def _adapters(kind: str) -> Read:
     """By name; the name of further ones is there from the start, so that an engine without adapters
     reads 0."""
 
     def values(e: Parts) -> FigureValue:
-        found = {OTHER_ADAPTERS: 0} | {one.name: read(one) for one in e.adapters.figures}
-        return tuple(((name,), value) for name, value in found.items())
+        found = {OTHER_ADAPTERS: Counter[str](), **e.adapters.figures}
+        return tuple(((name,), sums[kind]) for name, sums in found.items())
 
     return values
 
@@ -191,13 +190,13 @@ FIGURES: tuple[tuple[Figure, Read], ...] = (
     _row("counter", "prefix_cache_hits", "Prompt tokens found",
          lambda e: e.scheduler.prefix_hits),
     _row("counter", "adapter_requests", "Requests that named it",
-         _adapters(lambda a: a.num_requests), "adapter"),
+         _adapters("num_requests"), "adapter"),
     _row("counter", "adapter_loads", "Times that it was put into memory",
-         _adapters(lambda a: a.num_loads), "adapter"),
+         _adapters("num_loads"), "adapter"),
     _row("counter", "adapter_evictions", "Times that it made room",
-         _adapters(lambda a: a.num_evictions), "adapter"),
+         _adapters("num_evictions"), "adapter"),
     _row("gauge", "adapter_bytes", "Bytes of it in memory",
-         _adapters(lambda a: a.num_bytes), "adapter"),
+         _adapters("num_bytes"), "adapter"),
     _row("gauge", "learned_tokens", "Learned tokens that are held", _learned(1), "task"),
     _row("counter", "learned_outputs", "Finished outputs that were learned", _learned(2), "task"),
     _row("counter", "learned_segments", "Segments that were written for other replicas",

@@ -13,12 +13,11 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from drafters.base import Drafter
-from server.engine.adapters import MAX_NAMES, Vocabulary
+from server.engine.adapters import MAX_NAMES, OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.types import (
-    OTHER_ADAPTERS,
     AdapterOrder,
     Request,
     SamplingParams,
@@ -218,11 +217,11 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
     assert len(states) == 50
     assert [name for name, s in states.items() if s["in_memory"]] == ["a0@", "a47@", "a48@", "a49@"]
-    figures = {f.name: f for f in engine.adapters.figures}
-    assert len(figures) == 50 and {f.num_requests for f in figures.values()} == {1}
-    assert sum(f.num_loads for f in figures.values()) == 50
-    assert sum(f.num_evictions for f in figures.values()) == 46
-    assert figures["a49"].num_bytes == runner_bytes(engine) > 0 == figures["a1"].num_bytes
+    figures = engine.adapters.figures
+    assert len(figures) == 50 and {f["num_requests"] for f in figures.values()} == {1}
+    assert sum(f["num_loads"] for f in figures.values()) == 50
+    assert sum(f["num_evictions"] for f in figures.values()) == 46
+    assert figures["a49"]["num_bytes"] == runner_bytes(engine) > 0 == figures["a1"]["num_bytes"]
     engine.close()
 
 
@@ -238,10 +237,11 @@ def test_figures_are_of_a_bounded_number_of_names() -> None:
         engine.adapters.register(own.order(name), load=False)
         engine.submit(ask(f"r{i}", name))
         run_requests(engine)
-    figures = {f.name: f for f in engine.adapters.figures}
+    figures = engine.adapters.figures
     assert len(figures) == MAX_NAMES + 1
-    assert figures[OTHER_ADAPTERS].num_requests == figures[OTHER_ADAPTERS].num_loads == 5
-    assert sum(f.num_bytes for f in figures.values()) == sum(
+    others = figures[OTHER_ADAPTERS]
+    assert others["num_requests"] == others["num_loads"] == 5
+    assert sum(f["num_bytes"] for f in figures.values()) == sum(
         s["num_bytes"] for s in engine.adapters.controls["adapter_states"](None)
     )
     engine.close()

@@ -17,10 +17,9 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drafters.array_file import ArrayFileError
 from drafters.shared_counts import Counts, PackedCounts, TableId, added
@@ -77,7 +76,7 @@ class _Scope:
     looked_s: float = float("-inf")
     epoch: int | None = None  # as it was seen last
     adopted: tuple[int, int] | None = None  # version, and when it was published
-    figures: SharedFigures = field(default_factory=lambda: SharedFigures(""))
+    manifest: Manifest | None = None  # of what has arrived
 
     @property
     def waits(self) -> bool:
@@ -133,7 +132,6 @@ class SegmentExchange:
             scope = self._scopes.get(wanted.key)
             if scope is None:
                 scope = self._scopes[wanted.key] = _Scope(wanted, fingerprint)
-                scope.figures = SharedFigures(wanted.key[0])
                 if len(self._scopes) > _MAX_SCOPES:
                     self._scopes.popitem(last=False)
             scope.wanted, scope.fingerprint = wanted, fingerprint
@@ -174,18 +172,19 @@ class SegmentExchange:
 
     def figures(self) -> tuple[SharedFigures, ...]:
         with self._lock:
-            by_task = {task: [SharedFigures(task, num)] for task, num in self._num_written.items()}
+            by_task: dict[str, list[Manifest]] = {task: [] for task in self._num_written}
             for (task, _), scope in self._scopes.items():
-                by_task.setdefault(task, []).append(scope.figures)
+                known = by_task.setdefault(task, [])
+                known += [scope.manifest] if scope.manifest is not None else []
             return tuple(
                 SharedFigures(
                     task,
-                    sum(f.num_written for f in of),
-                    sum(f.num_merged for f in of),
-                    sum(f.version for f in of),
-                    max(f.published_s for f in of),
+                    self._num_written.get(task, 0),
+                    sum(one.num_merged for one in known),
+                    sum(one.version for one in known),
+                    max((one.published_ns / 1e9 for one in known), default=0.0),
                 )
-                for task, of in sorted(by_task.items())
+                for task, known in sorted(by_task.items())
             )
 
     def close(self) -> None:
@@ -245,7 +244,8 @@ class SegmentExchange:
                 scope.drop()
                 scope.adopted = None
         if is_forgotten:
-            self._arrive(scope, None, (), {})
+            scope.manifest = None
+            self._on_arrival(Arrival(scope.wanted, (), {}))
         elif writes:
             self._write(scope, epoch)
         if looks:
@@ -314,25 +314,8 @@ class SegmentExchange:
                 )
                 for table in {*itertools.chain(*whole, *packed)}
             }
-        self._arrive(scope, manifest, file.outputs.oldest_first(), tables)
-
-    def _arrive(
-        self,
-        scope: _Scope,
-        manifest: Manifest | None,
-        examples: Any,
-        tables: Mapping[TableId, Counts],
-    ) -> None:
-        wanted, figures = scope.wanted, SharedFigures(scope.wanted.key[0])
-        if manifest is not None:
-            figures = replace(
-                figures,
-                version=manifest.version,
-                num_merged=manifest.num_merged,
-                published_s=manifest.published_ns / 1e9,
-            )
-        scope.figures = figures
-        self._on_arrival(Arrival(wanted, examples, tables))
+        scope.manifest = manifest
+        self._on_arrival(Arrival(wanted, file.outputs.oldest_first(), tables))
 
 
 def encoded(file: SharedFile, fingerprint: str, scope: str) -> bytes:
