@@ -81,20 +81,14 @@ class FleetParts:
         from server.engine.process import start_process
         from server.wiring.engine import build_engine
 
-        chosen = next(m for m in self.server.models if m.name == model)
-        device = "cuda" if num_gpus > 0 else "cpu"  # Ray shows a replica its own GPUs alone
-        chosen = chosen.model_copy(update={"devices": (device,)})
         engine = self.server.engine
         if engine.threads is None and num_cpus >= 1:
             engine = engine.model_copy(update={"threads": int(num_cpus)})
-        # Tasks that name no model run on the first of server.yaml, which this one may not be.
-        others = [m for m in self.server.models if m.name != model]
-        first = self.server.models[0].name == model
-        config = self.server.model_copy(
-            update={"engine": engine, "models": (chosen, *others) if first else (*others, chosen)}
-        )
-        order = next(one for one in self._plan(config).orders if one.runner.name == model)
-        name = f"{model}/{rank}"
+        plan = self._plan(self.server.model_copy(update={"engine": engine}))
+        name, device = f"{model}/{rank}", "cuda" if num_gpus > 0 else "cpu"
+        mine = (order for order in plan.orders if order.runner.name == model)
+        order = next(order for order in mine if order.runner.device.startswith(device))
+        # Ray shows a replica its own GPUs alone.
         order = replace(order, name=name, runner=replace(order.runner, device=device))
         factory = functools.partial(build_engine, order, self.sharing)
         return EngineSpec(name, model, device, functools.partial(start_process, factory))
