@@ -157,7 +157,7 @@ class LibraryTokenizer:
     ) -> None:
         self._handle = None
         library = self._library = _library()
-        self._tokenize = _Tokenize(_CutOnce(cut))  # kept as long as the handle
+        self._tokenize = _Tokenize(_tokenizing(cut))  # kept as long as the handle
         more = np.array(eos_token_ids[1:], np.uint32)
         problem = ctypes.create_string_buffer(512)
         init = _TokenizerInit(
@@ -193,26 +193,21 @@ class LibraryTokenizer:
         return Matcher(handle, self, library)
 
 
-class _CutOnce:
-    """A LlgTokenizeFn: llguidance asks again when the ids did not fit."""
+def _tokenizing(cut: Callable[[str], list[int]]) -> Callable[[int, int, int, int, int], int]:
+    """A LlgTokenizeFn. llguidance asks again when the ids did not fit."""
+    ids_of = functools.lru_cache(1)(lambda data: cut(data.decode()))
 
-    def __init__(self, cut: Callable[[str], list[int]]) -> None:
-        self._cut = cut
-        self._last: tuple[bytes, list[int]] = b"", []
-
-    def __call__(self, _: int, text: int, length: int, out: int, room: int) -> int:
+    def tokenize(_: int, text: int, length: int, out: int, room: int) -> int:
         try:
-            data = ctypes.string_at(text, length)
-            known, ids = self._last
-            if data != known:
-                ids = self._cut(data.decode())
-                self._last = data, ids
+            ids = ids_of(ctypes.string_at(text, length))
             num = min(len(ids), room)
             ctypes.memmove(out, (ctypes.c_uint32 * num)(*ids[:num]), 4 * num)
             return len(ids)
         except Exception:  # it would be lost in the library; a text without ids is not forced
             _log.exception("a forced text could not be cut")
             return 0
+
+    return tokenize
 
 
 class Matcher:
