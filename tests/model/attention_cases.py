@@ -6,7 +6,7 @@ Shared by the CPU tests (torch reference, Triton's interpreter) and by tests/gpu
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,18 +40,29 @@ SHAPES = {
 }
 
 
+FEW_KEYS = 64
+"""Keys of a split that "few" is made for: what the interpreter takes, it takes for each key."""
+
+
 def batch_of(kind: str) -> Batch:
-    """A batch whose histories cross block, split and window edges. "few": a row or two of each
-    kind, for the interpreter."""
+    """A batch whose histories cross block, split and window edges. For the interpreter: "few", a
+    row or two of each kind, "fewest", without a chunk, whose splits are of FEW_KEYS; "prompt", a
+    chunk that is split and one that is not."""
     pages = Pages(200, seed=3)
     builder = BatchBuilder()
-    if kind == "few":
-        for length in (17, 257):
+    if kind in ("few", "fewest"):
+        for length in (17, FEW_KEYS + 1):
             builder.add_rows(pages.sequence(length), [1], length - 1)
-        table = pages.sequence(320)
-        builder.add_rows(table, [1], 300)
-        builder.add_tree(table, 300, [1] * 5, [-1, 0, 1, -1, 3])
-        builder.add_rows(pages.sequence(300), [1] * 9, 250)
+        table = pages.sequence(96)
+        builder.add_rows(table, [1], 76)
+        builder.add_tree(table, 76, [1] * 5, [-1, 0, 1, -1, 3])
+    if kind == "few":
+        builder.add_rows(pages.sequence(80), [1] * 5, 62)
+    if kind == "prompt":
+        builder.add_rows(pages.sequence(260), [1] * 9, 250)
+        table = pages.sequence(80)
+        builder.add_rows(table, [1] * 70, 0)
+        builder.add_tree(table, 69, [1] * 3, [-1, 0, -1])
     if kind in ("decode", "mixed"):
         for length in (1, 17, 256, 257, 600):
             builder.add_rows(pages.sequence(length), [1], length - 1)
@@ -142,8 +153,11 @@ def run_torch(p: Problem) -> torch.Tensor:
     return _run(p, attention.TorchAttention(p.batch, p.step, 16))
 
 
-def run_triton(p: Problem, *, num_bytes: int = 64 << 20) -> torch.Tensor:
-    """The kernels, tiled and split as the runner does. num_bytes: memory for partial results."""
+def run_triton(
+    p: Problem, *, num_bytes: int = 64 << 20, split_size: int = attention.SPLIT_SIZE
+) -> torch.Tensor:
+    """The kernels, tiled and split as the runner does. num_bytes: memory for partial results.
+    split_size: keys of a split."""
     from server.model.gpu import triton_kernels
 
     device = p.query.device
@@ -154,6 +168,7 @@ def run_triton(p: Problem, *, num_bytes: int = 64 << 20) -> torch.Tensor:
         max_model_len=1024,
         num_bytes=num_bytes,
     )
+    shape = replace(shape, split_size=split_size)
     plan = attention.plan_tiles(p.batch, shape)
     made = triton_kernels.TritonAttention(
         p.step,

@@ -47,9 +47,9 @@ LEAST_INTERPRETED = 20
 KINDS = ["decode", "tree", "chunk", "mixed"]
 TORCH_CASES = [("torch", kind, shape) for shape in cases.SHAPES for kind in KINDS]
 # The interpreter is slow: every shape on few rows of each kind, one on whole batches.
-TRITON_CASES = [("triton", "few", shape) for shape in cases.SHAPES] + [
-    ("triton", kind, "odd_dim") for kind in KINDS[:-1]
-]
+TRITON_CASES = [
+    ("triton", "fewest" if shape == "grouped_by_32" else "few", shape) for shape in cases.SHAPES
+] + [("triton", kind, "odd_dim") for kind in ("decode", "tree", "prompt")]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,8 @@ TRITON_CASES = [("triton", "few", shape) for shape in cases.SHAPES] + [
 def test_every_row_attends_to_exactly_its_keys(implementation: str, kind: str, shape: str) -> None:
     p = cases.problem(cases.batch_of(kind), cases.SHAPES[shape], torch.float32, CPU)
     want = cases.expected(p)
-    got = cases.run_triton(p) if implementation == "triton" else cases.run_torch(p)
+    keys = {"split_size": cases.FEW_KEYS} if kind.startswith("few") else {}
+    got = cases.run_triton(p, **keys) if implementation == "triton" else cases.run_torch(p)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
 
 
@@ -82,25 +83,24 @@ def test_triton_without_room_for_splits_is_the_same() -> None:
 @needs_interpreter
 def test_triton_gives_a_row_the_same_bits_whatever_its_neighbours() -> None:
     """Window edges included: blocks, splits and their order depend on the row alone."""
-    shape = cases.SHAPES["odd_dim"]
+    shape = cases.SHAPES["capped"]
     whole = cases.problem(cases.batch_of("few"), shape, torch.float32, CPU)
-    together = cases.run_triton(whole)
+    together = cases.run_triton(whole, split_size=cases.FEW_KEYS)
     for rows, batch in cases.rows_alone(whole.batch):
         p = cases.problem(batch, shape, torch.float32, CPU)
         p.query.copy_(whole.query[rows])
         p.key.copy_(whole.key[rows])
         p.value.copy_(whole.value[rows])
-        assert torch.equal(cases.run_triton(p), together[rows])
+        assert torch.equal(cases.run_triton(p, split_size=cases.FEW_KEYS), together[rows])
 
 
-def tree_steps(pages: Pages, begin: int = 0) -> list[Batch]:
+def tree_steps(pages: Pages, begins: tuple[int, int, int] = (0, 0, 0)) -> list[Batch]:
     """A prompt chunk with a tree and other prompts, decode rows, then two steps of trees and
-    decode rows with as many rows, of other shapes and lengths. begin: of the first prompt's rows,
+    decode rows with as many rows, of other shapes and lengths. begins: of each prompt's rows,
     behind a history of zeros."""
     tables = [pages.sequence(120) for _ in range(3)]
     first = BatchBuilder()
-    for i, (table, length) in enumerate(zip(tables, (70, 5, 20), strict=True)):
-        start = begin if i == 0 else 0
+    for i, (table, start, length) in enumerate(zip(tables, begins, (70, 5, 20), strict=True)):
         row = first.add_rows(table, [3 + i + j for j in range(start, length)], start)[-1]
         first.draw(row, first.add_params(draw_params()))
     for node in first.add_tree(tables[2], 19, [8, 9, 7], [-1, 0, -1]):
@@ -111,7 +111,7 @@ def tree_steps(pages: Pages, begin: int = 0) -> list[Batch]:
         second.draw(row, second.add_params(draw_params()))
         second.score(row, 0, families.VOCAB_SIZE)
     batches = [first.build(), second.build()]
-    trees = ([[-1, 0, 1, -1, 3], [], [-1]], [[-1], [-1, 0, 0, 2], [-1]])
+    trees = ([[-1, 0, 1, -1, 3], [], []], [[-1], [-1, 0, 0, 2], []])
     for nth, shapes in enumerate(trees):
         builder = BatchBuilder()
         for i, (start, parents) in enumerate(zip((71, 6, 21), shapes, strict=True)):
@@ -147,18 +147,18 @@ def test_triton_runner_is_the_torch_runner(
     family: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompt chunk, trees and decode rows with split keys; those of few rows replayed from what
-    their bucket captured first, a decode step and two of trees. A run of 21 rows has large tiles
+    their bucket captured first, a decode step and two of trees. A run of 9 rows has large tiles
     here: the interpreter takes milliseconds for each row of each layer."""
-    monkeypatch.setattr(paged, "MAX_TREE_RUN", 20)
+    monkeypatch.setattr(paged, "MAX_TREE_RUN", 8)
     results = []
-    graphs = FirstCalls(16, num_runs=1)
+    graphs = FirstCalls(8, num_runs=int(family == "lfm2:2"))  # whose layers keep a state
     for attention in ("torch", "triton"):
         runner = runner_over(module_of(family), attention=attention)
         body = body_of(runner)
         body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:
             use_graphs(runner, graphs)
-        batches = tree_steps(Pages(64, seed=3), begin=49)
+        batches = tree_steps(Pages(64, seed=3), begins=(61, 0, 10))
         drawn = []
         for batch in batches:
             runner.launch(batch)
@@ -174,7 +174,7 @@ def test_triton_runner_is_the_torch_runner(
         runner.close()
     np.testing.assert_array_equal(results[1][0], results[0][0])
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
-    keys = [GraphKey(rows, 4) for rows in (4, 16, 16)]
+    keys = [GraphKey(rows, 4) for rows in (4, 8, 8)]
     assert graphs.keys == keys * bucketed
     assert not graphs.num_forgotten
 
