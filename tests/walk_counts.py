@@ -371,7 +371,7 @@ def _steps(num_choices: int, drafter: str) -> list[tuple[int, int, int, int]]:
     return found[20:]
 
 
-def _requests() -> dict[str, int]:
+def requests() -> dict[str, int]:
     """Completions of eight tokens, through a real server on a socket and a real engine's loop."""
     import httpx
 
@@ -437,7 +437,7 @@ def walks() -> dict[str, int]:
         **_told("plain step, 8 choices", _steps(8, "off")),
         **_told("drafting step, 1 choice", _steps(1, "auto")),
         **_told("drafting step, 8 choices", _steps(8, "auto")),
-        **_requests(),
+        **requests(),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -109,25 +110,38 @@ def _seen(probe: Probe, before: Probe | None) -> Any:
         return probe(server)
 
 
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sliced": ("sliced", {"ignore_eos": True}),
+    "exact": ("exact", {"ignore_eos": True}),
+    "exact, by four": (
+        "exact", {"ignore_eos": True, "vocabulary": {"mode": "exact", "verify_every": 4}},
+    ),
+    "drafted": ("drafted", {"ignore_eos": True}),
+    "plain": ("plain", {"ignore_eos": True}),
+}  # fmt: skip
+"""A task, and what its requests ask for besides."""
+
+
+def _probe(case: str, server: LiveServer) -> dict[str, Any]:
+    task, extra = CASES[case]
+    return _told(_ask(server, "b", model=task, prompt=PROBE, **extra))
+
+
+@cache
+def _alone(case: str) -> dict[str, Any]:
+    """What the probe is told where nobody else has been."""
+    found: dict[str, Any] = _seen(partial(_probe, case), None)
+    return found
+
+
 @pytest.mark.parametrize("salted", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("task", "extra"),
-    [
-        ("sliced", {"ignore_eos": True}),
-        pytest.param(
-            "exact",
-            {"ignore_eos": True, "vocabulary": {"mode": "exact", "verify_every": 4}},
-            marks=pytest.mark.slow,
-        ),
-        ("exact", {"ignore_eos": True}),
-        ("drafted", {"ignore_eos": True}),
-        ("plain", {"ignore_eos": True}),
-    ],
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in CASES],
 )
-def test_nothing_told_depends_on_what_another_has_asked(
-    task: str, extra: dict[str, Any], salted: bool
-) -> None:
+def test_nothing_told_depends_on_what_another_has_asked(case: str, salted: bool) -> None:
     """salted: the other is the same key with another cache_salt."""
+    task, extra = CASES[case]
 
     def before(server: LiveServer) -> None:
         for i in range(6):
@@ -136,18 +150,14 @@ def test_nothing_told_depends_on_what_another_has_asked(
             _ask(server, key, model=task, prompt=SECRET, max_tokens=60, **extra, **whose)
             _ask(server, key, model=task, prompt=PROBE, **extra, **whose)
 
-    def probe(server: LiveServer) -> dict[str, Any]:
-        return _told(_ask(server, "b", model=task, prompt=PROBE, **extra))
-
-    alone = _seen(probe, None)
-    assert _seen(probe, before) == alone
+    assert _seen(partial(_probe, case), before) == _alone(case)
     if task != "plain" and not salted:
         # The same key's own requests do change it: the probe is able to tell.
         def own(server: LiveServer) -> None:
             for _ in range(12):  # calibration is folded in now and then
                 _ask(server, "b", model=task, prompt=SECRET, max_tokens=60, **extra)
 
-        assert _seen(probe, own) != alone
+        assert _seen(partial(_probe, case), own) != _alone(case)
 
 
 def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used() -> None:

@@ -4,6 +4,7 @@ called with what their annotations say, by door.c and by its form in Python alik
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -91,11 +92,20 @@ def _run(folder: Path, code: Path, words: str = RUN) -> str:
     return done.stdout.strip()
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of code that has all rooms' and the door."""
+    folder = tmp_path_factory.mktemp("compiled")
+    _write(folder)
+    assert _run(folder, folder / "code") == "20 -1"
+    return folder / "code"
+
+
 @pytest.mark.slow
 def test_a_change_in_a_called_file_or_a_constant_compiles_what_depends_on_it(
-    tmp_path: Path,
+    compiled: Path, tmp_path: Path
 ) -> None:
-    rooms, code = _write(tmp_path), tmp_path / "code"
+    rooms, code = _write(tmp_path), shutil.copytree(compiled, tmp_path / "code")
 
     def objects() -> dict[str, int]:
         names = [path.name.partition("-")[0] for path in code.glob("*.o")]
@@ -140,13 +150,13 @@ def test_code_of_an_edited_source_is_not_kept_under_the_digest_of_the_source_bef
 
 
 @pytest.mark.slow
-def test_damaged_code_is_made_anew(tmp_path: Path) -> None:
+def test_damaged_code_is_made_anew(compiled: Path, tmp_path: Path) -> None:
     """One bit that is another ends the process, or gives another result."""
     _write(tmp_path)
-    code = tmp_path / "code"
-    assert _run(tmp_path, code, ALONE) == "-1"
-    whole = {path: path.read_bytes() for path in code.iterdir() if path.suffix in (".o", ".so")}
-    assert len(whole) == 2  # the door is one
+    code = shutil.copytree(compiled, tmp_path / "code")
+    paths = [*code.glob("rooms.alone-*.o"), *code.glob("door-*.so")]
+    whole = {path: path.read_bytes() for path in paths}
+    assert len(whole) == 2
     for damage in (
         lambda good: good[: len(good) // 2],
         lambda good: good[:100] + bytes([good[100] ^ 1]) + good[101:],
@@ -212,10 +222,12 @@ def test_clones_share_code_and_old_versions_of_it_are_removed(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_is_given_taken_and_raised_is_what_annotations_say(tmp_path: Path) -> None:
+def test_what_is_given_taken_and_raised_is_what_annotations_say(
+    compiled: Path, tmp_path: Path
+) -> None:
     _write(tmp_path)
     told = _run(
-        tmp_path, tmp_path / "code",
+        tmp_path, compiled,
         "import numpy as np; from rooms.outer import everything, fails; "
         "ids = np.array([4, 5], np.int32); floats = np.ones((2, 2), np.float32); "
         "print(everything((3, np.float32(0.1)), (True, floats), ids), ids); fails(2)\n"

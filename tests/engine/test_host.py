@@ -284,27 +284,25 @@ def test_stop_kills_an_engine_that_hangs_in_a_step(start_own: Start) -> None:
     assert handle.exit_code() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("busy", ["idle", "working", "hanging"])
 @pytest.mark.slow
-def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
-    """The "API" is a process that is killed; its engine must be gone soon after."""
+def test_an_engine_does_not_survive_its_api_process() -> None:
+    """The "API" is a process that is killed; its engines must be gone soon after: one that is idle,
+    one that works and one that hangs in a step."""
     program = textwrap.dedent(
-        f"""
+        """
         from server.engine.process import start_process
         from tests.engine import test_host
         from tests.engine.engine_factories import factory
 
         if __name__ == "__main__":
-            if {busy!r} == "working":
-                handle = test_host._working(start_process, step_s=0.01)
-            else:
-                handle = start_process(factory(fail={"hang" if busy == "hanging" else ""!r}))
+            handles = [start_process(factory()), start_process(factory(fail="hang"))]
+            for handle in handles:
                 test_host._ready(handle)
-            if {busy!r} == "hanging":
-                test_host._submit(handle, test_host._request("a", prompt=(9, 9)))
-                while not test_host._beat(handle):
-                    pass
-            print(handle.pid, flush=True)
+            test_host._submit(handles[1], test_host._request("a", prompt=(9, 9)))
+            while not test_host._beat(handles[1]):
+                pass
+            handles.append(test_host._working(start_process, step_s=0.01))
+            print(*(handle.pid for handle in handles), flush=True)
             input()
         """
     )
@@ -312,9 +310,10 @@ def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as api:
         assert api.stdout is not None
-        pid = int(api.stdout.readline())
+        pids = [int(word) for word in api.stdout.readline().split()]
         api.kill()
-    wait_until(lambda: not _exists(pid), 5.0, told=lambda: "an orphan engine")
+    assert len(pids) == 3
+    wait_until(lambda: not any(map(_exists, pids)), 5.0, told=lambda: "an orphan engine")
 
 
 def _exists(pid: int) -> bool:

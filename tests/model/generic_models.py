@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from transformers import PreTrainedModel
 
-from tests.model.families import WINDOW, own
+from tests.model.families import WINDOW, own, own_copy
 
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -67,7 +67,12 @@ GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
 
 
 def build(name: str) -> PreTrainedModel:
-    """A float32 model in eval mode, whose attention is far from uniform."""
+    """A float32 model in eval mode, whose attention is far from uniform; the caller's own."""
+    return own_copy(_built, name)
+
+
+@cache
+def _built(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     module = GENERIC[name][1]()
     with torch.no_grad():

@@ -100,6 +100,29 @@ def test_variables(name: str) -> None:
     assert len(by_task) >= 3
 
 
+@cache
+def _known() -> set[str]:
+    """All series."""
+    return {
+        sample
+        for family in (*Metrics().registry.collect(), *FIGURES)
+        for sample in _sample_names(family.name, family.type)
+    }
+
+
+@cache
+def _labels() -> dict[str, set[str]]:
+    """Series -> its labels."""
+    return {
+        sample: set(collector._labelnames)  # type: ignore[attr-defined]
+        for sample, collector in Metrics().registry._names_to_collectors.items()
+    } | {
+        sample: {"engine", "model", *figure.labels}
+        for family, figure in zip(FIGURES, declared(), strict=True)
+        for sample in _sample_names(family.name, family.type)
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "panel"), PANELS, ids=lambda v: v if isinstance(v, str) else v["title"]
 )
@@ -107,14 +130,9 @@ def test_panels_say_what_they_show_and_read_series_that_exist(
     name: str, panel: dict[str, Any]
 ) -> None:
     assert len(panel["description"]) >= 4 and panel["title"]
-    known = {
-        sample
-        for family in (*Metrics().registry.collect(), *FIGURES)
-        for sample in _sample_names(family.name, family.type)
-    }
     for target in panel["targets"]:
         series = set(re.findall(r"\btailor_\w+", target["expr"]))
-        assert series and series <= known, series - known
+        assert series and series <= _known(), series - _known()
 
 
 @pytest.mark.parametrize(
@@ -124,18 +142,10 @@ def test_every_expression_follows_the_variables_that_its_series_know(
     name: str, panel: dict[str, Any]
 ) -> None:
     """Who chooses a task or a model sees its figures alone, wherever a series has that label."""
-    labels = {
-        sample: set(collector._labelnames)  # type: ignore[attr-defined]
-        for sample, collector in Metrics().registry._names_to_collectors.items()
-    } | {
-        sample: {"engine", "model", *figure.labels}
-        for family, figure in zip(FIGURES, declared(), strict=True)
-        for sample in _sample_names(family.name, family.type)
-    }
     for target in panel["targets"]:
         for series, matchers in re.findall(r"\b(tailor_\w+)(\{[^}]*\})?", target["expr"]):
             for variable in ("task", "model"):
-                if variable in labels[series]:
+                if variable in _labels()[series]:
                     assert f'{variable}=~"${variable}"' in matchers, (series, target["expr"])
 
 

@@ -76,9 +76,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_wheel_has_its_machine_code(wheel: Path) -> None:
+def test_a_wheel_has_its_machine_code_and_what_the_package_reads_beside_it(wheel: Path) -> None:
+    trust = "drafters/auto/default_trust.json"
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
+        assert file.read(trust) == (ROOT / trust).read_bytes()
     for job in jobs_of(chosen()):
         assert f"{job.package.replace('.', '/')}/_code/{job.target}.so" in names
     assert "drafters/_code/door.so" in names

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from drafters.target import TARGETS, runs_here
 from server.model.cpu import kernels, linear
 from server.model.cpu.linear import pack_panels
 from server.model.cpu.records import PANEL
@@ -66,8 +61,8 @@ def test_bfloat16_weights_are_widened_exactly() -> None:
     assert np.array_equal(stored, _product(x, _packed(rounded), False, 1))
 
 
-def _digest() -> str:
-    """A digest of products whose bits must not depend on the instruction set."""
+def digest() -> str:
+    """Of products whose bits must not depend on the instruction set (integers/test_same_text.py)."""
     rng = np.random.default_rng(11)
     parts = []
     for k, num in ((576, 192), (100, 70)):
@@ -75,16 +70,3 @@ def _digest() -> str:
         x = rng.standard_normal((15, k), dtype=np.float32)
         parts.append(_product(x, panels, False, 1)[:, :num].tobytes())
     return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def test_256_bit_registers_give_the_same_bits() -> None:
-    """The layout for CPUs without AVX-512, compiled for one, in a process of its own."""
-    if not runs_here(TARGETS["avx2"]):
-        pytest.skip("this CPU has no AVX2")
-    env = {**os.environ, "TAILOR_CPU": "avx2", "PYTHONPATH": str(Path(__file__).parents[3])}
-    code = "from tests.model.cpu.test_kernels import _digest; print(_digest())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == _digest()

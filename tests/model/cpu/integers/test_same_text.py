@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters.target import TARGETS, runs_here
+from drafters.target import TARGETS, chosen, runs_here
 from server.model.cpu.records import INTEGER_KERNEL as KERNEL
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.cpu.test_kernels import digest
 from tests.model.cpu_models import cpu_runner
 
 _PROMPT, _NEW = 90, 12  # more rows at once than half a span: each thread fills its buffer
@@ -49,16 +50,17 @@ def greedy() -> str:
 
 
 @pytest.mark.slow
-def test_avx2_gives_the_text_of_the_widest_kernel() -> None:
-    if not runs_here(TARGETS["avx2"]):
-        pytest.skip("this CPU has no AVX2")
+def test_avx2_gives_the_products_and_the_text_of_the_widest_kernel() -> None:
+    """Also the float products of registers of 256 bits, whose weights are laid out for them."""
+    if not runs_here(TARGETS["avx2"]) or chosen().name == "avx2":
+        pytest.skip("this CPU has no AVX2, or nothing wider to compare it with")
     env = {**os.environ, "TAILOR_CPU": "avx2", "PYTHONPATH": str(Path(__file__).parents[4])}
     code = (
-        "from tests.model.cpu.integers.test_same_text import KERNEL, greedy; "
-        "assert KERNEL == 'avx2'; print(greedy())"
+        "from tests.model.cpu.integers.test_same_text import KERNEL, digest, greedy; "
+        "assert KERNEL == 'avx2'; print(digest()); print(greedy())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == greedy(), f"AVX2 and {KERNEL} differ"
+    assert done.stdout.splitlines() == [digest(), greedy()], f"AVX2 and {KERNEL} differ"
