@@ -263,9 +263,7 @@ def test_no_module_is_called_utils() -> None:
 )
 def test_importing_pulls_in_no_more(prefixes: tuple[str, ...], absent: tuple[str, ...]) -> None:
     """Import every module of the parts in a fresh interpreter and look at what came along."""
-    names = [
-        m for m, _ in _modules() for part in prefixes if m == part or m.startswith(f"{part}.")
-    ]
+    names = [m for m, _ in _modules() for part in prefixes if m == part or m.startswith(f"{part}.")]
     assert names
     code = (
         "import importlib, sys\n"

@@ -142,9 +142,10 @@ def _alone(case: str) -> dict[str, Any]:
 def test_nothing_told_depends_on_what_another_has_asked(case: str, salted: bool) -> None:
     """salted: the other is the same key with another cache_salt."""
     task, extra = CASES[case]
+    times = 6 if task == "drafted" else 2  # calibration is folded in now and then
 
     def before(server: LiveServer) -> None:
-        for i in range(6):
+        for i in range(times):
             whose: dict[str, Any] = {"cache_salt": f"s{i}"} if salted else {}
             key = "b" if salted else "a"
             _ask(server, key, model=task, prompt=SECRET, max_tokens=60, **extra, **whose)
@@ -154,7 +155,7 @@ def test_nothing_told_depends_on_what_another_has_asked(case: str, salted: bool)
     if task != "plain" and not salted:
         # The same key's own requests do change it: the probe is able to tell.
         def own(server: LiveServer) -> None:
-            for _ in range(12):  # calibration is folded in now and then
+            for _ in range(2 * times):
                 _ask(server, "b", model=task, prompt=SECRET, max_tokens=60, **extra)
 
         assert _seen(partial(_probe, case), own) != _alone(case)

@@ -62,7 +62,7 @@ def test_bfloat16_weights_are_widened_exactly() -> None:
 
 
 def digest() -> str:
-    """Of products whose bits must not depend on the instruction set (integers/test_same_text.py)."""
+    """Of products whose bits are those of every instruction set (integers/test_same_text.py)."""
     rng = np.random.default_rng(11)
     parts = []
     for k, num in ((576, 192), (100, 70)):
