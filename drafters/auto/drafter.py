@@ -265,8 +265,11 @@ class AutoSession(TextSession):
 
     def settle(self) -> None:
         """settle_once(), and fold what was learned into the trust now and then."""
-        self.settle_once()
+        if self._closed:
+            raise self._is_closed()
         drafter = self._drafter
+        if not self._settled:
+            self._retrieve(drafter)
         if drafter.learn:
             trust = drafter.trust
             if trust.num_news >= UPDATE_EVERY:
@@ -458,7 +461,8 @@ class AutoSession(TextSession):
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
-        self._check_open()
+        if self._closed:
+            raise self._is_closed()
         drafter, root = self._drafter, self._index.size
         # Where it stands in the prediction changes with each token.
         at_once, echo = 1 if self._anchors else MOST_AT_ONCE, self._echo
@@ -499,7 +503,8 @@ class AutoSession(TextSession):
         self, token_ids: Sequence[int], parents: Sequence[int], ids: Int32, chances: Float32
     ) -> None:
         """See LikelySession; kept when the step's tokens are appended, and read till then."""
-        self._check_open()
+        if self._closed:
+            raise self._is_closed()
         if self._likely is not None:
             num = self.num_likely
             nodes = np.array((token_ids, parents), np.int32)
