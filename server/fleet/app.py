@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
@@ -207,8 +208,9 @@ class EngineDeployment(EngineReplica):
                 log.warning("the desk was not told: %s", type(error).__name__)
 
     async def _tell_once(self) -> None:
+        node = ray.get_runtime_context().get_node_id()
         name, model = self.spec.name, self.spec.model
-        await self._desk.tell(Standing(name, model, self.replica_id, self.info, self.figures))
+        await self._desk.tell(Standing(name, model, self.replica_id, node, self.info, self.figures))
         await self.know(await self._changes.orders(model))
 
     async def __del__(self) -> None:

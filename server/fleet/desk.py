@@ -26,6 +26,7 @@ class Standing:
     name: str
     model: str
     replica_id: str
+    node: str
     info: ModelInfo
     figures: list[FigureValue]
 

@@ -18,7 +18,7 @@ def test_names_are_of_one_replica_each() -> None:
 
     def tell(number: int, replica_id: str) -> None:
         info = fake_info(vocab_size=64)
-        desk.tell(Standing(f"m/{number}", "m", replica_id, info, []))
+        desk.tell(Standing(f"m/{number}", "m", replica_id, "n", info, []))
 
     tell(0, "a")
     tell(2, "b")  # it was made during an update, beside 0 and 1
