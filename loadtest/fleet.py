@@ -64,7 +64,7 @@ class FleetProcess:
     takes longer than start_s is ended, all its processes with it, and tried once more.
     """
 
-    def __init__(self, *options: str, start_s: float = 100.0) -> None:
+    def __init__(self, *options: str, start_s: float = 240.0) -> None:
         self._options = options
         self._start_s = start_s
         self._lines: queue.Queue[str] = queue.Queue()

@@ -110,7 +110,7 @@ def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    _wait = partial(wait_until, timeout_s=120, pause_s=0.2, told=log.read_text)
+    _wait = partial(wait_until, timeout_s=240, pause_s=0.2, told=log.read_text)
     try:
         _wait(lambda: process.poll() is not None or "The fleet is ready" in log.read_text())
         assert process.poll() is None, log.read_text()
