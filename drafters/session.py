@@ -39,12 +39,12 @@ class TextSession:
         """Tokens of prompt and output."""
         return self._index.size
 
-    def _is_closed(self) -> SessionClosedError:
+    def _closed_error(self) -> SessionClosedError:
         return SessionClosedError(f"this {type(self).__name__} is closed")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise self._is_closed()
+            raise self._closed_error()
 
     def _draft(self, budget: int, max_depth: int) -> DraftTree:
         """The drafter's rule; budget and max_depth are at least 1."""
@@ -53,7 +53,7 @@ class TextSession:
     def propose(self, budget: int, max_depth: int) -> DraftTree:
         """See DraftSession.propose."""
         if self._closed:  # a call less in each step, here and in `auto`
-            raise self._is_closed()
+            raise self._closed_error()
         if budget <= 0 or max_depth <= 0:
             return DraftTree.empty()
         return self._draft(budget, max_depth)

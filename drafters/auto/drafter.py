@@ -266,7 +266,7 @@ class AutoSession(TextSession):
     def settle(self) -> None:
         """settle_once(), and fold what was learned into the trust now and then."""
         if self._closed:
-            raise self._is_closed()
+            raise self._closed_error()
         drafter = self._drafter
         if not self._settled:
             self._retrieve(drafter)
@@ -462,7 +462,7 @@ class AutoSession(TextSession):
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
         if self._closed:
-            raise self._is_closed()
+            raise self._closed_error()
         drafter, root = self._drafter, self._index.size
         # Where it stands in the prediction changes with each token.
         at_once, echo = 1 if self._anchors else MOST_AT_ONCE, self._echo
@@ -504,7 +504,7 @@ class AutoSession(TextSession):
     ) -> None:
         """See LikelySession; kept when the step's tokens are appended, and read till then."""
         if self._closed:
-            raise self._is_closed()
+            raise self._closed_error()
         if self._likely is not None:
             num = self.num_likely
             nodes = np.array((token_ids, parents), np.int32)
