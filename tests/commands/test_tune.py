@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -34,7 +36,6 @@ from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.commands.fixed_cost import fixed_cost
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-from tests.model.tiny_models import save_tiny
 from tests.setup.test_serve import Running
 from vocab_store.profile import VocabProfile
 
@@ -99,20 +100,57 @@ def _tune(
     return report
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a run reported, and a copy of the tasks' folder as it left it."""
+
+    report: dict[str, Any]
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "town.yaml"
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(file.name for file in self.folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    """Runs of the same task, one after the other: where drafts are dear and the head is large,
+    where drafts are cheap, where nothing pays, and where another's task lies."""
+    folder = tmp_path_factory.mktemp("turns")
+    data, tasks = _write(folder / "train.jsonl", _lines(60)), folder / "tasks"
+    found: dict[str, Written] = {}
+
+    def run(name: str, **more: Any) -> None:
+        report = _tune(data, **more)
+        found[name] = Written(report, shutil.copytree(tasks, folder / name))
+
+    run("large head", per_row=120.0, head_s=60.0)
+    run("drafts", description='says "no"')
+    run("nothing", per_row=120.0, stop=("\n",))
+    (tasks / "town.yaml").write_text("name: town\n")
+    (tasks / "town.vocab").write_text("of somebody's own")
+    run("another's", per_row=120.0)
+    return found
+
+
 # --- the choice ---
 
 
-def test_a_task_that_repeats_itself_gets_its_corpus(tmp_path: Path) -> None:
-    report = _tune(_write(tmp_path / "train.jsonl", _lines(60)), description='says "no"')
-    task = load_task(tmp_path / "tasks" / "town.yaml")
+def test_a_task_that_repeats_itself_gets_its_corpus(in_turn: dict[str, Written]) -> None:
+    report, file = in_turn["drafts"].report, in_turn["drafts"].file
+    task = load_task(file)
     assert (task.name, task.description) == ("town", 'says "no"')
     assert (task.speculation.drafter, report["drafter"]) == ("auto", "auto")
     assert task.speculation.max_draft_tokens == report["max_draft_tokens"] == 16
-    assert task.sampling.temperature == 0
+    assert task.sampling.temperature == 0 and task.vocabulary.mode == "full"
     longest = max(len(TOKENIZER.encode(" " + li["completion"]).ids) for li in _lines(60)) + 1
     assert task.sampling.max_tokens == -(-longest * 5 // 4 // 16) * 16
     # The corpus that is written holds the held-back examples too.
-    assert task.speculation.corpus == str(tmp_path / "tasks" / "town.corpus")
+    assert task.speculation.corpus == str(file.with_suffix(".corpus"))
     corpus = Corpus.load(task.speculation.corpus, fingerprint=FINGERPRINT)
     assert corpus.num_documents == report["examples"] == 60
     assert report["held_back"] == 12 and report["recorded"] == 0
@@ -121,14 +159,12 @@ def test_a_task_that_repeats_itself_gets_its_corpus(tmp_path: Path) -> None:
     assert report["why"]["corpus_bigram_coverage"] == 1.0
     assert report["vocabulary"]["miss_rate"] == 0.0
     # The reasons are in the file, as comments.
-    text = (tmp_path / "tasks" / "town.yaml").read_text()
+    text = file.read_text()
     assert f"# Expected: {report['expected_speedup']:.2f}x (" in text
     assert f"{report['tokens_per_step']:.2f} tokens a decode step" in text and "Forecast:" in text
     assert "bigram entropy" in text and "K80" in text
     for name in ("auto", "mix", "suffix", "prompt", "trie", "grammys"):
         assert f"# {name} " in text
-    assert sorted(p.name for p in (tmp_path / "tasks").iterdir()) == ["town.corpus", "town.yaml"]
-    assert load_task(tmp_path / "tasks" / "town.yaml").vocabulary.mode == "full"
 
 
 def test_held_back_examples_are_not_in_the_corpus_that_judges_them(tmp_path: Path) -> None:
@@ -139,9 +175,7 @@ def test_held_back_examples_are_not_in_the_corpus_that_judges_them(tmp_path: Pat
         {"prompt": f"Number {i}:", "completion": "".join(rng.choices(letters, k=20))}
         for i in range(60)
     ]
-    alone = _tune(_write(tmp_path / "once.jsonl", lines))
-    assert alone["tokens_per_step"] < 1.5
-    # Repeats of a held-back prompt are kept out as well.
+    # Each stands there twice: repeats of a held-back prompt are kept out as well.
     twice = _tune(_write(tmp_path / "twice.jsonl", [li for li in lines for _ in range(2)]))
     assert twice["tokens_per_step"] < 1.5
 
@@ -172,14 +206,13 @@ def test_what_the_papers_vary_is_varied_where_their_drafters_are_near(tmp_path: 
     assert "mix lambda 0.5 " in told and "mix lambda 0.9 " in told and "trie n" not in told
 
 
-def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(tmp_path: Path) -> None:
-    report = _tune(_write(tmp_path / "train.jsonl", _lines(30)), per_row=120.0, stop=("\n",))
-    task = load_task(tmp_path / "tasks" / "town.yaml")
+def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(in_turn: dict[str, Written]) -> None:
+    report, file = in_turn["nothing"].report, in_turn["nothing"].file
+    task = load_task(file)
     assert task.speculation.drafter == report["drafter"] == "off"
     assert task.speculation.corpus is None and task.sampling.stop == ("\n",)
     assert report["corpus"] is None and report["expected_speedup"] == 1.0
-    assert not (tmp_path / "tasks" / "town.corpus").exists()
-    assert "Nothing is worth drafting" in (tmp_path / "tasks" / "town.yaml").read_text()
+    assert "Nothing is worth drafting" in file.read_text()
 
 
 def test_the_models_own_outputs_are_recorded_and_judge(tmp_path: Path) -> None:
@@ -232,43 +265,39 @@ def test_a_range_is_wider_for_fewer_requests() -> None:
     assert within(1.5, 0.0, 100, 0.0) == (1.5, 1.5)
 
 
-def test_a_large_head_is_cut_to_the_tasks_vocabulary(tmp_path: Path) -> None:
+def test_a_large_head_is_cut_to_the_tasks_vocabulary(
+    in_turn: dict[str, Written], tmp_path: Path
+) -> None:
     """Where steps are mostly head and drafts are dear, `exact` pays; beside a small head not."""
-    data = _write(tmp_path / "train.jsonl", _lines(60))
-    small = _tune(data, per_row=120.0)
-    assert small["vocabulary"]["mode"] == "full"
-    task = load_task(tmp_path / "tasks" / "town.yaml")
+    small, task = in_turn["nothing"].report["vocabulary"], load_task(in_turn["nothing"].file)
+    assert small["mode"] == "full"
     assert (task.vocabulary.mode, task.vocabulary.profile) == ("full", None)
-    large = _tune(data, per_row=120.0, head_s=60.0)
-    assert large["vocabulary"]["mode"] == "exact"
-    assert large["vocabulary"]["exact_speedup"] > 1.05
-    task = load_task(tmp_path / "tasks" / "town.yaml")
-    assert task.vocabulary.mode == "exact"
+    large, task = in_turn["large head"].report["vocabulary"], load_task(in_turn["large head"].file)
+    assert large["mode"] == task.vocabulary.mode == "exact"
+    assert large["exact_speedup"] > 1.05
     profile = VocabProfile.load(str(task.vocabulary.profile), fingerprint=TABLE.fingerprint)
-    assert profile.slice.num_ids == large["vocabulary"]["ids"] < TABLE.vocab_size
-    assert profile.miss_rate == large["vocabulary"]["miss_rate"] == 0.0
+    assert profile.slice.num_ids == large["ids"] < TABLE.vocab_size
+    assert profile.miss_rate == large["miss_rate"] == 0.0
     # Drafts take the head's share of a token: eight tokens a step leave little to save.
-    drafted = _tune(data, per_row=0.1, head_s=60.0)
-    assert drafted["vocabulary"]["exact_speedup"] < large["vocabulary"]["exact_speedup"]
+    data = _write(tmp_path / "train.jsonl", _lines(60))
+    drafted = _tune(data, per_row=0.1, head_s=60.0)["vocabulary"]
+    assert drafted["exact_speedup"] < large["exact_speedup"]
 
 
-def test_tuning_again_leaves_nothing_of_the_old_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "left"),
+    [
+        ("large head", ["town.vocab", "town.yaml"]),
+        ("drafts", ["town.corpus", "town.yaml"]),
+        ("nothing", ["town.yaml"]),
+        ("another's", ["town.vocab", "town.yaml"]),
+    ],
+)
+def test_tuning_again_leaves_nothing_of_the_old_task(
+    run: str, left: list[str], in_turn: dict[str, Written]
+) -> None:
     """What the new file does not name is gone; a file that tuning did not write keeps its own."""
-    data, tasks = _write(tmp_path / "train.jsonl", _lines(60)), tmp_path / "tasks"
-
-    def names() -> list[str]:
-        return sorted(file.name for file in tasks.iterdir())
-
-    _tune(data, per_row=120.0, head_s=60.0)
-    assert names() == ["town.vocab", "town.yaml"]
-    _tune(data, per_row=1.0, head_s=0.1)
-    assert names() == ["town.corpus", "town.yaml"]
-    _tune(data, per_row=120.0, head_s=0.1)  # nothing is worth drafting
-    assert names() == ["town.yaml"]
-    (tasks / "town.yaml").write_text("name: town\n")
-    (tasks / "town.vocab").write_text("of somebody's own")
-    _tune(data, per_row=120.0, head_s=0.1)
-    assert names() == ["town.vocab", "town.yaml"]
+    assert in_turn[run].names == left
 
 
 class Stopped(Exception):
@@ -276,11 +305,11 @@ class Stopped(Exception):
 
 
 class StopAt:
-    """The progress of a run that ends when it comes to a stage for the `times`-th time; told has
-    the stages."""
+    """The progress of a run that ends when it came to a stage more than `times` times; told has
+    the stages, left what the task's file held then."""
 
-    def __init__(self, stage: str, times: int = 1) -> None:
-        self.stage, self.times, self.told = stage, times, list[str]()
+    def __init__(self, stage: str, times: int) -> None:
+        self.stage, self.times, self.told, self.left = stage, times, list[str](), ""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         self.told.append(stage)
@@ -294,57 +323,73 @@ _SERVED: dict[str, Any] = {
 }  # fmt: skip
 
 
+_STAGES = [
+    ("recording", 12, False),
+    ("replaying drafters", 5, False),
+    ("serving 1 at once with drafts and without", 0, True),
+    ("vocabulary", 0, True),
+]
+"""Where a run is stopped, how often it comes there first, and whether there is a task file then."""
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of a run that nothing stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    return _tune(_write(folder / "train.jsonl", _lines(80)), **_SERVED)
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StopAt], dict[str, Any]]:
+    """Runs that were stopped one after the other, each a stage later, and the last, which was not:
+    what they told, and its report."""
+    folder = tmp_path_factory.mktemp("stopped")
+    data, file = _write(folder / "train.jsonl", _lines(80)), folder / "tasks" / "town.yaml"
+    runs = [StopAt(stage, times) for stage, times, _ in _STAGES]
+    for progress in runs:
+        with pytest.raises(Stopped):
+            _tune(data, progress=progress, **_SERVED)
+        progress.left = file.read_text() if file.exists() else ""
+    runs.append(StopAt("nothing", 0))
+    return runs, _tune(data, progress=runs[-1], **_SERVED)
 
 
-@pytest.mark.parametrize(
-    ("stage", "times", "has_file"),
-    [
-        ("recording", 12, False),
-        ("replaying drafters", 5, False),
-        ("serving 1 at once with drafts and without", 0, True),
-        ("vocabulary", 0, True),
-    ],
-)
+@pytest.mark.parametrize("at", range(4), ids=[stage for stage, *_ in _STAGES])
 def test_a_run_that_was_stopped_goes_on(
-    stage: str, times: int, has_file: bool, whole: dict[str, Any], tmp_path: Path
+    at: int, stopped: tuple[list[StopAt], dict[str, Any]]
 ) -> None:
-    data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
-    first = StopAt(stage, times)
-    with pytest.raises(Stopped):
-        _tune(data, progress=first, **_SERVED)
-    assert file.exists() == has_file
-    if has_file:
-        assert load_task(file).speculation.drafter == "auto"
-        assert "# Not whole: what drafts gain is forecast." in file.read_text()
-    again = StopAt("nothing", 0)
-    report = _tune(data, progress=again, **_SERVED)
-    assert "# Not whole" not in file.read_text() and report["recorded"] == 40
-    assert sorted(p.name for p in file.parent.iterdir()) == ["town.corpus", "town.yaml"]
+    first, again = stopped[0][at : at + 2]
+    assert bool(first.left) == _STAGES[at][2]
+    if first.left:
+        assert "drafter: auto" in first.left
+        assert "# Not whole: what drafts gain is forecast." in first.left
     # What was found is not looked for again.
     assert any(line.startswith("going on with ") for line in again.told)
-    assert first.told.count("recording") + again.told.count("recording") <= 40 + 3
-    assert Path(report["corpus"]).name == Path(whole["corpus"]).name
+    recorded = [run.told.count("recording") for run in stopped[0][: at + 2]]
+    assert max(recorded[:-1]) + recorded[-1] <= 40 + 3
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    stopped: tuple[list[StopAt], dict[str, Any]], tmp_path: Path
+) -> None:
+    report = stopped[1]
+    whole = _tune(_write(tmp_path / "train.jsonl", _lines(80)), **_SERVED)
     told = ("drafter", "recorded", "held_back_tokens", "quality", "vocabulary")
     assert [report[name] for name in told] == [whole[name] for name in told]
+    assert report["recorded"] == 40
+    file = Path(report["file"])
+    assert "# Not whole" not in file.read_text()
+    assert load_task(file).speculation.corpus == report["corpus"]
+    assert sorted(p.name for p in file.parent.iterdir()) == ["town.corpus", "town.yaml"]
 
 
 def test_a_run_with_other_data_or_options_begins_anew(tmp_path: Path) -> None:
     data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
     fields: dict[str, Any] = {"outputs": "model", "limit": 40, "max_tokens": 24}
     with pytest.raises(Stopped):
-        _tune(data, progress=StopAt("vocabulary", 0), **fields)
-    other = StopAt("nothing", 0)
+        _tune(data, progress=StopAt("recording", 12), **fields)
+    other, anew = StopAt("nothing", 0), StopAt("building corpora", 0)
+    _write(data, _lines(90))
+    with pytest.raises(Stopped):
+        _tune(data, progress=anew, **fields)
+    file.write_text("name: town\n")
     with pytest.raises(ConfigError, match="is there already; --force replaces it"):
         _tune(data, progress=other, **fields | {"max_tokens": 16, "force": False})
-    _write(data, _lines(90))
-    assert _tune(data, progress=other, **fields)["recorded"] == 40
-    assert not any(line.startswith("going on with ") for line in other.told)
-    assert not file.with_name("town.yaml.partial").exists()
+    assert anew.told.count("recording") >= 40
+    assert not any(line.startswith("going on with ") for line in other.told + anew.told)
 
 
 def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
@@ -438,23 +483,16 @@ def test_a_busy_machine_decides_nothing(
 # --- as a person does it: data, tune, serve, ask ---
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny(folder, "llama")
-    return folder
-
-
 @pytest.fixture
 def run(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny.parent / "cache"))
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny_folder.parent / "cache"))
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
     def run(*words: str, status: int = 0) -> Any:
         """A command with the tiny model: its last line's JSON, or what it says of its failure."""
-        assert main([*words, "--model", str(tiny)]) == status
+        assert main([*words, "--model", str(tiny_folder)]) == status
         out, err = capsys.readouterr()
         return err if status else json.loads(out.splitlines()[-1])
 
@@ -462,13 +500,13 @@ def run(
 
 
 @pytest.fixture
-def server(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Running]]:
+def server(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[[], Running]]:
     running: list[Running] = []
 
     def start() -> Running:
-        words = ["--model", str(tiny), "--tasks", str(tmp_path), "--kv-cache-memory", "64MiB"]
-        cache = {"TAILOR_CACHE_DIR": str(tiny.parent / "cache")}
-        running.append(Running(words, cache))
+        words = ["--model", str(tiny_folder), "--tasks", str(tmp_path)]
+        cache = {"TAILOR_CACHE_DIR": str(tiny_folder.parent / "cache")}
+        running.append(Running([*words, "--kv-cache-memory", "64MiB"], cache))
         return running[-1]
 
     yield start
@@ -480,26 +518,26 @@ def server(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Running]]:
 
 
 def test_from_data_to_answers(
-    run: Callable[..., Any], server: Callable[[], Running], tiny: Path, tmp_path: Path
+    run: Callable[..., Any], server: Callable[[], Running], tiny_folder: Path, tmp_path: Path
 ) -> None:
     data = _write(tmp_path / "train.jsonl", _lines(48))
     output = tmp_path / "town.yaml"
     words = ["--data", str(data), "--name", "town", "-o", str(output), "--max-tokens", "24"]
     words += ["--even-if-busy"]  # other tests may run beside this one
     report = run("task", "tune", *words, "--limit", "24", "--json")
-    assert (report["examples"], report["recorded"]) == (48, 24)
+    assert (report["examples"], report["recorded"]) == (48, 24) and report["weights"]
     told = run("tasks", "tune", *words, status=1)
     assert "is there already; --force replaces it" in told
     # A run that was stopped goes on, and the forms of the weights, which choose nothing, are left.
     kept = tmp_path / "town.yaml.partial"
     kept.write_text("")
     assert "is there already" in run("tasks", "tune", *words, status=1)
-    assert run("tasks", "tune", *words, "--force", "--skip-forms", "--json")["weights"] == {}
-    assert not kept.exists()
     # The tiny model's steps are quicker than any draft; those of a model worth serving are not.
-    (costs,) = (tiny.parent / "cache" / "costs").iterdir()
+    (costs,) = (tiny_folder.parent / "cache" / "costs").iterdir()
     costs.write_text(json.dumps(json.loads(costs.read_text()) | fixed_cost().as_dict()))
-    gold = run("tasks", "tune", *words, "--outputs", "gold", "--force", "--json")
+    words += ["--force", "--skip-forms"]
+    gold = run("tasks", "tune", *words, "--outputs", "gold", "--json")
+    assert gold["weights"] == {} and not kept.exists()
     assert gold["outputs"] == "gold" and gold["tokens_per_step"] > 2
     assert set(load_tasks(tmp_path)) == {"completion", "town"}
 
