@@ -116,7 +116,6 @@ def test_a_change_in_a_called_file_or_a_constant_compiles_what_depends_on_it(
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
-    assert _run(tmp_path, code) == "20 -1"
     assert objects() == {"outer": 1, "alone": 1}
     change("words", "import outer", "import outer  # nothing is compiled from here")
     assert _run(tmp_path, code) == "20 -1"
@@ -146,7 +145,6 @@ def test_code_of_an_edited_source_is_not_kept_under_the_digest_of_the_source_bef
     told = _run(tmp_path, code, f"import os; os.environ['TAILOR_CPU'] = 'native'\n{words}")
     assert "rooms.outer: its sources were edited while they were compiled" in told
     assert not list(code.glob("rooms.*"))
-    assert _run(tmp_path, code) == "30 -1"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from drafters.base import DraftSession
@@ -84,14 +85,7 @@ def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
     assert result.num_tokens == [3] and result.num_steps == [1]
 
 
-def test_no_speculation_is_exactly_one() -> None:
-    drafter = Scripted([DraftTree.empty() for _ in range(9)])
-    assert replay(drafter, [Recording([0], list(range(10)))]).decode_tokens_per_step == 1.0
-
-
 def test_the_longest_path_is_followed() -> None:
-    import numpy as np
-
     tree = DraftTree(
         np.asarray([4, 5, 6, 5], np.int32),
         np.asarray([-1, 0, 1, -1], np.int32),

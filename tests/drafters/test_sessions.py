@@ -127,5 +127,3 @@ def test_names_and_options_are_checked() -> None:
         make_drafter("off")
     with pytest.raises(ValueError, match="has no option 'depth'"):
         make_drafter("suffix", depth=3)
-    with pytest.raises(ValueError, match="min_survival"):
-        make_drafter("suffix", min_survival=2.0)

@@ -95,22 +95,19 @@ def test_a_file_holds_it_and_a_server_of_its_own_can_read_it(tmp_path: Path) -> 
         load_shared(path, fingerprint="f", scope="t")
 
 
-@given(cut=st.integers(0, 1200))
-def test_a_torn_file_is_refused_or_whole(cut: int) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "segment"
-        outputs = segment_of([(np.arange(9, dtype=np.int32), np.arange(5, dtype=np.int32))], 1, 1)
-        save_shared(path, SharedFile(outputs, {}, {}), fingerprint="f", scope="s")
-        data = path.read_bytes()
+def test_a_torn_file_is_refused_or_whole(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    outputs = segment_of([(np.arange(9, dtype=np.int32), np.arange(5, dtype=np.int32))], 1, 1)
+    save_shared(path, SharedFile(outputs, {}, {}), fingerprint="f", scope="s")
+    data = path.read_bytes()
+    for cut in (*range(0, len(data), 5), len(data)):
         path.write_bytes(data[:cut])
         try:  # what is cut off may be padding
             read = load_shared(path, fingerprint="f", scope="s")
         except ArrayFileError:
             assert cut < len(data)
         else:
-            assert _told(read.outputs) == _told(outputs)
+            assert _told(read.outputs) == _told(outputs), cut
 
 
 def test_counts_are_told_taken_and_added() -> None:

@@ -226,13 +226,7 @@ def test_old_evidence_fades() -> None:
     assert trust.evidence[0, 5] == 200.0 and trust.outcomes[2, 7] == 200.0
 
 
-def test_bad_parameters_are_refused() -> None:
-    for options in (
-        {"min_survival": 1.0},
-        {"num_likely": 9},
-    ):
-        with pytest.raises(ValueError):
-            AutoDrafter(**options)
+def test_a_trust_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="weights"):
         Trust(np.ones(3))
 
@@ -332,16 +326,12 @@ def test_a_corpus_that_fits_is_followed_again(corpus: Corpus) -> None:
     assert drafter.follows_corpus and drafter.trust.fit.gain > 0.0
 
 
-def test_a_corpus_with_better_chances_and_worse_trees_is_left(corpus: Corpus) -> None:
-    """Every step's other tree is followed as well: what would have been accepted is known."""
+def test_what_a_step_without_the_corpus_would_have_brought_is_counted(corpus: Corpus) -> None:
+    """Every step's other tree is followed as well, where it learns."""
     drafter = AutoDrafter(corpus=corpus)
     _tokens_per_step(drafter, recordings(40, 13))
     fit = drafter.trust.fit
     assert fit.num_steps > 40 and fit.tokens_with > 1.5 * fit.tokens_without
-    strays = AutoDrafter(corpus=corpus)
-    _tokens_per_step(strays, _strays(60, 11))
-    fit = strays.trust.fit
-    assert fit.num_steps > 60 and fit.tokens_with < 1.05 * fit.tokens_without
     plain = AutoDrafter(corpus=corpus, learn=False)
     _tokens_per_step(plain, recordings(5, 13))
     assert plain.trust.fit.num_steps == 0

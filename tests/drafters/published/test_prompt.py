@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from drafters.published.prompt import PromptDrafter
 
 
@@ -37,10 +35,3 @@ def test_no_match_no_draft() -> None:
 def test_matches_transformers_rule_on_overlaps() -> None:
     # The match may overlap what is looked up: "1 1" in "1 1 1" ends before the last token.
     assert PromptDrafter().open([1, 1, 1]).propose(8, 8).token_ids.tolist() == [1]
-
-
-def test_bad_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_tokens"):
-        PromptDrafter(num_tokens=0)
-    with pytest.raises(ValueError, match="max_ngram"):
-        PromptDrafter(max_ngram=0)
