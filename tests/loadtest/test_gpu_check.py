@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -199,13 +198,50 @@ def test_what_came_before_a_hang_is_kept_and_what_is_behind_it_runs(
     assert "| words" in capsys.readouterr().out
 
 
-def test_one_part_through_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# What torch, transformers, triton, numpy, numba and pytest bring along is not here.
+NOT_THERE = (
+    "cyclopts fastapi fontTools gguf httptools langcodes llguidance msgspec platformdirs "
+    "prometheus_client psutil pydantic sentencepiece starlette structlog uvicorn uvloop "
+    "hypothesis openai peft ray xdist accelerate"
+).split()
+BARE = f"""
+import os, sys, traceback
+from importlib.machinery import PathFinder
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.partition(".")[0] in {NOT_THERE!r}
+        return None if absent else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
+del os.environ["PYTHONPATH"]
+try:
+    from tests.gpu import test_cuda
+except BaseException:
+    traceback.print_exc()
+    os._exit(9)
+"""
+"""sitecustomize.py of a bare machine: Python runs it before a part."""
+
+
+def test_one_part_runs_through_the_command_where_only_torch_and_transformers_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's parts and the tests of tests/gpu import nothing that a bare machine lacks."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{gpu_check.ROOT}")
     out = tmp_path / "results.json"
     words = ["--device", "cpu", "--tiny", "--parts", "steps", "--repeats", "1", "--out", str(out)]
-    assert gpu_check.main(words) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    status = gpu_check.main(words)
+    told = capsys.readouterr().out
+    assert status == 0, told[-2000:]
+    report = json.loads(told.splitlines()[-1])
     assert report["ok"] and report["parts"][0]["lines"] == 4
     assert json.loads(out.read_text())[-1] == report
+
+
+def test_a_part_that_nobody_knows_is_refused() -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["--device", "cpu", "--parts", "nothing"])
 
@@ -226,34 +262,3 @@ def test_weights_are_counted_once() -> None:
     module = build(SHAPES["tiny"], CPU, torch.float32)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert weight_bytes(module) == 4 * (2 * layer + 64 + 256 * 64)
-
-
-# What torch, transformers, triton, numpy, numba and pytest bring along is not here.
-NOT_THERE = (
-    "cyclopts fastapi fontTools gguf httptools langcodes llguidance msgspec platformdirs "
-    "prometheus_client psutil pydantic sentencepiece starlette structlog uvicorn uvloop "
-    "hypothesis openai peft ray xdist accelerate"
-).split()
-BARE = f"""
-import sys
-from importlib.machinery import PathFinder
-
-class Bare(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        absent = name.partition(".")[0] in {NOT_THERE!r}
-        return None if absent else PathFinder.find_spec(name, path, target)
-
-sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
-import loadtest.gpu_check, loadtest.gpu.parts
-from tests.gpu import test_cuda
-"""
-
-
-def test_it_runs_where_only_torch_and_transformers_are() -> None:
-    """The plan's parts and the tests of tests/gpu import nothing that a bare machine lacks."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BARE], capture_output=True, text=True,
-        cwd=gpu_check.ROOT, env={**os.environ, "PYTHONPATH": str(gpu_check.ROOT)}, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]

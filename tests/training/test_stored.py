@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,19 @@ def test_a_base_takes_the_bytes_of_its_form() -> None:
     assert bits == {"int8": 8.0625, "q8_0": 9.0, "q4_1": 6.0}
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny model, made once."""
+
+    @functools.cache
+    def folder(family: str) -> Path:
+        made = tmp_path_factory.mktemp(family)
+        save_tiny(made, family)
+        return made
+
+    return folder
+
+
 def loss_of(given: Tuned) -> tuple[float, list[torch.Tensor]]:
     data = [TrainExample((5, 6, 7 + i), (9, 11, 2)) for i in range(3)]
     loss = given.loss(collate(data, CPU, packed=given.is_packed))
@@ -103,8 +118,8 @@ def assert_learn_alike(
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def over_base(model: str, form: str) -> Tuned:
-    module, matrix_of = open_base(model, form, dtype=torch.float32, device=CPU)
+def over_base(model: Path, form: str) -> Tuned:
+    module, matrix_of = open_base(str(model), form, dtype=torch.float32, device=CPU)
     torch.manual_seed(4)
     given = prepare(module, matrix_of, None, LoraOptions(4, 8), tokenizer="t")
     torch.manual_seed(5)
@@ -120,46 +135,50 @@ def over_base(model: str, form: str) -> Tuned:
     + [(family, form) for family in ("gemma3", "qwen2") for form in ("auto", "nf4", "int8")],
 )
 def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
-    family: str, form: str, tmp_path: Path
+    family: str, form: str, saved: Callable[[str], Path]
 ) -> None:
     """Loss and gradients are those over floats that are the widened numbers."""
-    save_tiny(tmp_path / "m", family)
-    given = over_base(str(tmp_path / "m"), form)
-    plain = over_base(str(tmp_path / "m"), "auto")
+    given, plain = over_base(saved(family), form), over_base(saved(family), "auto")
+    floats = open_model(saved(family)).floats
     for name, part in given.module.named_modules():
         if isinstance(part, LoraLinear):
             wide = part.base.widened(0, part.base.shape[0])
             plain.module.get_submodule(name).base = Floats(wide, torch.float32)
-            exact = open_model(tmp_path / "m").floats.get(f"{name}.weight")
+            exact = floats.get(f"{name}.weight")
             error = float((wide - exact).norm() / exact.norm())
             assert error < {"auto": 1e-7, "int4": 0.1, "nf4": 0.12}.get(form, 0.02), name
     plain.head.base = Floats(given.head.base.widened(0, 128), torch.float32)
     assert_learn_alike(given, plain, 1e-6, 1e-4, 1e-5)
 
 
+def written(family: str, form: str, file: Path) -> Path:
+    """A file of a tiny model with its matrices in a form."""
+    model = gguf_models.MODELS[family]
+    gguf_models.write(model, model.build(), file, form)
+    return file
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "granite"])
-@pytest.mark.parametrize("form", ["Q8_0", "Q4_1", "F32"])
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_1"])
 def test_over_a_file_as_it_is_the_loss_is_that_over_its_floats(
     family: str, form: str, tmp_path: Path
 ) -> None:
-    model = gguf_models.MODELS[family]
-    file = tmp_path / "m.gguf"
-    gguf_models.write(model, model.build(), file, form)
-    if form == "F32":  # nothing multiplies it as it is
-        with pytest.raises(ModelError, match="no form"):
-            over_base(str(file), "file")
-        return
-    assert_learn_alike(over_base(str(file), "file"), over_base(str(file), "auto"))
+    file = written(family, form, tmp_path / "m.gguf")
+    assert_learn_alike(over_base(file, "file"), over_base(file, "auto"))
+
+
+def test_a_file_whose_form_nothing_multiplies_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no form"):
+        over_base(written("llama", "F32", tmp_path / "m.gguf"), "file")
 
 
 def test_transformers_own_module_reads_a_file_as_floats(tmp_path: Path) -> None:
     from server.model.catalog import model_folder
 
-    model = gguf_models.MODELS["llama"]
-    gguf_models.write(model, model.build(), tmp_path / "m.gguf", "Q8_0")
+    file = written("llama", "Q8_0", tmp_path / "m.gguf")
     ids = torch.tensor([[5, 6, 7, 8]])
     logits = []
-    for folder in (model_folder(str(tmp_path / "m.gguf"), "file"), tmp_path / "m.gguf"):
+    for folder in (model_folder(str(file), "file"), file):
         module = build_module(open_model(folder), torch.float32, CPU)
         with torch.no_grad():
             logits.append(module(ids).logits)
@@ -170,6 +189,6 @@ def test_over_a_folder_of_bitsandbytes_the_loss_is_that_over_its_floats(tmp_path
     folder = tmp_path / "m"
     save_tiny(folder, "qwen2")
     with pytest.raises(ConfigError, match="needs a GGUF, or NF4"):
-        over_base(str(folder), "file")
+        over_base(folder, "file")
     save_as_bitsandbytes(folder)
-    assert_learn_alike(over_base(str(folder), "file"), over_base(str(folder), "auto"))
+    assert_learn_alike(over_base(folder, "file"), over_base(folder, "auto"))
