@@ -11,9 +11,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vocab_store.enrichment import Enrichment, EnrichSettings, enrich, may_copy
 from vocab_store.errors import EnrichmentFileError
 
@@ -71,6 +72,7 @@ def naive(
     return found
 
 
+@settings(max_examples=examples(300))
 @given(
     outputs=TEXTS,
     budget=st.integers(1, 30),
@@ -110,6 +112,7 @@ def test_the_tokens_are_those_of_the_plain_algorithm(
     assert found.made["ids_per_output"] <= found.made["base_ids_per_output"]
 
 
+@settings(max_examples=examples(300))
 @given(outputs=TEXTS, prompts=TEXTS, budget=st.integers(1, 30))
 def test_prompts_add_the_tokens_that_the_algorithm_finds_in_them(
     outputs: list[tuple[int, ...]], prompts: list[tuple[int, ...]], budget: int
@@ -151,6 +154,7 @@ def test_what_outputs_copy_from_their_prompts_is_part_of_no_token() -> None:
     assert set(written.parts) == {(0, 1, 2), (0, 1, 2, 4)}
 
 
+@settings(max_examples=examples(300))
 @given(outputs=TEXTS, least=st.integers(1, 6))
 def test_every_token_stands_in_as_many_outputs_as_asked(
     outputs: list[tuple[int, ...]], least: int
@@ -179,6 +183,7 @@ def test_an_ngram_that_is_rare_is_passed_over_and_does_not_end_the_search() -> N
         assert not any(set(parts) & set(range(40, 50)) for parts in found.parts)
 
 
+@settings(max_examples=examples(300))
 @given(
     parts=st.lists(
         st.lists(st.integers(0, 3), min_size=2, max_size=5).map(tuple), max_size=8, unique=True

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from loadtest.quality import close_under_merges, prune_tokenizer, static_pruning_ids
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from tests.profiles import examples
 from vocab_store.errors import MissingIdsError, ProfileFileError
 from vocab_store.profile import (
     Example,
@@ -58,6 +59,7 @@ class Letters:
         return chr(token_id - 20 + 0x3B1 if token_id >= 20 else token_id + ord("a")).encode()
 
 
+@settings(max_examples=examples(300))
 @given(documents, st.booleans())
 def test_document_frequencies_are_counted_per_document(
     examples: list[Example], input_aware: bool
@@ -70,6 +72,7 @@ def test_document_frequencies_are_counted_per_document(
         )
 
 
+@settings(max_examples=examples(300))
 @given(documents, st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]))
 def test_tolerance_drops_the_longest_prefix_within_tau_m(
     examples: list[Example], tau: float
@@ -89,6 +92,7 @@ def test_tolerance_drops_the_longest_prefix_within_tau_m(
     assert losers <= tau * len(examples)
 
 
+@settings(max_examples=examples(300))
 @given(documents)
 def test_at_tolerance_zero_nothing_of_the_corpus_is_missed(examples: list[Example]) -> None:
     made = build_profile(
@@ -99,6 +103,7 @@ def test_at_tolerance_zero_nothing_of_the_corpus_is_missed(examples: list[Exampl
     assert set(REQUIRED.ids.tolist()) <= set(made.slice.ids.tolist())
 
 
+@settings(max_examples=examples(300))
 @given(documents, documents)
 def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
     examples: list[Example], heldout: list[Example]
@@ -118,35 +123,26 @@ def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
                 )
 
 
-def test_each_filter_is_switchable_and_reported() -> None:
-    examples = [
-        example([2, 3], [2, 4, 21]),
-        example([2], [4, 5]),
-        example([9], [4, 5, 3]),
-        example([9], [4]),
-    ]
-    report = {}
-    for name, settings in {
-        "none": ProfileSettings(input_aware=False, tolerance=None),
-        "aware": ProfileSettings(tolerance=None),
-        "language": ProfileSettings(languages=("en",), tolerance=None),
-        "all": ProfileSettings(languages=("en",), tolerance=0.25),
-    }.items():
-        made = build_profile(examples, Letters(), REQUIRED, settings, head_row_bytes=10)
-        found = report_of(made.manifest)
-        report[name] = (
-            found.num_unfiltered,
-            found.num_input_aware,
-            found.num_language,
-            found.num_tolerance,
-        )
-        assert found.num_ids == made.slice.num_ids
-        assert found.head_bytes_saved == (V - made.slice.num_ids) * 10
-    # 2 lies in its own input; 21 is Greek; 3 and 21 have df 1 of 4 documents.
-    assert report["none"] == (5, 5, 5, 5)
-    assert report["aware"] == (5, 4, 4, 4)
-    assert report["language"] == (5, 4, 3, 3)
-    assert report["all"] == (5, 4, 3, 2)
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [
+        # 2 lies in its own input; 21 is Greek; 3 and 21 have df 1 of 4 documents.
+        (ProfileSettings(input_aware=False, tolerance=None), (5, 5, 5, 5)),
+        (ProfileSettings(tolerance=None), (5, 4, 4, 4)),
+        (ProfileSettings(languages=("en",), tolerance=None), (5, 4, 3, 3)),
+        (ProfileSettings(languages=("en",), tolerance=0.25), (5, 4, 3, 2)),
+    ],
+)
+def test_each_filter_is_switchable_and_reported(
+    chosen: ProfileSettings, left: tuple[int, ...]
+) -> None:
+    documents = [([2, 3], [2, 4, 21]), ([2], [4, 5]), ([9], [4, 5, 3]), ([9], [4])]
+    given = [example(*one) for one in documents]
+    made = build_profile(given, Letters(), REQUIRED, chosen, head_row_bytes=10)
+    told = report_of(made.manifest)
+    assert (told.num_unfiltered, told.num_input_aware, told.num_language, told.num_tolerance) == left
+    assert told.num_ids == made.slice.num_ids
+    assert told.head_bytes_saved == (V - made.slice.num_ids) * 10
 
 
 def test_coverage_counts_tokens_documents_and_dynamic_rows() -> None:
@@ -253,6 +249,7 @@ def test_a_pruned_tokenizer_writes_kept_texts_as_before() -> None:
     assert cut.decode(other) == other_text
 
 
+@settings(max_examples=examples(300))
 @given(st.text("abcdefghijklmnopqrstuvwxyz TFPS.,", max_size=40), st.booleans())
 def test_a_text_whose_ids_are_kept_keeps_its_ids(text: str, byte_level: bool) -> None:
     tokenizer = byte_level_tokenizer() if byte_level else sentencepiece_tokenizer()

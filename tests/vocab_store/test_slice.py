@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vocab_store.errors import MissingIdsError
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -62,6 +63,7 @@ def test_a_model_without_an_eos_is_refused() -> None:
         RequiredIds.of(V, eos_ids=[])
 
 
+@settings(max_examples=examples(300))
 @given(ids_in_v, ids_in_v, ids_in_v, ids_in_v, ids_in_v)
 def test_the_slice_of_a_request_is_the_sorted_union_of_what_it_names(
     static: list[int],
@@ -80,6 +82,7 @@ def test_the_slice_of_a_request_is_the_sorted_union_of_what_it_names(
     assert made == again and hash(made) == hash(again)
 
 
+@settings(max_examples=examples(300))
 @given(ids_in_v, ids_in_v)
 def test_positions_and_ids_are_inverse(static: list[int], asked: list[int]) -> None:
     made = VocabSlice.make([*REQUIRED.ids.tolist(), *static], REQUIRED)
@@ -109,6 +112,7 @@ def test_a_union_with_nothing_new_is_the_same_object() -> None:
     assert made.union([5]) is not made
 
 
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(-3, 3), min_size=V, max_size=V), ids_in_v)
 def test_defect_ties_go_to_the_lowest_id_as_in_the_full_head(
     logits: list[int], static: list[int]

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vocab_store.unicode_blocks import (
     UnknownBlockError,
     blocks_of_languages,
@@ -86,12 +87,15 @@ def test_parts_of_characters() -> None:
     assert english.has_token(b"\xff") and english.has_token(b"")
 
 
+ENGLISH_AND_CHINESE = blocks_of_languages(["en", "zh"])
+
+
+@settings(max_examples=examples(300))
 @given(text=st.text(min_size=1, max_size=4), cut=st.tuples(st.integers(0, 3), st.integers(0, 3)))
 def test_a_piece_of_an_allowed_text_is_allowed(text: str, cut: tuple[int, int]) -> None:
     """The filter is sound: if every character lies inside, so does each slice of the bytes."""
-    blocks = blocks_of_languages(["en", "zh"])
     data = text.encode()
-    if all(blocks.has_code_point(ord(char)) for char in text):
-        assert blocks.has_token(data[cut[0] : len(data) - cut[1]])
+    if all(ENGLISH_AND_CHINESE.has_code_point(ord(char)) for char in text):
+        assert ENGLISH_AND_CHINESE.has_token(data[cut[0] : len(data) - cut[1]])
     else:
-        assert not blocks.has_token(data)
+        assert not ENGLISH_AND_CHINESE.has_token(data)
