@@ -140,7 +140,8 @@ def test_each_filter_is_switchable_and_reported(
     given = [example(*one) for one in documents]
     made = build_profile(given, Letters(), REQUIRED, chosen, head_row_bytes=10)
     told = report_of(made.manifest)
-    assert (told.num_unfiltered, told.num_input_aware, told.num_language, told.num_tolerance) == left
+    found = told.num_unfiltered, told.num_input_aware, told.num_language, told.num_tolerance
+    assert found == left
     assert told.num_ids == made.slice.num_ids
     assert told.head_bytes_saved == (V - made.slice.num_ids) * 10
 
