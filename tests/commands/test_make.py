@@ -12,7 +12,7 @@ import pytest
 from drafters.corpus import Corpus
 from server.commands.cli import main
 from server.commands.data import FieldOptions
-from server.commands.make import find_fields, propose, read_turns, split
+from server.commands.make import find_fields, propose, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
@@ -69,15 +69,6 @@ def test_equal_prompts_are_on_one_side_and_stay_there() -> None:
     assert not asked & {turn.asked["prompt"] for turn in learned}
     more, held_then = split([*turns, *(Turn({"prompt": f"new {i}"}, "") for i in range(9))])
     assert not asked - {t.asked["prompt"] for t in held_then} - {t.asked["prompt"] for t in more}
-
-
-def test_a_row_without_an_answer_is_named(tmp_path: Path) -> None:
-    data = tmp_path / "d.csv"
-    data.write_text("question,reply\na,b\n")
-    from server.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=r"d\.csv:2: completion: is missing .there are: question"):
-        read_turns(data, FIELDS)
 
 
 # --- the whole way ---
@@ -228,9 +219,12 @@ def test_what_cannot_be_made_is_said(
 ) -> None:
     short, output = tmp_path / "short.csv", tmp_path / "t.yaml"
     short.write_text("\n".join(data.read_text().splitlines()[:20]))
+    nameless = tmp_path / "d.csv"
+    nameless.write_text("question,reply\na,b\n")
     shared = ["--name", "t", "-o", str(output), "--model", str(folder)]
     cases = [
         ([str(short)], "19 rows; 50 are needed"),
+        ([str(nameless)], "d.csv:2: completion: is missing (there are: question, reply)"),
         ([str(data), "--weights", "int4"], "merged and rounded"),
         ([str(tmp_path / "no.csv")], "No such file"),
     ]

@@ -55,7 +55,7 @@ def _answers(
 
 def test_it_drafts_and_changes_no_text(folder: Path, prior: Prior) -> None:
     drafted = 0
-    for num in (1, 8, 32):
+    for num in (1, 32):
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(
                 temperature=temperature, seed=5, max_tokens=24, ignore_eos=True

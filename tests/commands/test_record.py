@@ -289,8 +289,3 @@ def test_the_record_command_asks_the_running_server(url: str, tmp_path: Path) ->
 def test_a_server_that_cannot_help_ends_it(url: str, model: str, told: str) -> None:
     with pytest.raises(CallFailedError, match=told):
         list(ask_server(Endpoint(url), model, [Prompt(1, "x")]))
-
-
-def test_no_server_at_all() -> None:
-    with pytest.raises(CallFailedError, match=r"127\.0\.0\.1:9/.*cannot be reached"):
-        list(ask_server(Endpoint("http://127.0.0.1:9"), "m", [Prompt(1, "x")]))

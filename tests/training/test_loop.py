@@ -112,9 +112,9 @@ def forward_passes(given: Tuned) -> Callable[[], float]:
     return lambda: float(passes)
 
 
-@pytest.mark.parametrize("epochs", [20, 1000])  # its steps end it, or its time
+@pytest.mark.parametrize("epochs", [10, 1000])  # its steps end it, or its time
 def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> None:
-    options = replace(OPTIONS, epochs=epochs, batch_size=5, time_limit_s=100.0)
+    options = replace(OPTIONS, epochs=epochs, batch_size=5, time_limit_s=40.0)
     seen: list[TrainProgress] = []
 
     def run(stop_at: int) -> float:
@@ -130,14 +130,13 @@ def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> No
         return clock()
 
     with pytest.raises(KeyboardInterrupt):
-        run(stop_at=10)
+        run(stop_at=5)
     stopped, took = len(seen), run(stop_at=0)
-    assert seen[stopped].step == 10  # it was reported, but not saved
-    assert seen[stopped].left_s == pytest.approx(took - 1.0, abs=2.0)
+    assert seen[stopped].step == 5  # it was reported, but not saved
+    assert seen[stopped].left_s == pytest.approx(took - 1.0, abs=1.0)
 
 
-@pytest.mark.parametrize("limit_s", [12.0, 40.0, 100.0])
-@pytest.mark.parametrize("num_held", [0, 6])
+@pytest.mark.parametrize(("limit_s", "num_held"), [(12.0, 0), (12.0, 6), (40.0, 0), (100.0, 6)])
 def test_all_is_done_within_the_time_limit(limit_s: float, num_held: int, tmp_path: Path) -> None:
     """A forward pass takes a second here, and the command had taken two before."""
     given = tuned()
