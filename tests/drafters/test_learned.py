@@ -13,6 +13,7 @@ from drafters.auto.drafter import AutoDrafter
 from drafters.corpus import build_corpus
 from drafters.learned import LearnedOutputs
 from drafters.published.mix import MixDrafter
+from tests.drafters.trees import likeliest
 
 
 def _outputs(held: LearnedOutputs) -> list[list[int]]:
@@ -106,12 +107,7 @@ def _first_path(
     session = drafter.open(prompt)
     session.settle()
     session.extend(output or [])
-    tree = session.propose(16, 16)
-    path, node = [], -1
-    parents, ids = tree.parents.tolist(), tree.token_ids.tolist()
-    while node in parents:
-        node = parents.index(node)
-        path.append(ids[node])
+    path = likeliest(session.propose(16, 16))
     session.close()
     return path
 

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from drafters.base import DraftSession
 from drafters.replay import Recording, follow, main, read_recordings, replay
 from drafters.tree import DraftTree
+from tests.drafters.trees import tree_of
 
 
 class Scripted:
@@ -86,11 +86,7 @@ def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
 
 
 def test_the_longest_path_is_followed() -> None:
-    tree = DraftTree(
-        np.asarray([4, 5, 6, 5], np.int32),
-        np.asarray([-1, 0, 1, -1], np.int32),
-        np.asarray([0.5, 0.4, 0.3, 0.2], np.float32),
-    )
+    tree = tree_of((4, -1, 0.5), (5, 0, 0.4), (6, 1, 0.3), (5, -1, 0.2))
     assert follow(tree, [4, 5, 9], 0) == [0, 1]
     assert follow(tree, [9, 5], 1) == [3]
     assert follow(tree, [9], 0) == []

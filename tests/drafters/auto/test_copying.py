@@ -12,6 +12,7 @@ from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.retrieval import Seen
 from drafters.replay import Recording, replay
+from tests.drafters.trees import likeliest
 
 TEXT = "Ada Kowalczyk, Moving pictures of distant islands. Harbour Press, 1987."
 WORDS = ["Ada", " Ada", " K", "K", "owal", "czyk", "Kow", "alczyk", "Moving", " pictures", " of"]
@@ -47,12 +48,7 @@ def session_behind(pieces: Pieces | None, text: str, prompt: str = TEXT) -> Auto
 def drafted(pieces: Pieces | None, text: str) -> str:
     """The likeliest path behind `text`."""
     tree = session_behind(pieces, text).propose(12, 12)
-    path, node = [], -1
-    for i, parent in enumerate(tree.parents.tolist()):
-        if parent == node:
-            path.append(TOKENS[tree.token_ids[i]])
-            node = i
-    return "".join(path)
+    return "".join(TOKENS[token] for token in likeliest(tree))
 
 
 @pytest.mark.parametrize(

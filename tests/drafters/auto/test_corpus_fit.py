@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from drafters.auto.corpus_fit import CorpusFit, Rivals
 from drafters.tree import DraftTree
+from tests.drafters.trees import tree_of
 
-
-def _tree(*nodes: tuple[int, int, float]) -> DraftTree:
-    """Of (token, parent, survival)."""
-    tokens, parents, survival = zip(*nodes, strict=True)
-    return DraftTree(
-        np.asarray(tokens, np.int32), np.asarray(parents, np.int32),
-        np.asarray(survival, np.float32), np.zeros(len(nodes), np.uint8),
-    )  # fmt: skip
-
-
-LONG = _tree((1, -1, 0.9), (2, 0, 0.8), (3, 1, 0.7), (4, -1, 0.1))
-WIDE = _tree((1, -1, 0.5), (4, -1, 0.4), (5, 1, 0.3))
+LONG = tree_of((1, -1, 0.9), (2, 0, 0.8), (3, 1, 0.7), (4, -1, 0.1))
+WIDE = tree_of((1, -1, 0.5), (4, -1, 0.4), (5, 1, 0.3))
 
 
 def test_both_trees_are_followed_to_where_they_end() -> None:

@@ -15,6 +15,7 @@ from drafters.auto.trust import Trust
 from drafters.corpus import build_corpus
 from tests.drafters.auto.golden_scenes import SCENES, trees
 from tests.drafters.auto.reference_tree import grow
+from tests.drafters.trees import paths
 from tests.profiles import examples
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_trees.json").read_text())
@@ -70,9 +71,6 @@ def test_trees_are_those_of_plain_counting(
     num = min(len(tree), len(expected))
     ours, theirs = np.sort(tree.survival)[::-1][:num], np.sort(list(expected.values()))[::-1][:num]
     assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-3)
-    paths: list[tuple[int, ...]] = []
-    for node, parent in enumerate(tree.parents.tolist()):
-        path = (() if parent < 0 else paths[parent]) + (int(tree.token_ids[node]),)
-        paths.append(path)
+    for path, survival in zip(paths(tree), tree.survival, strict=True):
         if path in expected:
-            assert tree.survival[node] == pytest.approx(expected[path], rel=1e-3)
+            assert survival == pytest.approx(expected[path], rel=1e-3)

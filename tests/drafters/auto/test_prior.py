@@ -23,6 +23,7 @@ from drafters.auto.prior import (
     chances_of,
 )
 from drafters.auto.trust import Trust
+from tests.drafters.trees import paths
 from tests.fakes.fake_drafters import random_prior
 
 VOCAB, HIDDEN, OUTPUTS = 50, 24, 32
@@ -154,11 +155,9 @@ def test_auto_drafts_what_the_head_says() -> None:
     tree = with_it.propose(8, 3)
     assert len(tree) > 0 and set(tree.source.tolist()) == {PRIOR}
     assert int(tree.depths().max()) > 1
-    paths: dict[int, list[int]] = {-1: [7]}
-    for node, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
-        paths[node] = [*paths[int(parent)], int(token)]
-        chances = reference(prior, hidden, paths[int(parent)])
-        assert chances[prior.ids.tolist().index(int(token))] > 0.009
+    for *before, token in paths(tree):
+        chances = reference(prior, hidden, [7, *before])
+        assert chances[prior.ids.tolist().index(token)] > 0.009
 
 
 def test_a_state_goes_with_its_token() -> None:

@@ -6,13 +6,7 @@ import random
 
 from drafters import make_drafter
 from drafters.auto.text_index import TextIndex
-
-
-def paths(tree) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
-    out: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        out.append((*(out[parent] if parent >= 0 else ()), token))
-    return out
+from tests.drafters.trees import paths
 
 
 def test_a_long_match_is_followed_to_its_end() -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from drafters.published.trie import TrieDrafter
+from tests.drafters.trees import paths
 
 A, B, C, D, E = range(5)
 CONTEXT = [A, B, C, D, A, B, E]
@@ -29,11 +30,7 @@ def test_the_worked_draft() -> None:
     session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
     session.extend([A, B])
     tree = session.propose(32, 32)
-    nodes = {
-        (token, parent if parent < 0 else int(tree.token_ids[parent]))
-        for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True)
-    }
-    assert nodes == {(C, -1), (D, C), (E, -1)}
+    assert set(paths(tree)) == {(C,), (C, D), (E,)}
 
 
 def test_matches_shorten_and_only_generated_tokens_match() -> None:
@@ -55,14 +52,12 @@ def test_the_cut_keeps_what_fits_by_frequency() -> None:
     tree.validate()
     assert len(tree) == 64
     frequencies = session.frequencies()
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else (context[0],)), token))
-    kept = [frequencies[path] for path in paths]
+    found = [(context[0], *path) for path in paths(tree)]
+    kept = [frequencies[path] for path in found]
     dropped = [
         count
         for path, count in frequencies.items()
-        if len(path) > 1 and path[0] == context[0] and path not in paths
+        if len(path) > 1 and path[0] == context[0] and path not in found
     ]
     assert min(kept) >= max(dropped)
     assert len(session.propose(5, 64)) == 5
