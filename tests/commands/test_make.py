@@ -139,10 +139,12 @@ def test_from_a_file_to_a_served_task(
     # Nothing is made twice; what depends on a changed option is.
     assert main(words) == 0
     assert "codes:" not in capsys.readouterr().err
-    assert main([*words, "--limit", "50"]) == 0
-    again = capsys.readouterr().err
-    assert "codes: tune" in again and "codes: evaluate" in again and "codes: train" not in again
     assert (adapter / "adapter_model.safetensors").stat().st_mtime_ns == before
+    assert main([*words, "--limit", "50", "--plan"]) == 0
+    steps = re.findall(r"^  \d (\w+) +(done|about)", capsys.readouterr().out, re.MULTILINE)
+    assert dict(steps) == dict.fromkeys(("analyze", "enrich", "train"), "done") | dict.fromkeys(
+        ("tune", "evaluate"), "about"
+    )
 
     model = ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",))
     tasks = {"codes": load_task(output)}

@@ -29,21 +29,24 @@ def inner(x): return x + 1
 """,
     "numbers": "STEP = 10\n",
     "outer": """
-from typing import NamedTuple
-import numpy as np
-from drafters.arrays import Float32x2, Int32
-from drafters.jit import allocating, compiled, entry
+from drafters.jit import compiled, entry
 from rooms.inner import (
     inner,
 )
 from rooms import numbers
 STEP = numbers.STEP
-class Pair(NamedTuple):
-    left: int
-    right: np.float32
 @entry
 @compiled
 def outer(x: int) -> int: return inner(x) * STEP
+""",
+    "kinds": """
+from typing import NamedTuple
+import numpy as np
+from drafters.arrays import Float32x2, Int32
+from drafters.jit import allocating, compiled, entry
+class Pair(NamedTuple):
+    left: int
+    right: np.float32
 @entry
 @allocating
 def everything(
@@ -97,7 +100,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of code that has all rooms' and the door."""
     folder = tmp_path_factory.mktemp("compiled")
     _write(folder)
-    assert _run(folder, folder / "code") == "20 -1"
+    assert _run(folder, folder / "code", f"{RUN}; import rooms.kinds as k; k.fails(1)") == "20 -1"
     return folder / "code"
 
 
@@ -226,7 +229,7 @@ def test_what_is_given_taken_and_raised_is_what_annotations_say(
     _write(tmp_path)
     told = _run(
         tmp_path, compiled,
-        "import numpy as np; from rooms.outer import everything, fails; "
+        "import numpy as np; from rooms.kinds import everything, fails; "
         "ids = np.array([4, 5], np.int32); floats = np.ones((2, 2), np.float32); "
         "print(everything((3, np.float32(0.1)), (True, floats), ids), ids); fails(2)\n"
         "try: fails(3)\n"
