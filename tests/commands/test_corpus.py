@@ -66,22 +66,15 @@ def test_build_show_and_replay(
     assert summary["decode_tokens_per_step"] > 2.0, "the corpus holds this very output"
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ('{"prompt": 1, "completion": "x"}', "prompt: is no text"),
-        ("", "no examples"),
-    ],
-)
-def test_bad_data_names_file_line_and_field(
-    line: str, what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_data_without_examples_is_told_and_no_corpus_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, output = tmp_path / "bad.jsonl", tmp_path / "out.corpus"
-    file.write_text(line + "\n")
+    file.write_text("\n")
     arguments = ["--model", str(folder), "--data", str(file), "-o", str(output)]
     assert main(["corpus", "build", *arguments]) == 1
     told = capsys.readouterr().err
-    assert str(file) in told and what in told
+    assert str(file) in told and "no examples" in told
     assert not output.exists()
 
 

@@ -14,7 +14,6 @@ from server.datasets import (
     ExampleReader,
     Fields,
     open_table,
-    rows,
     tokenize_in_place,
     turn_of,
 )
@@ -163,9 +162,3 @@ def test_a_table_is_the_server_s_though_the_tokenizer_would_cut_texts(folder: Pa
     served = served_model(ModelConfig(name="m", path="m"), folder, None)
     assert table.fingerprint == served.table.fingerprint
     assert len(tokenizer.encode("a" * 100).ids) == len(served.tokenizer.encode("a" * 100).ids) > 16
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    for name in ("none.jsonl", "none.csv", "none.parquet"):
-        with pytest.raises(ConfigError, match=f"{name}: No such file|pyarrow"):
-            list(rows(tmp_path / name))

@@ -144,7 +144,6 @@ def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("a.csv", "prompt,completion\nx\n", "a.csv:2: must have 2 fields"),
         ("a.jsonl", '{"prompt": "x"}\n', "a.jsonl:1: completion: is missing .*--field says"),
         ("a.jsonl", "", "no rows"),
         ("a.parquet", "PAR1", "a.parquet: "),

@@ -42,11 +42,6 @@ def test_interval_covers_the_true_ratio_about_95_times_in_100() -> None:
     assert 175 <= covered < 200
 
 
-def test_one_pair_has_no_spread_and_says_so() -> None:
-    found = ratio([3.0], [2.0])
-    assert found == {"median": 1.5, "low": 1.5, "high": 1.5, "num": 1}
-
-
 @pytest.mark.parametrize(
     ("a", "b"), [([], []), ([1.0], []), ([0.0], [1.0]), ([1.0], [float("nan")]), ([-1.0], [1.0])]
 )
