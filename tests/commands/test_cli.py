@@ -95,14 +95,21 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
     assert says in " ".join(told.split()) and told.startswith("tailor: ")
 
 
-@pytest.mark.parametrize("name", TAKEN_OF_OTHERS)
 def test_options_of_others_that_change_nothing_are_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All of them in one command line, in both ways to write a value."""
+    pairs = [(name, v) for name, values in TAKEN_OF_OTHERS.items() for v in values or ("hermes",)]
+    apart = [word for name, value in pairs for word in ((name, value) if value else (name,))]
+    for words in (apart, [f"{name}={value}" if value else name for name, value in pairs]):
+        assert main(["serve", *words, "--model", ""]) == 1
+        assert capsys.readouterr().err.startswith("tailor: --model: it is empty")
+
+
+@pytest.mark.parametrize("name", TAKEN_OF_OTHERS)
+def test_an_option_of_others_with_a_value_that_changes_something_is_refused(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for value in TAKEN_OF_OTHERS[name] or ("hermes",):
-        for words in ([name, value], [f"{name}={value}"]) if value else ([name],):
-            assert main(["serve", *words, "--model", ""]) == 1
-            assert capsys.readouterr().err.startswith("tailor: --model: it is empty")
     with pytest.raises(SystemExit):
         main(["serve", f"{name}={'2' if TAKEN_OF_OTHERS[name] else ''}", "--model", ""])
     assert f"{name}. It is taken with " in " ".join(capsys.readouterr().err.split())
