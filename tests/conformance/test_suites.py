@@ -222,3 +222,8 @@ def test_exactly_the_named_tests_are_left_out(script: ModuleType, tmp_path: Path
         "test_raw_list",
         "test_path_params_retrieve",
     }
+
+
+@pytest.mark.parametrize("script", ["openai_api_tests"], indirect=True)
+def test_every_omission_has_a_reason(script: ModuleType) -> None:
+    assert all(len(reason) > 10 for reason in script.DESELECTED.values())
