@@ -1,66 +1,24 @@
-"""Choices that are not asked for drafts: nothing changes in a text, and steps are not looked at."""
+"""Choices that are not asked for drafts: steps are not looked at, and what repeats is asked again.
+That their texts stay is held by test_lossless.py."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
 
 from drafters import make_drafter as make_any
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import Request, SamplingParams, SpeculationParams, StepCounts
-from tests.engine.scenarios import (
-    make_drafter,
-    make_engine,
-    random_workload,
-    run_workload,
-    verifying_every,
-    with_own_logits,
-    with_slices,
-)
+from tests.engine.scenarios import make_drafter, make_engine, random_workload
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-from tests.profiles import examples
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-@settings(max_examples=examples(400), deadline=None, print_blob=True)
-@given(st.integers(0, 2**48), st.integers(0, 5))
-def test_rests_change_no_text_and_sessions_are_told_what_they_missed(seed: int, kind: int) -> None:
-    """Choices rest and are asked again at random, beside slices, rollbacks, forks, preemption."""
-    rng = Random(seed)
-    work = random_workload(rng)
-    if kind == 1:
-        work = with_own_logits(work, rng)
-    elif kind == 2:
-        work = verifying_every(work, rng, 1 + seed % 6)
-    elif kind == 3:
-        work = with_slices(work, rng, ("exact", "slice", "full"))
-    note(f"{work}")
-
-    def prepare(engine: Engine, _: Any) -> Callable[[int], None]:
-        engine.gain.ask = lambda seats, shape, room: (  # type: ignore[method-assign]
-            ["cooldown" if rng.random() < 0.6 or room <= 0 else "" for _ in seats],
-            max(0, room),
-        )
-
-        def each_step(_: int) -> None:
-            for sequence in engine.scheduler.running:
-                if sequence.session is None:
-                    continue
-                known = sequence.num_output if not sequence.is_resting else sequence.num_told
-                assert sequence.session.checkpoint() == sequence.num_told == known
-
-        return each_step
-
-    run_workload(work, prepare)
 
 
 def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
