@@ -53,17 +53,18 @@ def test_seats_are_nobody_s_twice_and_a_new_one_is_blank(moves: list[int]) -> No
             assert table.num_tokens[seat] == value, "a column is a line of the numbers"
 
 
-def test_a_sequence_s_numbers_are_its_seat_s() -> None:
-    table = Table(block_size=4, max_model_len=64)
-    one, two = sequence_in(table), sequence_in(table, (7,))
-    one.append([8, 9])
-    one.verify(1)
-    assert (table.num_tokens[one.seat], table.last_id[one.seat]) == (5, 9)
-    assert (table.num_tokens[two.seat], table.last_id[two.seat]) == (1, 7)
-    assert (one.num_output, one.num_left, one.num_verified) == (2, 18, 1)
-    one.rollback(1)
-    assert (table.num_tokens[one.seat], table.last_id[one.seat]) == (4, 8)
-    table.check([one.seat, two.seat])
+def test_verified_tokens_are_never_taken_back() -> None:
+    one = sequence_in(Table(block_size=4, max_model_len=64))
+    one.append([8, 9, 7])
+    one.verify(2)
+    with pytest.raises(ValueError, match="2 tokens are verified"):
+        one.rollback(1)
+    with pytest.raises(ValueError):
+        one.rollback(4)
+    with pytest.raises(ValueError):
+        one.verify(1)
+    one.rollback(2)
+    assert one.output_ids() == (8, 9)
 
 
 @pytest.mark.parametrize(
