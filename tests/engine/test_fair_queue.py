@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -57,30 +58,14 @@ def test_one_key_is_served_in_order_whatever_its_levels(
     assert numbers == sorted(numbers) and not queue and not list(queue)
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=300, max_size=300),
-    st.lists(st.integers(1, 40), min_size=300, max_size=300),
-    st.integers(2, 60),
-)
-def test_keys_that_always_wait_take_equal_rows(a: list[int], b: list[int], num: int) -> None:
+@given(st.randoms(use_true_random=False), st.integers(2, 60))
+def test_keys_that_always_wait_take_equal_rows(rng: Random, num: int) -> None:
     """Their rows never differ by more than what one item of each takes (the paper's theorem 1)."""
-    queue = queue_of(
-        *(Item(k, i, n) for k, rows in (("a", a), ("b", b)) for i, n in enumerate(rows))
-    )
+    queue = queue_of(*(Item(k, i, rng.randint(1, 40)) for k in "ab" for i in range(num)))
     rows = {"a": 0, "b": 0}
     for item in served(queue, num):
         rows[item.key] += item.rows
         assert abs(rows["a"] - rows["b"]) <= 80
-
-
-def test_who_comes_to_a_flood_is_next() -> None:
-    queue = queue_of(*(Item("flood", i) for i in range(1000)))
-    served(queue, 500)
-    late = Item("late", 2000, rows=5)
-    queue.add(late)
-    # Both clocks are those of the item served last, plus a row for the flood.
-    assert served(queue, 1) == [late]
-    assert [item.key for item in served(queue, 4)] == ["flood"] * 4
 
 
 def test_who_wanted_nothing_has_saved_nothing_and_owes_nothing() -> None:

@@ -1,4 +1,5 @@
-"""One key's flood leaves another key's first token within twice its unloaded time plus one step."""
+"""One key's flood leaves another key's first token within twice its unloaded time plus one step; who
+waits for a first token is counted."""
 
 from __future__ import annotations
 
@@ -164,10 +165,9 @@ def _finished(engine: Engine) -> Iterator[str]:
 
 def test_keys_that_ask_for_as_much_are_served_as_fast() -> None:
     engine = engine_of()
-    for i in range(40):
-        engine.submit(request(f"a{i}", "a", 10, max_tokens=10))
-    for i in range(40):
-        engine.submit(request(f"b{i}", "b", 10, max_tokens=10))
+    for key in "ab":
+        for i in range(40):
+            engine.submit(request(f"{key}{i}", key, 10, max_tokens=10))
     ended = list(_finished(engine))
     assert len(ended) == 80
     of_b = [name.startswith("b") for name in ended[:40]]
@@ -188,3 +188,18 @@ def test_a_request_of_more_choices_than_seats_ends_beside_others() -> None:
             break
     assert ended.count("many") == 100 and engine.has_work
     engine.abort_all()
+
+
+def test_choices_that_will_fork_wait_for_a_first_token_and_have_their_seats() -> None:
+    """Requests are counted as far as free seats would take them."""
+    engine = make_engine(drafts=False, max_num_seqs=6)
+    engine.submit(request("forks", "a", 200, n=3, max_tokens=9))
+    engine.step()
+    assert engine.scheduler.num_awaiting_first == 3, "its prompt takes two steps"
+    for i in range(5):
+        engine.submit(request(f"waits{i}", "a", 4, max_tokens=9))
+    assert engine.scheduler.num_awaiting_first == 6, "three seats are free, not five"
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.scheduler.num_awaiting_first == 0
