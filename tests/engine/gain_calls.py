@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,6 @@ def choose(
 def _columns(
     claims: Sequence[Claims], certain: Sequence[int] = ()
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], Claims]:
-    start = np.cumsum([0, *map(len, claims)]).astype(np.int32)
-    flat = np.concatenate([np.empty(0), *claims])
+    start = np.array([*accumulate(map(len, claims), initial=0)], np.int32)
+    flat = np.concatenate(claims) if claims else np.empty(0)
     return start, np.array(certain or [0] * len(claims), np.int32), flat

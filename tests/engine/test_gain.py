@@ -173,6 +173,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
+        self.claims = (self.claim or self.chance) ** np.arange(1, self.depth + 1)
 
     def offer(self) -> tuple[np.ndarray, int]:
         """(claims, how many of them come true)."""
@@ -181,7 +182,7 @@ class World:
         came = 0
         while came < self.depth and self.rng.random() < self.chance:
             came += 1
-        return (self.claim or self.chance) ** np.arange(1, self.depth + 1), came
+        return self.claims, came
 
     def seconds(self, num_draws: int, num_nodes: float, num_asked: int) -> np.ndarray:
         """Of a step: of the model and of the host, in the mean."""
