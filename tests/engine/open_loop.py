@@ -6,6 +6,7 @@ rows, and what comes of it is exact and the same on every run.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -22,6 +23,7 @@ from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 64
+MODEL = FakeModel(VOCAB, seed=3, context=2, boost=4.0)
 SCALE = 1000.0
 """Steps take this many times as long as on a machine, so that the time which drafting really takes
 in this process is nothing beside them."""
@@ -115,16 +117,9 @@ def serve(
     max_draft_tokens: int = 8,
 ) -> Served:
     """Serve the jobs. gaps_s: between arrivals; None: all of them are there at once."""
-    model = FakeModel(VOCAB, seed=3, context=2, boost=4.0)
     cost = cpu_table()
-    runner = CostRunner(model, CostTable.from_dict(cost.as_dict()), num_seqs, 512)
-    texts = []
-    for job in jobs if drafts else ():
-        request = Request("t", "t", "m", job.prompt, _sampling(job))
-        out = one_token_loop(
-            model, request, 0, eos=(1,), max_model_len=1024, token_bytes=[b""] * VOCAB
-        )
-        texts.append([*job.prompt, *out.ids])
+    runner = CostRunner(MODEL, CostTable.from_dict(cost.as_dict()), num_seqs, 512)
+    texts = [_text(job) for job in jobs if drafts]
     engine = Engine(
         runner,
         {"d": guessing_drafter(texts, chance, 5)} if drafts else {},
@@ -175,6 +170,14 @@ def poisson(num: int, rate: float, seed: int) -> list[float]:
 
 def _sampling(job: Job) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
+
+
+@functools.cache
+def _text(job: Job) -> list[int]:
+    """A job's prompt and answer."""
+    request = Request("t", "t", "m", job.prompt, _sampling(job))
+    out = one_token_loop(MODEL, request, 0, eos=(1,), max_model_len=1024, token_bytes=[])
+    return [*job.prompt, *out.ids]
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -75,7 +75,7 @@ def test_first_tokens_come_as_early_with_drafts_and_answers_earlier(
 
 def test_drafts_bring_more_answers_a_second_where_all_requests_are_there_at_once() -> None:
     """Who waits for a seat is helped by drafts: these are not given up for the queue's sake."""
-    jobs = jobs_of(60, 1, prompt=(20, 40), output=(40, 80))
+    jobs = jobs_of(24, 1, prompt=(20, 40), output=(40, 80))
     off = serve(jobs, None, drafts=False, num_seqs=4)
     on = serve(jobs, None, drafts=True, chance=0.8, num_seqs=4)
     assert on.end_s < 0.8 * off.end_s

@@ -25,6 +25,7 @@ _MAX_LEN = 1 << 14
 _WEIGHTS: UInt64 = np.random.default_rng(7).integers(0, 1 << 63, _MAX_LEN, np.uint64) * np.uint64(
     2
 ) + np.uint64(1)
+_29, _40, _FACTOR = np.uint64(29), np.uint64(40), np.uint64(0xBF58476D1CE4E5B9)
 
 
 def _mix(z: int) -> int:
@@ -60,7 +61,7 @@ class FakeModel:
 
     def row_hash(self, token: int, position: int, attended: UInt64) -> int:
         """The KV of a row: attended = uint64 hashes of the slots before its own, in order."""
-        digest = int((attended * _WEIGHTS[: attended.shape[0]]).sum())
+        digest = int(attended @ _WEIGHTS[: attended.shape[0]])
         return _mix(_mix(digest ^ (self.seed * 0x9E37)) + token * 0x2545F4914F6CDD1D + position)
 
     def hashes(self, tokens: Sequence[int]) -> UInt64:
@@ -73,8 +74,8 @@ class FakeModel:
     def logits(self, row_hash: int, recent: Sequence[int] = ()) -> Float32:
         """float32 [V] raw logits of a row."""
         bits = self._ids ^ np.uint64(row_hash)
-        bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-        out = ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)) * 6 - 3
+        bits = (bits ^ (bits >> _29)) * _FACTOR
+        out: Float32 = ((bits >> _40).astype(np.float32) / np.float32(1 << 24)) * 6 - 3
         if self.alphabet:
             out[: self.alphabet] += np.float32(self.boost)
         if self.context:
@@ -82,8 +83,7 @@ class FakeModel:
             for token in recent[-self.context :]:
                 h = _mix(h * 31 + token + 1)
             out[h % self.vocab_size] += np.float32(self.boost)
-        result: Float32 = out.astype(np.float32)
-        return result
+        return out
 
 
 def fake_info(
@@ -307,13 +307,12 @@ class FakeRunner:
         size, context = self.info.block_size, self.model.context
         hashes: list[int] = []
         recents: list[list[int]] = []
+        tables = batch.block_tables.astype(np.int64)[:, :, None] * size + np.arange(size)
         for r in range(batch.num_rows):
             token, position = int(batch.token_ids[r]), int(batch.positions[r])
             prefix, slot = int(batch.prefix_len[r]), int(batch.slots[r])
             start, length = int(batch.path_start[r]), int(batch.path_len[r])
-            where = np.arange(prefix)
-            table = batch.block_tables[batch.seq_ids[r]]
-            slots = table[where // size] * size + where % size
+            slots = tables[batch.seq_ids[r]].reshape(-1)[:prefix]
             if length:
                 assert position == prefix - 1 + length
                 slots = np.concatenate([slots, batch.path_slots[start : start + length]])
