@@ -7,13 +7,9 @@ from typing import cast
 
 import pytest
 
-from server import channel
 from server.engine import figures
 from server.engine.figures import StepTotals
-from server.types import Request, SamplingParams
-from tests.engine.engine_factories import factory
 from tests.engine.scenarios import drive, make_drafter, make_engine, random_workload
-from tests.fakes.engine_thread import start_thread
 
 
 def test_every_value_has_the_shape_of_its_declaration() -> None:
@@ -50,22 +46,3 @@ def test_a_bucket_s_upper_edge_belongs_to_it() -> None:
     counts, total = first
     assert (counts[0], counts[1], counts[-1], sum(counts)) == (1, 1, 1, 3)
     assert total == pytest.approx(700.0022) and rows[1] == 9
-
-
-def test_the_control_answers_in_the_order_of_what_was_declared() -> None:
-    handle = start_thread(factory())
-    kind, info = channel.receive(handle.connection)
-    assert kind == "ready"
-    sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    channel.send(handle.connection, ("submit", Request("a", "t", "fake", (3, 4), sampling)))
-    while True:
-        message = channel.receive(handle.connection)
-        if message[0] == "deltas" and any(d.finish_reason for d in message[1]):
-            break
-    channel.send(handle.connection, ("control", 7, "figures", None))
-    while message[0] != "control":
-        message = channel.receive(handle.connection)
-    values = dict(zip((f.name for f in info.figures), message[2]["value"], strict=True))
-    assert message[1] == 7 and values["engine_steps"] == 5
-    assert {labels[0]: num for labels, num in values["engine_rows"]}["prefill"] == 2
-    handle.stop(5.0)
