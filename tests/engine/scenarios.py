@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from server.engine.draft import DrafterFactory
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.grammar_tokenizer import GrammarTokenizer
@@ -111,6 +112,11 @@ class Workload:
     rng: Random
     grammar_tokenizer: Any = None  # BothTokenizers over token_bytes, for requests with a grammar
     profiles: dict[str, VocabProfile] = field(default_factory=dict)
+    models: dict[str, FakeModel] = field(default_factory=dict)  # of adapters, by their names
+
+    def model_of(self, request: Request) -> FakeModel:
+        """That of its adapter."""
+        return self.models.get(request.adapter, self.model)
 
     def slice_ids(self, request: Request) -> set[int] | None:
         """What a request in mode "slice" can draw, written down a second time."""
@@ -126,7 +132,7 @@ class Workload:
         skipped = [b"" if i in self.special_ids else t for i, t in enumerate(self.token_bytes)]
         return {
             (request.request_id, choice): one_token_loop(
-                self.model,
+                self.model_of(request),
                 request,
                 choice,
                 eos=EOS,
@@ -321,12 +327,14 @@ def with_own_logits(work: Workload, rng: Random) -> Workload:
 
 
 def make_drafter(
-    work: Workload, expected: dict[tuple[str, int], Outcome]
+    work: Workload, expected: dict[tuple[str, int], Outcome], adapter: str = ""
 ) -> FakeDrafter | OwnLogits:
-    """The drafter the workload names; oracle and liar know every text."""
-    vocab = work.model.vocab_size
+    """The drafter the workload names, for an adapter's requests; oracle and liar know each text."""
+    vocab = work.models.get(adapter, work.model).vocab_size
     texts: list[list[int]] = []
     for _, request, _ in work.requests if work.drafter in ("oracle", "liar") else ():
+        if request.adapter != adapter:
+            continue
         # How the text would go on past its end, so that accepted paths are cut too.
         endless = replace(
             request.sampling, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0
@@ -334,7 +342,7 @@ def make_drafter(
         for choice in range(request.num_choices):
             start = expected[request.request_id, choice].ids
             more = one_token_loop(
-                work.model,
+                work.model_of(request),
                 replace(request, sampling=endless, echo_logprobs=None, grammar=None),
                 choice,
                 eos=EOS,
@@ -366,10 +374,14 @@ def fake_runner(work: Workload) -> FakeRunner:
         max_num_batched_tokens=work.settings.max_num_batched_tokens,
         eos_token_ids=EOS,
     )
-    return FakeRunner(work.model, info)
+    runner = FakeRunner(work.model, info)
+    runner.models = work.models
+    return runner
 
 
-def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engine, FakeRunner]:
+def make_engine(
+    work: Workload, drafter: FakeDrafter | OwnLogits | DrafterFactory
+) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
         from tests.engine.tiny_vocabularies import NO_PIECES  # needs llguidance
@@ -384,7 +396,7 @@ def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engin
         runner,
         {work.drafter: drafter},
         work.settings,
-        stop_table=StopTable.from_list(work.token_bytes, work.special_ids),
+        stop_table=StopTable.from_list(work.token_bytes[: work.model.vocab_size], work.special_ids),
         cost=work.cost,
         profiles=work.profiles.__getitem__ if work.profiles else None,
         grammars=grammars,

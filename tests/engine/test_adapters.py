@@ -12,31 +12,21 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from drafters.base import Drafter
 from server.engine.adapters import MAX_NAMES, OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
-from server.types import (
-    AdapterOrder,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-    VocabularyParams,
-    scope_of,
-)
-from tests.engine.one_token_loop import Outcome, one_token_loop
+from server.types import AdapterOrder, Request, SamplingParams, VocabularyParams, scope_of
 from tests.engine.scenarios import (
-    EOS,
     Collector,
     Workload,
     compare,
     drive,
-    fake_runner,
+    make_drafter,
+    make_engine,
     random_workload,
     run_requests,
 )
-from tests.fakes.fake_drafters import oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 from tests.waiting import wait_until
@@ -60,66 +50,35 @@ class Adapters:
         )
 
 
-def make(rng: Random, work: Workload) -> Adapters:
+def with_adapters(rng: Random, work: Workload) -> Adapters:
+    """Give the workload adapters, some with ids of their own, and its requests some of them."""
     base = work.model
-    models = {
+    work.models = {
         f"a{i}@{i}": FakeModel(
             base.vocab_size + rng.choice((0, 0, 1, 40)), seed=rng.randrange(1 << 20),
             alphabet=base.alphabet, boost=base.boost, context=base.context,
         )
         for i in range(rng.randint(1, 4))
     }  # fmt: skip
-    more = [bytes(rng.choice(b"ab") for _ in range(rng.randint(0, 3))) for _ in range(40)]
+    work.token_bytes += [
+        bytes(rng.choice(b"ab") for _ in range(rng.randint(0, 3))) for _ in range(40)
+    ]
     work.special_ids = (1,)
+    if work.drafter not in ("off", "oracle", "liar"):
+        work.drafter = "random"
     work.requests = [
-        (at, replace(request, adapter=rng.choice(("", *models))), abort)
+        (
+            at,
+            replace(
+                request,
+                adapter=rng.choice(("", *work.models)),
+                speculation=replace(request.speculation, drafter=work.drafter),
+            ),
+            abort,
+        )
         for at, request, abort in work.requests
     ]
-    return Adapters(models, [*work.token_bytes, *more])
-
-
-def outcomes(work: Workload, own: Adapters) -> dict[tuple[str, int], Outcome]:
-    found = {}
-    for _, request, _ in work.requests:
-        model = own.models.get(request.adapter, work.model)
-        tokens = own.token_bytes[: model.vocab_size]
-        if request.sampling.skip_special_tokens:
-            tokens = [b"" if i == 1 else t for i, t in enumerate(tokens)]
-        for choice in range(request.num_choices):
-            found[request.request_id, choice] = one_token_loop(
-                model, request, choice, eos=EOS, max_model_len=work.max_model_len,
-                token_bytes=tokens,
-            )  # fmt: skip
-    return found
-
-
-def make_engine(
-    work: Workload, own: Adapters, expected: dict[tuple[str, int], Outcome], most: int
-) -> tuple[Engine, FakeRunner]:
-    runner = fake_runner(work)
-    runner.models = own.models
-
-    def drafter(_: str, speculation: SpeculationParams) -> Drafter:
-        if work.drafter == "oracle":
-            texts = [
-                [*r.prompt_ids, *expected[r.request_id, c].ids]
-                for _, r, _ in work.requests
-                if r.adapter == speculation.adapter
-                for c in range(r.num_choices)
-            ]
-            return oracle_drafter(texts)
-        model = own.models.get(speculation.adapter, work.model)
-        return random_drafter(7, model.vocab_size, 3)
-
-    engine = Engine(
-        runner,
-        {work.drafter: drafter},
-        replace(work.settings, max_adapters=most),
-        stop_table=StopTable.from_list(own.token_bytes[: work.model.vocab_size], (1,)),
-        cost=work.cost,
-    )
-    engine.adapters.read = own.read
-    return engine, runner
+    return Adapters(work.models, work.token_bytes)
 
 
 def settle(engine: Engine) -> None:
@@ -133,17 +92,15 @@ def settle(engine: Engine) -> None:
 def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None:
     rng = Random(seed)
     work = random_workload(rng)
-    if work.drafter not in ("off", "oracle"):
-        work.drafter = "random"
-    work.requests = [
-        (at, replace(r, speculation=replace(r.speculation, drafter=work.drafter)), abort)
-        for at, r, abort in work.requests
-    ]
-    own = make(rng, work)
+    own = with_adapters(rng, work)
     most = rng.randint(1, 4)
-    note(f"{work} {own} {most}")
-    expected = outcomes(work, own)
-    engine, runner = make_engine(work, own, expected, most)
+    work.settings = replace(work.settings, max_adapters=most)
+    note(f"{work}")
+    expected = work.expected()
+    engine, runner = make_engine(
+        work, lambda _, speculation: make_drafter(work, expected, speculation.adapter)
+    )
+    engine.adapters.read = own.read
     for name in own.models:
         engine.adapters.register(own.order(name), load=rng.random() < 0.5)
     forget = {rng.randint(0, 6): rng.choice(list(own.models))} if rng.random() < 0.3 else {}
