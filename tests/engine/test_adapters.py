@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from server.engine.adapters import MAX_NAMES, OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
-from server.types import AdapterOrder, Request, SamplingParams, VocabularyParams, scope_of
+from server.types import AdapterOrder, Request, VocabularyParams, scope_of
+from tests.engine.requests import request_of
 from tests.engine.scenarios import (
     Collector,
     Workload,
@@ -150,14 +152,8 @@ def small(num: int, most: int) -> tuple[Engine, FakeRunner, Adapters]:
     return engine, runner, own
 
 
-def ask(name: str, adapter: str, **sampling: object) -> Request:
-    settings: dict[str, object] = {
-        "temperature": 0.0,
-        "max_tokens": 5,
-        "ignore_eos": True,
-        **sampling,
-    }
-    return Request(name, "t", "fake", (3, 4, 5, 6, 7), SamplingParams(**settings), adapter=adapter)  # type: ignore[arg-type]
+def ask(name: str, adapter: str, **sampling: Any) -> Request:
+    return request_of(name, (3, 4, 5, 6, 7), adapter=adapter, **{"max_tokens": 5, **sampling})
 
 
 def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:

@@ -21,7 +21,8 @@ from server.engine.plan import EngineSettings
 from server.engine.sequence import Sequence
 from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
-from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import Delta, Request, SpeculationParams, VocabularyParams
+from tests.engine.requests import finish, ids_of, request_of
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
@@ -54,33 +55,10 @@ def _engine(
     return Engine(fake, drafters or {}, numbers, cost=cost, stop_table=stop_table), fake
 
 
-def _request(name: str, prompt: SequenceOf[int] = (3, 4, 5), **fields: Any) -> Request:
-    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-    sampling.update(fields.pop("sampling", {}))
-    return Request(name, "task", "fake", tuple(prompt), SamplingParams(**sampling), **fields)
-
-
-def _finish(engine: Engine, max_steps: int = 500) -> dict[str, list[Delta]]:
-    out: dict[str, list[Delta]] = {}
-    for _ in range(max_steps):
-        for delta in engine.step():
-            out.setdefault(delta.request_id, []).append(delta)
-        engine.check()
-        if not engine.has_work:
-            engine.tend()
-            engine.check()
-            return out
-    raise AssertionError("the engine makes no progress")
-
-
-def _ids(deltas: list[Delta]) -> list[int]:
-    return [i for d in deltas for i in d.token_ids]
-
-
 def _alone(request: Request, **engine: Any) -> list[int]:
     made, _ = _engine(**engine)
-    made.submit(replace(request, speculation=SpeculationParams()))
-    return _ids(_finish(made)[request.request_id])
+    plain = replace(request, speculation=SpeculationParams())
+    return ids_of(finish(made, plain)[request.request_id])
 
 
 # -- prefix cache, forks ----------------------------------------------------------------------
@@ -89,28 +67,25 @@ def _alone(request: Request, **engine: Any) -> list[int]:
 def test_a_shared_prefix_is_read_from_the_cache_and_one_token_is_always_recomputed() -> None:
     engine, runner = _engine()
     prompt = tuple(range(2, 14))  # three full blocks
-    engine.submit(_request("a", prompt))
-    first = _finish(engine)["a"]
+    first = finish(engine, request_of("a", prompt))["a"]
     assert first[0].num_cached_tokens == 0
     rows = runner.num_rows
-    engine.submit(_request("b", prompt, sampling={"max_tokens": 1}))
-    second = _finish(engine)["b"]
+    second = finish(engine, request_of("b", prompt, max_tokens=1))["b"]
     assert second[0].num_cached_tokens == 8  # the third block would leave nothing to compute
     assert runner.num_rows - rows == 4
-    assert _ids(second) == _ids(first)[:1]
-    engine.submit(_request("c", prompt, cache_salt="other", sampling={"max_tokens": 1}))
-    assert _finish(engine)["c"][0].num_cached_tokens == 0
+    assert ids_of(second) == ids_of(first)[:1]
+    engine.submit(request_of("c", prompt, cache_salt="other", max_tokens=1))
+    assert finish(engine)["c"][0].num_cached_tokens == 0
 
 
 def test_the_cache_holds_output_too_and_echo_requests_write_but_do_not_read() -> None:
     engine, _ = _engine()
     prompt = tuple(range(2, 7))
-    engine.submit(_request("a", prompt, echo_logprobs=0, sampling={"max_tokens": 7}))
-    text = (*prompt, *_ids(_finish(engine)["a"]))
-    engine.submit(_request("b", (*text, 3), sampling={"max_tokens": 1}))
-    assert _finish(engine)["b"][0].num_cached_tokens == 8  # 11 computed positions: two blocks
-    engine.submit(_request("c", text, echo_logprobs=1, sampling={"max_tokens": 1}))
-    delta = _finish(engine)["c"][0]
+    engine.submit(request_of("a", prompt, echo_logprobs=0, max_tokens=7))
+    text = (*prompt, *ids_of(finish(engine)["a"]))
+    engine.submit(request_of("b", (*text, 3), max_tokens=1))
+    assert finish(engine)["b"][0].num_cached_tokens == 8  # 11 computed positions: two blocks
+    delta = finish(engine, request_of("c", text, echo_logprobs=1, max_tokens=1))["c"][0]
     assert delta.num_cached_tokens == 0 and len(delta.prompt_logprobs) == len(text)
 
 
@@ -127,43 +102,40 @@ def test_choices_share_the_full_blocks_and_copy_the_tail(
 
     monkeypatch.setattr(runner, "copy_blocks", record_copies)
     prompt = tuple(range(2, 12))  # two full blocks and half a one
-    engine.submit(_request("a", prompt, num_choices=3, sampling={"temperature": 1.0, "seed": 1}))
+    engine.submit(request_of("a", prompt, num_choices=3, temperature=1.0, seed=1))
     engine.step()
     engine.check()
     assert engine.pool.num_free == 64 - 3
     engine.step()
     assert engine.pool.num_free == 64 - 5  # the last owner keeps the tail, the others copy it
     assert len(copied) == 1 and len(set(copied[0][0])) == 1 and len(set(copied[0][1])) == 2
-    _finish(engine)
+    finish(engine)
     assert engine.pool.num_free == 64
 
 
 def test_choices_of_one_prompt_draft_from_the_step_after_it_and_tell_what_the_cache_had() -> None:
     """The prompt's last row is drawn from once a choice, so no node hangs off it."""
     prompt = tuple(range(2, 12))
-    request = _request("a", prompt, num_choices=2, speculation=SpeculationParams("d", 8))
+    request = request_of("a", prompt, num_choices=2, speculation=SpeculationParams("d", 8))
     text = [*prompt, *_alone(replace(request, num_choices=1))]
     engine, _ = _engine(drafters={"d": oracle_drafter([text])})
-    engine.submit(_request("before", prompt, sampling={"max_tokens": 1}))
-    _finish(engine)
+    finish(engine, request_of("before", prompt, max_tokens=1))
     engine.submit(request)
     first = engine.step()
     engine.check()
     assert [delta.num_cached_tokens for delta in first] == [8, 8]
     assert [delta.counts.no_draft_reason for delta in first] == ["prefill"] * 2
-    for delta in _finish(engine)["a"]:
+    for delta in finish(engine)["a"]:
         assert delta.num_cached_tokens == 0 and delta.counts.num_accepted == 6
 
 
 def test_what_is_evicted_first_is_the_end_of_a_prompt() -> None:
     engine, _ = _engine(num_blocks=8)
     prompt = tuple(range(2, 14))
-    engine.submit(_request("a", prompt, sampling={"max_tokens": 1}))
-    _finish(engine)
-    engine.submit(_request("other", [3] * 25, sampling={"max_tokens": 1}))  # 7 of 8 blocks
-    _finish(engine)
-    engine.submit(_request("b", prompt, sampling={"max_tokens": 1}))
-    assert _finish(engine)["b"][0].num_cached_tokens == 4
+    finish(engine, request_of("a", prompt, max_tokens=1))
+    engine.submit(request_of("other", [3] * 25, max_tokens=1))  # 7 of 8 blocks
+    finish(engine)
+    assert finish(engine, request_of("b", prompt, max_tokens=1))["b"][0].num_cached_tokens == 4
 
 
 # -- scheduling --------------------------------------------------------------------------------
@@ -171,9 +143,9 @@ def test_what_is_evicted_first_is_the_end_of_a_prompt() -> None:
 
 def test_decodes_are_never_held_up_by_prefills() -> None:
     engine, runner = _engine(chunked_prefill_rows=4, max_num_batched_tokens=64)
-    engine.submit(_request("decode", sampling={"max_tokens": 20}))
+    engine.submit(request_of("decode", max_tokens=20))
     engine.step()
-    engine.submit(_request("long", [3] * 40, sampling={"max_tokens": 1}))
+    engine.submit(request_of("long", [3] * 40, max_tokens=1))
     steps = 0
     while len(engine.scheduler.running) != 1 or steps == 0:
         before = runner.num_rows
@@ -187,9 +159,9 @@ def test_decodes_are_never_held_up_by_prefills() -> None:
 def test_the_chunk_follows_the_latency_target() -> None:
     cost = CostTable([1, 2, 64], [0.001, 0.002, 0.064])
     engine, runner = _engine(cost=cost, target_step_s=0.020, min_chunked_prefill_rows=2)
-    engine.submit(_request("decode", sampling={"max_tokens": 30}))
+    engine.submit(request_of("decode", max_tokens=30))
     engine.step()
-    engine.submit(_request("long", [3] * 60))
+    engine.submit(request_of("long", [3] * 60))
     before = runner.num_rows
     engine.step()
     assert 10 <= runner.num_rows - before <= 30
@@ -211,9 +183,9 @@ def test_prompts_get_a_multiple_of_what_decoding_takes_where_a_step_is_slow(
         chunked_prefill_rows=most,
     )
     for i in range(num_decoding):
-        engine.submit(_request(f"decode {i}", sampling={"max_tokens": 30}))
+        engine.submit(request_of(f"decode {i}", max_tokens=30))
     engine.step()
-    engine.submit(_request("long", [3] * 60))
+    engine.submit(request_of("long", [3] * 60))
     before = runner.num_rows
     deltas = engine.step()
     assert {d.request_id for d in deltas} == {f"decode {i}" for i in range(num_decoding)}
@@ -223,8 +195,8 @@ def test_prompts_get_a_multiple_of_what_decoding_takes_where_a_step_is_slow(
 def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
     engine, _ = _engine(max_num_seqs=1)
     for name, priority in (("a", 0), ("b", 0), ("late", 1), ("c", 0), ("first", -1)):
-        engine.submit(_request(name, priority=priority, sampling={"max_tokens": 2}))
-    assert list(_finish(engine)) == ["first", "a", "b", "c", "late"]
+        engine.submit(request_of(name, priority=priority, max_tokens=2))
+    assert list(finish(engine)) == ["first", "a", "b", "c", "late"]
 
 
 def test_priorities_age_so_that_no_flood_of_others_starves_a_request() -> None:
@@ -233,19 +205,17 @@ def test_priorities_age_so_that_no_flood_of_others_starves_a_request() -> None:
         ("low", 2, 100.0), ("soon", 0, 104.0), ("just", 0, 109.9), ("late", 0, 110.1),
         ("top", -(2**31), 500.0), ("bottom", 2**31 - 1, 100.0), ("after", 0, 421.0),
     ):  # fmt: skip
-        engine.submit(
-            _request(name, priority=priority, arrival_s=arrival_s, sampling={"max_tokens": 2})
-        )
-    assert list(_finish(engine)) == ["soon", "just", "low", "late", "top", "bottom", "after"]
+        engine.submit(request_of(name, priority=priority, arrival_s=arrival_s, max_tokens=2))
+    assert list(finish(engine)) == ["soon", "just", "low", "late", "top", "bottom", "after"]
 
 
 def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = [
-        _request("low", [3] * 9, priority=1, sampling={"max_tokens": 20}),
-        _request("a", [4] * 9, sampling={"max_tokens": 20}),
-        _request("b", [5] * 9, sampling={"max_tokens": 20}),
+        request_of("low", [3] * 9, priority=1, max_tokens=20),
+        request_of("a", [4] * 9, max_tokens=20),
+        request_of("b", [5] * 9, max_tokens=20),
     ]
     engine, _ = _engine(num_blocks=15, prefix_cache=False)
     preempted: list[str] = []
@@ -256,12 +226,10 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost(
         preempt(sequence)
 
     monkeypatch.setattr(engine.scheduler, "preempt", record_preemption)
-    for request in requests:
-        engine.submit(request)
-    results = _finish(engine)
+    results = finish(engine, *requests)
     assert preempted[0] == "low" and "a" not in preempted
     for request in requests:
-        assert _ids(results[request.request_id]) == _alone(request)
+        assert ids_of(results[request.request_id]) == _alone(request)
 
 
 def test_drafts_take_free_blocks_only() -> None:
@@ -269,27 +237,25 @@ def test_drafts_take_free_blocks_only() -> None:
     engine, _ = _engine(drafters={"d": drafter}, num_blocks=12, prefix_cache=False)
     speculation = SpeculationParams("d", 30)
     for i in range(2):
-        engine.submit(
-            _request(f"r{i}", [3] * 8, speculation=speculation, sampling={"max_tokens": 16})
-        )
-    _finish(engine)
+        engine.submit(request_of(f"r{i}", [3] * 8, speculation=speculation, max_tokens=16))
+    finish(engine)
     assert engine.scheduler.num_preemptions == 0
 
 
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (_request("x", []), "invalid_value"),
-        (_request("x", [16]), "invalid_value"),
-        (_request("x", [-1]), "invalid_value"),
-        (_request("x", [3] * 64), "context_length_exceeded"),
-        (_request("x", num_choices=0), "invalid_value"),
-        (_request("x", speculation=SpeculationParams("nobody", 4)), "invalid_value"),
-        (_request("x", sampling={"logit_bias": ((3, 1.0), (16, 1.0))}), "invalid_value"),
-        (_request("x", sampling={"allowed_token_ids": (-1, 3)}), "invalid_value"),
-        (_request("x", sampling={"stop_token_ids": (16,)}), "invalid_value"),
-        (_request("x", sampling={"stop": (b"a",)}), "unsupported_parameter"),
-        (_request("x", vocabulary=VocabularyParams("slice")), "unsupported_parameter"),
+        (request_of("x", []), "invalid_value"),
+        (request_of("x", [16]), "invalid_value"),
+        (request_of("x", [-1]), "invalid_value"),
+        (request_of("x", [3] * 64), "context_length_exceeded"),
+        (request_of("x", num_choices=0), "invalid_value"),
+        (request_of("x", speculation=SpeculationParams("nobody", 4)), "invalid_value"),
+        (request_of("x", logit_bias=((3, 1.0), (16, 1.0))), "invalid_value"),
+        (request_of("x", allowed_token_ids=(-1, 3)), "invalid_value"),
+        (request_of("x", stop_token_ids=(16,)), "invalid_value"),
+        (request_of("x", stop=(b"a",)), "unsupported_parameter"),
+        (request_of("x", vocabulary=VocabularyParams("slice")), "unsupported_parameter"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_code(request_: Request, code: str) -> None:
@@ -302,39 +268,34 @@ def test_what_cannot_be_served_is_refused_with_a_code(request_: Request, code: s
 
 def test_a_sequence_that_cannot_fit_alone_fails_alone() -> None:
     engine, _ = _engine(num_blocks=4)
-    engine.submit(_request("grows", [3] * 9, sampling={"max_tokens": 30}))
-    engine.submit(_request("fits", [4] * 5, sampling={"max_tokens": 4}))
-    results = _finish(engine)
+    grows = request_of("grows", [3] * 9, max_tokens=30)
+    results = finish(engine, grows, request_of("fits", [4] * 5, max_tokens=4))
     last = results["grows"][-1]
     assert (last.finish_reason, last.error_code) == ("error", "kv_exhausted")
-    assert _ids(results["grows"]) == _alone(_request("g", [3] * 9, sampling={"max_tokens": 8}))
+    assert ids_of(results["grows"]) == _alone(request_of("g", [3] * 9, max_tokens=8))
     assert results["fits"][-1].finish_reason == "length"
 
 
 def test_labels_are_scored_at_the_prompt_s_end_and_read_the_prefix_cache() -> None:
     def score(request: Request, engine: Engine) -> Delta:
-        engine.submit(request)
-        (delta,) = _finish(engine)[request.request_id]
+        (delta,) = finish(engine, request)[request.request_id]
         assert (delta.finish_reason, delta.token_ids) == ("length", ())
         return delta
 
     prompt, labels = [2, 5, 3, 4, 9, 6, 7, 3, 11, 4], (3, 12, 0, 3)
-    nothing = {"max_tokens": 0}
     engine, runner = _engine(chunked_prefill_rows=4)
-    first = score(_request("a", prompt, label_ids=labels, sampling=nothing), engine)
+    first = score(request_of("a", prompt, label_ids=labels, max_tokens=0), engine)
     # Echoing the prompt with one label appended tells the same logprob, id by id.
     for label, logprob in zip(labels, first.label_logprobs, strict=True):
-        echo = score(
-            _request("e", [*prompt, label], echo_logprobs=0, sampling=nothing), _engine()[0]
-        )
+        echo = score(request_of("e", [*prompt, label], echo_logprobs=0, max_tokens=0), _engine()[0])
         assert echo.prompt_logprobs[-1] is not None
         assert logprob == echo.prompt_logprobs[-1].logprob
     rows = runner.num_rows
-    again = score(_request("b", prompt, label_ids=labels, sampling=nothing), engine)
+    again = score(request_of("b", prompt, label_ids=labels, max_tokens=0), engine)
     assert again.label_logprobs == first.label_logprobs
     assert again.num_cached_tokens == 8 and runner.num_rows == rows + 2
-    for wrong in ({"label_ids": (99,), "sampling": nothing}, {"label_ids": (1,)}):
-        engine.submit(_request("c", **wrong))
+    for wrong in ({"label_ids": (99,), "max_tokens": 0}, {"label_ids": (1,)}):
+        engine.submit(request_of("c", **wrong))
         (refused,) = engine.take_deltas()
         assert refused.error_code == "invalid_value"
 
@@ -343,7 +304,7 @@ def test_labels_are_scored_at_the_prompt_s_end_and_read_the_prefix_cache() -> No
 
 
 def test_a_short_answer_finishes_in_the_prefill_step() -> None:
-    request = _request("a", speculation=SpeculationParams("d", 16))
+    request = request_of("a", speculation=SpeculationParams("d", 16))
     want = _alone(request)
     engine, runner = _engine(drafters={"d": oracle_drafter([[*request.prompt_ids, *want]])})
     engine.submit(request)
@@ -362,8 +323,7 @@ def test_off_adds_no_rows_and_calls_no_drafter() -> None:
 
     for speculation in (SpeculationParams("never", 0), SpeculationParams("off", 8)):
         engine, runner = _engine(drafters={"never": Never()})
-        engine.submit(_request("a", speculation=speculation))
-        deltas = _finish(engine)["a"]
+        deltas = finish(engine, request_of("a", speculation=speculation))["a"]
         assert runner.num_rows == 3 + 7
         assert {d.counts.no_draft_reason for d in deltas} == {"off"}
         assert engine.num_drafter_errors == 0
@@ -379,8 +339,7 @@ def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
 
     cost = CostTable([1, 2, 64], [0.01, 0.03, 1.0])
     engine, runner = _engine(drafters={"d": FakeDrafter(propose)}, cost=cost)
-    engine.submit(_request("a", [3], speculation=SpeculationParams("d", 8)))
-    deltas = _finish(engine)["a"]
+    deltas = finish(engine, request_of("a", [3], speculation=SpeculationParams("d", 8)))["a"]
     assert calls == 0 and runner.num_rows == 8
     reasons = {d.counts.no_draft_reason for d in deltas}
     assert reasons == {"cooldown", "length"}
@@ -388,12 +347,11 @@ def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
 
 def test_a_lone_request_drafts_beside_its_prompt() -> None:
     """It waits for its own first token, which this step draws: nobody else is kept waiting."""
-    request = _request("a", speculation=SpeculationParams("d", 8))
+    request = request_of("a", speculation=SpeculationParams("d", 8))
     drafter = oracle_drafter([[*request.prompt_ids, *_alone(request)]])
     cost = CostTable([1, 16, 64], [5e-3, 15.5e-3, 40e-3])
     engine, _ = _engine(drafters={"d": drafter}, cost=cost)
-    engine.submit(request)
-    first, *_ = _finish(engine)["a"]
+    first, *_ = finish(engine, request)["a"]
     assert first.counts.num_accepted > 0 and first.counts.no_draft_reason == ""
 
 
@@ -402,8 +360,8 @@ def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
     drafter = FakeDrafter(lambda tokens, budget, depth: DraftTree.chain([1], [0.1]))
     cost = CostTable([1, 2, 64], [0.010, 0.012, 0.5])
     engine, runner = _engine(drafters={"d": drafter}, cost=cost)
-    engine.submit(_request("a", [3], speculation=SpeculationParams("d", 8)))
-    counts = [d.counts for d in _finish(engine)["a"]]
+    engine.submit(request_of("a", [3], speculation=SpeculationParams("d", 8)))
+    counts = [d.counts for d in finish(engine)["a"]]
     assert not any(c.num_drafted for c in counts) and runner.num_rows == 8
     assert {c.no_draft_reason for c in counts} == {"budget", "length"}
 
@@ -417,12 +375,10 @@ def test_a_drafter_that_always_misses_is_asked_less_and_less() -> None:
         max_model_len=512,
         cost=CostTable([1, 64], [1e-3, 20e-3]),
     )
-    engine.submit(
-        _request("a", speculation=SpeculationParams("d", 8), sampling={"max_tokens": 300})
-    )
-    results = _finish(engine)["a"]
+    engine.submit(request_of("a", speculation=SpeculationParams("d", 8), max_tokens=300))
+    results = finish(engine)["a"]
     drafted = sum(d.counts.num_drafted for d in results)
-    assert len(_ids(results)) == 300
+    assert len(ids_of(results)) == 300
     assert drafted < 60
     reasons = Counter(d.counts.no_draft_reason for d in results)
     assert reasons["cooldown"] > 200
@@ -432,13 +388,12 @@ def test_a_broken_drafter_costs_the_request_nothing_else() -> None:
     def explode(tokens: list[int], budget: int, depth: int) -> DraftTree:
         raise RuntimeError("boom")
 
-    request = _request("a", speculation=SpeculationParams("d", 8))
+    request = request_of("a", speculation=SpeculationParams("d", 8))
     drafter = FakeDrafter(explode)
     engine, _ = _engine(drafters={"d": drafter})
     asked: list[int] = []
     engine.gain.observe_asks = lambda seats, *_: asked.extend(seats) or 0  # type: ignore[method-assign,func-returns-value]
-    engine.submit(request)
-    assert _ids(_finish(engine)["a"]) == _alone(request)
+    assert ids_of(finish(engine, request)["a"]) == _alone(request)
     assert engine.num_drafter_errors == 1 and drafter.num_open == 0
     assert asked == [-1], "its seat at Gain is another's by now"
 
@@ -466,7 +421,7 @@ def test_factories_are_called_with_options_and_kept_by_them() -> None:
     assert len(made) == 5
     assert registry.resolve("t", SpeculationParams("d", 0)) is None
     engine, _ = _engine(drafters={"d": factory})
-    engine.submit(_request("a", speculation=replace(one, options=(("n", -1),))))
+    engine.submit(request_of("a", speculation=replace(one, options=(("n", -1),))))
     (delta,) = engine.take_deltas()
     assert delta.error == "n must be positive"
 
@@ -479,8 +434,8 @@ def test_unverified_tokens_are_neither_released_nor_published() -> None:
     settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, may_use_full_head=False)
     engine = Engine(FakeRunner(MODEL, info), {}, settings, profiles=lambda name: profile)
     engine.submit(
-        _request(
-            "a", range(2, 14), sampling={"max_tokens": 20},
+        request_of(
+            "a", range(2, 14), max_tokens=20,
             vocabulary=VocabularyParams("exact", "p", verify_every=64),
         )
     )  # fmt: skip
@@ -507,12 +462,10 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails() -> None:
             raise MemoryError("out of memory")
 
     engine, _ = _engine(runner={"fail": fail}, max_failures=2)
-    requests = [_request(f"r{i}", [3 + (i + j) % 9 for j in range(40)]) for i in range(4)]
+    requests = [request_of(f"r{i}", [3 + (i + j) % 9 for j in range(40)]) for i in range(4)]
+    results = finish(engine, *requests)
     for request in requests:
-        engine.submit(request)
-    results = _finish(engine)
-    for request in requests:
-        assert _ids(results[request.request_id]) == _alone(request)
+        assert ids_of(results[request.request_id]) == _alone(request)
     assert engine.num_failed_steps == sum(n > 20 for n in sizes) == 2, sizes
     assert engine.scheduler.max_num_batched_tokens == 16
     assert engine.pool.num_free == 64
@@ -527,19 +480,17 @@ def test_a_passing_failure_costs_no_request() -> None:
             raise RuntimeError("a hiccup")
 
     engine, _ = _engine(runner={"fail": fail})
-    requests = [_request(f"r{i}", [3 + i, 4, 5]) for i in range(3)]
-    for request in requests:
-        engine.submit(request)
-    results = _finish(engine)
+    requests = [request_of(f"r{i}", [3 + i, 4, 5]) for i in range(3)]
+    results = finish(engine, *requests)
     assert engine.num_failed_steps == 2 - remaining[0] > 0
     for request in requests:
         if results[request.request_id][-1].finish_reason == "length":
-            assert _ids(results[request.request_id]) == _alone(request)
+            assert ids_of(results[request.request_id]) == _alone(request)
     assert sum(r[-1].finish_reason == "length" for r in results.values()) >= 2
 
 
 def test_a_failed_move_forgets_the_cache_and_recomputes() -> None:
-    request = _request("a", sampling={"max_tokens": 12}, speculation=SpeculationParams("d", 6))
+    request = request_of("a", max_tokens=12, speculation=SpeculationParams("d", 6))
     want = _alone(request)
     text = [*request.prompt_ids, *want]
 
@@ -562,11 +513,9 @@ def test_a_failed_move_forgets_the_cache_and_recomputes() -> None:
         move_slots(src, dst)
 
     runner.move_slots = flaky  # type: ignore[method-assign]
-    engine.submit(request)
-    engine.submit(_request("b", [7, 7]))
-    results = _finish(engine)
+    results = finish(engine, request, request_of("b", [7, 7]))
     assert not failures
-    assert _ids(results["a"]) == want
+    assert ids_of(results["a"]) == want
 
 
 # -- nothing is lost ---------------------------------------------------------------------------
@@ -586,12 +535,14 @@ def test_200_short_requests_a_third_aborted_leave_nothing_behind() -> None:
     def serve(num: int, name: str) -> int:
         finished = 0
         for i in range(num):
-            request = _request(
+            request = request_of(
                 f"{name}{i}",
                 [rng.randrange(16) for _ in range(rng.randint(1, 12))],
                 num_choices=rng.choice((1, 1, 2)),
                 speculation=SpeculationParams("d", rng.choice((0, 4))),
-                sampling={"max_tokens": rng.randint(1, 6), "temperature": 0.8, "seed": i},
+                max_tokens=rng.randint(1, 6),
+                temperature=0.8,
+                seed=i,
             )
             engine.submit(request)
             finished += sum(d.finish_reason is not None for d in engine.step())

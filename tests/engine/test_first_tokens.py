@@ -15,8 +15,9 @@ from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import Request, SpeculationParams
 from tests.engine.open_loop import Job, Served, jobs_of, percentile, poisson, serve
+from tests.engine.requests import request_of
 from tests.engine.scenarios import fake_runner, make_engine, random_workload
 from tests.fakes.fake_drafters import LikelyDrafter, LikelySession
 from tests.fakes.fake_runner import FakeModel
@@ -85,13 +86,7 @@ def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_draft
     """Nobody drafts in a step full of prompts, and yet its last rows are what the next step
     drafts from."""
     work = random_workload(Random(0))
-    vocab = work.model.vocab_size
-    prompt = tuple(i % vocab for i in range(16))
-    request = Request(
-        "r", "task", "fake", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-        SpeculationParams("likely", 8),
-    )  # fmt: skip
-    work.requests = [(0, request, None)]
+    prompt = [i % work.model.vocab_size for i in range(16)]
     work.drafter = "likely"
     work.num_blocks = 100
     work.max_model_len = 48
@@ -103,7 +98,7 @@ def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_draft
     drafter = LikelyDrafter(work.model)
     engine, _ = make_engine(work, drafter)
     engine.gain.is_asked = lambda seat: True  # type: ignore[method-assign]
-    engine.submit(request)
+    engine.submit(request_of("r", prompt, max_tokens=4, speculation=SpeculationParams("likely", 8)))
     deltas = engine.step()
     assert [len(delta.token_ids) for delta in deltas] == [1]
     assert deltas[0].counts.num_drafted == 0
@@ -115,15 +110,8 @@ def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_draft
 
 def _request(salt: str) -> Request:
     """Four tokens in a scope, drafted by the drafter "own"."""
-    return Request(
-        "r",
-        "task",
-        "fake",
-        (1, 2, 3),
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-        SpeculationParams("own", 8),
-        cache_salt=salt,
-    )
+    drafts = SpeculationParams("own", 8)
+    return request_of("r", (1, 2, 3), max_tokens=4, speculation=drafts, cache_salt=salt)
 
 
 class _Sessions:

@@ -22,13 +22,10 @@ from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.trees import CELL, SOURCE, Trees, checked
-from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import GrammarSpec, Request, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
-from tests.engine.scenarios import (
-    Collector,
-    Result,
-    run_requests,
-)
+from tests.engine.requests import request_of
+from tests.engine.scenarios import Collector, Result, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -342,16 +339,11 @@ def _request(
     choices: int = 1,
     **sampling: Any,
 ) -> Request:
-    return Request(
-        name,
-        "task",
-        "fake",
-        (7, 8, 9),
-        SamplingParams(**{"temperature": 0.0, "max_tokens": 60, **sampling}),
-        SpeculationParams("none", 16) if draft else SpeculationParams(),
-        num_choices=choices,
-        grammar=grammar,
-    )
+    drafts = SpeculationParams("none", 16) if draft else SpeculationParams()
+    return request_of(
+        name, (7, 8, 9), speculation=drafts, num_choices=choices, grammar=grammar,
+        **{"max_tokens": 60, "ignore_eos": False, **sampling},
+    )  # fmt: skip
 
 
 def _answer(result: Result) -> bytes:

@@ -19,15 +19,10 @@ from server import channel
 from server.engine import figures
 from server.engine.engine import Engine
 from server.engine.process import EngineFactory, start_process
-from server.types import (
-    Delta,
-    DeviceFigures,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-)
+from server.types import Delta, DeviceFigures, Request, SpeculationParams
 from tests.engine.engine_factories import factory, refuse
 from tests.engine.one_token_loop import one_token_loop
+from tests.engine.requests import request_of
 from tests.fakes.engine_thread import start_thread
 from tests.fakes.fake_runner import FakeModel
 from tests.waiting import wait_until
@@ -71,13 +66,9 @@ def _starter(how: Callable[..., Any]) -> Iterator[Start]:
 
 
 def _request(name: str, max_tokens: int = 12, prompt: tuple[int, ...] = (3, 4, 5)) -> Request:
-    return Request(
-        name,
-        "task",
-        "fake",
-        prompt,
-        SamplingParams(temperature=0.7, seed=3, max_tokens=max_tokens, ignore_eos=True),
-        SpeculationParams("d", 4),
+    drafts = SpeculationParams("d", 4)
+    return request_of(
+        name, prompt, temperature=0.7, seed=3, max_tokens=max_tokens, speculation=drafts
     )
 
 

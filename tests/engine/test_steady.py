@@ -14,7 +14,8 @@ from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
-from server.types import Request, SamplingParams
+from server.types import Request
+from tests.engine.requests import request_of
 from tests.engine.scenarios import (
     random_workload,
     run_requests,
@@ -48,8 +49,7 @@ def _engine(**runner: Any) -> tuple[Engine, FakeRunner]:
 
 
 def _request(name: str, num: int = 100, **sampling: Any) -> Request:
-    values = {"temperature": 0.0, "max_tokens": num, "ignore_eos": True} | sampling
-    return Request(name, "task", "fake", (3, 4, ord(name) % 16), SamplingParams(**values))
+    return request_of(name, (3, 4, ord(name) % 16), max_tokens=num, **sampling)
 
 
 def _alone(request: Request) -> list[int]:
@@ -89,11 +89,8 @@ def test_most_steps_are_like_the_one_before() -> None:
         assert got == (want if name != "e" else want[: len(got)]) and len(got) > 9
     assert num[0] > runner.num_steps - 25 > 60
     size = engine.info.block_size
-    again = Request(
-        "x", "task", "fake", (*requests["a"].prompt_ids, *results["a", 0].ids),
-        SamplingParams(max_tokens=1),
-    )  # fmt: skip
-    engine.submit(again)
+    text = (*requests["a"].prompt_ids, *results["a", 0].ids)
+    engine.submit(request_of("x", text, max_tokens=1))
     engine.step()
     assert engine.scheduler.prefix_hits >= 102 // size * size
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.slices import ExactControl
-from server.types import Delta, Request, SamplingParams, VocabularyParams
+from server.types import Delta, Request, VocabularyParams
 from tests.engine.one_token_loop import one_token_loop
+from tests.engine.requests import ids_of, request_of
 from tests.engine.scenarios import EOS, Collector
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
@@ -51,22 +53,10 @@ def _engine(
 
 
 def _request(
-    prompt: tuple[int, ...],
-    mode: str,
-    verify_every: int,
-    *,
-    request_id: str = "r",
-    **sampling: object,
+    prompt: tuple[int, ...], mode: Any, every: int, *, request_id: str = "r", **sampling: Any
 ) -> Request:
-    values = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **sampling}
-    return Request(
-        request_id,
-        "task",
-        "fake",
-        prompt,
-        SamplingParams(**values),  # type: ignore[arg-type]
-        vocabulary=VocabularyParams(mode, "p", verify_every),  # type: ignore[arg-type]
-    )
+    vocabulary = VocabularyParams(mode, "p", every)
+    return request_of(request_id, prompt, vocabulary=vocabulary, **{"max_tokens": 40, **sampling})
 
 
 def _drain(engine: Engine) -> list[Delta]:
@@ -87,7 +77,7 @@ def test_a_missed_id_joins_the_slice_and_is_not_missed_again() -> None:
     engine, _ = _engine(model, _profile(set(range(6, 24)), 24))
     engine.submit(request)
     deltas = _drain(engine)
-    assert [t for d in deltas for t in d.token_ids] == _truth(model, request)
+    assert ids_of(deltas) == _truth(model, request)
     counts = [d.vocabulary for d in deltas if d.vocabulary]
     missed = {t for d in deltas for t in d.token_ids} - set(range(6, 24)) - {1, 3, 5}
     assert sum(v.num_missed for v in counts) <= len(missed)
@@ -209,7 +199,7 @@ def test_ids_above_any_bound_of_a_smaller_vocabulary_are_drawn() -> None:
     engine, _ = _engine(model, _profile(high, vocab))
     prompt = (140_000, 5)
     engine.submit(_request(prompt, "slice", 0, max_tokens=30, temperature=1.0, seed=1))
-    got = [t for d in _drain(engine) for t in d.token_ids]
+    got = ids_of(_drain(engine))
     assert set(got) <= high | set(prompt) | set(EOS)
     assert {128_000, 131_072, vocab - 1, 140_000} <= set(got)
 
@@ -346,6 +336,6 @@ def test_the_full_head_takes_over_and_the_text_stays() -> None:
     request = _request((3, 5), "exact", 0, max_tokens=120)
     engine.submit(request)
     deltas = _drain(engine)
-    assert [t for d in deltas for t in d.token_ids] == _truth(model, request)
+    assert ids_of(deltas) == _truth(model, request)
     last = [d.vocabulary for d in deltas if d.vocabulary][-10:]
     assert all(v.num_full_steps == 1 and v.num_slice_steps == 0 for v in last)

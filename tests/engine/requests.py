@@ -1,0 +1,42 @@
+"""Requests in few words, and what an engine tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from server.engine.engine import Engine
+from server.types import Delta, Request, SamplingParams
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+
+
+def request_of(name: str, prompt: Sequence[int] = (3, 4, 5), **given: Any) -> Request:
+    """A greedy request of 8 tokens. given: fields of it and of its sampling."""
+    sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    sampling |= {key: given.pop(key) for key in _SAMPLING & given.keys()}
+    return Request(name, given.pop("task", "task"), "fake", tuple(prompt),
+                   SamplingParams(**sampling), **given)  # fmt: skip
+
+
+def finish(engine: Engine, *requests: Request, max_steps: int = 1000) -> dict[str, list[Delta]]:
+    """Submit and step until nothing is open: all Deltas, by request. The engine's state is checked
+    after every step."""
+    for request in requests:
+        engine.submit(request)
+    told: dict[str, list[Delta]] = {}
+    for _ in range(max_steps):
+        for delta in engine.take_deltas() if not engine.has_work else engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+        engine.check()
+        if not engine.has_work:
+            engine.tend()
+            engine.check()
+            return told
+    raise AssertionError("the engine makes no progress")
+
+
+def ids_of(deltas: Sequence[Delta]) -> list[int]:
+    """The tokens of one choice."""
+    return [token for delta in deltas for token in delta.token_ids]
