@@ -17,7 +17,8 @@ from server.engine.batch import Drawn
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
-from server.types import ModelInfo, Request, SamplingParams, SpeculationParams
+from server.types import ModelInfo, SpeculationParams
+from tests.engine.requests import request_of
 from tests.profiles import examples
 
 VOCAB = 50
@@ -152,11 +153,8 @@ def test_a_published_drafter_learns_from_the_nodes_that_were_verified() -> None:
     engine.gain.choose = lambda seats, start, *_: np.minimum(  # type: ignore[method-assign]
         np.diff(start).astype(np.int64), 2
     )
-    prompt = tuple(i % 7 + 1 for i in range(20))
-    engine.submit(
-        Request("r", "task", "fake", prompt, SamplingParams(temperature=0.0, max_tokens=31),
-                SpeculationParams("prompt", 10))
-    )  # fmt: skip
+    prompt, drafts = [i % 7 + 1 for i in range(20)], SpeculationParams("prompt", 10)
+    engine.submit(request_of("r", prompt, max_tokens=31, speculation=drafts))
     known: Any = drafter
     before, drafted, accepted = known.calibration.counts()["offers"].sum(axis=1), 0, 0
     while engine.has_work:
@@ -173,10 +171,8 @@ def test_auto_hears_how_many_nodes_of_its_two_trees_were_verified() -> None:
     corpus = build_corpus([([], [i % 7 + 1 for i in range(30)])] * 4, fingerprint="")
     drafter = AutoDrafter(corpus=corpus)
     engine = Engine(Copies(), {"auto": drafter}, EngineSettings(max_num_seqs=4))
-    engine.submit(
-        Request("r", "task", "fake", (9, 8), SamplingParams(temperature=0.0, max_tokens=31),
-                SpeculationParams("auto", 4))
-    )  # fmt: skip
+    drafts = SpeculationParams("auto", 4)
+    engine.submit(request_of("r", (9, 8), max_tokens=31, speculation=drafts))
     num_drafts = 0
     while engine.has_work:
         num_drafts += sum(delta.counts.num_drafts for delta in engine.step())

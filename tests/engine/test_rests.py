@@ -14,11 +14,10 @@ from drafters import make_drafter as make_any
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
-from server.types import Request, SamplingParams, SpeculationParams, StepCounts
+from server.types import SpeculationParams, StepCounts
+from tests.engine.requests import request_of
 from tests.engine.scenarios import make_drafter, make_engine, random_workload
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-
-PLAIN = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
@@ -28,7 +27,8 @@ def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int
     work.num_blocks, work.max_model_len, work.drafter = 400, 96, "oracle"
     spec = SpeculationParams("oracle", 4)
     work.requests = [
-        (0, Request(str(i), "task", "fake", (3 + i, 4, 5), PLAIN, spec), None) for i in range(8)
+        (0, request_of(str(i), (3 + i, 4, 5), max_tokens=40, speculation=spec), None)
+        for i in range(8)
     ]
     work.settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_draft_rows=64)
     engine, _ = make_engine(work, make_drafter(work, work.expected()))
@@ -84,8 +84,8 @@ def test_steps_of_a_rest_are_booked_before_its_choices_leave() -> None:
     ended = 0
     for i in range(12):
         left.clear()
-        sampling = SamplingParams(temperature=1.0, max_tokens=200, seed=i)
-        engine.submit(Request("r", "task", "fake", (3, 4), sampling, SpeculationParams("auto", 8)))
+        sampling = {"temperature": 1.0, "max_tokens": 200, "seed": i, "ignore_eos": False}
+        engine.submit(request_of("r", (3, 4), speculation=SpeculationParams("auto", 8), **sampling))
         while engine.has_work:
             ended += sum(delta.finish_reason == "stop" for delta in engine.step())
         engine.tend()
@@ -104,9 +104,7 @@ def test_a_text_is_asked_for_in_the_step_behind_its_first_repeat(seed: int) -> N
     # In the time of the table alone.
     engine.gain.cost.observe = lambda *arguments: None  # type: ignore
     engine.gain.host.observe = lambda *arguments: None  # type: ignore
-    sampling = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    speculation = SpeculationParams("auto", 8)
-    engine.submit(Request("r", "task", "fake", (3, 4, 5), sampling, speculation))
+    engine.submit(request_of("r", max_tokens=200, speculation=SpeculationParams("auto", 8)))
     text, behind, pairs = [3, 4, 5], list[str](), dict[tuple[int, int], int]()
     while engine.has_work and not behind:
         for delta in engine.step():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ from server.engine.engine import Engine
 from server.engine.figures import by_name
 from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
-from server.types import Delta, Request, SamplingParams, SpeculationParams
+from server.types import Delta, Request, SpeculationParams
 from server.wiring.drafter import make_task_drafter
+from tests.engine.requests import ids_of, request_of
 from tests.engine.scenarios import open_choices
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -52,12 +53,13 @@ def _engine(folder: Path | None, **memory: Any) -> Engine:
 LEARN = SpeculationParams("auto", 5, learn_tokens=LEARN_TOKENS, persists=True)
 
 
-def _request(i: int | str, prompt: list[int], **fields: Any) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    return Request(
-        str(i), fields.pop("task", "task"), "fake", tuple(prompt),
-        fields.pop("sampling", sampling), **{"speculation": LEARN, **fields},
-    )  # fmt: skip
+def _request(name: str, prompt: Sequence[int], **fields: Any) -> Request:
+    return request_of(name, prompt, **{"max_tokens": 10, "speculation": LEARN, **fields})
+
+
+def _wave(name: str, num: int, **fields: Any) -> list[Request]:
+    """Requests for so many prompts, always the same."""
+    return [_request(f"{name}{i}", [2, 3 + i], **fields) for i in range(num)]
 
 
 def _run(engine: Engine, requests: list[Request]) -> dict[str, list[Delta]]:
@@ -71,10 +73,6 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, list[Delta]]:
         told.setdefault(delta.request_id, []).append(delta)
     engine.tend()
     return told
-
-
-def _ids(deltas: list[Delta]) -> list[int]:
-    return [i for delta in deltas for i in delta.token_ids]
 
 
 def _tokens_per_step(told: dict[str, list[Delta]]) -> float:
@@ -134,7 +132,7 @@ def test_a_thousand_requests_of_a_task_that_learns(tmp_path: Path, start: Start)
             _request(
                 f"{batch}-{i}",
                 [NEVER if i % 10 == 0 else 2, rng.randrange(2, 59)],
-                sampling=SamplingParams(temperature=0.0, max_tokens=4 + i % 4, ignore_eos=True),
+                max_tokens=4 + i % 4,
                 speculation=outputs_alone,
             )
             for i in range(100)
@@ -182,9 +180,9 @@ def test_aborted_failed_and_half_aborted_requests_teach_nothing(
     engine.submit(_request("aborted", [2, 3], speculation=slow))
     engine.submit(_request("half", [4, 5], num_choices=3, speculation=slow))
     engine.submit(_request("done", [6, 7], num_choices=2))
-    engine.submit(_request("empty", [8, 9], sampling=SamplingParams(max_tokens=0)))
-    never = SamplingParams(allowed_token_ids=(3,), logit_bias=((3, -100.0),))
-    engine.submit(_request("failed", [10, 11], sampling=never))
+    engine.submit(_request("empty", [8, 9], max_tokens=0))
+    never = {"allowed_token_ids": (3,), "logit_bias": ((3, -100.0),)}
+    engine.submit(_request("failed", [10, 11], **never))
     steps = 0
     while engine.has_work:
         engine.step()
@@ -206,9 +204,10 @@ def test_learning_changes_no_text(tmp_path: Path, start: Start) -> None:
             _request(
                 f"{turn}-{i}",
                 [2, 3 + i % 10],
-                sampling=SamplingParams(
-                    temperature=0.8 * (i // 10), max_tokens=12, seed=i, num_logprobs=1
-                ),
+                temperature=0.8 * (i // 10),
+                seed=i,
+                num_logprobs=1,
+                ignore_eos=False,
             )
             for i in range(20)
         ]
@@ -216,7 +215,7 @@ def test_learning_changes_no_text(tmp_path: Path, start: Start) -> None:
         off = _run(plain, [replace(r, speculation=SpeculationParams()) for r in wave])
         for request in wave:
             got, want = told[request.request_id], off[request.request_id]
-            assert _ids(got) == _ids(want)
+            assert ids_of(got) == ids_of(want)
             assert [x for d in got for x in d.logprobs] == [x for d in want for x in d.logprobs]
             assert got[-1].finish_reason == want[-1].finish_reason
         _memory(learning).wait()
@@ -226,8 +225,7 @@ def test_learning_changes_no_text(tmp_path: Path, start: Start) -> None:
 
 def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, start: Start) -> None:
     first = start(tmp_path)
-    prompts = [[2, 3 + i] for i in range(40)]
-    cold = _tokens_per_step(_run(first, [_request(i, p) for i, p in enumerate(prompts)]))
+    cold = _tokens_per_step(_run(first, _wave("", 40)))
     drafter = first.drafters.resolve("task", LEARN)
     evidence = drafter.trust.evidence.copy()  # type: ignore[union-attr]
     assert evidence.sum() > 0
@@ -249,7 +247,7 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     assert len(told["calibration"]) == len(report["calibration"]) > 0
     _run(second, [_request("open", [2, 3])])  # what is on disk is read when it is first needed
     _memory(second).wait()
-    warm = _tokens_per_step(_run(second, [_request(f"w{i}", p) for i, p in enumerate(prompts)]))
+    warm = _tokens_per_step(_run(second, _wave("w", 40)))
     assert warm > 1.5 * cold
     second.close()
 
@@ -257,34 +255,27 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     for path in tmp_path.glob("*"):
         path.write_bytes(path.read_bytes()[:50])
     third = start(tmp_path)
-    told_third = _run(third, [_request(f"t{i}", p) for i, p in enumerate(prompts)])
+    told_third = _run(third, _wave("t", 40))
     assert _tokens_per_step(told_third) == pytest.approx(cold, rel=0.2)
 
 
 def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start) -> None:
     in_memory = replace(LEARN, persists=False)
-    prompts = [[2, 3 + i] for i in range(40)]
-
-    def run(engine: Engine, name: str) -> float:
-        requests = [
-            replace(_request(f"{name}{i}", p), speculation=in_memory) for i, p in enumerate(prompts)
-        ]
-        return _tokens_per_step(_run(engine, requests))
-
     first = start(tmp_path)
-    cold = run(first, "cold")
+    cold = _tokens_per_step(_run(first, _wave("cold", 40, speculation=in_memory)))
     _memory(first).wait()
-    assert run(first, "warm") > 1.5 * cold
+    warm = _tokens_per_step(_run(first, _wave("warm", 40, speculation=in_memory)))
+    assert warm > 1.5 * cold
     first.close()
     assert list(tmp_path.glob("calibration-*")) and not list(tmp_path.glob("learned-*"))
 
     # A file that a task wrote while it said `persist` is not read by one that does not.
     written = start(tmp_path)
-    _run(written, [_request(f"p{i}", p) for i, p in enumerate(prompts)])
+    _run(written, _wave("p", 40))
     written.close()
     assert list(tmp_path.glob("learned-*"))
     second = start(tmp_path)
-    _run(second, [replace(_request("open", [2, 3]), speculation=in_memory)])
+    _run(second, [_request("open", [2, 3], speculation=in_memory)])
     _memory(second).wait()
     assert {task: held for task, held, _ in _memory(second).sizes()}["task"] <= 16
 
@@ -292,13 +283,11 @@ def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start
 def test_tenants_and_salts_share_nothing(tmp_path: Path, start: Start) -> None:
     engine = start(tmp_path)
     memory = _memory(engine)
-    prompts = [[2, 3 + i] for i in range(20)]
 
     def rate(name: str, **fields: Any) -> float:
         rates = []
         for turn in range(2):
-            wave = [_request(f"{name}-{turn}-{i}", p, **fields) for i, p in enumerate(prompts)]
-            rates.append(_tokens_per_step(_run(engine, wave)))
+            rates.append(_tokens_per_step(_run(engine, _wave(f"{name}-{turn}-", 20, **fields))))
             memory.wait()
         return rates[0]
 
@@ -345,11 +334,7 @@ def test_likely_ids_are_kept_per_task_and_scope(start: Start) -> None:
 def test_calibration_is_kept_per_scope_and_told_as_a_sum(tmp_path: Path, start: Start) -> None:
     first = start(tmp_path)
     for tenant, salt, num in (("a", "", 30), ("b", "", 10), ("a", "salt", 5)):
-        wave = [
-            _request(f"{tenant}{salt}{i}", [2, 3 + i], tenant=tenant, cache_salt=salt)
-            for i in range(num)
-        ]
-        _run(first, wave)
+        _run(first, _wave(f"{tenant}{salt}", num, tenant=tenant, cache_salt=salt))
 
     def evidence(engine: Engine, scope: str) -> float:
         drafter = engine.drafters.resolve("task", replace(LEARN, scope=scope))
@@ -383,7 +368,7 @@ def test_scopes_in_memory_are_bounded_and_come_back_from_disk(tmp_path: Path, st
     engine = start(tmp_path, max_scopes=3)
     memory = _memory(engine)
     for i in range(8):
-        _run(engine, [_request(f"{i}-{k}", [2, 3 + k], tenant=f"t{i}") for k in range(10)])
+        _run(engine, _wave(f"{i}-", 10, tenant=f"t{i}"))
         memory.wait()
         engine.tend()
         assert memory.report("task", None)["num_learned_scopes"] <= 3
@@ -397,8 +382,7 @@ def test_scopes_in_memory_are_bounded_and_come_back_from_disk(tmp_path: Path, st
 def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) -> None:
     engine = start(tmp_path, save_every_s=0.0)
     memory = _memory(engine)
-    prompts = [[2, 3 + i] for i in range(20)]
-    cold = _tokens_per_step(_run(engine, [_request(i, p) for i, p in enumerate(prompts)]))
+    cold = _tokens_per_step(_run(engine, _wave("", 20)))
     _run(engine, [_request("kept", [5, 6], task="kept")])
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 2
@@ -407,13 +391,13 @@ def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) 
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 1
     assert [name for name, *_ in memory.sizes() if name != "task"] == ["kept"]
-    told = _run(engine, [_request(f"n{i}", p) for i, p in enumerate(prompts)])
+    told = _run(engine, _wave("n", 20))
     assert _tokens_per_step(told) < 1.2 * cold
 
 
 def test_a_full_queue_drops_outputs_and_holds_nothing_up(start: Start) -> None:
     engine = start(None, max_queued=0)
-    _run(engine, [_request(i, [2, 3 + i]) for i in range(5)])
+    _run(engine, _wave("", 5))
     memory = _memory(engine)
     assert memory.num_dropped == 5
     memory.wait()
@@ -427,15 +411,14 @@ def test_a_reload_leaves_running_sequences_their_drafter(tmp_path: Path, start: 
     answer = list(range(20, 40))
     build_corpus([([], answer)] * 4, fingerprint="f", p_min=1).save(path)
     spec = SpeculationParams("auto", 8, corpus=str(path))
-    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    engine.submit(_request("old", [2, 3], speculation=spec, sampling=long))
+    engine.submit(_request("old", [2, 3], speculation=spec, max_tokens=40))
     engine.step()
     (sequence,) = open_choices(engine, "old")
     session = sequence.session
-    text = _ids(_run(_engine(None), [_request("w", [2, 3], sampling=long)])["w"])
+    text = ids_of(_run(start(None), [_request("w", [2, 3], max_tokens=40)])["w"])
     build_corpus([([], text)] * 4, fingerprint="f", p_min=1).save(path)
     engine.controls["drafters_reload"](None)
-    engine.submit(_request("new", [2, 3], speculation=spec, sampling=long))
+    engine.submit(_request("new", [2, 3], speculation=spec, max_tokens=40))
     told: dict[str, list[Delta]] = {}
     while engine.has_work:
         for choice in open_choices(engine, "old"):
@@ -447,7 +430,7 @@ def test_a_reload_leaves_running_sequences_their_drafter(tmp_path: Path, start: 
         for name, deltas in told.items()
     }
     assert accepted["new"] > 10 > accepted["old"]
-    assert _ids(told["new"]) == text
+    assert ids_of(told["new"]) == text
 
 
 @pytest.mark.parametrize("rests", [False, True])
