@@ -67,19 +67,34 @@ DELTA = Delta(
 )
 
 
+BARE = Request("r", "t", "m", (1,), SamplingParams())
+MESSAGES: dict[str, tuple[object, ...]] = {
+    "a request": ("submit", REQUEST),
+    "a request with nothing set": ("submit", BARE),
+    "a grammar": ("submit", replace(BARE, grammar=GrammarSpec("json_schema", "{}", " "))),
+    "Deltas": (
+        "deltas",
+        [
+            DELTA,
+            Delta("r", 0, (), error="e", error_code="c", finish_reason="error"),
+            DELTA._replace(stop_reason=7, vocabulary=VocabularyCounts(5, 1, verify_s=0.5)),
+            DELTA._replace(counts=StepCounts(expected_accepted=math.inf)),
+        ],
+    ),
+    "a model": ("ready", ModelInfo("m", 9, 8, (0, 1), 4, 16, "cpu", "float32", "f", 8, 64)),
+    "a stop": ("stop",),
+    "an abort": ("abort", "r"),
+    "a control": ("control", 3, "reload", {"task": "t", "ids": [1, 2]}),
+}
+
+
 def _there(*message: object) -> tuple[object, ...]:
     return channel.decode(channel.encode(message))
 
 
-def test_requests() -> None:
-    assert _there("submit", REQUEST) == ("submit", REQUEST)
-
-
-def test_a_request_with_nothing_set() -> None:
-    bare = Request("r", "t", "m", (1,), SamplingParams())
-    assert _there("submit", bare) == ("submit", bare)
-    grammar = replace(bare, grammar=GrammarSpec("json_schema", "{}", " "))
-    assert _there("submit", grammar) == ("submit", grammar)
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_what_is_sent_arrives(message: tuple[object, ...]) -> None:
+    assert _there(*message) == message
 
 
 def test_types_are_kept_to_the_last() -> None:
@@ -92,28 +107,11 @@ def test_types_are_kept_to_the_last() -> None:
     assert type(found.prompt_ids) is tuple and type(found.sampling.stop[0]) is bytes
 
 
-def test_deltas() -> None:
-    deltas = [DELTA, Delta("r", 0, (), error="e", error_code="c", finish_reason="error")]
-    deltas += [DELTA._replace(stop_reason=7, vocabulary=VocabularyCounts(5, 1, verify_s=0.5))]
-    deltas += [DELTA._replace(counts=StepCounts(expected_accepted=math.inf))]
-    assert _there("deltas", deltas) == ("deltas", deltas)
-    with pytest.raises(ValueError, match="zip"):
-        _there("deltas", deltas, None)
-
-
-def test_the_other_messages() -> None:
-    info = ModelInfo("m", 9, 8, (0, 1), 4, 16, "cpu", "float32", "f", 8, 64)
-    assert _there("ready", info) == ("ready", info)
-    assert _there("stop") == ("stop",)
-    assert _there("abort", "r") == ("abort", "r")
-    control = ("control", 3, "reload", {"task": "t", "ids": [1, 2]})
-    assert _there(*control) == control
-
-
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="prompt_ids"):
         _there("submit", replace(REQUEST, prompt_ids=("x",)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="zip"):
-        _there("submit")
+    for message in (("submit",), ("deltas", [DELTA], None)):
+        with pytest.raises(ValueError, match="zip"):
+            _there(*message)
     with pytest.raises(ValueError, match="unsupported"):
         channel.encode(("submit", object()))

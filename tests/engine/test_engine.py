@@ -23,7 +23,7 @@ from server.engine.step_times import CostTable
 from server.engine.stops import StopTable
 from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from tests.engine.requests import finish, ids_of, request_of
-from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter
+from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -496,12 +496,7 @@ def test_a_failed_move_forgets_the_cache_and_recomputes() -> None:
 
     def sideways(tokens: list[int], budget: int, depth: int) -> DraftTree:
         right = text[len(tokens)]
-        return DraftTree(
-            np.asarray([(right + 1) % 16, right], np.int32),
-            np.asarray([-1, -1], np.int32),
-            np.asarray([0.9, 0.9], np.float32),
-            np.zeros(2, np.uint8),
-        )
+        return tree_of([(right + 1) % 16, right], [-1, -1], 0.9)
 
     engine, runner = _engine(drafters={"d": FakeDrafter(sideways)})
     move_slots, failures = runner.move_slots, [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,13 +76,7 @@ class FakeDrafter:
         self.propose_from = propose_from
         self.sessions: list[FakeSession] = []
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> FakeSession:
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> FakeSession:
         session = FakeSession(prompt_ids, self.propose_from)
         self.sessions.append(session)
         return session
@@ -90,6 +85,21 @@ class FakeDrafter:
     def num_open(self) -> int:
         """Sessions that were never closed."""
         return sum(not s.is_closed for s in self.sessions)
+
+
+def tree_of(
+    ids: Sequence[int],
+    parents: Sequence[int],
+    survival: float | Sequence[float],
+    source: int | Sequence[int] = 0,
+) -> DraftTree:
+    """A tree, right or wrong. survival, source: of each node, or of all."""
+    return DraftTree(
+        np.asarray(ids, np.int32),
+        np.asarray(parents, np.int32),
+        np.full(len(ids), survival, np.float32),
+        np.full(len(ids), source, np.uint8),
+    )
 
 
 def random_tree(
@@ -112,12 +122,7 @@ def random_tree(
         parents.append(parent)
         depths.append(depth)
         survival.append((1.0 if parent < 0 else survival[parent]) * rng.random())
-    return DraftTree(
-        np.asarray(tokens, np.int32),
-        np.asarray(parents, np.int32),
-        np.asarray(survival, np.float32),
-        np.asarray([rng.randint(0, 1) for _ in tokens], np.uint8),
-    )
+    return tree_of(tokens, parents, survival, [rng.randint(0, 1) for _ in tokens])
 
 
 def random_drafter(seed: int, vocab_size: int, alphabet: int = 0) -> FakeDrafter:
@@ -148,12 +153,7 @@ def oracle_drafter(texts: Sequence[Sequence[int]]) -> FakeDrafter:
                     ids.append(token)
                     parents.append(parent)
                 parent = node
-        return DraftTree(
-            np.asarray(ids, np.int32),
-            np.asarray(parents, np.int32),
-            np.full(len(ids), 0.9, np.float32),
-            np.zeros(len(ids), np.uint8),
-        )
+        return tree_of(ids, parents, 0.9)
 
     return FakeDrafter(propose)
 
@@ -179,12 +179,7 @@ def liar_drafter(seed: int, texts: Sequence[Sequence[int]], vocab_size: int) -> 
             ids.append(token)
             parents.append(parent)
             parent = len(ids) - 1
-        return DraftTree(
-            np.asarray(ids, np.int32),
-            np.asarray(parents, np.int32),
-            np.full(len(ids), 0.99, np.float32),
-            np.zeros(len(ids), np.uint8),
-        )
+        return tree_of(ids, parents, 0.99)
 
     return FakeDrafter(propose)
 
@@ -200,11 +195,7 @@ def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
         if kind == 1:
             return DraftTree.chain([vocab_size + 3])
         if kind == 2:
-            return DraftTree(
-                np.asarray([1, 2], np.int32),
-                np.asarray([1, -1], np.int32),
-                np.asarray([0.5, 0.5], np.float32),
-            )
+            return tree_of([1, 2], [1, -1], 0.5)
         if kind == 3:
             return DraftTree.chain([1], [float("nan")])
         return random_tree(rng, vocab_size, budget, max_depth)
@@ -303,13 +294,7 @@ class LikelyDrafter(FakeDrafter):
         super().__init__(lambda tokens, budget, max_depth: DraftTree.empty())
         self._model = model
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> LikelySession:
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> LikelySession:
         session = LikelySession(prompt_ids, self._model)
         self.sessions.append(session)
         return session
