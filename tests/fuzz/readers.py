@@ -30,24 +30,35 @@ from tests.fuzz.mutations import FLOATS, NUMBERS, TEXTS, mutate_bytes, mutate_js
 PROMPT = [7, 7, 23, 8]
 
 
+def _written(*writes: Callable[[Path], object]) -> list[bytes]:
+    """What each of these writes to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(i) for i in range(len(writes))]
+        for write, file in zip(writes, files, strict=True):
+            write(file)
+        return [file.read_bytes() for file in files]
+
+
+def _read_once(found: list[bytes], read: Callable[[bytes, Path], None]) -> list[bytes]:
+    """These, read: what that imports or compiles is there before the forks."""
+    for data in found:
+        with tempfile.TemporaryDirectory() as folder:
+            read(data, Path(folder))
+    return found
+
+
 @functools.cache
 def _corpus_files() -> Sequence[bytes]:
     from drafters.auto.held_out import build_calibrated
     from drafters.corpus import build_corpus
 
     examples = [([7, 7, n, 8], [1, 2, n % 32, 3, n % 5, 0]) for n in range(20, 90)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "corpus"
-        found = []
-        for corpus in (
-            build_corpus(examples, fingerprint="f", p_min=1),
-            build_calibrated(examples * 3, fingerprint="f"),
-            build_corpus([([], [1, 2])], fingerprint="f"),
-        ):
-            corpus.save(file)
-            found.append(file.read_bytes())
-        _use_corpus(found[0], Path(folder))  # compiled before the forks
-        return found
+    corpora = (
+        build_corpus(examples, fingerprint="f", p_min=1),
+        build_calibrated(examples * 3, fingerprint="f"),
+        build_corpus([([], [1, 2])], fingerprint="f"),
+    )
+    return _read_once(_written(*(corpus.save for corpus in corpora)), _use_corpus)
 
 
 def _use_corpus(data: bytes, folder: Path) -> None:
@@ -82,11 +93,10 @@ def _learned_files() -> Sequence[bytes]:
     shared = SharedFile(
         segment_of(examples, 1000, 7), {("auto", "c"): counts}, {"max_tokens": 100, "corpus": ""}
     )
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("learned", "shared")]
-        outputs.save(files[0], fingerprint="f", scope="s")
-        save_shared(files[1], shared, fingerprint="f", scope="s")
-        return [file.read_bytes() for file in files]
+    own = {"fingerprint": "f", "scope": "s"}
+    return _written(
+        lambda file: outputs.save(file, **own), lambda file: save_shared(file, shared, **own)
+    )
 
 
 def _use_learned(data: bytes, folder: Path) -> None:
@@ -105,11 +115,8 @@ def _bigram_files() -> Sequence[bytes]:
     from drafters.published.grammys import BigramTable
 
     ids = np.arange(200, dtype=np.int32).reshape(50, 4) % 50
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bigrams"
-        BigramTable("f", ids, np.full((50, 4), 0.2, np.float32)).save(file)
-        _use_bigrams(file.read_bytes(), Path(folder))
-        return [file.read_bytes()]
+    table = BigramTable("f", ids, np.full((50, 4), 0.2, np.float32))
+    return _read_once(_written(table.save), _use_bigrams)
 
 
 def _use_bigrams(data: bytes, folder: Path) -> None:
@@ -125,10 +132,7 @@ def _use_bigrams(data: bytes, folder: Path) -> None:
 def _prior_files() -> Sequence[bytes]:
     from tests.fakes.fake_drafters import random_prior
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "prior"
-        random_prior(50).save(file)
-        return [file.read_bytes()]
+    return _written(random_prior(50).save)
 
 
 def _use_prior(data: bytes, folder: Path) -> None:
@@ -296,17 +300,12 @@ def mutate_gguf(chance: random.Random, data: bytes) -> bytes:
 def _gguf_files() -> Sequence[bytes]:
     from tests.model.gguf_models import MODELS, write
 
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("llama", "qwen3", "gemma3_text", "phi3", "lfm2", "olmo3", "granite"):
-            file = Path(folder) / f"{name}.gguf"
-            write(MODELS[name], MODELS[name].build(), file, "Q8_0")
-            found.append(file.read_bytes())
-    found.append(_with_sentencepiece(found[0]))
-    for data in found:
-        with tempfile.TemporaryDirectory() as folder:
-            _use_gguf(data, Path(folder))  # what is imported at first use, before the forks
-    return found
+    def writes(name: str) -> Callable[[Path], None]:
+        return lambda file: write(MODELS[name], MODELS[name].build(), file, "Q8_0")
+
+    names = ("llama", "qwen3", "gemma3_text", "phi3", "lfm2", "olmo3", "granite")
+    found = _written(*map(writes, names))
+    return _read_once([*found, _with_sentencepiece(found[0])], _use_gguf)
 
 
 def _with_sentencepiece(data: bytes) -> bytes:
@@ -358,8 +357,7 @@ def _folders() -> Sequence[bytes]:
         with tempfile.TemporaryDirectory() as folder:
             save_tiny(Path(folder), family)
             found.append(_packed(Path(folder)))
-            _use_folder(found[-1], Path(folder))
-    return found
+    return _read_once(found, _use_folder)
 
 
 def _packed(folder: Path) -> bytes:
@@ -409,28 +407,11 @@ def _mutate_safetensors(chance: random.Random, data: bytes) -> bytes:
 
 
 _OFFSETS: tuple[Any, ...] = (
-    [0, 0],
-    [8, 4],
-    [-4, 4],
-    [0, 1 << 63],
-    [0, 4.0],
-    ["0", "4"],
-    [0],
-    [],
-    None,
-)
+    [0, 0], [8, 4], [-4, 4], [0, 1 << 63], [0, 4.0], ["0", "4"], [0], [], None,
+)  # fmt: skip
 _SHAPES: tuple[Any, ...] = (
-    [],
-    [0],
-    [-1, -1],
-    [1 << 63],
-    [1 << 32, 1 << 32],
-    [1.5, 2],
-    ["3"],
-    [[2], [2]],
-    None,
-    7,
-)
+    [], [0], [-1, -1], [1 << 63], [1 << 32, 1 << 32], [1.5, 2], ["3"], [[2], [2]], None, 7,
+)  # fmt: skip
 _DTYPES: tuple[Any, ...] = ("F64", "BF16", "I8", "U64", "BOOL", "F8_E4M3", "f32", "", 32, None)
 _BEFORE = (b" ", b"\xef\xbb\xbf", b"\x00", b"[" * 99_999, b'{"a":' * 9_999, b"\xff\xfe")
 
@@ -488,8 +469,7 @@ def _adapters() -> Sequence[bytes]:
                 if not file.name.startswith(("adapter_", "enrichment")):
                     file.unlink()
             found.append(_packed(Path(folder)))
-            _use_adapter(found[-1], Path(folder))
-    return found
+    return _read_once(found, _use_adapter)
 
 
 def _use_adapter(data: bytes, folder: Path) -> None:
@@ -544,9 +524,7 @@ def _kept_files() -> Sequence[bytes]:
         profile.save(place / "profile")
         (place / "manifest").write_bytes(manifest.encode())
         found = [f.name.encode() + b"\0" + f.read_bytes() for f in sorted(place.iterdir())]
-        for data in found:
-            _use_kept(data, place)
-        return found
+    return _read_once(found, _use_kept)
 
 
 def _use_kept(data: bytes, folder: Path) -> None:
