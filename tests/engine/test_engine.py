@@ -10,7 +10,6 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from drafters.tree import DraftTree
@@ -25,8 +24,6 @@ from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from tests.engine.requests import finish, ids_of, request_of
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-from vocab_store.profile import VocabProfile
-from vocab_store.slice import RequiredIds, VocabSlice
 
 MODEL = FakeModel(16, seed=5)
 
@@ -424,29 +421,6 @@ def test_factories_are_called_with_options_and_kept_by_them() -> None:
     engine.submit(request_of("a", speculation=replace(one, options=(("n", -1),))))
     (delta,) = engine.take_deltas()
     assert delta.error == "n must be positive"
-
-
-def test_unverified_tokens_are_neither_released_nor_published() -> None:
-    everything = VocabSlice.make(list(range(16)), RequiredIds.of(16, eos_ids=(1,)))
-    none = np.empty(0, np.int32)
-    profile = VocabProfile(everything, none, none.astype(np.float32))
-    info = fake_info(max_model_len=64, num_blocks=32)
-    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, may_use_full_head=False)
-    engine = Engine(FakeRunner(MODEL, info), {}, settings, profiles=lambda name: profile)
-    engine.submit(
-        request_of(
-            "a", range(2, 14), max_tokens=20,
-            vocabulary=VocabularyParams("exact", "p", verify_every=64),
-        )
-    )  # fmt: skip
-    (first,) = engine.step()  # the first token comes from the full head
-    assert len(first.token_ids) == 1
-    for _ in range(18):
-        assert engine.step() == []
-        engine.check()
-        assert engine.pool.num_cached == 3, "the prompt's, whose last token is verified now"
-    (delta,) = engine.step()
-    assert len(delta.token_ids) == 19 and delta.finish_reason == "length"
 
 
 # -- failures ----------------------------------------------------------------------------------

@@ -281,6 +281,8 @@ def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start
 
 
 def test_tenants_and_salts_share_nothing(tmp_path: Path, start: Start) -> None:
+    """Neither outputs nor what the model held likely; nor is there anything of requests that do not
+    learn."""
     engine = start(tmp_path)
     memory = _memory(engine)
 
@@ -296,39 +298,11 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, start: Start) -> None:
     assert rate("b", tenant="b") < 1.2 * cold
     assert rate("salted", tenant="a", cache_salt="x") < 1.2 * cold
     assert rate("other", tenant="a", task="other") < 1.2 * cold
+    rate("forgetful", tenant="d", speculation=SpeculationParams("auto", 5))
+    assert rate("learns", tenant="d") < 1.2 * cold
     assert len(memory.sizes()) == 2
     names = [path.name for path in _all_files(engine, tmp_path)]
-    assert len([n for n in names if n.startswith("learned-")]) == 4
-
-
-def test_likely_ids_are_kept_per_task_and_scope(start: Start) -> None:
-    """What the model held likely in one key's requests is nowhere else, outlives a new layer, and
-    is forgotten when it is asked for; a request that does not learn keeps its own."""
-    engine = start(None)
-    memory = _memory(engine)
-    scopes = {}
-    for name, fields in (("a", {"tenant": "a"}), ("salted", {"tenant": "a", "cache_salt": "x"})):
-        request = _request(name, [2, 3, 5], **fields)
-        _run(engine, [request])
-        scopes[name] = request.scope
-    own = memory.seen("task", scopes["a"]).likely
-    assert np.count_nonzero(own.keys) > 5
-    assert own is not memory.seen("task", scopes["salted"]).likely
-    held = np.count_nonzero(own.keys)
-    _run(engine, [_request("b", [2, 9, 40], tenant="b")])
-    _run(engine, [_request("c", [2, 9, 40], tenant="a", task="other")])
-    off = SpeculationParams("auto", 5)
-    _run(engine, [_request("d", [2, 9, 40], tenant="a", speculation=off)])
-    assert np.count_nonzero(own.keys) == held
-    memory.wait()
-    _run(engine, [_request("e", [7, 9, 41], tenant="a")])
-    assert memory.seen("task", scopes["a"]).likely is own and np.count_nonzero(own.keys) > held
-    # So are its last outputs: of this key and salt, of tasks that learn.
-    recent = memory.seen("task", scopes["a"]).recent
-    assert len(recent) == 2 and len(memory.seen("task", scopes["salted"]).recent) == 1
-    engine.controls["task_forget"]({"task": "task"})
-    assert not memory.seen("task", scopes["a"]).likely.keys.any()
-    assert not len(memory.seen("task", scopes["a"]).recent)
+    assert len([n for n in names if n.startswith("learned-")]) == 5
 
 
 def test_calibration_is_kept_per_scope_and_told_as_a_sum(tmp_path: Path, start: Start) -> None:

@@ -118,12 +118,16 @@ def test_beside_a_full_head_exact_draws_from_it_once_nothing_waits() -> None:
     assert got == _truth(model, _request((3, 5), "exact", 4, max_tokens=16))
 
 
-def test_text_is_released_at_verification_only() -> None:
-    """The first token at once, then N tokens at a time, then what is left at the end."""
-    model = FakeModel(24, seed=2)
-    engine, _ = _engine(model, _profile(set(range(24)), 24))
-    engine.submit(_request((3, 5), "exact", 5, max_tokens=14))
-    assert [len(d.token_ids) for d in _drain(engine)] == [1, 5, 5, 3]
+def test_text_is_released_and_published_at_verification_only() -> None:
+    """The first token at once, then N tokens at a time, then what is left at the end; no block of
+    the prefix cache holds a token that still may be taken back."""
+    engine, _ = _engine(FakeModel(24, seed=2), _profile(set(range(24)), 24))
+    engine.submit(_request(tuple(range(2, 10)), "exact", 5, max_tokens=14))
+    released: list[int] = []
+    while engine.has_work:
+        released += [len(delta.token_ids) for delta in engine.step()]
+        assert engine.pool.num_cached <= (8 + sum(released)) // engine.info.block_size
+    assert released == [1, 5, 5, 3] and engine.pool.num_cached == 5
 
 
 def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
