@@ -114,6 +114,10 @@ class Workload:
     profiles: dict[str, VocabProfile] = field(default_factory=dict)
     models: dict[str, FakeModel] = field(default_factory=dict)  # of adapters, by their names
 
+    def change(self, how: Callable[[Request], Request]) -> None:
+        """Put what this makes of each request in its place."""
+        self.requests = [(at, how(request), abort) for at, request, abort in self.requests]
+
     def model_of(self, request: Request) -> FakeModel:
         """That of its adapter."""
         return self.models.get(request.adapter, self.model)
@@ -262,19 +266,12 @@ def with_slices(
         made = VocabSlice.make(sorted(ids), required)
         fill = np.asarray(sorted(set(range(vocab)) - ids), np.int32)
         work.profiles[name] = VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
-    work.requests = [
-        (
-            at,
-            replace(
-                request,
-                vocabulary=VocabularyParams(
-                    rng.choice(modes), rng.choice("ab"), rng.choice((0, 1, 2, 3, 5, 9))
-                ),
-            ),
-            abort,
-        )
-        for at, request, abort in work.requests
-    ]
+
+    def sliced(request: Request) -> Request:
+        mode, name, every = rng.choice(modes), rng.choice("ab"), rng.choice((0, 1, 2, 3, 5, 9))
+        return replace(request, vocabulary=VocabularyParams(mode, name, every))
+
+    work.change(sliced)
     work.settings = replace(
         work.settings,
         slice_cache_rows=rng.choice((0, 2, 5, 100)),
@@ -285,22 +282,10 @@ def with_slices(
 
 def without_drafts(work: Workload) -> Workload:
     """The workload without drafts and penalties: many of its steps are like the one before."""
+    none = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    off = SpeculationParams("off", 0)
     work.drafter = "off"
-    work.requests = [
-        (
-            at,
-            replace(
-                request,
-                speculation=SpeculationParams("off", 0),
-                sampling=replace(
-                    request.sampling,
-                    presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
-                ),
-            ),
-            abort,
-        )
-        for at, request, abort in work.requests
-    ]  # fmt: skip
+    work.change(lambda r: replace(r, speculation=off, sampling=replace(r.sampling, **none)))
     return work
 
 
@@ -308,10 +293,7 @@ def verifying_every(work: Workload, rng: Random, every: int) -> Workload:
     """The workload in mode "exact", its tokens waiting `every` at a time for the full head, with
     slices so small that many are wrong: the sequences roll back at random places."""
     work = with_slices(work, rng, ("exact",), shares=(0.0, 0.1, 0.3))
-    work.requests = [
-        (at, replace(r, vocabulary=replace(r.vocabulary, verify_every=every)), abort)
-        for at, r, abort in work.requests
-    ]
+    work.change(lambda r: replace(r, vocabulary=replace(r.vocabulary, verify_every=every)))
     work.settings = replace(work.settings, may_use_full_head=False)
     return work
 
@@ -319,10 +301,9 @@ def verifying_every(work: Workload, rng: Random, every: int) -> Workload:
 def with_own_logits(work: Workload, rng: Random) -> Workload:
     """The workload drafted by `auto`, from its own text and from what the model held likely."""
     work.drafter = "auto"
-    work.requests = [
-        (at, replace(r, speculation=SpeculationParams("auto", rng.choice((1, 3, 8, 20)))), abort)
-        for at, r, abort in work.requests
-    ]
+    work.change(
+        lambda r: replace(r, speculation=SpeculationParams("auto", rng.choice((1, 3, 8, 20))))
+    )
     return work
 
 

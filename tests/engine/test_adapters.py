@@ -68,18 +68,12 @@ def with_adapters(rng: Random, work: Workload) -> Adapters:
     work.special_ids = (1,)
     if work.drafter not in ("off", "oracle", "liar"):
         work.drafter = "random"
-    work.requests = [
-        (
-            at,
-            replace(
-                request,
-                adapter=rng.choice(("", *work.models)),
-                speculation=replace(request.speculation, drafter=work.drafter),
-            ),
-            abort,
-        )
-        for at, request, abort in work.requests
-    ]
+
+    def of_one(request: Request) -> Request:
+        drafts = replace(request.speculation, drafter=work.drafter)
+        return replace(request, adapter=rng.choice(("", *work.models)), speculation=drafts)
+
+    work.change(of_one)
     return Adapters(work.models, work.token_bytes)
 
 

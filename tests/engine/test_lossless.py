@@ -12,7 +12,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from server.engine.engine import Engine
-from server.types import GrammarSpec, VocabularyMode
+from server.types import GrammarSpec, Request, VocabularyMode
 from tests.engine.scenarios import (
     EOS,
     Result,
@@ -50,15 +50,16 @@ def _constrained(work: Workload, rng: Random) -> Workload:
     work.token_bytes[2:4] = [b"a", b"b"]
     # Only bytes that grammars know: an id without bytes is in no mask.
     work.grammar_tokenizer = tokenizer_over(work.token_bytes, work.special_ids, EOS)
-    requests = []
-    for at, request, abort in work.requests:
-        if rng.random() < 0.8:
-            sampling = replace(request.sampling, ignore_eos=False)
-            if rng.random() < 0.7:  # else some of them cannot be satisfied
-                sampling = replace(sampling, allowed_token_ids=None, logit_bias=(), min_tokens=0)
-            request = replace(request, sampling=sampling, grammar=rng.choice(GRAMMARS))
-        requests.append((at, request, abort))
-    work.requests = requests
+
+    def constrained(request: Request) -> Request:
+        if rng.random() >= 0.8:
+            return request
+        sampling = replace(request.sampling, ignore_eos=False)
+        if rng.random() < 0.7:  # else some of them cannot be satisfied
+            sampling = replace(sampling, allowed_token_ids=None, logit_bias=(), min_tokens=0)
+        return replace(request, sampling=sampling, grammar=rng.choice(GRAMMARS))
+
+    work.change(constrained)
     return work
 
 
