@@ -14,7 +14,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 def request_of(name: str, prompt: Sequence[int] = (3, 4, 5), **given: Any) -> Request:
     """A greedy request of 8 tokens. given: fields of it and of its sampling."""
-    sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     sampling |= {key: given.pop(key) for key in _SAMPLING & given.keys()}
     return Request(name, given.pop("task", "task"), "fake", tuple(prompt),
                    SamplingParams(**sampling), **given)  # fmt: skip

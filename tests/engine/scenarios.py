@@ -282,10 +282,15 @@ def with_slices(
 
 def without_drafts(work: Workload) -> Workload:
     """The workload without drafts and penalties: many of its steps are like the one before."""
-    none = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    off = SpeculationParams("off", 0)
     work.drafter = "off"
-    work.change(lambda r: replace(r, speculation=off, sampling=replace(r.sampling, **none)))
+
+    def plain(request: Request) -> Request:
+        sampling = replace(
+            request.sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+        )
+        return replace(request, speculation=SpeculationParams("off", 0), sampling=sampling)
+
+    work.change(plain)
     return work
 
 

@@ -292,7 +292,7 @@ def test_labels_are_scored_at_the_prompt_s_end_and_read_the_prefix_cache() -> No
     assert again.label_logprobs == first.label_logprobs
     assert again.num_cached_tokens == 8 and runner.num_rows == rows + 2
     for wrong in ({"label_ids": (99,), "max_tokens": 0}, {"label_ids": (1,)}):
-        engine.submit(request_of("c", **wrong))
+        engine.submit(request_of("c", prompt, **wrong))
         (refused,) = engine.take_deltas()
         assert refused.error_code == "invalid_value"
 

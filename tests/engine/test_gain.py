@@ -375,7 +375,7 @@ def test_a_new_scope_is_not_slower_than_without_drafts(
     """Whatever is claimed, little more than a hundredth is lost to nodes that never come."""
     plain = _best(1, share=0.0, chance=0.0)
     world = {"share": share, "chance": chance, "claim": claim}
-    lost = [plain / _policy(seed, num_steps, **world).rate() - 1.0 for seed in range(20)]
+    lost = [plain / _policy(seed, num_steps, 1, **world).rate() - 1.0 for seed in range(20)]
     assert np.mean(lost) < 0.012
 
 
