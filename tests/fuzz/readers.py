@@ -616,17 +616,23 @@ _BOMB = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
 )
 
 
+@functools.cache
 def _yaml_files() -> Sequence[bytes]:
     told = (("task", _TASK), ("server", _SERVER), ("cluster", _CLUSTER))
     files = [f"{kind}\n{yaml.safe_dump(values)}".encode() for kind, values in told]
     return [*files, f"task\n{_BOMB}".encode()]
 
 
+@functools.cache
+def _yaml_values(text: bytes) -> Any:
+    return yaml.safe_load(text)
+
+
 def _mutate_yaml(chance: random.Random, data: bytes) -> bytes:
     kind, _, text = data.partition(b"\n")
     if chance.randrange(3) == 0 or b"&a" in text:
         return kind + b"\n" + mutate_bytes(chance, text)
-    return kind + b"\n" + json.dumps(mutate_json(chance, yaml.safe_load(text))).encode()
+    return kind + b"\n" + json.dumps(mutate_json(chance, _yaml_values(text))).encode()
 
 
 def _use_yaml(data: bytes, folder: Path) -> None:
@@ -638,7 +644,7 @@ def _use_yaml(data: bytes, folder: Path) -> None:
     place = folder / "configs"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
-    (place / "server.yaml").write_text(yaml.safe_dump(_SERVER))
+    (place / "server.yaml").write_text(json.dumps(_SERVER))  # which is YAML, too
     file = place / f"{kind.decode('utf-8', 'replace')[:20]}.yaml"
     file.write_bytes(text)
     if kind == b"task":
