@@ -10,19 +10,16 @@ import pytest
 
 from server.engine.engine import Engine
 from server.engine.sequence import Status
-from server.types import Delta, Request, SamplingParams, SpeculationParams
+from server.types import Delta, Request
 from tests.api.real_engine import make_engine
+from tests.engine.requests import request_of
 
 SEATS = 16
-OFF = SpeculationParams("off", 0)
 
 
 def request(name: str, tenant: str, prompt_len: int, n: int = 1, max_tokens: int = 1) -> Request:
-    return Request(
-        name, "completion", "tiny", tuple(5 + (len(name) + i) % 90 for i in range(prompt_len)),
-        SamplingParams(seed=3, ignore_eos=True, temperature=0.0, max_tokens=max_tokens),
-        num_choices=n, speculation=OFF, tenant=tenant,
-    )  # fmt: skip
+    prompt = [5 + (len(name) + i) % 90 for i in range(prompt_len)]
+    return request_of(name, prompt, max_tokens=max_tokens, num_choices=n, tenant=tenant)
 
 
 def engine_of() -> Engine:

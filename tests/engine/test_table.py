@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from server.engine.sequence import Sequence
 from server.engine.table import CHUNK, LACKS_ROOM, NUM_COLUMNS, Table, describe, scan
-from server.types import Request, SamplingParams
+from tests.engine.requests import request_of
 from tests.engine.scenarios import drive, make_drafter, make_engine, random_workload
 from tests.profiles import examples
 
 
-def sequence_in(table: Table, prompt: tuple[int, ...] = (3, 4, 5), num: int = 20) -> Sequence:
+def sequence_in(table: Table) -> Sequence:
     return Sequence(
-        Request("r", "task", "fake", prompt, SamplingParams(max_tokens=num)),
+        request_of("r", max_tokens=20),
         0,
         1,
         max_model_len=64,
