@@ -1,4 +1,4 @@
-"""The tests of chats and tools, once more, with a fleet of two for each model."""
+"""That tools and predictions reach their engines, with a fleet of two for each model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import (  # noqa: F401  # collected with this file's `server`
     MODELS,
     test_a_call_that_must_be_made_is_made,
-    test_a_formatted_answer_and_its_logprobs,
     test_a_prediction_is_accepted_counted_and_changes_nothing,
-    test_choices_of_a_chat_are_alike_alone_and_together,
 )
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,6 +44,13 @@ def _says_its_seed(request: Request) -> list[list[Delta]]:
     return steps_of(request, ids, per_step=1 + seed % 3)
 
 
+@pytest.fixture(scope="module")
+def single() -> Iterator[LiveServer]:
+    """The server that a fleet must equal."""
+    with LiveServer([spec()], max_model_len=CONTEXT) as live:
+        yield live
+
+
 class _Halting(ScriptedEngine):
     """It makes so many steps, too few for any answer, and then hangs."""
 
@@ -54,7 +62,7 @@ class _Halting(ScriptedEngine):
             self.gate.clear()
 
 
-def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
+def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
     engines: list[ScriptedEngine] = [
         _Halting(_says_its_seed, name="engine-0"),
         _Halting(_says_its_seed, name="engine-1"),
@@ -63,14 +71,11 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
     specs = [EngineSpec(e.name, "tiny", "cpu", e.factory) for e in engines]
     requests = [
         Request(
-            f"r{i}",
-            f"task-{i % 24}",
-            "tiny",
-            (1, 2, 3),
+            f"r{i}", f"task-{i % 24}", "tiny", (1, 2, 3),
             SamplingParams(max_tokens=8 + i % 24, seed=i),
         )
-        for i, n in enumerate(8 + i % 24 for i in range(2000))
-    ]
+        for i in range(600)
+    ]  # fmt: skip
 
     async def run() -> None:
         replicas = LocalReplicas(specs)
@@ -78,7 +83,7 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
         client = EngineClient(
             [fleet_spec(replicas, lambda: loop)],
             metrics=Metrics(),
-            limits=LimitsConfig(max_queued_requests=5000),
+            limits=LimitsConfig(max_queued_requests=1000),
         )
         await client.start()
         await client.wait_ready()
@@ -93,7 +98,7 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
         collecting = [asyncio.create_task(collect(request)) for request in requests]
 
         async def lose(engine: ScriptedEngine) -> None:
-            await until(lambda: len(told) == 2000 and not engine.gate.is_set(), 100)
+            await until(lambda: len(told) == len(requests) and not engine.gate.is_set(), 100)
             assert replicas.num_open[engine.name] > 50  # it has work, and will not end it
             replicas.kill(engine.name)
             await until(lambda: not replicas.num_open[engine.name])
@@ -101,7 +106,7 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
         for engine in engines[:2]:
             await lose(engine)
         await asyncio.gather(*collecting)
-        assert replicas.num_streams > 2100  # so many were run again
+        assert replicas.num_streams > 700  # so many were run again
         assert client.num_open == 0
         await client.stop()
         for request in requests:
@@ -113,17 +118,12 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
 
 @pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2}])
 def test_a_stream_goes_on_where_it_stopped_with_the_text_of_a_single_server(
-    body: dict[str, Any],
+    single: LiveServer, body: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = {
-        "prompt": "the quick",
-        "max_tokens": 120,
-        "ignore_eos": True,
-        "logprobs": 2,
-        **body,
-    }
-    with LiveServer([spec()], max_model_len=CONTEXT) as single:
-        wanted = [(c["text"], c["logprobs"]) for c in single.post(**options).json()["choices"]]
+        "prompt": "the quick", "max_tokens": 120, "ignore_eos": True, "logprobs": 2, **body,
+    }  # fmt: skip
+    wanted = [(c["text"], c["logprobs"]) for c in single.post(**options).json()["choices"]]
     replicas = LocalReplicas([spec(i=i, step_s=0.02) for i in range(2)])
     with _live(replicas) as live, httpx.Client(timeout=30) as client:
         ask = {"model": "tiny", "stream": True, **options}
@@ -173,12 +173,13 @@ def test_without_any_replica_a_request_waits_for_one_and_then_is_answered() -> N
         assert not first.submitted
 
 
-def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica() -> None:
+def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica(
+    single: LiveServer,
+) -> None:
     body: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "temperature": 0.9, "seed": 5}
     body["speculation"] = {"drafter": "off"}
     prompts = [f"{i} jumps over" for i in range(8)]
-    with LiveServer([spec()], max_model_len=CONTEXT) as single:
-        wanted = [single.post(prompt=p, **body).json()["choices"][0]["text"] for p in prompts]
+    wanted = [single.post(prompt=p, **body).json()["choices"][0]["text"] for p in prompts]
     engines = [spec(start_process, i, step_s=0.02, drafts=False) for i in range(2)]
     replicas = LocalReplicas(engines, restart=RestartConfig(stuck_after_s=2.0))
     with _live(replicas) as live, ThreadPoolExecutor(8) as threads:

@@ -38,6 +38,8 @@ VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
 LEARN = SpeculationParams("auto", 5, (("auto.logits", 0),), learn_tokens=1000, persists=True)
 PROMPT = [7, 9, 4, 7, 9, 12]
+EVERY_STORAGE = pytest.mark.parametrize("fleet", ["folder", "memory", "s3"], indirect=True)
+"""Of tests that together do all that Storage can."""
 
 
 def _config(**numbers: Any) -> LearningConfig:
@@ -70,6 +72,21 @@ class Replica:
         assert told[-1].finish_reason == "length"
         ids = [i for delta in told for i in delta.token_ids]
         return ids, sum(d.counts.num_accepted for d in told)
+
+    def learn(self, prompt: list[int] = PROMPT, **fields: Any) -> None:
+        """Answer, and send what was learned of it."""
+        self.ask(prompt, **fields)
+        self.tend()
+
+    def want(self, scope: str = "\0", tokens: int = 1000) -> None:
+        """Fetch what there is of a scope, as its first request would."""
+        self.memory.learned("task", scope, None, tokens, persist=True)
+        self.tend()
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens that it holds."""
+        return int(self.memory.report("task", None)["num_learned_tokens"])
 
     def tend(self) -> None:
         """All that is due in its threads."""
@@ -137,13 +154,14 @@ def bucket() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """With a folder for its storage, or what EVERY_STORAGE asks for."""
     pytest.importorskip("fsspec", reason="fsspec is not installed: the extra `ray`")
-    url = str(tmp_path / "shared")
-    if request.param == "memory":
+    kind, url = getattr(request, "param", "folder"), str(tmp_path / "shared")
+    if kind == "memory":
         url = f"memory://{uuid.uuid4().hex}"
-    elif request.param == "s3":
+    elif kind == "s3":
         url = f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     fleet = Fleet(url, tmp_path, [])
     yield fleet
@@ -165,6 +183,7 @@ def plain(tmp_path: Path) -> Iterator[Callable[[list[int]], list[int]]]:
     engine.close()
 
 
+@EVERY_STORAGE
 def test_what_one_answered_is_drafted_on_the_other(
     fleet: Fleet, plain: Callable[[list[int]], list[int]]
 ) -> None:
@@ -173,8 +192,7 @@ def test_what_one_answered_is_drafted_on_the_other(
     first.tend()
     report = fleet.build()
     assert (report.num_published, report.num_merged, report.num_torn) == (1, 1, 0)
-    second.memory.learned("task", "\0", None, 1000, persist=True)  # as its first request would
-    second.tend()
+    second.want()
     told, accepted = second.ask()
     cold, few = alone.ask()
     assert told == cold == ids == plain(PROMPT)
@@ -185,6 +203,7 @@ def test_what_one_answered_is_drafted_on_the_other(
     assert first.memory.shared()[0].num_written == 1
 
 
+@EVERY_STORAGE
 def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:
     first, second = fleet.add(), fleet.add()
     prompts = [[i, i + 1, 5, 7] for i in range(8, 16)]
@@ -195,7 +214,7 @@ def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:
     assert fleet.build().num_merged == 2
     for replica in (first, second):
         replica.tend()
-        assert replica.memory.report("task", None)["num_learned_tokens"] == 12 * len(prompts)
+        assert replica.num_learned == 12 * len(prompts)
     for _ in range(3):  # counts of drafts come after the outputs
         for replica in (first, second):
             replica.tend()
@@ -208,14 +227,13 @@ def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:
         third.ask(prompt)
     third.tend()
     third.tend()
-    assert third.memory.report("task", None)["num_learned_tokens"] == 12 * (len(prompts) + 1)
+    assert third.num_learned == 12 * (len(prompts) + 1)
 
 
 def test_what_may_not_be_kept_does_not_travel(fleet: Fleet) -> None:
     for speculation in (replace(LEARN, learn_tokens=0), replace(LEARN, persists=False)):
         first = fleet.add()
-        first.ask(speculation=speculation)
-        first.tend()
+        first.learn(speculation=speculation)
         fleet.build()
     assert fleet.storage.files() == []
     assert not any(replica.exchange.figures() for replica in fleet.replicas)
@@ -224,16 +242,14 @@ def test_what_may_not_be_kept_does_not_travel(fleet: Fleet) -> None:
 def test_scopes_share_nothing(fleet: Fleet) -> None:
     first, second = fleet.add(), fleet.add()
     first.ask(tenant="a")
-    first.ask(tenant="a", cache_salt="s")
-    first.tend()
+    first.learn(tenant="a", cache_salt="s")
     assert fleet.build().num_scopes == 2
     for tenant, salt in (("b", ""), ("", ""), ("b", "s"), ("a", "t")):
         second.memory.learned("task", f"{tenant}\0{salt}", None, 1000, persist=True)
     second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] == 0
-    second.memory.learned("task", "a\0", None, 1000, persist=True)
-    second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] == 12
+    assert second.num_learned == 0
+    second.want("a\0")
+    assert second.num_learned == 12
     # A file that is put where another scope's lies is refused by what it says of itself.
     storage = fleet.storage
     states = {f.split("/")[3]: f for f in storage.files() if "state-" in f}
@@ -243,15 +259,14 @@ def test_scopes_share_nothing(fleet: Fleet) -> None:
     for salt in ("", "s"):
         third.memory.learned("task", f"a\0{salt}", None, 1000, persist=True)
     third.tend()
-    assert third.memory.report("task", None)["num_learned_tokens"] <= 12
+    assert third.num_learned <= 12
 
 
 def test_counts_travel_but_not_those_of_a_salt(fleet: Fleet) -> None:
     first, second = fleet.add(), fleet.add()
     for salt in ("", "s"):
         for _ in range(4):
-            first.ask(cache_salt=salt)
-            first.tend()
+            first.learn(cache_salt=salt)
     for _ in range(3):
         first.tend()
     fleet.build()
@@ -270,10 +285,8 @@ def test_counts_travel_but_not_those_of_a_salt(fleet: Fleet) -> None:
 
 def test_a_torn_segment_is_left_out(fleet: Fleet) -> None:
     first, second = fleet.add(), fleet.add()
-    first.ask()
-    first.tend()
-    second.ask([3, 4, 5])
-    second.tend()
+    first.learn()
+    second.learn([3, 4, 5])
     [torn, _] = segments = [f for f in fleet.storage.files() if "/segments/" in f]
     data = fleet.storage.read(torn, most=1 << 20)
     fleet.storage.write(torn, data[: len(data) // 2])
@@ -281,9 +294,8 @@ def test_a_torn_segment_is_left_out(fleet: Fleet) -> None:
     assert (report.num_merged, report.num_torn) == (1, 1)
     assert not any(f in fleet.storage.files() for f in segments)
     third = fleet.add()
-    third.ask([6, 7, 8])
-    third.tend()
-    assert third.memory.report("task", None)["num_learned_tokens"] == 24
+    third.learn([6, 7, 8])
+    assert third.num_learned == 24
 
 
 @pytest.mark.parametrize("part", [MANIFEST, "state-"])
@@ -294,15 +306,13 @@ def test_torn_publications_are_left_out_and_replaced(fleet: Fleet, part: str) ->
     fleet.build()
     [file] = [f for f in fleet.storage.files() if f"/{part}" in f]
     fleet.storage.write(file, fleet.storage.read(file, most=1 << 24)[:40])
-    second.memory.learned("task", "\0", None, 1000, persist=True)
-    second.tend()
+    second.want()
     assert second.ask()[0] == ids
     second.tend()
     assert fleet.build().num_published == 1
     third = fleet.add()
-    third.memory.learned("task", "\0", None, 1000, persist=True)
-    third.tend()
-    assert third.memory.report("task", None)["num_learned_tokens"] >= 12
+    third.want()
+    assert third.num_learned >= 12
     assert third.ask()[0] == ids
 
 
@@ -324,17 +334,15 @@ def test_a_storage_that_is_away_is_told_once_and_costs_nothing(
     first = fleet.add(storage)
     with caplog.at_level(logging.INFO, "tailor.fleet"):
         for i in range(5):
-            first.ask([i, 5, 6])
-            first.tend()
+            first.learn([i, 5, 6])
     assert len([r for r in caplog.records if "does not travel" in r.message]) == 1
     assert first.ask([1, 5, 6])[1] > 8  # it drafts from what it has learned itself
     storage.is_away = False
     first.tend()
     assert fleet.build().num_merged == 1
     second = fleet.add()
-    second.memory.learned("task", "\0", None, 1000, persist=True)
-    second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] == 60, "one came twice"
+    second.want()
+    assert second.num_learned == 60, "one came twice"
 
 
 class LostBuilder(Exception):
@@ -370,8 +378,7 @@ def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
         first = fleet.add()
         for prompts in ([[1, 2, 3], [4, 5, 6]], [[7, 8, 9]]):
             for prompt in prompts:
-                first.ask(prompt)
-                first.tend()
+                first.learn(prompt)
             try:
                 Builder(DyingStorage(fleet.url, left)).run()
                 ended.append(left)
@@ -382,9 +389,8 @@ def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
         files = [f.rpartition("/")[2] for f in fleet.storage.files()]
         assert sorted(f.partition("-")[0] for f in files) == [MANIFEST, "state"]
         second = fleet.add()
-        second.memory.learned("task", "\0", None, 1000, persist=True)
-        second.tend()
-        assert second.memory.report("task", None)["num_learned_tokens"] == 36  # nothing twice
+        second.want()
+        assert second.num_learned == 36  # nothing twice
         for replica in fleet.replicas:
             replica.engine.close()
         if ended.count(left) == 2:
@@ -392,11 +398,11 @@ def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
     assert left > 3 and ended
 
 
+@EVERY_STORAGE
 def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     first, second = fleet.add(), fleet.add()
     for replica in (first, second):
-        replica.ask()
-        replica.tend()
+        replica.learn()
     fleet.build()
     for replica in (first, second):
         replica.tend()
@@ -404,31 +410,26 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     first.memory.wait()
     forget(fleet.storage, "task")
     assert [f.rpartition("/")[2] for f in fleet.storage.files()] == ["began"]
-    second.ask([20, 21])
+    second.learn([20, 21])
     second.tend()
-    second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] == 0
-    second.ask([20, 21])
-    second.tend()
+    assert second.num_learned == 0
+    second.learn([20, 21])
     fleet.build()
-    first.memory.learned("task", "\0", None, 1000, persist=True)
-    first.tend()
-    assert first.memory.report("task", None)["num_learned_tokens"] == 12
+    first.want()
+    assert first.num_learned == 12
 
 
 def test_a_scope_that_was_put_away_goes_on(fleet: Fleet) -> None:
     first = fleet.add(max_scopes=1)
     for i in range(3):
-        first.ask([i, 9])
-        first.tend()
+        first.learn([i, 9])
         assert fleet.build().num_merged == 1
         first.exchange.forget("task")  # as when there are too many scopes there
         first.memory.learned("other", "\0", None, 1000, persist=True)  # and here
         first.memory.wait()
     second = fleet.add()
-    second.memory.learned("task", "\0", None, 1000, persist=True)
-    second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] == 36
+    second.want()
+    assert second.num_learned == 36
 
 
 def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
@@ -451,8 +452,7 @@ def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
 
     sharing = Sharing(fleet.url, LearningConfig())
     first = fleet.add()
-    first.ask()
-    first.tend()
+    first.learn()
     fleet.build()
     assert any("state-" in f for f in fleet.storage.files())
     asyncio.run(run())
@@ -460,8 +460,7 @@ def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
 
 def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
     first = fleet.add()
-    first.ask()
-    first.tend()
+    first.learn()
     loop = BuilderLoop(Sharing(fleet.url, LearningConfig(publish_s=0.01)))
     wait_until(lambda: any(f.endswith(MANIFEST) for f in fleet.storage.files()))
     loop.check()
@@ -470,26 +469,23 @@ def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
         loop.check()
 
 
+@EVERY_STORAGE
 def test_what_is_kept_is_bounded(fleet: Fleet) -> None:
     first = fleet.add(max_segments=3)
     for i in range(8):  # no builder
-        first.ask([i, 9])
-        first.tend()
+        first.learn([i, 9])
     assert len(fleet.storage.files()) == 3
     small = replace(LEARN, learn_tokens=30)
     for i in range(8):
-        first.ask([i, 9], speculation=small)
-        first.tend()
+        first.learn([i, 9], speculation=small)
         fleet.build()
     [file] = [f for f in fleet.storage.files() if f.endswith(MANIFEST)]
     assert Manifest.decode(fleet.storage.read(file, most=1 << 20)).version == 8
     second = fleet.add()
-    second.memory.learned("task", "\0", None, 30, persist=True)
-    second.tend()
-    assert second.memory.report("task", None)["num_learned_tokens"] <= 30
+    second.want(tokens=30)
+    assert second.num_learned <= 30
     for salt in "abcd":
-        first.ask([1, 2], cache_salt=salt)
-        first.tend()
+        first.learn([1, 2], cache_salt=salt)
     fleet.build(max_scopes=2)
     assert len({f.split("/")[3] for f in fleet.storage.files()}) == 2
     fleet.build(max_age_days=-1.0)

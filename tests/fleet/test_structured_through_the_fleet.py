@@ -1,4 +1,4 @@
-"""The tests of structured outputs, once more, with a fleet of two where the engine was."""
+"""That a grammar reaches the engine and its drafts are told, with a fleet where the engine was."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from tests.api.live import LiveServer
 from tests.api.real_engine import spec
 from tests.api.test_structured_end_to_end import (  # noqa: F401  # with this file's `server`
     ENGINE,
-    test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output,
-    test_every_form_matches_with_and_without_drafts,
     test_forced_tokens_are_reported_as_a_source,
-    test_json_object_is_an_object,
     test_openai_and_vllm_fields_give_json_of_the_schema,
 )
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec

@@ -14,7 +14,6 @@ from tests.api.test_end_to_end import (  # noqa: F401  # collected here with thi
     test_prompt_logprobs_are_the_drawn_ones,
     test_speculation_batching_and_streaming_never_change_an_answer,
     test_stop_strings_cut_the_text_wherever_they_fall,
-    test_the_eos_and_stop_ids_end_without_text,
 )
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
