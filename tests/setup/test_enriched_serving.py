@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,31 @@ def _fingerprint(folder: Path) -> str:
     return served_model(ModelConfig(name="m", path="m"), folder, None).table.fingerprint.hex()
 
 
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Enrichment, Any]:
-    """(model folder, adapter folder, enrichment, PEFT's merged model)."""
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    folder = tmp_path / "tiny"
+Served = tuple[Path, Path, Enrichment, Any]
+"""(model folder, adapter folder, enrichment, PEFT's merged model)."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Who changes the adapter takes `own_adapter`."""
+    folder = tmp_path_factory.mktemp("enriched") / "tiny"
     return _tuned(save_tiny(folder, "llama"), folder)
 
 
-def _tuned(model: Any, folder: Path) -> tuple[Path, Path, Enrichment, Any]:
+@pytest.fixture
+def own_adapter(served: Served, tmp_path: Path) -> Path:
+    """A copy of the adapter's folder."""
+    return Path(shutil.copytree(served[1], tmp_path / "adapter"))
+
+
+def _tuned(model: Any, folder: Path) -> Served:
     """The same of a saved model; the adapter is written beside its folder."""
     vocab_size, adapter = model.config.vocab_size, folder.parent / "adapter"
     fingerprint = _fingerprint(folder)
@@ -106,31 +123,34 @@ def _answers(
     return list(ids.values())
 
 
-def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(
-    served: tuple[Path, Path, Enrichment, Any],
-) -> None:
+def _theirs(merged: Any, prompt: tuple[int, ...]) -> list[int]:
+    """The greedy answer of PEFT's merged model."""
+    with torch.no_grad():
+        ids = merged.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+    answer: list[int] = ids[0, len(prompt) :].tolist()
+    return answer
+
+
+def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(served: Served) -> None:
     folder, adapter, enrichment, merged = served
     plan = plan_server(_config(adapter), {}, {"m": folder})
     [order] = plan.orders
     engine = build_engine(order)
     try:
-        plain = _answers(engine, SpeculationParams(drafter="off"))
-        for prompt, answer in zip(PROMPTS, plain, strict=True):
-            with torch.no_grad():
-                theirs = merged.generate(
-                    torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None,
-                    pad_token_id=0,
-                )  # fmt: skip
-            assert answer == theirs[0, len(prompt) :].tolist()
+        off = SpeculationParams(drafter="off")
+        plain = _answers(engine, off)
+        assert plain == [_theirs(merged, prompt) for prompt in PROMPTS]
         new = [i for answer in plain for i in answer if i >= V]
         assert len(new) > 10, "the test is about ids of the adapter's own"
+        sampled: Any = {"temperature": 1.0, "seed": 4}
+        plain_sampled = _answers(engine, off, **sampled)
         for drafter in ("suffix", "auto", "trie"):
             drafts = SpeculationParams(drafter=drafter, max_draft_tokens=8)
             assert _answers(engine, drafts) == plain
-            sampled: Any = {"temperature": 1.0, "seed": 4}
-            assert _answers(engine, drafts, **sampled) == _answers(
-                engine, SpeculationParams(drafter="off"), **sampled
-            )
+            assert _answers(engine, drafts, **sampled) == plain_sampled
     finally:
         engine.close()
 
@@ -142,35 +162,27 @@ def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(
 
 
 def test_prompts_in_the_models_own_ids_are_answered_as_the_merged_model_does(
-    served: tuple[Path, Path, Enrichment, Any],
+    served: Served, own_adapter: Path
 ) -> None:
     folder, adapter, enrichment, merged = served
     model = plan_server(_config(adapter), {}, {"m": folder}).models["m"]
     assert [model.prompt_ids(list(prompt)) for prompt in PROMPTS] == [*map(list, PROMPTS)]
-    replace(enrichment, prompts=True).save(adapter / "enrichment.json")
-    plan = plan_server(_config(adapter), {}, {"m": folder})
+    replace(enrichment, prompts=True).save(own_adapter / "enrichment.json")
+    plan = plan_server(_config(own_adapter), {}, {"m": folder})
     model, [order] = plan.models["m"], plan.orders
     prompts = [tuple(model.prompt_ids(list(prompt))) for prompt in PROMPTS]
     assert sum(i >= V for prompt in prompts for i in prompt) >= 3
+    theirs = [_theirs(merged, prompt) for prompt in prompts]
     engine = build_engine(order)
     try:
         for drafter in ("off", "auto", "trie"):
             answers = _answers(engine, SpeculationParams(drafter=drafter), prompts)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                with torch.no_grad():
-                    theirs = merged.generate(
-                        torch.tensor([prompt]), max_new_tokens=24, do_sample=False,
-                        eos_token_id=None, pad_token_id=0,
-                    )  # fmt: skip
-                assert answer == theirs[0, len(prompt) :].tolist()
+            assert answers == theirs, drafter
     finally:
         engine.close()
 
 
-def test_a_profile_in_the_models_own_ids_cuts_its_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
     folder = tmp_path / "bytes"
     folder.mkdir()
     tokenizer = byte_level_tokenizer()  # ids that are no single bytes, so that some may be left out
@@ -208,7 +220,7 @@ def test_a_profile_in_the_models_own_ids_cuts_its_head(
 
 
 def test_a_corpus_of_base_ids_is_not_taken_for_one_of_enriched_ids(
-    served: tuple[Path, Path, Enrichment, Any], tmp_path: Path
+    served: Served, tmp_path: Path
 ) -> None:
     folder, adapter, enrichment, _ = served
     model = plan_server(_config(adapter), {}, {"m": folder}).models["m"]
@@ -229,9 +241,7 @@ def test_a_corpus_of_base_ids_is_not_taken_for_one_of_enriched_ids(
         make_task_drafter("auto", fingerprint, (2,), "t", speculation, enrichment=enrichment)
 
 
-def test_what_a_prompt_holds_is_drafted_in_the_models_own_ids(
-    served: tuple[Path, Path, Enrichment, Any],
-) -> None:
+def test_what_a_prompt_holds_is_drafted_in_the_models_own_ids(served: Served) -> None:
     _, _, enrichment, _ = served
     drafter = make_task_drafter(
         "prompt", "f", (2,), "t", SpeculationParams(drafter="prompt"), enrichment=enrichment
@@ -244,9 +254,10 @@ def test_what_a_prompt_holds_is_drafted_in_the_models_own_ids(
 
 
 def test_an_enrichment_of_another_tokenizer_is_refused_before_anything_is_loaded(
-    served: tuple[Path, Path, Enrichment, Any],
+    served: Served, own_adapter: Path
 ) -> None:
-    folder, adapter, enrichment, _ = served
-    Enrichment("00" * 32, V, enrichment.ids, enrichment.parts).save(adapter / "enrichment.json")
+    folder, _, enrichment, _ = served
+    other = Enrichment("00" * 32, V, enrichment.ids, enrichment.parts)
+    other.save(own_adapter / "enrichment.json")
     with pytest.raises(ModelError, match="another tokenizer"):
-        plan_server(_config(adapter), {}, {"m": folder})
+        plan_server(_config(own_adapter), {}, {"m": folder})

@@ -20,19 +20,27 @@ CLASS = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)*(?:\.\w+)?")
 
 
 @cache
-def classes() -> dict[str, set[str]]:
-    """Name of every class and alias of the code -> what is defined or annotated inside it."""
-    found: dict[str, set[str]] = {}
+def classes() -> dict[str, list[str]]:
+    """Name of every class of the code -> the texts of the files that define one."""
+    found: dict[str, list[str]] = {}
     for part in ("server", "drafters", "vocab_store", "tests/fakes"):
         for path in (ROOT / part).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    members = found.setdefault(node.name, set())
-                    for inner in ast.walk(node):
-                        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                            members.add(inner.name)
-                        elif isinstance(inner, ast.Name | ast.Attribute):
-                            members.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+            text = path.read_text(encoding="utf-8")
+            for name in re.findall(r"^ *class (\w+)[(:]", text, re.MULTILINE):
+                found.setdefault(name, []).append(text)
+    return found
+
+
+def members(name: str) -> set[str]:
+    """What is defined or annotated inside the classes of this name."""
+    found: set[str] = set()
+    for node in (node for text in classes()[name] for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(inner.name)
+                elif isinstance(inner, ast.Name | ast.Attribute):
+                    found.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
     return found
 
 
@@ -106,7 +114,7 @@ def test_classes_that_a_page_names_exist(page: str) -> None:
     missing = []
     for name in sorted(named((ROOT / "docs" / page).read_text(encoding="utf-8"))):
         owner, _, member = name.partition(".")
-        if owner not in classes() or (member and member not in classes()[owner]):
+        if owner not in classes() or (member and member not in members(owner)):
             missing.append(name)
     assert not missing, f"docs/{page} names what the code does not have: {missing}"
 

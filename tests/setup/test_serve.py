@@ -90,7 +90,7 @@ class Running:
                 self.lines += told.readlines()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(tiny_folder: Path) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
@@ -108,27 +108,85 @@ def start(tiny_folder: Path) -> Iterator[Callable[..., Running]]:
             one.process.stdout.close()
 
 
-def test_serve_completes_says_hello_and_stops_cleanly(start: Callable[..., Running]) -> None:
-    server = start("--hello", TAILOR_API_KEY="secret")
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a server's tasks."""
+    folder = tmp_path_factory.mktemp("tasks")
+    shutil.copy(ROOT / "configs" / "tasks" / "extraction.yaml", folder)
+    (folder / "known.yaml").write_text("speculation: {drafter: auto, learn: persist}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def again(start: Callable[..., Running], tasks: Path) -> Callable[[], Running]:
+    """Starts the server of `server`, or the same once more."""
+    keys = {"TAILOR_API_KEY": "secret", "TAILOR_ADMIN_KEY": "admin"}
+    return partial(start, "--hello", "--tasks", str(tasks), **keys)
+
+
+@pytest.fixture(scope="module")
+def server(again: Callable[[], Running]) -> Running:
+    return again()
+
+
+BODY = {"model": "tiny", "prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
+
+
+def test_serve_says_hello_and_no_secret(server: Running) -> None:
     server.wait_for(r"^The capital of France is")
     server.wait_for(r"Ctrl-C stops the server")
     told = "".join(server.lines)
     assert "secret" not in told
     assert f"{server.url}/dashboard" in told and "extraction" in told, "the page and a task"
-    body = {"model": "tiny", "prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
+
+
+def test_serve_completes_for_whoever_has_the_key(server: Running) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        server.ask("/v1/completions", body)
+        server.ask("/v1/completions", BODY)
     assert refused.value.code == 401
     refused.value.close()
-    plain = server.ask("/v1/completions", body | {"speculation": {"drafter": "off"}}, "secret")
-    drafted = server.ask("/v1/completions", body | {"model": "extraction"}, "secret")
+    plain = server.ask("/v1/completions", BODY | {"speculation": {"drafter": "off"}}, "secret")
+    drafted = server.ask("/v1/completions", BODY | {"model": "extraction"}, "secret")
     assert plain["usage"]["completion_tokens"] > 0
-    held = body | {"structured_outputs": {"choice": ["abba", "cab"]}}
+    held = BODY | {"structured_outputs": {"choice": ["abba", "cab"]}}
     assert server.ask("/v1/completions", held, "secret")["choices"][0]["text"] in ("abba", "cab")
     assert drafted["choices"][0]["text"].startswith(plain["choices"][0]["text"][:4])
+
+
+def test_a_hangup_reloads_the_tasks_or_keeps_the_old_ones(server: Running, tasks: Path) -> None:
+    fresh = tasks / "fresh.yaml"
+    fresh.write_text("sampling: {max_tokens: 2}\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("the tasks were reloaded: extraction, fresh, known, completion")
+    assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
+    fresh.write_text("sampling: {max_tokens: none}\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(r"were not reloaded, the old ones stay: .*fresh\.yaml:1: sampling\.max_tokens")
+    assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
+    fresh.unlink()
+
+
+def test_it_stops_cleanly_and_the_next_start_keeps_what_a_task_knows(
+    server: Running, again: Callable[[], Running]
+) -> None:
+    body = BODY | {"model": "known"}
+    text = server.ask("/v1/completions", body, "admin")["choices"][0]["text"]
+    # A thread of low priority takes the output after it was answered.
+    known = partial(server.ask, "/v1/tasks/known", key="admin")
+    wait_until(lambda: known()["learned"]["outputs"] == 1, pause_s=0.1)
+    told = known()
+    assert told["measured_steps"] > 0
     assert server.stop(signal.SIGTERM) == 0
-    text = "".join(server.lines)
-    assert "Traceback" not in text and "abcabc" not in text
+    second = again()
+    kept = second.ask("/v1/tasks/known", key="admin")
+    assert kept["measured_steps"] == told["measured_steps"]
+    assert kept["calibration"] == told["calibration"]
+    assert second.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
+    known = partial(second.ask, "/v1/tasks/known", key="admin")
+    wait_until(lambda: known()["learned"]["outputs"] == 2, pause_s=0.1)
+    assert second.stop(signal.SIGTERM) == 0
+    told_of_both = "".join(server.lines + second.lines)
+    assert "Traceback" not in told_of_both and "abcabc" not in told_of_both
 
 
 def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
@@ -323,41 +381,3 @@ def test_bigrams_of_another_model_are_refused(tmp_path: Path) -> None:
         make("model-b:float32", options)
     with pytest.raises(ValueError, match="bigrams of task t: No such file"):
         make(None, (("grammys.table", file + ".none"),))
-
-
-# --- tasks while it runs ---
-
-
-def test_hangup_reloads_and_a_restart_keeps_what_a_task_knows(
-    start: Callable[..., Running], tmp_path: Path
-) -> None:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "known.yaml").write_text("speculation: {drafter: auto, learn: persist}\n")
-    words, env = ("--tasks", str(folder)), {"TAILOR_ADMIN_KEY": "admin"}
-    server = start(*words, **env)
-    body = {"model": "known", "prompt": "abcabc", "max_tokens": 12, "temperature": 0}
-    text = server.ask("/v1/completions", body, "admin")["choices"][0]["text"]
-    (folder / "fresh.yaml").write_text("sampling: {max_tokens: 2}\n")
-    server.process.send_signal(signal.SIGHUP)
-    server.wait_for("the tasks were reloaded: fresh, known, completion")
-    assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
-    (folder / "fresh.yaml").write_text("sampling: {max_tokens: none}\n")
-    server.process.send_signal(signal.SIGHUP)
-    server.wait_for(r"were not reloaded, the old ones stay: .*fresh\.yaml:1: sampling\.max_tokens")
-    assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
-    told = server.ask("/v1/tasks/known", key="admin")
-    assert told["measured_steps"] > 0 and told["learned"]["outputs"] == 1
-    assert server.stop(signal.SIGTERM) == 0
-
-    (folder / "fresh.yaml").unlink()
-    again = start(*words, **env)
-    kept = again.ask("/v1/tasks/known", key="admin")
-    assert kept["measured_steps"] == told["measured_steps"]
-    assert kept["calibration"] == told["calibration"]
-    assert again.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
-    # A thread of low priority takes the output after it was answered.
-    known = partial(again.ask, "/v1/tasks/known", key="admin")
-    wait_until(lambda: known()["learned"]["outputs"] == 2, pause_s=0.1)
-    assert again.stop(signal.SIGTERM) == 0
-    assert "Traceback" not in "".join(server.lines + again.lines)
