@@ -23,28 +23,12 @@ from server.client.http import Caller, CallFailedError, Endpoint
 from server.commands.cli import main
 from server.errors import TailorError
 from tests.api.live import LiveServer, encode
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.client.conftest import REPLY
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.small_server import Handler, serving
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-REPLY = " over the lazy dog."
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(saying(encode(REPLY), per_step=2))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine]) as live:
-        yield live
-
-
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -98,7 +82,7 @@ def test_a_second_run_sends_only_what_failed(
     assert (outcome.num_before, outcome.num_answered, outcome.num_failed) == (2, 0, 1)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_where_it_stopped(
     server: LiveServer, engine: ScriptedEngine, tmp_path: Path, end: signal.Signals
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,22 +13,11 @@ from server.client.http import CallFailedError, Endpoint
 from server.commands.cli import main
 from server.commands.client import stream
 from tests.api.live import LiveServer, as_bytes, encode
+from tests.client.conftest import REPLY
 from tests.client.test_bulk import answering
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
-REPLY = " over the lazy dog."
 IDS = encode(REPLY)
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(saying(IDS, per_step=2))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine]) as live:
-        yield live
 
 
 def terminal() -> Console:
@@ -74,7 +62,6 @@ def test_as_a_command_into_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
     words = ["complete", "--task", "tiny", "--url", server.url, "--max-tokens", str(len(IDS))]
     assert main([*words, "the"]) == 0
     caught = capsys.readouterr()

@@ -469,7 +469,6 @@ def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
         loop.check()
 
 
-@EVERY_STORAGE
 def test_what_is_kept_is_bounded(fleet: Fleet) -> None:
     first = fleet.add(max_segments=3)
     for i in range(8):  # no builder

@@ -40,7 +40,7 @@ OFF = {"drafter": "off"}
 NUM_LEFT = 3  # engine replicas, of which some are lost
 NUM_REQUESTS = NUM_TEXTS + 60  # a stream each of the last 60
 
-_wait = partial(wait_until, timeout_s=90.0, pause_s=0.2)
+_wait = partial(wait_until, timeout_s=90.0, pause_s=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -111,17 +111,6 @@ def test_a_task_stays_at_home_while_that_is_free() -> None:
         assert routing.choose(_job(), _views(dict.fromkeys("abcd", 2)).get)[0] == home
 
 
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_it_leaves_home_exactly_when_that_costs_less(at_home: int, elsewhere: int) -> None:
-    routing = _routing(["a", "b"])
-    home = routing.ranking("slots", 1)[0]
-    other = "b" if home == "a" else "a"
-    views = _views({home: at_home, other: elsewhere})
-    stay = routing.cost_s(_job(), views[home], COSTS, is_home=True)
-    leave = routing.cost_s(_job(), views[other], COSTS, is_home=False)
-    assert routing.choose(_job(), views.get)[0] == (home if stay <= leave else other)
-
-
 def test_a_full_home_is_left_and_a_slow_one_too() -> None:
     routing = _routing(["a", "b"])
     home = routing.ranking("slots", 1)[0]

@@ -369,12 +369,10 @@ def test_what_a_configuration_may_not_say(served: Served, tmp_path: Path) -> Non
     shutil.copytree(served.folder / "plain", tmp_path / "broken")
     file = tmp_path / "broken" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
-    bad = model.model_copy(update={"adapters": (replace_path(one, tmp_path / "broken"),)})
+    bad = model.model_copy(
+        update={"adapters": (one.model_copy(update={"path": str(file.parent)}),)}
+    )
     [order] = plan_server(ServerConfig(models=(bad,)), {}, folders).orders
     with pytest.raises(Exception, match="use_dora"):
         build_engine(order)
     build_engine(replace(order, checks_adapters=False)).close()
-
-
-def replace_path(adapter: AdapterConfig, path: Path) -> AdapterConfig:
-    return adapter.model_copy(update={"path": str(path)})

@@ -43,6 +43,8 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
         ("sampling:\n  temperature: .nan\n", "mine.yaml:2: sampling.temperature: "),
         ("sampling:\n  temperature: 1e308\n", "mine.yaml:2: sampling.temperature: "),
         ("sampling:\n  stop:\n    - a\n    - 1\n", "mine.yaml:4: sampling.stop[1]: "),
+        ('sampling:\n  stop: ";"\n', 'mine.yaml:2: sampling.stop: must be a list, such as [";"]'),
+        ("sampling:\n  stop: {a: 1}\n", "mine.yaml:2: sampling.stop: must be a list"),
         ("sampling: 3\n", "mine.yaml:1: sampling: "),
         ("- a\n", "mine.yaml:1: must be a mapping"),
         (
@@ -181,6 +183,7 @@ def test_bigrams_count_from_the_task_file_and_must_be_there(tmp_path: Path) -> N
         ("2GiB", MemorySize(num_bytes=2 << 30)),
         ("2 GB", MemorySize(num_bytes=2 * 10**9)),
         ("512M", MemorySize(num_bytes=512 << 20)),
+        *((text, MemorySize(num_bytes=2 << 30)) for text in ("2Gi", "2G", "2048 MI", "2048mib")),
         (1 << 31, MemorySize(num_bytes=1 << 31)),
     ],
 )
@@ -312,6 +315,7 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text("speculation:\n  drafter: magic\n")
     (tmp_path / "f.yaml").write_text("what: 1\n")
     (tmp_path / "g.yaml").write_text("\n\nspeculation:\n  corpus: none.bin\n")
+    (tmp_path / "h.yaml").write_text("vocabulary:\n  mode: exact\n  profile: none.vocab\n")
     (tmp_path / "notes.txt").write_text("not a task")
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path, ("base",), ("off", "auto"))
@@ -323,6 +327,7 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
         "e.yaml:2: speculation.drafter: no drafter 'magic'; there are: off, auto",
         "f.yaml:1: what: unknown key",
         "g.yaml:4: speculation.corpus: no file",
+        f"h.yaml:3: vocabulary.profile: no file {tmp_path}/none.vocab",
     ]
     assert len(told) == len(starts)
     for line, start in zip(told, starts, strict=True):
@@ -357,5 +362,3 @@ def test_learning_is_on_in_memory_and_needs_a_drafter_with_a_corpus(tmp_path: Pa
     text = "speculation:\n  drafter: auto\n  learn: true\n  learn_max_tokens: 5000\n"
     task = _task(tmp_path, text)
     assert task.speculation.learn and task.speculation.learn_max_tokens == 5000
-    with pytest.raises(ConfigError, match=r"mine\.yaml:1: speculation: learn needs a drafter"):
-        _task(tmp_path, "speculation: {drafter: trie, learn: true}\n")

@@ -11,7 +11,7 @@ from server.commands import own_engine, serve
 from server.commands.cli import main
 from server.commands.own_engine import check_places
 from server.commands.serve import ModelChoice, Place, server_config
-from server.config import ModelConfig, load_server_config, load_tasks
+from server.config import ModelConfig, load_server_config
 from server.errors import ConfigError
 from server.wiring.task_set import server_tasks
 from tests.model.tiny_models import save_built_in, save_tiny
@@ -129,26 +129,6 @@ def test_a_missing_device_is_told_at_once(
         return
     with pytest.raises(ConfigError, match=f"device {device}: .*{told}"):
         check_places([_model(tmp_path, devices=(device,))])
-
-
-def test_a_missing_profile_is_found_by_tasks_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.yaml").write_text("vocabulary:\n  mode: exact\n  profile: none.vocab\n")
-    assert main(["tasks", "check", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert f"{tmp_path}/a.yaml:3: vocabulary.profile: no file {tmp_path}/none.vocab" in told
-
-
-def test_a_value_where_a_list_belongs_is_told_as_such(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text('sampling:\n  stop: ";"\n')
-    with pytest.raises(
-        ConfigError, match=r'a\.yaml:2: sampling\.stop: must be a list, such as \[";"\]'
-    ):
-        load_tasks(tmp_path)
-    (tmp_path / "a.yaml").write_text("sampling:\n  stop: {a: 1}\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml:2: sampling\.stop: must be a list$"):
-        load_tasks(tmp_path)
 
 
 def test_errors_of_keys_name_file_and_line(

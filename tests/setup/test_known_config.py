@@ -31,9 +31,8 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(tmp_path: P
     """The file comes first: what torch would be needed for comes later."""
     write_llama(tmp_path / "tiny.gguf", "Q8_0")
     file = model_folder(str(tmp_path / "tiny.gguf"), "file")
-    folders = [file, tmp_path / "llama", tmp_path / "gemma3"]
-    for folder in folders[1:]:
-        save_tiny(folder, folder.name)
+    folders = [file, tmp_path / "gemma3"]
+    save_tiny(folders[1], "gemma3")
     first = [digest(str(folder)) for folder in folders]
     code = (
         "import sys; from tests.setup.second_start import digest\n"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from server.config.yaml_file import parse_memory
 from server.machine import Machine
 from server.model.kv_memory import num_blocks_for
 
@@ -163,11 +162,6 @@ def test_a_process_in_a_real_cgroup_sees_its_limit(
             [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
         )
         assert run.stdout.strip() == told, run.stderr
-
-
-@pytest.mark.parametrize("text", ["2GiB", "2Gi", "2G", "2048 MI", "2048mib"])
-def test_memory_is_told_as_kubernetes_tells_it(text: str) -> None:
-    assert parse_memory(text).num_bytes == 2 * GIB
 
 
 def test_a_server_opens_as_many_files_as_it_may_and_tells_where_those_are_few() -> None:

@@ -21,6 +21,7 @@ from server.model import catalog, wheels
 from server.model.catalog import BuiltIn, made_of
 from server.model.wheels import Wheel, get_wheel
 from tests.small_server import Handler
+from tests.waiting import wait_until
 
 FILE = "tiny_wheel-1.0-py3-none-any.whl"
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ class Index(http.server.ThreadingHTTPServer):
         self.data, self.cut, self.ranges = data, len(data), True
         self.json, self.pause_s = False, 0.0
         self.asked: list[int] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -186,9 +187,7 @@ def test_a_killed_start_does_not_begin_anew(index: Index, tmp_path: Path) -> Non
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     part = tmp_path / "kept" / f"{FILE}.part"
-    limit = time.monotonic() + 60
-    while not (part.is_file() and part.stat().st_size) and time.monotonic() < limit:
-        threading.Event().wait(0.01)
+    wait_until(lambda: part.is_file() and part.stat().st_size, 60)
     process.send_signal(signal.SIGKILL)
     process.wait()
     there = part.stat().st_size
