@@ -59,8 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=0, help="Ray nodes; 0: Ray embedded")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--row-s", type=float, default=0.0)
-    parser.add_argument("--slow", help="RANK:SECONDS of a step of one replica")
-    parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
     parser.add_argument("--processes", action="store_true", help="of engines, one each")
     parser.add_argument("--drafts", action="store_true", help="the engines draft and learn")
@@ -83,13 +81,11 @@ def _fleet_of(
     cluster = fake_cluster(
         options.replicas,
         options.ingresses,
-        http=options.http,
         policy=options.policy,
         own_ports=options.own_ports,
         learns=options.shared is not None,
         least=options.least,
     ).model_copy(update={"address": address})
-    rank, _, slow_s = (options.slow or "").partition(":")
     parts = FakeParts(
         server,
         step_s=options.step_s,
@@ -97,7 +93,6 @@ def _fleet_of(
         more_tasks=options.more_tasks,
         shared=options.shared,
         row_s=options.row_s,
-        slow=(int(rank), float(slow_s)) if slow_s else None,
         processes=options.processes,
     )
     return cluster, parts
