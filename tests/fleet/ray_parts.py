@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from server.api.engines.client import EngineSpec
-from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
+from server.config import DEFAULT_TASK, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig, LearningConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
@@ -140,17 +140,6 @@ class FakeParts(FleetParts):
         return make_engine(
             step_s=self.step_s, row_s=self.row_s, drafts=False, model={**MODEL, "seed": self.text}
         )
-
-
-def fake_server(**sections: object) -> ServerConfig:
-    """A server.yaml of the model "tiny" on a free port."""
-    from server.config import ModelConfig
-
-    return ServerConfig(
-        listen=ListenConfig(port=free_port()),
-        models=(ModelConfig(name="tiny", path="tiny"),),
-        **sections,  # type: ignore[arg-type]
-    )
 
 
 def fake_cluster(

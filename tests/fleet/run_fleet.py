@@ -35,12 +35,12 @@ from typing import Any
 
 import psutil
 
-from server.config import ListenConfig, ServerConfig
+from server.config import ServerConfig
 from server.config.cluster import ClusterConfig
 from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT
-from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
+from tests.fleet.ray_parts import FakeParts, fake_cluster
 from tests.waiting import wait_until
 
 KEYS = (
@@ -74,10 +74,14 @@ def _parser() -> argparse.ArgumentParser:
 def _fleet_of(
     options: argparse.Namespace, address: str | None = None
 ) -> tuple[ClusterConfig, FakeParts]:
-    keys = KEYS if options.keys else ()
-    server: ServerConfig = fake_server(
-        keys=keys, limits={**LIMITS, "drain_s": options.drain_s}
-    ).model_copy(update={"listen": ListenConfig(port=options.port)})
+    server = ServerConfig.model_validate(
+        {
+            "listen": {"port": options.port},
+            "models": ({"name": "tiny", "path": "tiny"},),
+            "keys": KEYS if options.keys else (),
+            "limits": {**LIMITS, "drain_s": options.drain_s},
+        }
+    )
     cluster = fake_cluster(
         options.replicas,
         options.ingresses,
