@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from server.api.engines.client import EngineSpec
-from server.config import DEFAULT_TASK, ServerConfig, TaskConfig
+from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig, LearningConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
@@ -70,9 +70,9 @@ class FakeParts(FleetParts):
     more_tasks: a file of further tasks' names, a line each, which a reload reads again. weights: of
     the engines; other weights are another version, which writes the same here. shared: a folder by
     which the engines learn from each other; then all tasks draft by `auto` and say learn: persist.
-    drafts: the engines draft and learn, each alone (learning_engine). text: another one is another
-    model, which writes other texts. processes: each engine has a process of its own, as in a real
-    fleet.
+    drafts: the engines draft and learn, each alone (learning_engine). slow: (rank, seconds) of a
+    replica whose steps take longer. text: another one is another model, which writes other texts.
+    processes: each engine has a process of its own, as in a real fleet.
     """
 
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -82,6 +82,7 @@ class FakeParts(FleetParts):
     weights: int = 0
     shared: str | None = None
     row_s: float = 0.0
+    slow: tuple[int, float] | None = None
     text: int = 0
     processes: bool = False
 
@@ -98,7 +99,7 @@ class FakeParts(FleetParts):
         return version_of(self.server.model_dump_json(), self.weights)
 
     def engine_version(self, model: str) -> str:
-        return version_of(self.step_s, self.row_s, self.drafts, self.weights, self.text)
+        return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights, self.text)
 
     def front(self) -> Front:
         tasks = self.tasks()
@@ -126,26 +127,39 @@ class FakeParts(FleetParts):
         return {name: task.model_copy(update={"name": name}) for name in names}
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
-        factory: Callable[[], Engine] = self.make
+        step_s = self.slow[1] if self.slow is not None and self.slow[0] == rank else self.step_s
+        factory = partial(self.make, step_s)
         if self.sharing is not None:
             own = Path(f"{self.shared}-{rank}-{os.getpid()}")
             factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
         start_one = start_process if self.processes else start_thread
         return EngineSpec(f"{model}/{rank}", model, "cpu", partial(start_one, factory))
 
-    def make(self) -> Engine:
+    def make(self, step_s: float) -> Engine:
         """One engine."""
         if self.drafts:
-            return learning_engine(step_s=self.step_s, row_s=self.row_s)
+            return learning_engine(step_s=step_s, row_s=self.row_s)
         return make_engine(
-            step_s=self.step_s, row_s=self.row_s, drafts=False, model={**MODEL, "seed": self.text}
+            step_s=step_s, row_s=self.row_s, drafts=False, model={**MODEL, "seed": self.text}
         )
+
+
+def fake_server(**sections: object) -> ServerConfig:
+    """A server.yaml of the model "tiny" on a free port."""
+    from server.config import ModelConfig
+
+    return ServerConfig(
+        listen=ListenConfig(port=free_port()),
+        models=(ModelConfig(name="tiny", path="tiny"),),
+        **sections,  # type: ignore[arg-type]
+    )
 
 
 def fake_cluster(
     replicas: int = 2,
     ingresses: int = 1,
     *,
+    http: str = "direct",
     policy: str = "tasks",
     own_ports: int | None = None,
     learns: bool = False,
@@ -163,6 +177,7 @@ def fake_cluster(
             "ingress": {
                 "replicas": ingresses,
                 "num_cpus": 2,  # see run_fleet: it fits on the first node alone
+                "http": http,
                 "own_ports": own_ports,
             },
             "replicas": {**engines, "num_cpus": 0.1, "health_check_s": 1.0},

@@ -35,12 +35,12 @@ from typing import Any
 
 import psutil
 
-from server.config import ServerConfig
+from server.config import ListenConfig, ServerConfig
 from server.config.cluster import ClusterConfig
 from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT
-from tests.fleet.ray_parts import FakeParts, fake_cluster
+from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
 from tests.waiting import wait_until
 
 KEYS = (
@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=0, help="Ray nodes; 0: Ray embedded")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--row-s", type=float, default=0.0)
+    parser.add_argument("--slow", help="RANK:SECONDS of a step of one replica")
+    parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
     parser.add_argument("--processes", action="store_true", help="of engines, one each")
     parser.add_argument("--drafts", action="store_true", help="the engines draft and learn")
@@ -74,22 +76,20 @@ def _parser() -> argparse.ArgumentParser:
 def _fleet_of(
     options: argparse.Namespace, address: str | None = None
 ) -> tuple[ClusterConfig, FakeParts]:
-    server = ServerConfig.model_validate(
-        {
-            "listen": {"port": options.port},
-            "models": ({"name": "tiny", "path": "tiny"},),
-            "keys": KEYS if options.keys else (),
-            "limits": {**LIMITS, "drain_s": options.drain_s},
-        }
-    )
+    keys = KEYS if options.keys else ()
+    server: ServerConfig = fake_server(
+        keys=keys, limits={**LIMITS, "drain_s": options.drain_s}
+    ).model_copy(update={"listen": ListenConfig(port=options.port)})
     cluster = fake_cluster(
         options.replicas,
         options.ingresses,
+        http=options.http,
         policy=options.policy,
         own_ports=options.own_ports,
         learns=options.shared is not None,
         least=options.least,
     ).model_copy(update={"address": address})
+    rank, _, slow_s = (options.slow or "").partition(":")
     parts = FakeParts(
         server,
         step_s=options.step_s,
@@ -97,6 +97,7 @@ def _fleet_of(
         more_tasks=options.more_tasks,
         shared=options.shared,
         row_s=options.row_s,
+        slow=(int(rank), float(slow_s)) if slow_s else None,
         processes=options.processes,
     )
     return cluster, parts

@@ -1,20 +1,17 @@
-"""docs/fleet.md is followed: its file is checked, and `fleet up` serves a real (tiny) model."""
+"""docs/fleet.md is followed: its file is checked, and a fleet of a real (tiny) model is started."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from server.commands.cli import main
@@ -97,10 +94,11 @@ def test_ray_serve_s_own_commands_find_the_fleet(
         _ = app.nothing
 
 
-@pytest.fixture(scope="module")
-def up(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`tailor fleet up` on a Ray of its own, in a session of its own; what it says is in `log`."""
+@pytest.mark.slow
+def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+    port = int(re.findall(r"port: (\d+)", (folder / "server.yaml").read_text())[0])
+    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "fleet", "up", "cluster.yaml"]
     log = folder / "log"
     with log.open("w") as out:
@@ -112,81 +110,27 @@ def up(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    _wait = partial(wait_until, timeout_s=240, pause_s=0.2, told=log.read_text)
     try:
-        _wait(folder, lambda: process.poll() is not None or "is ready" in log.read_text())
+        _wait(lambda: process.poll() is not None or "The fleet is ready" in log.read_text())
         assert process.poll() is None, log.read_text()
-        yield process
+        body = {"model": "slots", "prompt": "Town 1:", "temperature": 0}
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert 0 < answer.json()["usage"]["completion_tokens"] <= 12
+        tasks = httpx.get(url + "/v1/models", timeout=30).json()
+        assert "slots" in json.dumps(tasks)
+        learned = r'^tailor_learned_version{engine="tiny/0",model="tiny",task="slots"} 1'
+        _wait(lambda: re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M))
+        (folder / "tasks" / "more.yaml").write_text("name: more\n")
+        process.send_signal(signal.SIGHUP)  # new ingresses, the same engine
+        _wait(lambda: "the fleet is up to date" in log.read_text())
+        more = {**body, "model": "more"}
+        ask = partial(httpx.post, url + "/v1/completions", json=more, timeout=60)
+        _wait(lambda: ask().status_code == 200)  # the old ingress ends what it has
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-
-
-def _wait(folder: Path, condition: Callable[[], object]) -> None:
-    wait_until(condition, 240, pause_s=0.2, told=(folder / "log").read_text)
-
-
-def _url(folder: Path) -> str:
-    [port] = re.findall(r"port: (\d+)", (folder / "server.yaml").read_text())
-    return f"http://127.0.0.1:{port}"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("up")
-def test_fleet_up_tells_what_it_does(folder: Path) -> None:
-    told = (folder / "log").read_text()
-    at = [told.index(what) for what in ("preparing", "starting Ray", "starting replicas")]
-    assert at == sorted(at) and at[-1] < told.index("The fleet is ready")
-    states = re.findall(r"engine-tiny: (.*)", told)
-    assert states and all(" starting" in line or " running" in line for line in states), told
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("up")
-def test_fleet_up_serves_the_tasks_of_a_real_model_and_learns(folder: Path) -> None:
-    url = _url(folder)
-    body = {"model": "slots", "prompt": "Town 1:", "temperature": 0}
-    answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    assert 0 < answer.json()["usage"]["completion_tokens"] <= 12
-    tasks = httpx.get(url + "/v1/models", timeout=30).json()
-    assert "slots" in json.dumps(tasks)
-    learned = r'^tailor_learned_version{engine="tiny/0",model="tiny",task="slots"} 1'
-    _wait(folder, lambda: re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M))
-
-
-@pytest.mark.slow
-def test_what_listens_on_other_addresses_asks_for_a_token(up: subprocess.Popen[bytes]) -> None:
-    """Serve's replicas alone do: a call of them would run code."""
-    grpc = pytest.importorskip("grpc")
-
-    listening = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == up.pid:
-                found = process.net_connections("tcp")
-                listening |= {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
-    assert len(listening) > 5
-    elsewhere = [at for at in listening if not at.ip.endswith("127.0.0.1") and at.ip != "::1"]
-    assert elsewhere and {at.ip for at in elsewhere} <= {"::"}
-    for at in elsewhere:
-        with grpc.insecure_channel(f"127.0.0.1:{at.port}") as channel:
-            for metadata in ([], [("authorization", "Bearer guessed")]):
-                call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
-                with pytest.raises(grpc.RpcError) as caught:
-                    call(b"", timeout=10, metadata=metadata)
-                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-
-
-@pytest.mark.slow
-def test_a_hangup_reads_the_files_again_and_a_sigterm_ends_all(
-    up: subprocess.Popen[bytes], folder: Path
-) -> None:
-    (folder / "tasks" / "more.yaml").write_text("name: more\n")
-    up.send_signal(signal.SIGHUP)  # new ingresses, the same engine
-    _wait(folder, lambda: "the fleet is up to date" in (folder / "log").read_text())
-    more = {"model": "more", "prompt": "Town 1:", "temperature": 0}
-    ask = partial(httpx.post, _url(folder) + "/v1/completions", json=more, timeout=60)
-    _wait(folder, lambda: ask().status_code == 200)  # the old ingress ends what it has
-    up.send_signal(signal.SIGTERM)
-    assert up.wait(60) == 0
+            process.wait(10)

@@ -32,7 +32,6 @@ HERE = ("curl", "tailor tasks", "tailor corpus", "tailor replay", "tailor vocab"
 ELSEWHERE = {
     "make serve": "tests/setup/test_serve.py: its one command, `tailor serve --hello`",
     "make test": "this run",
-    "tailor tasks make": "tests/setup/test_first_hour.py",
     "prometheus": "tests/monitoring/test_prometheus.py",
     "promtool": "tests/monitoring/test_prometheus.py",
     "python configs/grafana/dashboards.py": "tests/monitoring/test_grafana.py",
@@ -120,7 +119,10 @@ def test_a_fine_tuned_task(environment: None, home: Path) -> None:
             assert main(shlex.split(line)[1:]) == 0, line
     (line,) = [line for line in _starting("tailor corpus build") if "--adapter" in line]
     assert main(shlex.split(line)[1:]) == 0, line
-    made = ("slots.enrichment.json", "slots-adapter/enrichment.json", "slots.corpus")
+    (line,) = _starting("tailor tasks make")
+    assert main([*shlex.split(line)[1:], "--even-if-busy"]) == 0, line
+    made = ("slots.enrichment.json", "slots-adapter/enrichment.json", "slots.corpus",
+            "tuned/slots.yaml", "tuned/slots.make/adapter/adapter_config.json")  # fmt: skip
     assert all((home / name).is_file() for name in made)
 
 
