@@ -104,6 +104,10 @@ class LiveServer:
         self.url = f"{'http' if chain is None else 'https'}://127.0.0.1:{self.port}"
         self.trusted = ssl.create_default_context(cafile=chain)
         self.thread = threading.Thread(target=self._run, daemon=True)
+        # One for all its clients' requests: a new connection for each takes as long as an answer.
+        self.http = httpx.Client(
+            timeout=20, verify=self.trusted, limits=httpx.Limits(max_connections=None)
+        )
         self._openai: list[openai.OpenAI] = []
         self.client: EngineClient
         self.loop: asyncio.AbstractEventLoop
@@ -177,6 +181,7 @@ class LiveServer:
     ) -> None:
         for client in self._openai:
             client.close()
+        self.http.close()
         self.terminate()
         self.join()
 
@@ -206,7 +211,7 @@ class LiveServer:
         """POST a JSON body; model and prompt have defaults for completions."""
         if path == "/v1/completions":
             body = {"model": "tiny", "prompt": "the", **body}
-        return httpx.post(self.url + path, json=body, timeout=20)
+        return self.http.post(self.url + path, json=body)
 
     def ask_figures(self) -> None:
         """Have the engines tell the metrics how they are."""

@@ -1,15 +1,16 @@
 """What one API key can observe never depends on what another has asked (docs/isolation.md).
 
-Each test asks a *probe* with key b twice: on a server where nobody else has been, and on one where
-key a has sent its secret before. All that b is told must be the same. Over a real socket, with the
-real Engine on the FakeRunner; `calls` and `jobs` stand for time, which a test cannot compare.
+A key asks a *probe* on a server where nobody has been. Then another key sends its secret, and a
+key that has asked nothing sends the probe again: all that it is told must be the same. Over a real
+socket, with the real Engine on the FakeRunner; `calls` and `jobs` stand for time, which a test
+cannot compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -29,9 +30,9 @@ from vocab_store.slice import RequiredIds, VocabSlice
 
 VOCAB = TABLE.vocab_size
 EOS = 0
+NAMES = "abcdefghijkl"
 KEYS = (
-    {"id": "a", "key": "sk-a"},
-    {"id": "b", "key": "sk-b"},
+    *({"id": name, "key": f"sk-{name}"} for name in NAMES),
     {"id": "root", "key": "sk-root", "admin": True},
 )
 TASKS = {
@@ -71,13 +72,37 @@ def _server(**config: Any) -> Iterator[LiveServer]:
         yield live
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with _server() as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def unused() -> Iterator[str]:
+    return iter(NAMES)
+
+
+@pytest.fixture
+def keys(unused: Iterator[str]) -> tuple[str, str]:
+    """Two keys that have asked nothing of the server yet."""
+    return next(unused), next(unused)
+
+
+def _get(server: LiveServer, path: str, key: str = "") -> httpx.Response:
+    headers = {"authorization": f"Bearer sk-{key}"} if key else {}
+    return server.http.get(server.url + path, headers=headers)
+
+
+def _post(server: LiveServer, key: str, name: str = "", **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer sk-{key}", **({"x-request-id": name} if name else {})}
+    url = f"{server.url}/v1/completions"
+    return server.http.post(url, json=body, headers=headers, timeout=60.0)
+
+
 def _ask(server: LiveServer, key: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(
-        f"{server.url}/v1/completions",
-        json={"temperature": 0, "max_tokens": 24, "include_speculation": True, **body},
-        headers={"authorization": f"Bearer sk-{key}"},
-        timeout=60.0,
-    )
+    body = {"temperature": 0, "max_tokens": 24, "include_speculation": True, **body}
+    response = _post(server, key, **body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -100,16 +125,6 @@ def _told(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-Probe = Callable[[LiveServer], Any]
-
-
-def _seen(probe: Probe, before: Probe | None) -> Any:
-    with _server() as server:
-        if before is not None:
-            before(server)
-        return probe(server)
-
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sliced": ("sliced", {"ignore_eos": True}),
     "exact": ("exact", {"ignore_eos": True}),
@@ -122,76 +137,94 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """A task, and what its requests ask for besides."""
 
 
-def _probe(case: str, server: LiveServer) -> dict[str, Any]:
-    task, extra = CASES[case]
-    return _told(_ask(server, "b", model=task, prompt=PROBE, **extra))
+@dataclass
+class Used:
+    """A server on which key a was the first and b has told its secret since.
+
+    alone: what a's probe was told. times: how often a secret is told.
+    """
+
+    server: LiveServer
+    body: dict[str, Any]
+    alone: dict[str, Any]
+    times: int
+
+    def ask(self, key: str, prompt: str, **more: Any) -> dict[str, Any]:
+        return _told(_ask(self.server, key, prompt=prompt, **self.body, **more))
+
+    def tell_secret(self, key: str, salts: Sequence[str]) -> None:
+        for salt in salts:
+            self.ask(key, SECRET, max_tokens=40, cache_salt=salt)
+            self.ask(key, PROBE, cache_salt=salt)
 
 
-@cache
-def _alone(case: str) -> dict[str, Any]:
-    """What the probe is told where nobody else has been."""
-    found: dict[str, Any] = _seen(partial(_probe, case), None)
-    return found
-
-
-@pytest.mark.parametrize("salted", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in CASES],
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in CASES],
 )
-def test_nothing_told_depends_on_what_another_has_asked(case: str, salted: bool) -> None:
-    """salted: the other is the same key with another cache_salt."""
-    task, extra = CASES[case]
+def used(request: pytest.FixtureRequest) -> Iterator[Used]:
+    task, extra = CASES[request.param]
     times = 6 if task == "drafted" else 2  # calibration is folded in now and then
-
-    def before(server: LiveServer) -> None:
-        for i in range(times):
-            whose: dict[str, Any] = {"cache_salt": f"s{i}"} if salted else {}
-            key = "b" if salted else "a"
-            _ask(server, key, model=task, prompt=SECRET, max_tokens=60, **extra, **whose)
-            _ask(server, key, model=task, prompt=PROBE, **extra, **whose)
-
-    assert _seen(partial(_probe, case), before) == _alone(case)
-    if task != "plain" and not salted:
-        # The same key's own requests do change it: the probe is able to tell.
-        def own(server: LiveServer) -> None:
-            for _ in range(2 * times):
-                _ask(server, "b", model=task, prompt=SECRET, max_tokens=60, **extra)
-
-        assert _seen(partial(_probe, case), own) != _alone(case)
+    with _server() as server:
+        made = Used(server, {"model": task, **extra}, {}, times)
+        made.alone = made.ask("a", PROBE)
+        made.tell_secret("b", [""] * times)
+        yield made
 
 
-def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used() -> None:
+def test_nothing_told_depends_on_what_another_key_has_asked(used: Used) -> None:
+    assert used.ask("c", PROBE) == used.alone
+
+
+@pytest.mark.slow
+def test_nothing_told_depends_on_what_was_asked_with_a_salt(used: Used) -> None:
+    used.tell_secret("d", [f"s{i}" for i in range(used.times)])
+    assert used.ask("d", PROBE) == used.alone
+
+
+def test_what_a_key_itself_has_asked_is_seen_in_what_it_is_told(used: Used) -> None:
+    """The probe is able to tell."""
+    if used.body["model"] != "plain":
+        for _ in range(2 * used.times):
+            used.ask("e", SECRET, max_tokens=40)
+        assert used.ask("e", PROBE) != used.alone
+
+
+def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used(
+    server: LiveServer, keys: tuple[str, str]
+) -> None:
     """A probe of one unusual id: 0 rows loaded would say that it was in the other's prompt."""
-    with _server() as server:
-        ids = encode(PROBE)
+    ids = encode(PROBE)
 
-        def rows(key: str) -> int:
-            answer = _ask(server, key, model="sliced", prompt=ids, max_tokens=1)
-            return int(answer["speculation"]["vocabulary"]["loaded_rows"])
+    def rows(key: str) -> int:
+        answer = _ask(server, key, model="sliced", prompt=ids, max_tokens=1)
+        return int(answer["speculation"]["vocabulary"]["loaded_rows"])
 
-        assert rows("a") == len(set(ids) - set(range(300, VOCAB)) - {EOS})
-        assert rows("a") == 0
-        assert rows("b") == len(set(ids) - set(range(300, VOCAB)) - {EOS})
-
-
-def test_a_slice_does_not_grow_by_what_another_s_outputs_missed() -> None:
-    with _server() as server:
-
-        def size(key: str, num_tokens: int) -> int:
-            answer = _ask(
-                server, key, model="exact", prompt=PROBE, max_tokens=num_tokens, ignore_eos=True
-            )
-            return int(answer["speculation"]["vocabulary"]["slice_size"])
-
-        first = size("b", 1)
-        grown = size("a", 60)
-        assert grown > first + 3
-        assert size("a", 1) >= grown, "a key's own misses are kept"
-        assert size("b", 1) == first
+    a, b = keys
+    unusual = len(set(ids) - set(range(300, VOCAB)) - {EOS})
+    assert [rows(key) for key in (a, a, b)] == [unusual, 0, unusual]
 
 
-def test_a_grammar_of_another_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_does_not_grow_by_what_another_s_outputs_missed(
+    server: LiveServer, keys: tuple[str, str]
+) -> None:
+    def size(key: str, num_tokens: int) -> int:
+        answer = _ask(
+            server, key, model="exact", prompt=PROBE, max_tokens=num_tokens, ignore_eos=True
+        )
+        return int(answer["speculation"]["vocabulary"]["slice_size"])
+
+    a, b = keys
+    first = size(b, 1)
+    grown = size(a, 60)
+    assert grown > first + 3
+    assert size(a, 1) >= grown, "a key's own misses are kept"
+    assert size(b, 1) == first
+
+
+def test_a_grammar_of_another_is_compiled_again(
+    server: LiveServer, keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is compiled already comes at once: the time would tell who asks with the same schema."""
     checked: list[str] = []
     compiled: list[str] = []
@@ -207,82 +240,61 @@ def test_a_grammar_of_another_is_compiled_again(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(grammars, "grammar_problem", count_check)
     monkeypatch.setattr(grammar, "grammar_text", count_compiled)
-    with _server() as server:
+
+    def jobs(key: str, **extra: Any) -> tuple[int, int]:
         checked.clear()
+        compiled.clear()
+        _ask(
+            server, key, model="plain", prompt=PROBE,
+            structured_outputs={"regex": "secret-[0-9]{3}"}, **extra,
+        )  # fmt: skip
+        return len(checked), len(compiled)
 
-        def jobs(key: str, **extra: Any) -> tuple[int, int]:
-            before = len(checked), len(compiled)
-            _ask(
-                server, key, model="plain", prompt=PROBE,
-                structured_outputs={"regex": "secret-[0-9]{3}"}, **extra,
-            )  # fmt: skip
-            return len(checked) - before[0], len(compiled) - before[1]
-
-        assert jobs("a") == (1, 1)
-        assert jobs("a") == (0, 0)
-        assert jobs("b") == (1, 1)
-        assert jobs("a", cache_salt="x") == (1, 1)
+    a, b = keys
+    assert [jobs(key) for key in (a, a, b)] == [(1, 1), (0, 0), (1, 1)]
+    assert jobs(a, cache_salt="x") == (1, 1)
 
 
-def test_cached_tokens_are_one_s_own() -> None:
-    with _server() as server:
+def test_cached_tokens_are_one_s_own(server: LiveServer, keys: tuple[str, str]) -> None:
+    def cached(key: str, **extra: Any) -> int:
+        usage = _ask(server, key, model="plain", prompt=SECRET, max_tokens=1, **extra)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-        def cached(key: str, **extra: Any) -> int:
-            usage = _ask(server, key, model="plain", prompt=SECRET, max_tokens=1, **extra)["usage"]
-            return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-        assert cached("a") == 0 and cached("a") > 0
-        for salt in ("", "a", "\0a", "a\0"):  # none names another key
-            assert cached("b", cache_salt=salt) == 0
-        assert cached("a", cache_salt="x") == 0
+    a, b = keys
+    assert cached(a) == 0 and cached(a) > 0
+    for salt in ("", a, f"\0{a}", f"{a}\0"):  # none names another key
+        assert cached(b, cache_salt=salt) == 0
+    assert cached(a, cache_salt="x") == 0
 
 
-def test_the_same_request_id_is_two_requests() -> None:
+def test_the_same_request_id_is_two_requests(server: LiveServer) -> None:
     """A client may name its request; that another has one of this name open is not told."""
-    with _server() as server:
-        answers = [
-            httpx.post(
-                f"{server.url}/v1/completions",
-                json={"model": "plain", "prompt": "the", "max_tokens": 2},
-                headers={"authorization": f"Bearer sk-{key}", "x-request-id": "mine"},
-                timeout=30.0,
-            )
-            for key in ("a", "b")
-        ]
-        assert [a.status_code for a in answers] == [200, 200]
-        assert [a.headers["x-request-id"] for a in answers] == ["mine", "mine"]
-        assert answers[0].json()["id"] != answers[1].json()["id"]
+    body = {"model": "plain", "prompt": "the", "max_tokens": 2}
+    answers = [_post(server, key, "mine", **body) for key in "ab"]
+    assert [a.status_code for a in answers] == [200, 200]
+    assert [a.headers["x-request-id"] for a in answers] == ["mine", "mine"]
+    assert answers[0].json()["id"] != answers[1].json()["id"]
 
 
-def test_sums_over_all_keys_can_be_kept_to_admins() -> None:
-    def get(server: LiveServer, path: str, key: str) -> httpx.Response:
-        headers = {"authorization": f"Bearer sk-{key}"} if key else {}
-        return httpx.get(server.url + path, headers=headers, timeout=30.0)
+def test_sums_over_all_keys_can_be_kept_to_admins(server: LiveServer) -> None:
+    def figures(key: str) -> dict[str, Any]:
+        told: dict[str, Any] = _get(cautious, "/dashboard/data", key).json()
+        return {name: value for name, value in told.items() if name != "now_s"}
 
-    def steady(figures: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in figures.items() if name != "now_s"}
-
-    with _server(metrics=MetricsConfig(admin_only=True).model_dump()) as server:
-        assert get(server, "/metrics", "").status_code == 401
-        assert get(server, "/metrics", "b").status_code == 403
-        assert get(server, "/metrics", "root").status_code == 200
-        before = steady(get(server, "/dashboard/data", "b").json())
-        _ask(server, "a", model="plain", prompt=SECRET)
-        after = steady(get(server, "/dashboard/data", "b").json())
+    assert _get(server, "/metrics", "b").status_code == 200
+    with _server(metrics=MetricsConfig(admin_only=True).model_dump()) as cautious:
+        for key, status in (("", 401), ("b", 403), ("root", 200)):
+            assert _get(cautious, "/metrics", key).status_code == status
+        before = figures("b")
+        _ask(cautious, "a", model="plain", prompt=SECRET)
+        after = figures("b")
         assert after == before
         assert after["drafts"] == after["tasks"] == after["slices"] == after["open"] == []
         assert set(after["engines"][0]) >= {"up", "running", "waiting", "kv_usage"}
-        whole = get(server, "/dashboard/data", "root").json()
-        assert any(entry["tokens"] for entry in whole["drafts"])
-    with _server() as server:
-        assert get(server, "/metrics", "b").status_code == 200
+        assert any(entry["tokens"] for entry in figures("root")["drafts"])
 
 
-def test_what_tasks_have_learned_is_told_to_admins_alone() -> None:
-    with _server() as server:
-        for path in ("/v1/tasks", "/v1/tasks/drafted", "/v1/tasks/drafted/corpus"):
-            for key, status in (("b", 403), ("root", 200)):
-                response = httpx.get(
-                    server.url + path, headers={"authorization": f"Bearer sk-{key}"}, timeout=30.0
-                )
-                assert response.status_code == status, path
+def test_what_tasks_have_learned_is_told_to_admins_alone(server: LiveServer) -> None:
+    for path in ("/v1/tasks", "/v1/tasks/drafted", "/v1/tasks/drafted/corpus"):
+        for key, status in (("b", 403), ("root", 200)):
+            assert _get(server, path, key).status_code == status, path
