@@ -22,6 +22,7 @@ from server.config import (
     TaskLimits,
 )
 from server.types import Delta, Request
+from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_lifecycle import send_request
@@ -56,29 +57,39 @@ def read_all(s: socket.socket) -> bytes:
 # --- total and queue ---
 
 
-def test_a_request_that_takes_too_long_is_a_504_and_is_aborted() -> None:
-    engine = ScriptedEngine(saying(IDS), step_s=0.02)
-    with LiveServer([engine], tasks=TASKS) as live:
-        began_s = time.monotonic()
-        late = live.post(model="hurried", max_tokens=200)
-        assert time.monotonic() - began_s > 0.95
-        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
-        assert late.headers["x-should-retry"] == "false"
-        wait_until(lambda: len(engine.aborted) == 1 and live.client.num_open == 0)
-        stream = live.post(model="hurried", max_tokens=200, stream=True)
-        assert '"code":"timeout"' in stream.text and stream.text.endswith("data: [DONE]\n\n")
-        assert live.post(model="hurried", max_tokens=3).status_code == 200
-        assert live.post(model="patient", max_tokens=30).status_code == 200
-        wait_until(lambda: live.sample("tailor_request_outcomes_total", outcome="error") == 2)
+engine, server = served_by(lambda: ScriptedEngine(saying(IDS), step_s=0.02), tasks=TASKS)
 
 
-def test_openai_s_client_does_not_send_a_late_request_again() -> None:
-    engine = ScriptedEngine(saying(IDS), step_s=0.02)
-    with LiveServer([engine], tasks=TASKS) as live:
-        client = openai.OpenAI(api_key="x", base_url=live.url + "/v1", max_retries=2)
-        with pytest.raises(openai.InternalServerError):
-            client.completions.create(model="hurried", prompt="the", max_tokens=200)
-        assert len(engine.submitted) == 1
+def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.aborted.clear()
+    before = server.sample("tailor_request_outcomes_total", outcome="error")
+    began_s = time.monotonic()
+    late = server.post(model="hurried", max_tokens=200)
+    assert time.monotonic() - began_s > 0.95
+    assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+    assert late.headers["x-should-retry"] == "false"
+    wait_until(lambda: len(engine.aborted) == 1 and server.client.num_open == 0)
+    stream = server.post(model="hurried", max_tokens=200, stream=True)
+    assert '"code":"timeout"' in stream.text and stream.text.endswith("data: [DONE]\n\n")
+    assert server.post(model="hurried", max_tokens=3).status_code == 200
+    assert server.post(model="patient", max_tokens=30).status_code == 200
+    wait_until(
+        lambda: server.sample("tailor_request_outcomes_total", outcome="error") == before + 2
+    )
+
+
+def test_openai_s_client_does_not_send_a_late_request_again(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.submitted.clear()
+    with (
+        openai.OpenAI(api_key="x", base_url=server.url + "/v1", max_retries=2) as client,
+        pytest.raises(openai.InternalServerError),
+    ):
+        client.completions.create(model="hurried", prompt="the", max_tokens=200)
+    assert len(engine.submitted) == 1
 
 
 def test_the_server_s_limit_and_the_task_s_the_tighter_one_counts() -> None:
@@ -87,15 +98,6 @@ def test_the_server_s_limit_and_the_task_s_the_tighter_one_counts() -> None:
     with LiveServer([engine], tasks=TASKS, config=config) as live:
         for model in ("tiny", "patient", "hurried"):
             assert live.post(model=model, max_tokens=200).status_code == 504
-
-
-def test_a_finished_request_leaves_no_timer() -> None:
-    engine = ScriptedEngine(saying(IDS))
-    with LiveServer([engine], tasks=TASKS) as live:
-        for _ in range(20):
-            assert live.post(model="patient", max_tokens=1).status_code == 200
-        due = [t for t in getattr(live.loop, "_scheduled", []) if not t.cancelled()]
-        assert len(due) < 20
 
 
 @pytest.fixture(scope="module")

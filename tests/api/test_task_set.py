@@ -1,0 +1,100 @@
+"""Tasks, their corpora and profiles without requests; test_tasks.py has the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from server.api.admin import CorpusBody, _Report
+from server.api.faces.completions import CompletionBody
+from server.config import VocabularyConfig, load_tasks
+from server.errors import ConfigError
+from server.wiring.task_set import TaskSet
+from tests.api.live import LiveServer
+from tests.api.real_engine import FINGERPRINT
+from tests.api.test_tasks import Place
+from tests.api.test_tasks import place as place  # a fixture
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import VocabSlice
+
+
+@pytest.mark.parametrize(("with_it", "fits"), [(102.5, True), (101.5, False), (60.0, False)])
+def test_a_corpus_fits_at_the_gain_at_which_tune_says_so(with_it: float, fits: bool) -> None:
+    report = _Report()
+    counts = {"corpus_steps": 30.0, "tokens_with": with_it / 2, "tokens_without": 50.0}
+    report.add(counts)
+    assert report.corpus_fit() is None, "two engines' counts make enough"
+    report.add(counts)
+    found = report.corpus_fit()
+    assert found is not None and found.fits is fits
+    assert found.gain == round(with_it / 100, 3) and found.steps == 60
+
+
+def test_a_cache_folder_that_is_a_file_holds_no_upload(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start has told it, once; no task has an upload that could not be read."""
+    place.kept.write_text("a file")
+    assert place.task_set().tasks["sql"].speculation.corpus is None
+    assert not caplog.records
+
+
+def test_building_runs_in_a_process_and_says_what_is_wrong(place: Place) -> None:
+    """The build as it is composed: a spawned process, whose error comes back whole."""
+    task_set = place.task_set(build=None)
+    examples = [{"prompt_ids": [], "output_ids": [9999]}]
+    with pytest.raises(ConfigError, match=r"examples\[0\]: output_ids: 9999 is not below"):
+        asyncio.run(task_set.upload("sql", examples, append=False))
+
+
+def test_the_documents_tell_every_route() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `([A-Z]+ /v1/tasks[^`]*)` \|", page, re.M))
+    with LiveServer([ScriptedEngine(saying([5, 6]))]) as live:
+        paths = httpx.get(live.url + "/openapi.json").json()["paths"]
+    there = {
+        f"{method.upper()} {path}"
+        for path, methods in paths.items()
+        if path.startswith("/v1/tasks")
+        for method in methods
+    }
+    assert told == there
+    example = re.search(r"tasks/sql/corpus -H .*?-d '(.*?)'\n", page, re.S)
+    assert example is not None
+    CorpusBody.model_validate(json.loads(example[1]))
+    page = (Path(__file__).parents[2] / "docs" / "drafting.md").read_text(encoding="utf-8")
+    body = re.search(r"```json\n(\{.*?\})\n```", page, re.S)
+    assert body is not None
+    CompletionBody.model_validate(json.loads(body[1]))
+
+
+def test_a_vocabulary_profile_is_told(place: Place) -> None:
+    path = place.tasks / "sql.vocab"
+    profile = VocabProfile(
+        VocabSlice(np.arange(0, 40, 2, dtype=np.int32), 400),
+        np.empty(0, np.int32),
+        np.empty(0, np.float32),
+        {"report": {"heldout": {"num_tokens": 200, "num_missed": 3}}},
+    )
+    profile.save(path)
+    tasks = load_tasks(place.tasks)
+    vocabulary = VocabularyConfig.model_construct(mode="slice", profile=str(path))
+    tasks["sql"] = tasks["sql"].model_copy(update={"vocabulary": vocabulary})
+    models = {"tiny": (place.model, FINGERPRINT)}
+    task_set = TaskSet(tasks, load=lambda: tasks, models=models, kept=place.kept)
+    summary = task_set.profile_summary("sql")
+    assert summary == {
+        "version": profile.version, "num_ids": 20, "vocab_size": 400,
+        "expected_misses_per_token": 0.015,
+    }  # fmt: skip
+    assert task_set.profile_summary("limited") is None
+    path.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a vocabulary profile"):
+        task_set.profile_summary("sql")
