@@ -423,6 +423,9 @@ def test_tokenize_and_detokenize(server: LiveServer) -> None:
     body = server.post("/tokenize", prompt=text, return_token_strs=True).json()
     assert body["tokens"] == encode(text) and body["count"] == len(encode(text))
     assert len(body["token_strs"]) == body["count"]
+    assert server.post("/tokenize", prompt="the", add_special_tokens=False).json() == {
+        "count": 1, "max_model_len": 256, "tokens": encode("the"), "token_strs": None,
+    }  # fmt: skip
     back = server.post("/detokenize", tokens=body["tokens"]).json()
     assert back == {"prompt": text}
     theirs = server.post("/tokenize", content=text)  # llama.cpp's

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server import token_bytes
 from server.api.answer import CharCounter, TextStream
-from server.api.served_model import TokenNames
-from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from tests.api.tiny_tokenizers import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 TABLE = token_bytes.build(TOKENIZER)
@@ -71,6 +70,8 @@ def engine_stop(text: bytes, stops: list[bytes]) -> tuple[int, bytes] | None:
     st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1, max_size=4, unique=True),
     st.booleans(),
 )
+@example("aabaab", ["aabaaa", "c"], False)
+@example("a\n\nb\n\nc:", ["\n\nc:"], False)
 def test_nothing_that_may_be_a_stop_string_is_shown(
     text: str, stops: list[str], include: bool
 ) -> None:
@@ -95,15 +96,6 @@ def test_nothing_that_may_be_a_stop_string_is_shown(
         assert shown + last == kept.decode()
 
 
-def test_a_stop_string_across_tokens_is_held_and_cut() -> None:
-    stream = TextStream(TABLE, stop=[b"\n\nQ:"])
-    assert stream.push(as_byte_tokens("yes\n")) == "yes"
-    assert stream.push(as_byte_tokens("\n")) == ""
-    assert stream.push(as_byte_tokens("A")) == "\n\nA"
-    assert stream.push(as_byte_tokens("\n\nQ")) == ""
-    assert stream.finish(as_byte_tokens(":"), "stop", b"\n\nQ:") == ""
-
-
 def test_a_match_that_the_engine_ignored_is_shown() -> None:
     """Before min_tokens the engine does not stop: the text goes out, the later match cuts."""
     stream = TextStream(TABLE, stop=[b"ab"])
@@ -122,20 +114,6 @@ def test_the_id_that_ends_a_choice_has_text_only_if_asked(include: bool) -> None
     assert text == ("ok<|end|>" if include else "ok")
 
 
-def test_sentencepiece_keeps_the_space_of_a_continuation() -> None:
-    tokenizer = sentencepiece_tokenizer()
-    table = token_bytes.build(tokenizer)
-    ids = tokenizer.encode("the cat", add_special_tokens=False).ids
-    stream = TextStream(table)
-    assert stream.push(ids) + stream.finish([], "length", None) == " the cat"
-
-
-def test_the_longest_beginning_of_a_stop_string_is_held() -> None:
-    stream = TextStream(TABLE, stop=[b"aabaaa", b"x"])
-    shown = [stream.push(as_byte_tokens(char)) for char in "aabaab"]
-    assert shown == ["", "", "", "", "", "aab"]
-
-
 @given(st.text(max_size=20))
 def test_offsets_point_at_the_tokens(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
@@ -148,10 +126,3 @@ def test_offsets_point_at_the_tokens(text: str) -> None:
         except UnicodeDecodeError:
             assert offset <= len(text)
     assert counter.num_chars == len(text)
-
-
-def test_names_of_partial_characters_are_bytes() -> None:
-    names = TokenNames(TABLE)
-    first, _, third = as_byte_tokens("€")
-    assert names[first] == "bytes:\\xe2" and names[third] == "bytes:\\xac"
-    assert names[BYTE_IDS[b"a"]] == "a" and names[first] is names[first]

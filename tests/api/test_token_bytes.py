@@ -55,14 +55,6 @@ def test_a_continuation_keeps_its_leading_space() -> None:
     assert b"".join(table.prompt_bytes(ids, skip_special=True)) == b"the answer"
 
 
-def test_byte_fallback_tokens_are_single_bytes() -> None:
-    table = token_bytes.build(sentencepiece_tokenizer())
-    tokenizer = sentencepiece_tokenizer()
-    for byte in (0, 0x0A, 0x7F, 0xE2, 0xFF):
-        token_id = tokenizer.token_to_id(f"<0x{byte:02X}>")
-        assert token_id is not None and table.bytes_of(token_id) == bytes([byte])
-
-
 def test_special_and_added_tokens() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("two words", normalized=False)])
