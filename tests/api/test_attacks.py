@@ -58,17 +58,16 @@ def unharmed(server: LiveServer) -> Iterator[None]:
 
 
 def post(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Response:
-    return httpx.post(
+    return live.http.post(
         live.url + "/v1/completions",
         json={"model": "tiny", **body},
         headers={"authorization": f"Bearer {secret}"},
-        timeout=20,
     )
 
 
-def post_raw(client: httpx.Client, live: LiveServer, content: bytes) -> httpx.Response:
+def post_raw(live: LiveServer, content: bytes) -> httpx.Response:
     headers = {**KEY, "content-type": "application/json"}
-    return client.post(live.url + "/v1/completions", content=content, headers=headers, timeout=20)
+    return live.http.post(live.url + "/v1/completions", content=content, headers=headers)
 
 
 # --- values ---
@@ -91,20 +90,19 @@ LITERALS = (
 @pytest.mark.parametrize("field", [*INTEGERS, *NUMBERS])
 def test_no_number_breaks_it(server: LiveServer, field: str) -> None:
     outer, _, inner = field.partition(".")
-    with httpx.Client() as client:
-        for literal in LITERALS:
-            value = f'{{"{inner}": {literal}}}' if inner else literal
-            base = "" if outer == "max_tokens" else '"max_tokens": 2, '
-            content = f'{{"model": "tiny", "prompt": "a", {base}"{outer}": {value}}}'
-            began_s = time.process_time()
-            answer = post_raw(client, server, content.encode())
-            assert time.process_time() - began_s < 5, literal
-            assert answer.status_code in (200, 400), (literal, answer.text)
-            if answer.status_code == 400:
-                error = answer.json()["error"]
-                assert error["code"] == "invalid_body" or error["param"].startswith(outer), error
-            elif field in INTEGERS and outer not in ("seed", "priority", "top_k"):
-                assert literal in ("0", "-0"), literal
+    for literal in LITERALS:
+        value = f'{{"{inner}": {literal}}}' if inner else literal
+        base = "" if outer == "max_tokens" else '"max_tokens": 2, '
+        content = f'{{"model": "tiny", "prompt": "a", {base}"{outer}": {value}}}'
+        began_s = time.process_time()
+        answer = post_raw(server, content.encode())
+        assert time.process_time() - began_s < 5, literal
+        assert answer.status_code in (200, 400), (literal, answer.text)
+        if answer.status_code == 400:
+            error = answer.json()["error"]
+            assert error["code"] == "invalid_body" or error["param"].startswith(outer), error
+        elif field in INTEGERS and outer not in ("seed", "priority", "top_k"):
+            assert literal in ("0", "-0"), literal
 
 
 MANY = 100_000
@@ -175,11 +173,10 @@ def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
     ids=range(10),
 )
 def test_no_body_takes_long_to_refuse(server: LiveServer, content: bytes) -> None:
-    with httpx.Client() as client:
-        began_s = time.process_time()
-        answer = post_raw(client, server, content)
-        assert answer.status_code == 400
-        assert time.process_time() - began_s < 3
+    began_s = time.process_time()
+    answer = post_raw(server, content)
+    assert answer.status_code == 400
+    assert time.process_time() - began_s < 3
 
 
 # --- ways around the key ---
@@ -201,37 +198,36 @@ def test_no_spelling_of_a_path_opens_a_route(server: LiveServer) -> None:
             assert answer.startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 ")), (method, path, answer)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "GET http://x/v1/models HTTP/1.1\r\nhost: x",
-        "GET http://127.0.0.1/health/../v1/models HTTP/1.1\r\nhost: x",
-        "GET //health/v1/models HTTP/1.1\r\nhost: /health",
-        "GET /v1/models HTTP/1.1\r\nhost: x/health?",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-original-url: /health",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-rewrite-url: /health",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-prefix: /health",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-http-method-override: GET",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 127.0.0.1",
-        "GET /v1/models HTTP/1.0",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer x\r\nauthorization: "
-        "Bearer sk-one",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one, Bearer x",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Basic c2stb25l",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\napi-key: sk-one",
-        "GET /v1/models?api_key=sk-one HTTP/1.1\r\nhost: x",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\ncookie: authorization=Bearer sk-one",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
-        "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13",
-        "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade, http2-settings\r\n"
-        "upgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__",
-    ],
+HEADS = (
+    "GET http://x/v1/models HTTP/1.1\r\nhost: x",
+    "GET http://127.0.0.1/health/../v1/models HTTP/1.1\r\nhost: x",
+    "GET //health/v1/models HTTP/1.1\r\nhost: /health",
+    "GET /v1/models HTTP/1.1\r\nhost: x/health?",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-original-url: /health",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-rewrite-url: /health",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-prefix: /health",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-http-method-override: GET",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 127.0.0.1",
+    "GET /v1/models HTTP/1.0",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer x\r\nauthorization: Bearer sk-one",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one, Bearer x",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Basic c2stb25l",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\napi-key: sk-one",
+    "GET /v1/models?api_key=sk-one HTTP/1.1\r\nhost: x",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\ncookie: authorization=Bearer sk-one",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade, http2-settings\r\n"
+    "upgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__",
 )
-def test_no_header_opens_a_route(server: LiveServer, head: str) -> None:
-    answer = exchange(server, f"{head}\r\nconnection: close\r\n\r\n".encode())
-    assert answer.startswith(b"HTTP/1.1 401 "), answer[:200]
-    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_no_header_opens_a_route(server: LiveServer) -> None:
+    for head in HEADS:
+        answer = exchange(server, f"{head}\r\nconnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 401 "), (head, answer[:200])
+        assert answer.count(b"HTTP/1.1 ") == 1, head
 
 
 # --- HTTP that has two meanings, or none ---
@@ -256,45 +252,46 @@ AMBIGUOUS = (
 """What may stand behind POST, so that two readers disagree where the hidden request begins."""
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(POST + rest + HIDDEN for rest in AMBIGUOUS),
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\r\n c: folded\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na\x00b: c\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\rc: d\r\n\r\n",
-        b"GET /v1/models\r\n\r\n",
-        b"GET /v1/models HTTP/9.9\r\n\r\n",
-        b"GET\t/v1/models\tHTTP/1.1\r\n\r\n",
-        b"GET /v1/models HTTP/2.0\r\n" + AUTH + b"\r\n",
-        b"GET /v1/models HTTP/0.9\r\n" + AUTH + b"\r\n",
-        b"GET /v1/models HTTP/1.1\r\nauthorization: Bearer sk-one\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nhost: y\r\n" + AUTH + b"\r\n",
-        b"GET /v1/models HTTP/1.1\r\nexpect: 200-ok\r\n" + AUTH + b"\r\n",
-        b"FROB /v1/models HTTP/1.1\r\n\r\n",
-        b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
-        b"\x00" * 1000,
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-    ],
-    ids=range(31),
+NO_HTTP = (
+    *(POST + rest + HIDDEN for rest in AMBIGUOUS),
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\r\n c: folded\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\na\x00b: c\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\rc: d\r\n\r\n",
+    b"GET /v1/models\r\n\r\n",
+    b"GET /v1/models HTTP/9.9\r\n\r\n",
+    b"GET\t/v1/models\tHTTP/1.1\r\n\r\n",
+    b"GET /v1/models HTTP/2.0\r\n" + AUTH + b"\r\n",
+    b"GET /v1/models HTTP/0.9\r\n" + AUTH + b"\r\n",
+    b"GET /v1/models HTTP/1.1\r\nauthorization: Bearer sk-one\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: y\r\n" + AUTH + b"\r\n",
+    b"GET /v1/models HTTP/1.1\r\nexpect: 200-ok\r\n" + AUTH + b"\r\n",
+    b"FROB /v1/models HTTP/1.1\r\n\r\n",
+    b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
+    b"\x00" * 1000,
+    b"SSH-2.0-OpenSSH_9.6\r\n",
 )
+
+
 def test_http_with_two_meanings_or_none_is_refused_once(
-    server: LiveServer, data: bytes, caplog: pytest.LogCaptureFixture
+    server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer = exchange(server, data)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert answer.count(b"HTTP/1.1 ") == 1, answer
-    assert not answer.startswith(b"HTTP/1.1 200 ") and b'"object": "list"' not in answer
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if b"HTTP/1.1 4" in head:
-        error = json.loads(body)["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert b"x-request-id:" in head
+    for data in NO_HTTP:
+        answer = exchange(server, data)
+        warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert not warned, data
+        assert answer.count(b"HTTP/1.1 ") == 1, (data, answer)
+        assert not answer.startswith(b"HTTP/1.1 200 "), data
+        assert b'"object": "list"' not in answer, data
+        head, _, body = answer.partition(b"\r\n\r\n")
+        if b"HTTP/1.1 4" in head:
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"}, data
+            assert b"x-request-id:" in head, data
 
 
 def test_garbage_after_a_request_does_not_cut_its_answer(server: LiveServer) -> None:
@@ -365,8 +362,8 @@ def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any
 # --- floods ---
 
 
-def test_a_thousand_streams_reset_at_once(server: LiveServer) -> None:
+def test_hundreds_of_streams_reset_at_once(server: LiveServer) -> None:
     body = {"model": "tiny", "prompt": "the", "max_tokens": 100, "stream": True, "n": 2}
-    reset(server, "/v1/completions", [body] * 1000)
+    reset(server, "/v1/completions", [body] * 400)
     handles = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     assert handles < 200

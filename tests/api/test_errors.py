@@ -70,48 +70,53 @@ def check(response: httpx.Response, status: int, code: str | None, param: str | 
     return str(error["message"])
 
 
-BAD_VALUES: list[tuple[str, Any]] = [
-    ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", "5"),
-    ("max_tokens", 10**18), ("max_tokens", 0), ("max_tokens", []),
-    ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("temperature", True),
-    ("temperature", 1e308),
-    ("top_p", -0.1), ("top_p", 1.1), ("top_p", False),
-    ("n", 0), ("n", -1), ("n", 10**6), ("n", True), ("n", 1.0),
-    ("best_of", 0), ("best_of", 10**18), ("best_of", True),
-    ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", 10**18),
-    ("presence_penalty", 2.5), ("presence_penalty", -2.5), ("frequency_penalty", 1e308),
-    ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 1e9),
-    ("top_k", -2), ("top_k", 2**40), ("top_k", 1.5), ("min_p", 1.5), ("min_p", -0.5),
-    ("min_tokens", -1), ("min_tokens", 10**12), ("min_tokens", 200),
-    ("seed", 2**63), ("seed", 1.5), ("seed", True), ("seed", "x"),
-    ("stop", [str(i) for i in range(17)]), ("stop", ""), ("stop", [""]), ("stop", "x" * 1001),
-    ("stop_token_ids", list(range(300))), ("stop_token_ids", [400]),
-    ("allowed_token_ids", []), ("allowed_token_ids", [399, 400]),
-    ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"x": 1}),
-    ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {str(i): 0 for i in range(1025)}),
-    ("logit_bias", {"\u0661": 1}),
-    ("stream", "yes"), ("stream", 1), ("echo", 0), ("ignore_eos", "no"),
-    ("priority", 2**40), ("cache_salt", "x" * 257), ("cache_salt", 5), ("user", 5),
-    ("prompt", []), ("prompt", [[]]), ("prompt", None), ("prompt", 5), ("prompt", {"a": 1}),
-    ("prompt", ["a", 1]), ("prompt", [1, "a"]), ("prompt", [True]), ("prompt", [[1, True]]),
-    ("prompt", [-1]), ("prompt", [400]), ("prompt", [10**18]), ("prompt", [1.5]),
-    ("prompt", [[1], "a"]), ("prompt", ""), ("prompt", [[1], []]), ("prompt", [None]),
-    ("model", ""), ("model", 5),
-    ("speculation", {"drafter": "psychic"}), ("stream_options", {"include_usage": True}),
-]  # fmt: skip
+BAD_VALUES: dict[str, list[Any]] = {
+    "max_tokens": [-1, 1.5, True, "5", 10**18, 0, []],
+    "temperature": [-0.1, 2.1, "1", True, 1e308],
+    "top_p": [-0.1, 1.1, False],
+    "n": [0, -1, 10**6, True, 1.0],
+    "best_of": [0, 10**18, True],
+    "logprobs": [-1, 21, True, 10**18],
+    "presence_penalty": [2.5, -2.5],
+    "frequency_penalty": [1e308],
+    "repetition_penalty": [0, -1, 1e9],
+    "top_k": [-2, 2**40, 1.5],
+    "min_p": [1.5, -0.5],
+    "min_tokens": [-1, 10**12, 200],
+    "seed": [2**63, 1.5, True, "x"],
+    "stop": [[str(i) for i in range(17)], "", [""], "x" * 1001],
+    "stop_token_ids": [list(range(300)), [400]],
+    "allowed_token_ids": [[], [399, 400]],
+    "logit_bias": [
+        {"400": 1}, {"-1": 1}, {"x": 1}, {"1": 1, "01": 2}, {str(i): 0 for i in range(1025)},
+        {"\u0661": 1},
+    ],
+    "stream": ["yes", 1],
+    "echo": [0],
+    "ignore_eos": ["no"],
+    "priority": [2**40],
+    "cache_salt": ["x" * 257, 5],
+    "user": [5],
+    "prompt": [
+        [], [[]], None, 5, {"a": 1}, ["a", 1], [1, "a"], [True], [[1, True]], [-1], [400],
+        [10**18], [1.5], [[1], "a"], "", [[1], []], [None],
+    ],
+    "model": ["", 5],
+    "speculation": [{"drafter": "psychic"}],
+    "stream_options": [{"include_usage": True}],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "value"), BAD_VALUES, ids=lambda v: repr(v)[:30])
-def test_a_bad_value_is_a_400_that_names_the_field(
-    server: LiveServer, field: str, value: Any
-) -> None:
-    response = server.post(**{field: value})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["code"] in ("invalid_value", "limit_exceeded", "context_length_exceeded")
-    assert error["param"].split(".")[0].split("[")[0] == field, error
-    assert len(error["message"]) < 400
+@pytest.mark.parametrize("field", BAD_VALUES)
+def test_a_bad_value_is_a_400_that_names_the_field(server: LiveServer, field: str) -> None:
+    for value in BAD_VALUES[field]:
+        response = server.post(**{field: value})
+        assert response.status_code == 400, (value, response.text)
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] in ("invalid_value", "limit_exceeded", "context_length_exceeded")
+        assert error["param"].split(".")[0].split("[")[0] == field, (value, error)
+        assert len(error["message"]) < 400
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ LOGGERS = ("tailor", "uvicorn.error")
 
 
 def raw(server: LiveServer, content: bytes, **headers: str) -> httpx.Response:
-    return httpx.post(
+    return server.http.post(
         server.url + "/v1/completions",
         content=content,
         headers={"content-type": "application/json", **headers},
@@ -531,19 +536,17 @@ EVERYWHERE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "path"), EVERYWHERE)
 @pytest.mark.parametrize("key", [None, "", "sk-", "sk-one,sk-two", "sk-onesk-two", "SK-ONE"])
-def test_every_route_needs_a_key(
-    locked: LiveServer, method: str, path: str, key: str | None
-) -> None:
+def test_every_route_needs_a_key(locked: LiveServer, key: str | None) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=5)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    connection.request(method, path, headers=headers)
-    answer = connection.getresponse()
-    body = answer.read()
-    assert answer.status == 401
-    if method != "HEAD":
-        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+    for method, path in EVERYWHERE:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        assert answer.status == 401, (method, path)
+        if method != "HEAD":
+            assert json.loads(body)["error"]["code"] == "invalid_api_key", (method, path)
     connection.close()
 
 
@@ -573,13 +576,6 @@ def test_no_other_route_takes_a_key_that_a_browser_sends_by_itself(locked: LiveS
         headers = {"sec-fetch-site": site}
         url, auth = locked.url + "/v1/completions", ("", "sk-one")
         assert httpx.post(url, auth=auth, json=body, headers=headers).status_code == status
-
-
-@pytest.mark.parametrize("key", ["sk-one", "sk-two"])
-def test_every_key_opens(locked: LiveServer, key: str) -> None:
-    client = locked.openai(key)
-    assert client.completions.create(model="tiny", prompt="the", max_tokens=1).choices
-    assert [m.id for m in client.models.list()] == ["tiny", "completion"]
 
 
 def test_a_wrong_key_is_the_clients_authentication_error(locked: LiveServer) -> None:
