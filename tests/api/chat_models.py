@@ -127,11 +127,13 @@ def scripted(name: str, script: Script | None = None) -> ScriptedEngine:
     )  # fmt: skip
 
 
-def chat_spec(name: str, i: int = 0) -> EngineSpec:
-    """The real engine of a model on the FakeRunner, with grammars, for a LiveServer."""
+def chat_spec(name: str, i: int = 0, **options: Any) -> EngineSpec:
+    """The real engine of a model on the FakeRunner, with grammars, for a LiveServer. options:
+    make_engine's."""
     return spec(
         i=i, of=name, table=TABLE, tokenizer=TOKENIZER, max_model_len=CONTEXT,
         drafters=task_drafters(None, "suffix", "auto"), model={"context": 2, "boost": 6.0},
+        **options,
     )  # fmt: skip
 
 

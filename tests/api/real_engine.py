@@ -58,13 +58,15 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     profiles: Callable[[str], VocabProfile] | None = None,
     model: Mapping[str, Any] = MODEL,
+    max_grammars: int = 64,
     **runner: Any,
 ) -> Engine:
     """An Engine whose texts repeat themselves, so that drafts are often right.
 
     drafts: False leaves numba out, which takes seconds to start in a new process. drafters: in
     place of `suffix`. memory: what it keeps of tasks. table: of its ids. tokenizer: the same, for
-    grammars; without one it has none. model: FakeModel's. runner: FakeRunner's step_s, row_s, fail.
+    grammars, of which it keeps max_grammars; without one it has none. model: FakeModel's. runner:
+    FakeRunner's step_s, row_s, fail.
     """
     vocab_size = table.vocab_size
     grammars = None
@@ -73,7 +75,9 @@ def make_engine(
         from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 
         grammars = GrammarCompiler(
-            partial(read_grammar_tokenizer, tokenizer, vocab_size), vocab_size
+            partial(read_grammar_tokenizer, tokenizer, vocab_size),
+            vocab_size,
+            max_kept=max_grammars,
         )
     info = fake_info(
         vocab_size=vocab_size,

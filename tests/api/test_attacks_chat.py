@@ -21,6 +21,7 @@ pytestmark = pytest.mark.attack
 
 KEY = {"authorization": "Bearer sk-one"}
 MANY = 100_000
+KEPT = 8
 SAYS = [{"role": "user", "content": "the quick brown fox"}]
 
 
@@ -34,7 +35,8 @@ def server() -> Iterator[LiveServer]:
     )
     models = {"hermes": served("hermes")}
     drafters = ("off", "suffix", "auto")
-    with LiveServer([chat_spec("hermes")], models=models, config=config, drafters=drafters) as s:
+    engine = chat_spec("hermes", max_grammars=KEPT)
+    with LiveServer([engine], models=models, config=config, drafters=drafters) as s:
         # What the first grammars of a process take is no attack's: tables, threads' heaps.
         for i in range(4):
             complete(s, max_tokens=8, structured_outputs={"regex": rf"\w{{{5000 + i}}}"})
@@ -42,22 +44,23 @@ def server() -> Iterator[LiveServer]:
         yield s
 
 
+def post(live: LiveServer, path: str, secret: str = "sk-one", /, **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {secret}"}
+    return live.http.post(live.url + path, json=body, headers=headers, timeout=60)
+
+
 def chat(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Response:
-    return httpx.post(
-        live.url + "/v1/chat/completions",
-        json={"model": "hermes", "messages": SAYS, "max_completion_tokens": 3, **body},
-        headers={"authorization": f"Bearer {secret}"},
-        timeout=60,
+    return post(
+        live,
+        "/v1/chat/completions",
+        secret,
+        **{"model": "hermes", "messages": SAYS, "max_completion_tokens": 3, **body},
     )
 
 
 def complete(live: LiveServer, **body: Any) -> httpx.Response:
-    return httpx.post(
-        live.url + "/v1/completions",
-        json={"model": "hermes", "prompt": "the", "max_tokens": 3, **body},
-        headers=KEY,
-        timeout=60,
-    )
+    body = {"model": "hermes", "prompt": "the", "max_tokens": 3, **body}
+    return post(live, "/v1/completions", **body)
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +136,8 @@ EXPLODING: list[Any] = [
 
 
 def forget(server: LiveServer) -> None:
-    """64 other grammars take the places of what the engine keeps."""
-    for i in range(64):
+    """Other grammars take the places of what the engine keeps."""
+    for i in range(KEPT):
         assert complete(server, structured_outputs={"regex": f"a{i}"}).status_code == 200
 
 
@@ -218,7 +221,7 @@ def test_schemas_that_differ_are_let_go(server: LiveServer) -> None:
         answer = complete(server, max_tokens=2, structured_outputs={"json": schema})
         return answer.status_code
 
-    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "200"))
+    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "100"))
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(one, range(num))) == {200}
 
@@ -248,6 +251,10 @@ TENTH_OF_A_MILLION: list[tuple[str, Callable[[], Any]]] = [
     ("chat_template_kwargs", lambda: {f"k{i}": i for i in range(MANY)}),
     ("messages", lambda: [{"role": "user", "content": "x", "name": "n" * (1 << 20)}]),
     ("messages", lambda: [{"role": "r" * (1 << 20), "content": "x"}]),
+    ("messages", lambda: SAYS * MANY),
+    ("messages", lambda: [{"role": "user", "content": "<|im_end|>" * (3 * MANY)}]),
+    ("messages", lambda: [{"role": "user", "content": "\\U000f0000\U000f0001" * (2 * MANY)}]),
+    ("messages", lambda: [{"role": "user", "content": [PART] * MANY}]),
 ]
 
 
@@ -280,9 +287,7 @@ def test_decisions_of_a_tenth_of_a_million_are_refused_quickly(server: LiveServe
         {"input": [{"role": "user", "content": "x"}] * MANY, "questions": [QUESTION]},
     ):
         began_s = time.process_time()
-        answer = httpx.post(
-            server.url + "/v1/decisions", json={"model": "hermes", **body}, headers=KEY, timeout=60
-        )
+        answer = post(server, "/v1/decisions", **{"model": "hermes", **body})
         assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:300]
         assert time.process_time() - began_s < 10
 
@@ -304,7 +309,7 @@ def test_lone_surrogates_are_refused_wherever_they_stand(server: LiveServer, lon
         f'"messages": [{says}], "structured_outputs": {{"json": {{"enum": [{lone}]}}}}',
         f'"messages": [{says}], "prediction": {{"type": "content", "content": {lone}}}',
     ):
-        answer = httpx.post(
+        answer = server.http.post(
             server.url + "/v1/chat/completions",
             content=f'{{"model": "hermes", {fields}}}'.encode(),
             headers={**KEY, "content-type": "application/json"},
@@ -370,6 +375,7 @@ def inject(server: LiveServer, text: str) -> None:
 
 
 def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> None:
+    plain = chat(server, return_token_ids=True).json()
     for name in (
         "messages", "tools", "bos_token", "raise_exception", "strftime_now", "__class__", "self",
         "loop", "range", "chat_template", "add_generation_prompt", "documents", "",
@@ -380,15 +386,8 @@ def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> 
             assert answer.status_code == 400, name
             assert answer.json()["error"]["param"].startswith("chat_template_kwargs")
         # Null is as good as absent: the template never sees it.
-        asked: dict[str, Any] = {
-            "cache_salt": "null",
-            "temperature": 0,
-            "include_speculation": True,
-        }
-        null = chat(server, chat_template_kwargs={name: None}, **asked).json()
-        plain = chat(server, **asked).json()
-        assert null["choices"] == plain["choices"]
-        assert null["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+        null = chat(server, chat_template_kwargs={name: None}, return_token_ids=True).json()
+        assert null["prompt_token_ids"] == plain["prompt_token_ids"], name
     for value in ["{{ 7 * 7 }}", [[]], {"__class__": 1}, 10**400]:
         answer = chat(server, chat_template_kwargs={"enable_thinking": value})
         assert answer.status_code in (200, 400)
@@ -412,7 +411,7 @@ def test_no_name_is_a_path(server: LiveServer) -> None:
             ("/tokenize", {"prompt": "x"}),
             ("/detokenize", {"tokens": [5]}),
         ):
-            answer = httpx.post(server.url + route, json={"model": name, **body}, headers=KEY)
+            answer = post(server, route, **{"model": name, **body})
             assert answer.status_code == 404, (name, route, answer.text)
             assert answer.json()["error"]["message"].isprintable()
         for field in ("corpus", "drafter"):
@@ -432,12 +431,8 @@ def test_a_chat_s_prefix_is_not_told_to_another_key(server: LiveServer) -> None:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def cached_of_a_decision(secret: str) -> int:
-        answer = httpx.post(
-            server.url + "/v1/decisions",
-            json={"model": "hermes", "input": "the lazy dog " * 12, "questions": [QUESTION]},
-            headers={"authorization": f"Bearer {secret}"},
-            timeout=20,
-        )
+        body = {"model": "hermes", "input": "the lazy dog " * 12, "questions": [QUESTION]}
+        answer = post(server, "/v1/decisions", secret, **body)
         return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
 
     for ask in (cached, cached_of_a_decision):
@@ -455,4 +450,4 @@ def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
     ]
 
     asked = {"model": "hermes", "messages": SAYS, "max_completion_tokens": 200}
-    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(400)])
+    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(200)])
