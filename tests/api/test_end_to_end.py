@@ -6,7 +6,6 @@ strings matched by the engine and cut by the API; counters that equal usage; not
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -26,6 +25,7 @@ from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events
 from tests.api.test_keys import as_key
 from tests.api.test_lifecycle import send_request
+from tests.api.unharmed import rss_mib
 from tests.profiles import examples
 from tests.waiting import wait_until
 
@@ -39,7 +39,6 @@ def server() -> Iterator[LiveServer]:
 PROMPTS = ["the quick brown fox", "Once upon a time", "SELECT name FROM users", "héllo wörld"]
 VARIANTS: list[dict[str, Any]] = [
     {"temperature": 0},
-    {"temperature": 0.8, "seed": 7},
     {"temperature": 1, "top_p": 0.9, "seed": 8, "n": 2},
     {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.3, "seed": 9},
     {"temperature": 0, "repetition_penalty": 1.2, "min_tokens": 8, "logprobs": 3},
@@ -60,21 +59,21 @@ def test_speculation_batching_and_streaming_never_change_an_answer(
     plain = {
         p: answers(server, prompt=p, speculation={"drafter": "off"}, **variant) for p in PROMPTS
     }
-    with ThreadPoolExecutor(8) as threads:
-        futures = [(p, threads.submit(answers, server, prompt=p, **variant)) for p in PROMPTS * 2]
+    with ThreadPoolExecutor(6) as threads:
+        asked = [*PROMPTS, *PROMPTS[:2]]
+        futures = [(p, threads.submit(answers, server, prompt=p, **variant)) for p in asked]
         for p, future in futures:
             assert future.result() == plain[p]
-    joined = answers(server, prompt=PROMPTS, **variant)
-    assert joined == [choice for p in PROMPTS for choice in plain[p]]
-    if "best_of" not in variant:
-        chunks = events(
-            server.post(prompt=PROMPTS, max_tokens=40, ignore_eos=True, stream=True, **variant)
-        )
-        texts: dict[int, str] = {}
-        for chunk in chunks:
-            for choice in chunk["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        assert [texts[i] for i in range(len(texts))] == [text for text, _, _ in joined]
+    one_by_one = [choice for p in PROMPTS for choice in plain[p]]
+    if "best_of" in variant:  # which has no streams
+        assert answers(server, prompt=PROMPTS, **variant) == one_by_one
+        return
+    texts: dict[int, str] = {}
+    stream = server.post(prompt=PROMPTS, max_tokens=40, ignore_eos=True, stream=True, **variant)
+    for chunk in events(stream):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert [texts[i] for i in range(len(texts))] == [text for text, _, _ in one_by_one]
 
 
 def test_drafts_are_accepted_and_reported_and_sources_agree(server: LiveServer) -> None:
@@ -96,11 +95,11 @@ def test_drafts_are_accepted_and_reported_and_sources_agree(server: LiveServer) 
 
 
 def test_stop_strings_cut_the_text_wherever_they_fall(server: LiveServer) -> None:
-    options = {"prompt": "the quick", "temperature": 0, "ignore_eos": True, "max_tokens": 60}
+    options = {"prompt": "the quick", "temperature": 0, "ignore_eos": True, "max_tokens": 40}
     text = server.post(**options).json()["choices"][0]["text"]
     rng = random.Random(3)
     tried = 0
-    while tried < 25:
+    while tried < 10:
         start = rng.randrange(2, len(text) - 6)
         stop = text[start : start + rng.randrange(1, 6)]
         if "�" in stop:
@@ -232,7 +231,7 @@ def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
             return body["usage"], body["speculation"]
 
         with ThreadPoolExecutor(8) as threads:
-            pairs = list(threads.map(one, range(48)))
+            pairs = list(threads.map(one, range(24)))
         usages, reports = [u for u, _ in pairs], [r for _, r in pairs]
 
         def total(name: str) -> float:
@@ -258,15 +257,10 @@ def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
         wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
 
 
-def rss_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_many_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
-    num = examples(6000)
+    num = examples(4000)
     with LiveServer([spec()], max_model_len=CONTEXT) as live:
         cut_off = 0
 
@@ -298,7 +292,6 @@ def test_many_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
             for thread in threads:
                 thread.join()
             wait_until(lambda: live.client.num_open == 0, 20)
-            gc.collect()
 
         many(0, num // 4)
         memory, handles, num_threads = rss_mib(), open_handles(), threading.active_count()
