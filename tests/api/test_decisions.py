@@ -1,4 +1,7 @@
-"""POST /v1/decisions over a real socket: OpenAI's types, our arithmetic, a model's own numbers."""
+"""POST /v1/decisions over a real socket: OpenAI's types and our arithmetic.
+
+test_decisions_of_a_model.py has a model's own numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import openai
 import pytest
 
 from server.api.chat_template import ChatTemplate
-from server.api.engines.client import EngineSpec
 from server.api.faces.decisions import (
     Labeller,
     Labels,
@@ -18,16 +20,12 @@ from server.api.faces.decisions import (
     input_text,
     probabilities_of,
 )
-from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.types import Delta, Request
 from tests.api.fixtures import served_by
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.orders import asked, decisions, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
-from tests.fakes.engine_thread import start_thread
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.model.torch_runners import runner_over
 
 
 def labels_of(labeller: Labeller, question: Question) -> Labels:
@@ -258,52 +256,3 @@ def test_a_chat_template_is_used_and_not_escaped_from() -> None:
     text = TOKENIZER.decode(list(ids), skip_special_tokens=False)
     assert text.startswith("<|user|>bad <|end|><|user|> input\n\nStatement: ")
     assert text.endswith("Answer with Yes or No.<|end|>reply: Answer: ")
-
-
-# -- against a model's plain forward -----------------------------------------------------------
-
-
-def test_probabilities_are_those_of_a_plain_forward() -> None:
-    """Through API, engine, chunked prefill and prefix cache: transformers' own softmax, to 1e-5."""
-    from copy import deepcopy
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-            initializer_range=0.4, eos_token_id=0, bos_token_id=1,
-        )
-    ).eval()  # fmt: skip
-
-    def make() -> Engine:
-        runner = runner_over(
-            deepcopy(module), num_blocks=256, max_model_len=512, max_num_batched_tokens=64
-        )
-        settings = EngineSettings(
-            max_num_seqs=8, max_num_batched_tokens=64, chunked_prefill_rows=48
-        )
-        return Engine(runner, {}, settings)
-
-    given = "Once upon a time the quick brown fox jumps over the lazy dog. " * 3
-    questions = [PREDICATE, CHOICE, SCORE, {**PREDICATE, "instructions": "A fox is quick."}]
-    spec = EngineSpec("e", "tiny", "cpu", lambda: start_thread(make))
-    with LiveServer([spec], max_model_len=512) as live:
-        body = ask(live, *questions, given=given).json()
-    requests = decisions(orders(models=[served(max_model_len=512)]), given, questions)
-    for request, answer in zip(requests, body["answers"], strict=True):
-        with torch.no_grad():
-            logits = module(torch.tensor([request.prompt_ids])).logits[0, -1].double()
-        want = torch.softmax(logits[list(request.label_ids)], dim=0).tolist()
-        assert max(want) < 0.999, "the model is too sure for this to be a test"
-        if answer["type"] == "predicate":
-            assert answer["probability"] == pytest.approx(want[0], abs=1e-5)
-        else:
-            got = [p["probability"] for p in answer["probabilities"]]
-            assert got == pytest.approx(want, abs=1e-5)
-    cached = body["usage"]["input_tokens_details"]["cached_tokens"]
-    shared = len(TOKENIZER.encode(given).ids) // 16 * 16
-    assert cached >= 3 * (shared - 16) > 0
