@@ -298,6 +298,28 @@ def test_token_sources_never_split_characters_or_show_stops(
     assert "".join(c["choices"][0]["text"] for c in chunks) == "thené 日本 "
 
 
+def test_rejected_drafts_stand_where_they_were_drafted(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    def script(request: Request) -> Any:
+        steps = steps_of(request, as_bytes("né 日本!"), per_step=4)
+        paths = ((0, "suffix", tuple(as_bytes("XY"))), (3, "corpus", tuple(as_bytes("é"))))
+        return [[steps[0][0]._replace(rejected_drafts=paths)], *steps[1:]]
+
+    engine.script = script
+    options: dict[str, Any] = {"max_tokens": 20, "include_rejected_drafts": True}
+    [choice] = server.post(**options).json()["choices"]
+    assert choice["text"] == "né 日本!"
+    assert choice["rejected_drafts"] == [
+        {"token": 0, "offset": 0, "source": "suffix", "tokens": 2, "text": "XY"},
+        {"token": 3, "offset": 2, "source": "corpus", "tokens": 2, "text": "é"},
+    ]
+    chunks = events(server.post(stream=True, **options))
+    streamed = [d for c in chunks for d in c["choices"][0]["rejected_drafts"]]
+    assert streamed == choice["rejected_drafts"]
+    assert "rejected_drafts" not in server.post(max_tokens=3).json()["choices"][0]
+
+
 def test_speculation_can_be_chosen(server: LiveServer, engine: ScriptedEngine) -> None:
     server.post(max_tokens=1, speculation={"drafter": "off"})
     server.post(max_tokens=1, speculation={"max_draft_tokens": 5})

@@ -13,19 +13,22 @@ from pydantic import SecretStr
 from server.api.dashboard import PAGE_PATHS, History, View
 from server.api.keys import ApiKey
 from server.config import KeyConfig, ServerConfig, VocabularyConfig
-from server.types import Request
-from tests.api.live import LiveServer, as_bytes, encode
-from tests.api.test_completions import events
-from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
+from tests.api.live import LiveServer, encode
+from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.monitoring.live_engine import monitored, suffix_task
 from tests.waiting import wait_until
 
 IDS = encode(" over the lazy dog. Once upon a time")
 
 
+SLICE = VocabularyConfig(mode="exact", profile="half", verify_every=4)
+
+
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
-    with monitored() as server:
+    config = ServerConfig.model_validate({"metrics": {"vllm_aliases": True}})
+    tasks = {"tags": suffix_task("tags"), "slim": suffix_task("slim", vocabulary=SLICE)}
+    with monitored(config=config, tasks=tasks) as server:
         yield server
 
 
@@ -147,19 +150,17 @@ def data(server: LiveServer, key: str = "") -> dict[str, Any]:
     return figures
 
 
-def test_the_data_are_the_sums_of_the_reports() -> None:
-    tasks = {"tags": suffix_task("tags")}
-    with monitored(tasks=tasks) as server:
-        before = data(server)
-        assert {entry["task"] for entry in before["tasks"]} >= {"tags"}  # shown before any request
-        answers = [
-            server.post(
-                model="tags", prompt="the quick brown fox", max_tokens=20 + i, temperature=0,
-                ignore_eos=True, include_speculation=True,
-            ).json()
-            for i in range(6)
-        ]  # fmt: skip
-        figures = data(server)
+def test_the_data_are_the_sums_of_the_reports(live: LiveServer) -> None:
+    before = data(live)
+    assert {entry["task"] for entry in before["tasks"]} >= {"tags"}  # shown before any request
+    answers = [
+        live.post(
+            model="tags", prompt="the quick brown fox", max_tokens=20 + i, temperature=0,
+            ignore_eos=True, include_speculation=True,
+        ).json()
+        for i in range(6)
+    ]  # fmt: skip
+    figures = data(live)
     reports = [answer["speculation"] for answer in answers]
     [drafts] = (entry for entry in figures["drafts"] if entry["task"] == "tags")
     assert (drafts["task"], drafts["drafter"], drafts["model"]) == ("tags", "suffix", "tiny")
@@ -186,21 +187,18 @@ def test_the_data_are_the_sums_of_the_reports() -> None:
     assert len(task["ttft"]) == len(figures["edges_s"]) + 1
     [engine] = figures["engines"]
     assert engine["state"] == "ready" and engine["up"] == 1
-    assert engine["rows"]["draft"] == drafts["drafted"]
+    assert engine["rows"]["draft"] == sum(entry["drafted"] for entry in figures["drafts"])
     assert engine["steps"] >= drafts["steps"] and engine["step_s"] > engine["propose_s"] > 0
     assert figures["open"] == [] and figures["num_open"] == 0
 
 
-def test_slices_are_told_by_task_and_mode() -> None:
-    vocabulary = VocabularyConfig(mode="exact", profile="half", verify_every=4)
-    tasks = {"slim": suffix_task("slim", vocabulary=vocabulary)}
-    with monitored(tasks=tasks) as server:
-        assert data(server)["slices"] == []
-        answer = server.post(
-            model="slim", max_tokens=40, ignore_eos=True, include_speculation=True
-        ).json()
-        [slices] = data(server)["slices"]
-        [engine] = data(server)["engines"]
+def test_slices_are_told_by_task_and_mode(live: LiveServer) -> None:
+    assert data(live)["slices"] == []
+    answer = live.post(
+        model="slim", max_tokens=40, ignore_eos=True, include_speculation=True
+    ).json()
+    [slices] = data(live)["slices"]
+    [engine] = data(live)["engines"]
     told = answer["speculation"]["vocabulary"]
     assert (slices["task"], slices["mode"], slices["model"]) == ("slim", "exact", "tiny")
     assert slices["head_rows"] == told["head_rows"] > 0
@@ -269,28 +267,6 @@ def test_a_key_sees_its_own_and_polling_costs_it_nothing() -> None:
 # --- rejected drafts ---
 
 
-def test_rejected_drafts_stand_where_they_were_drafted() -> None:
-    ids = as_bytes("né 日本!")
-
-    def script(request: Request) -> Any:
-        steps = steps_of(request, ids, per_step=4)
-        paths = ((0, "suffix", tuple(as_bytes("XY"))), (3, "corpus", tuple(as_bytes("é"))))
-        return [[steps[0][0]._replace(rejected_drafts=paths)], *steps[1:]]
-
-    with LiveServer([ScriptedEngine(script)]) as server:
-        options: dict[str, Any] = {"max_tokens": 20, "include_rejected_drafts": True}
-        [choice] = server.post(**options).json()["choices"]
-        assert choice["text"] == "né 日本!"
-        assert choice["rejected_drafts"] == [
-            {"token": 0, "offset": 0, "source": "suffix", "tokens": 2, "text": "XY"},
-            {"token": 3, "offset": 2, "source": "corpus", "tokens": 2, "text": "é"},
-        ]
-        chunks = events(server.post(stream=True, **options))
-        streamed = [d for c in chunks for d in c["choices"][0]["rejected_drafts"]]
-        assert streamed == choice["rejected_drafts"]
-        assert "rejected_drafts" not in server.post(max_tokens=3).json()["choices"][0]
-
-
 def test_rejected_drafts_of_the_engine_account_for_wasted_rows(live: LiveServer) -> None:
     [choice], report = (
         (body := live.post(
@@ -312,44 +288,27 @@ def test_rejected_drafts_of_the_engine_account_for_wasted_rows(live: LiveServer)
 # --- vLLM's names ---
 
 
-def test_vllm_names_tell_the_same_figures_and_only_on_request() -> None:
-    config = ServerConfig.model_validate({"metrics": {"vllm_aliases": True}})
-    tasks = {"tags": suffix_task("tags")}
-    with monitored(config=config, tasks=tasks) as server:
-        for i in range(4):
-            server.post(
-                model=("tags", "tiny")[i % 2], max_tokens=120, ignore_eos=True, temperature=0
-            )
-        text = httpx.get(server.url + "/metrics").text
+def test_vllm_names_tell_the_same_figures(live: LiveServer) -> None:
+    for _ in range(2):
+        live.post(max_tokens=60, ignore_eos=True, temperature=0)
+    text = httpx.get(live.url + "/metrics").text
 
-        def value(line: str) -> float:
-            [found] = re.findall(rf"^{re.escape(line)} (\S+)$", text, re.M)
-            return float(found)
+    def values(name: str, **labels: str) -> list[float]:
+        told = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        line = re.escape(f"vllm:{name}{{{told}")
+        return [float(found) for found in re.findall(rf"^{line}.*\}} (\S+)$", text, re.M)]
 
-        model = 'model_name="tiny"'
-        assert value(f"vllm:generation_tokens_total{{{model}}}") == 480
-        assert value(f'vllm:num_requests_running{{engine="0",{model}}}') >= 0
-        assert value(f"vllm:time_to_first_token_seconds_count{{{model}}}") == 4
-        assert value(f'vllm:time_to_first_token_seconds_bucket{{le="+Inf",{model}}}') == 4
-        assert value(f'vllm:request_success_total{{finished_reason="length",{model}}}') == 4
-        for part in ("prefill", "decode"):
-            assert value(f"vllm:request_{part}_time_seconds_count{{{model}}}") == 4
-        whole = sum(
-            server.sample(f"tailor_request_{part}_time_seconds_sum")
-            for part in ("queue", "prefill", "decode")
-        )
-        end_to_end = server.sample("tailor_e2e_request_latency_seconds_sum")
-        assert whole == pytest.approx(end_to_end, rel=0.05)
-        accepted = server.sample("tailor_spec_decode_num_accepted_tokens_total")
-        assert value(f"vllm:spec_decode_num_accepted_tokens_total{{{model}}}") == accepted > 0
-        by_position = re.findall(
-            r"^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*\} (\S+)$", text, re.M
-        )
-        assert sum(map(float, by_position)) == accepted
-        total = server.sample("tailor_e2e_request_latency_seconds_sum")
-        assert value(f"vllm:e2e_request_latency_seconds_sum{{{model}}}") == pytest.approx(total)
-        names = re.findall(r"^# TYPE (\S+) ", text, re.M)
-        assert len(names) == len(set(names))
-    with LiveServer([ScriptedEngine(saying(IDS))]) as plain:
-        plain.post(max_tokens=3)
-        assert "vllm:request_queue" not in httpx.get(plain.url + "/metrics").text
+    for name in (
+        "generation_tokens_total", "time_to_first_token_seconds_count",
+        "request_success_total", "request_prefill_time_seconds_count",
+        "request_decode_time_seconds_count", "e2e_request_latency_seconds_sum",
+        "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total",
+    ):  # fmt: skip
+        same = live.sample(f"tailor_{name}")
+        assert sum(values(name)) == pytest.approx(same) and same > 0, name
+    assert values("generation_tokens_total", model_name="tiny") != []
+    assert values("num_requests_running", engine="0", model_name="tiny") == [0]
+    parts = ("queue", "prefill", "decode")
+    whole = sum(live.sample(f"tailor_request_{part}_time_seconds_sum") for part in parts)
+    end_to_end = live.sample("tailor_e2e_request_latency_seconds_sum")
+    assert whole == pytest.approx(end_to_end, rel=0.05)
