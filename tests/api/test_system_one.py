@@ -38,7 +38,10 @@ def ask(server: LiveServer, state: Any = STATE, questions: Any = None, **more: A
     return server.post("/v1/systemone", **body)
 
 
-def test_answers_are_named_and_those_of_decisions(server: LiveServer) -> None:
+def test_answers_are_named_and_those_of_decisions(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.submitted.clear()
     answer = ask(server).json()
     assert list(answer) == ["model", "answers", "usage"]
     assert list(answer["answers"]) == list(QUESTIONS)
@@ -69,6 +72,8 @@ def test_answers_are_named_and_those_of_decisions(server: LiveServer) -> None:
             },
         ],
     ).json()
+    prompts = [request.prompt_ids for request in engine.submitted]
+    assert prompts[:4] == prompts[4:], "a decision asks with the same prompts"
     noul, team, plain, anger = decision["answers"]
     got = answer["answers"]
     assert got["refund"] == {"type": "noul", "noul": noul["probability"]}
@@ -89,16 +94,6 @@ def test_answers_are_named_and_those_of_decisions(server: LiveServer) -> None:
     }
     used = decision["usage"]["input_tokens"]
     assert answer["usage"] == {"input_tokens": used, "output_tokens": 0}
-
-
-def test_the_same_prompts_as_decisions(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.submitted.clear()
-    ask(server, "Late again.", {"q": {"type": "noul", "instructions": "It is late."}})
-    [mine] = engine.submitted
-    engine.submitted.clear()
-    question = {"type": "predicate", "instructions": "It is late."}
-    server.post("/v1/decisions", model="tiny", input="Late again.", questions=[question])
-    assert engine.submitted[0].prompt_ids == mine.prompt_ids
 
 
 def one(**question: Any) -> dict[str, Any]:

@@ -208,17 +208,6 @@ PERSON = {
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-@pytest.mark.parametrize("style", ["hermes", "mistral", "llama3"])
-def test_one_tool_is_forced_by_name(style: ToolFormat) -> None:
-    forced = force_call(style, {"f": CITY}, parallel=True)
-    assert forced.schema == CITY and forced.name == "f"
-    key = "parameters" if style == "llama3" else "arguments"
-    assert forced.opening.endswith(f'{{"name": "f", "{key}":')
-    assert read(style, '{"city": "Rome"}', 3, forced="f") == [("f", '{"city": "Rome"}')]
-    whole = forced.opening + '{"city": "Rome"}}'
-    assert read(style, whole, 1)[0] == ("f", '{"city": "Rome"}')
-
-
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("style", ["hermes", "mistral", "llama3"])
 def test_one_of_several_tools_is_forced_by_a_schema(style: ToolFormat, parallel: bool) -> None:
