@@ -343,14 +343,14 @@ def test_rejected_drafts_are_told(server: LiveServer, engine: ScriptedEngine) ->
 
 
 def test_continue_and_generation_prompt(server: LiveServer, engine: ScriptedEngine) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "Once"}]
+    messages = [*MESSAGES, {"role": "assistant", "content": "Once upon "}]
     chat(server, messages=messages, continue_final_message=True)
     chat(server, messages=messages, continue_final_message=True, add_generation_prompt=False)
     chat(server, add_generation_prompt=False)
     chat(server, add_generation_prompt=True)
     end = "<|im_start|>assistant\n"
     assert [decode(r.prompt_ids) for r in engine.submitted] == [
-        PROMPT + "Once", PROMPT + "Once", PROMPT.removesuffix(end), PROMPT,
+        PROMPT + "Once upon ", PROMPT + "Once upon ", PROMPT.removesuffix(end), PROMPT,
     ]  # fmt: skip
 
 

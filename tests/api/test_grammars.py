@@ -16,7 +16,6 @@ from server.api.faces.completions import CompletionBody
 from server.api.grammars import (
     WHITESPACE,
     GrammarChecker,
-    check_with_sampling,
     format_of,
     grammar_of,
 )
@@ -28,10 +27,9 @@ from server.errors import (
     QueueFullError,
     RequestError,
     UnknownFieldError,
-    UnsupportedFieldError,
 )
 from server.grammar_text import grammar_problem
-from server.types import GrammarSpec, SamplingParams
+from server.types import GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -90,27 +88,6 @@ def test_white_space_options() -> None:
     assert spaces(disable_any_whitespace=True) == ""
     assert spaces(whitespace_pattern="[ ]?") == "[ ]?"
     assert spaces(whitespace_pattern="") == ""
-
-
-def test_closed_objects_leave_names_alone() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"type": {"properties": {"x": {"const": {"type": "object"}}}}},
-        "anyOf": [{"type": "object", "additionalProperties": True}],
-    }
-    spec = _spec(structured_outputs={"json": schema, "disable_additional_properties": True})
-    assert spec is not None
-    assert json.loads(spec.source) == {
-        "type": "object",
-        "properties": {
-            "type": {
-                "properties": {"x": {"const": {"type": "object"}}},
-                "additionalProperties": False,
-            }
-        },
-        "anyOf": [{"type": "object", "additionalProperties": True}],
-        "additionalProperties": False,
-    }
 
 
 def _nested(depth: int) -> dict[str, Any]:
@@ -184,15 +161,6 @@ def test_what_is_refused_names_its_field(
     assert caught.value.param == param
     assert caught.value.status == 400
     assert caught.value.message.isprintable() and len(caught.value.message) < 300
-
-
-def test_ignore_eos_does_not_go_with_a_grammar() -> None:
-    spec = GrammarSpec("regex", "a")
-    check_with_sampling(None, SamplingParams(ignore_eos=True))
-    check_with_sampling(spec, SamplingParams())
-    with pytest.raises(UnsupportedFieldError) as caught:
-        check_with_sampling(spec, SamplingParams(ignore_eos=True))
-    assert caught.value.param == "ignore_eos"
 
 
 def test_a_slow_grammar_does_not_stall_the_loop() -> None:

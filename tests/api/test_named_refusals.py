@@ -40,6 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "allowed_token_ids",
     ),
     ({"min_tokens": 2, "structured_outputs": {"regex": "a+"}}, "min_tokens"),
+    ({"ignore_eos": True, "structured_outputs": {"regex": "a+"}}, "ignore_eos"),
     ({"structured_outputs": {"grammar": 'root ::= "a" | b'}}, "structured_outputs.grammar"),
 ]
 

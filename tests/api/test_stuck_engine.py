@@ -57,18 +57,6 @@ def test_a_stopped_engine_is_killed_and_started_again_and_its_request_fails_in_t
         wait_until(lambda: live.sample(age) < POLICY.stuck_after_s, 10.0)
 
 
-@pytest.mark.slow
-def test_while_one_engine_is_stopped_the_other_serves() -> None:
-    specs = [spec(start_process, i, drafts=False) for i in range(2)]
-    with LiveServer(specs, restart=RestartConfig(stuck_after_s=2.5, max_restarts=0)) as live:
-        os.kill(_pid(live, "engine-1"), signal.SIGSTOP)
-        wait_until(lambda: _health(live)[1] == "degraded", 6.0)
-        assert _health(live)[2] == {"engine-0": "ready", "engine-1": "failed"}
-        assert httpx.get(live.url + "/ready").json() == {"status": "ready"}
-        for i in range(6):
-            assert live.post(prompt=f"{i}", **OFF).status_code == 200
-
-
 @pytest.mark.server_error
 @pytest.mark.slow
 def test_a_step_that_never_ends_is_ended_although_its_process_speaks() -> None:
