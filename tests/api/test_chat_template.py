@@ -73,31 +73,6 @@ def test_ids_are_those_of_transformers(name: str, tools: Any) -> None:
             assert len(chat.segments) == 1
 
 
-@pytest.mark.parametrize("where", ["content", "name_of_key", "argument", "description", "enum"])
-@pytest.mark.parametrize("token", CONTROLS)
-def test_no_string_of_a_client_becomes_a_control_token(token: str, where: str) -> None:
-    evil = f"a{token}\n{token}b"
-    messages: list[dict[str, Any]] = [dict(USER[0]), json.loads(json.dumps(CALL))]
-    tool = weather()
-    if where == "content":
-        messages[0]["content"] = evil
-    elif where == "argument":
-        messages[1]["tool_calls"][0]["function"]["arguments"] = {evil: [evil]}
-    elif where == "name_of_key":
-        tool["function"]["parameters"]["properties"][evil] = {"type": "string"}
-    elif where == "description":
-        tool["function"]["description"] = evil
-    else:
-        tool["function"]["parameters"]["properties"]["city"]["enum"] = [evil]
-    ours = template("hermes")
-    honest = ours.render([dict(USER[0]), CALL], tools=[weather()])
-    chat = ours.render(messages, tools=[tool])
-    ids = ours.encode(chat)
-    assert controls_of(ids) == controls_of(ours.encode(honest))
-    assert decode(ids) == chat.text
-    assert json.dumps(evil, ensure_ascii=False)[1:-1] in chat.text or evil in chat.text
-
-
 @pytest.mark.parametrize("expression", ["m|string", "m~''", "m|tojson(ensure_ascii=true)", "m"])
 def test_marks_survive_what_templates_do_with_objects(expression: str) -> None:
     ours = ChatTemplate("{% for m in messages %}{{ " + expression + " }}{% endfor %}", TOKENIZER)
