@@ -369,34 +369,6 @@ def test_a_prediction_becomes_ids_of_the_request(
         assert request.speculation.drafter == "auto" and request.speculation.max_draft_tokens > 0
 
 
-def test_accepted_and_rejected_predictions_are_in_the_usage(
-    server: LiveServer, engine: ScriptedEngine
-) -> None:
-    def script(request: Request) -> Any:
-        return [
-            [
-                delta._replace(
-                    counts=delta.counts._replace(
-                        accepted_prediction_tokens=3, rejected_prediction_tokens=1
-                    ),
-                )
-                for delta in step
-            ]
-            for step in steps_of(request, REPLY_IDS[:8], per_step=4)
-        ]
-
-    engine.script = script
-    answer = server.openai().chat.completions.create(
-        model="chatml",
-        messages=[{"role": "user", "content": "x"}],
-        prediction={"type": "content", "content": REPLY},
-    )
-    assert answer.usage is not None
-    details = answer.usage.completion_tokens_details
-    assert details is not None
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)
-
-
 def test_template_arguments_are_an_allow_list(
     server: LiveServer, engines: dict[str, ScriptedEngine]
 ) -> None:

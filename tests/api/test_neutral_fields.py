@@ -1,5 +1,6 @@
 """The rule of all bodies: null is as good as absent; what would happen anyway may be said; a field
-that would change something and is not honoured is refused by name."""
+that would change something and is not honoured is refused by name, as the route calls it, and no
+other word of an error changes."""
 
 from __future__ import annotations
 
@@ -8,15 +9,19 @@ from typing import Any
 import httpx
 import pytest
 
+from server.config import SpeculationConfig, TaskConfig
+from server.errors import LimitExceededError
 from tests.api.chat_models import decode, weather
 from tests.api.fixtures import chats_of
 from tests.api.live import LiveServer
+from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine
 
 USER = {"role": "user", "content": "the quick brown fox"}
-
-
-engines, server = chats_of(("chatml", "hermes", "base"), drafters=("off", "suffix"))
+SUFFIX = SpeculationConfig(drafter="suffix")
+TASKS = {"prompt": TaskConfig(name="prompt", model="chatml", speculation=SUFFIX)}
+DRAFTERS = ("off", "auto", "prompt", "suffix")
+engines, server = chats_of(("chatml", "hermes", "base"), drafters=DRAFTERS, tasks=TASKS)
 
 
 def chat(server: LiveServer, **body: Any) -> httpx.Response:
@@ -135,3 +140,29 @@ def test_reasoning_effort_switches_thinking(
     ids = [request.prompt_ids for request in engines["hermes"].submitted]
     off, on = ids[4:]
     assert off != on and ids[:4] == [off, off, on, on]
+
+
+# --- errors ---
+
+
+def test_a_drafter_called_like_a_field_keeps_its_name(server: LiveServer) -> None:
+    field = {"drafter": "nope"}
+    refused = chat(server, model="chatml", speculation=field)
+    told = check(refused, 400, "invalid_value", "speculation.drafter")
+    assert told.endswith("choose from off, auto, prompt, suffix.")
+    refused = server.post(model="chatml", speculation=field)
+    assert check(refused, 400, "invalid_value", "speculation.drafter") == told
+
+
+def test_a_task_called_like_a_field_keeps_its_name(server: LiveServer) -> None:
+    refused = chat(server, model="prompt", vocabulary={"mode": "slice"})
+    told = check(refused, 400, "invalid_value", "vocabulary.mode")
+    assert "the task prompt allows" in told
+
+
+def test_an_error_of_one_field_becomes_that_of_another() -> None:
+    error = LimitExceededError("above 4; prompt: stays.", at="prompt[3]", retry_after_s=2.0)
+    assert (error.message, error.param) == ("prompt[3]: above 4; prompt: stays.", "prompt[3]")
+    moved = error.moved("input")
+    assert type(moved) is LimitExceededError and moved.retry_after_s == 2.0
+    assert (moved.message, moved.param) == ("input: above 4; prompt: stays.", "input")
