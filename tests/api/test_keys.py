@@ -13,7 +13,6 @@ from server.api.admin import ADAPTER_PATHS
 from server.api.keys import ApiKey, Bucket, Keyring
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
-from server.types import Delta, Request
 from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
@@ -96,6 +95,7 @@ CONFIG = ServerConfig.model_validate(
             {"id": "few", "key": "sk-few", "requests_per_minute": 3},
             {"id": "seat", "key": "sk-seat", "max_concurrent_requests": 2},
             {"id": "tokens", "key": "sk-tokens", "tokens_per_minute": 100},
+            {"id": "unused", "key": "sk-unused", "tokens_per_minute": 100},
         )
     }
 )
@@ -236,17 +236,14 @@ def test_a_token_rate_counts_prompts_and_choices(
         assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_unused_tokens_come_back() -> None:
-    def one_token(request: Request) -> list[list[Delta]]:
-        return steps_of(request, [5], finish_reason="stop")
-
-    config = ServerConfig.model_validate(
-        {"keys": ({"id": "tokens", "key": "sk-tokens", "tokens_per_minute": 100},)}
-    )
-    with LiveServer([ScriptedEngine(one_token)], config=config) as live:
-        for _ in range(6):  # each asks for 50 tokens and uses 9
-            assert ask(live, "sk-tokens", prompt=[5] * 8, max_tokens=42).status_code == 200
-        assert ask(live, "sk-tokens", prompt=[5] * 8, max_tokens=42).status_code == 429
+def test_unused_tokens_come_back(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = lambda request: steps_of(request, [5], finish_reason="stop")
+    try:
+        for status in (*[200] * 6, 429):  # each asks for 50 tokens and uses 9
+            answer = ask(server, "sk-unused", prompt=[5] * 8, max_tokens=42)
+            assert answer.status_code == status
+    finally:
+        engine.script = SAYS
 
 
 def test_without_keys_admin_routes_are_closed_and_the_rest_open() -> None:

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 
 from server.api.faces.responses import KeptItems, MessageItem, TextPart
-from tests.api.chat_models import decode, encode, served
+from tests.api.chat_models import decode, encode, scripted, served
 from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
@@ -46,34 +46,39 @@ def post(server: LiveServer, **body: Any) -> httpx.Response:
     return server.post("/v1/responses", **{"model": "hermes", "input": "hello", **body})
 
 
-def test_usage_counts_base_ids_of_a_model_with_tokens_of_its_own(engine: ScriptedEngine) -> None:
+def test_usage_counts_base_ids_of_a_model_with_tokens_of_its_own(server: LiveServer) -> None:
+    def details(live: LiveServer) -> dict[str, int]:
+        found: dict[str, int] = post(live).json()["usage"]["output_tokens_details"]
+        return found
+
+    assert "base_tokens" not in details(server)
     ids = encode(REPLY)
     model = replace(served("hermes"), own_ids={ids[0]: 3})
-    for known, want in ((model, len(ids) + 1 + 2 * ids.count(ids[0])), (served("hermes"), None)):
-        with LiveServer([engine], models={"hermes": known}, drafters=("off", "suffix")) as live:
-            details = post(live).json()["usage"]["output_tokens_details"]
-        assert details.get("base_tokens") == want
+    with LiveServer([scripted("hermes", says(REPLY))], models={"hermes": model}) as live:
+        assert details(live)["base_tokens"] == len(ids) + 1 + 2 * ids.count(ids[0])
 
 
 def test_a_text_is_read_as_the_model_reads_prompts_and_given_ids_as_they_are(
-    engine: ScriptedEngine,
+    server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    plain = served("hermes")
-    model = replace(plain, reads=lambda ids: [*ids[:-2], 7])  # two ids are one token of its own
-    given: list[list[tuple[int, ...]]] = []
-    for known in (plain, model):
-        engine.submitted.clear()
-        with LiveServer([engine], models={"hermes": known}, drafters=("off", "suffix")) as live:
-            post(live)
-            live.post("/v1/chat/completions", model="hermes", messages=MESSAGES)
-            live.post(model="hermes", prompt="hello fox")
-            live.post(model="hermes", prompt=[5, 6, 8])
-            counted = live.post("/tokenize", model="hermes", prompt="hello fox").json()["tokens"]
-        given.append([request.prompt_ids for request in engine.submitted])
-        assert counted == list(given[-1][2])
-    for base, own in zip(given[0][:3], given[1][:3], strict=True):
-        assert own == (*base[:-2], 7)
-    assert given[0][3] == given[1][3] == (5, 6, 8)
+    def given(live: LiveServer, engine: ScriptedEngine) -> list[tuple[int, ...]]:
+        post(live)
+        live.post("/v1/chat/completions", model="hermes", messages=MESSAGES)
+        live.post(model="hermes", prompt="hello fox")
+        live.post(model="hermes", prompt=[5, 6, 8])
+        counted = live.post("/tokenize", model="hermes", prompt="hello fox").json()["tokens"]
+        prompts = [request.prompt_ids for request in engine.submitted]
+        assert counted == list(prompts[2])
+        return prompts
+
+    # Two ids are one token of the model's own.
+    model = replace(served("hermes"), reads=lambda ids: [*ids[:-2], 7])
+    other = scripted("hermes", says(REPLY))
+    with LiveServer([other], models={"hermes": model}) as live:
+        *own, own_ids = given(live, other)
+    *base, base_ids = given(server, engine)
+    assert own == [(*ids[:-2], 7) for ids in base]
+    assert base_ids == own_ids == (5, 6, 8)
 
 
 def test_a_text(server: LiveServer, engine: ScriptedEngine) -> None:
