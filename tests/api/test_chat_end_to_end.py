@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.chat_models import chat_spec, encode, served, weather
 from tests.api.live import LiveServer
-from tests.api.test_completions import events
+from tests.api.test_completions import events, streamed
 
 MODELS = ("hermes", "mistral", "llama")
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
@@ -61,20 +61,15 @@ def test_a_prediction_is_accepted_counted_and_changes_nothing(
         assert details["rejected_prediction_tokens"] == rejected
         assert (accepted > 30) == right
         assert (body["speculation"]["steps"] < 30) == right
-    chunks = events(chat(server, stream=True, **variant))
-    streamed = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
-    assert streamed == text
+    assert streamed(chat(server, stream=True, **variant)) == [text]
 
 
 def test_choices_of_a_chat_are_alike_alone_and_together(server: LiveServer) -> None:
     options = {"temperature": 1, "seed": 5, "n": 3}
     whole = chat(server, **options).json()["choices"]
     assert len({choice["message"]["content"] for choice in whole}) == 3
-    texts = {0: "", 1: "", 2: ""}
-    for chunk in events(chat(server, stream=True, **options)):
-        [choice] = chunk["choices"]
-        texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == {choice["index"]: choice["message"]["content"] for choice in whole}
+    texts = [choice["message"]["content"] for choice in whole]
+    assert streamed(chat(server, stream=True, **options)) == texts
 
 
 CITY: dict[str, dict[str, Any]] = {
@@ -107,10 +102,8 @@ def test_a_call_that_must_be_made_is_made(
         found.append(call["function"])
     chunks = events(chat(server, stream=True, **options))
     calls = [c["function"] for e in chunks for c in e["choices"][0]["delta"].get("tool_calls", ())]
-    streamed = {
-        "name": calls[0]["name"], "arguments": "".join(call["arguments"] for call in calls)
-    }  # fmt: skip
-    assert found == [streamed] * 3
+    arguments = "".join(call["arguments"] for call in calls)
+    assert found == [{"name": calls[0]["name"], "arguments": arguments}] * 3
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 

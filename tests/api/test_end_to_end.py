@@ -22,7 +22,7 @@ import pytest
 from server.config import ServerConfig
 from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, TABLE, spec
-from tests.api.test_completions import events
+from tests.api.test_completions import events, streamed
 from tests.api.test_keys import as_key
 from tests.api.test_lifecycle import send_request
 from tests.api.unharmed import rss_mib
@@ -68,12 +68,8 @@ def test_speculation_batching_and_streaming_never_change_an_answer(
     if "best_of" in variant:  # which has no streams
         assert answers(server, prompt=PROMPTS, **variant) == one_by_one
         return
-    texts: dict[int, str] = {}
     stream = server.post(prompt=PROMPTS, max_tokens=40, ignore_eos=True, stream=True, **variant)
-    for chunk in events(stream):
-        for choice in chunk["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    assert [texts[i] for i in range(len(texts))] == [text for text, _, _ in one_by_one]
+    assert streamed(stream) == [text for text, _, _ in one_by_one]
 
 
 def test_drafts_are_accepted_and_reported_and_sources_agree(server: LiveServer) -> None:

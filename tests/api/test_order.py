@@ -16,7 +16,7 @@ from server.api.served_model import ServedModel
 from server.config import SpeculationConfig, TaskConfig
 from server.config.task import ContextMarks
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
-from tests.api.live import TABLE, encode, served
+from tests.api.live import TABLE, encode
 from tests.api.orders import completion, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 
@@ -132,18 +132,3 @@ def test_validation_of_a_huge_list_is_quick_and_short() -> None:
     with pytest.raises(TailorError) as caught:
         validate(DetokenizeBody, {"tokens": ["x"] * 200_000})
     assert len(caught.value.message) < 200
-
-
-def test_a_tasks_model_and_the_default_one() -> None:
-    first, second = served("first"), served("second")
-    takes = orders(
-        TaskConfig(name="a"), TaskConfig(name="b", model="second"), models=[first, second]
-    )
-    found = {name: takes.catalog.find(name) for name in ("a", "b", "first", "second", None)}
-    assert {k: (t.name, m.name) for k, (t, m) in found.items()} == {
-        "a": ("a", "first"),
-        "b": ("b", "second"),
-        "first": ("completion", "first"),
-        "second": ("completion", "second"),
-        None: ("completion", "first"),
-    }

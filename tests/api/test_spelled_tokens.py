@@ -23,7 +23,7 @@ from tests.api.chat_models import TOKENIZER
 from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import chat
 from tests.api.test_chat_end_to_end import server as server  # a fixture
-from tests.api.test_completions import events
+from tests.api.test_completions import streamed
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 
@@ -102,11 +102,7 @@ def test_streams_and_several_choices_say_the_same(server: LiveServer) -> None:
     }  # fmt: skip
     whole = server.post(**body).json()["choices"]
     assert {c["text"] for c in whole} <= {"<|im_end|> or", "<|im_start|> or <|end|>"}
-    streamed = ["", "", ""]
-    for chunk in events(server.post(stream=True, **body)):
-        for choice in chunk["choices"]:
-            streamed[choice["index"]] += choice["text"]
-    assert streamed == [c["text"] for c in whole]
+    assert streamed(server.post(stream=True, **body)) == [c["text"] for c in whole]
 
 
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama"])

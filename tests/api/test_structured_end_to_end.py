@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.live import TOKENIZER, LiveServer
 from tests.api.real_engine import spec
-from tests.api.test_completions import events
+from tests.api.test_completions import streamed
 
 SCHEMA = {
     "type": "object",
@@ -83,15 +83,12 @@ def test_every_form_matches_with_and_without_drafts(
     prompts = ["the quick brown fox", "Once upon", "SELECT name FROM users"]
     body: dict[str, Any] = {
         "prompt": prompts, "structured_outputs": fields, "seed": 11, "temperature": temperature,
-        "n": n, "stream": False,
+        "n": n,
     }  # fmt: skip
     plain = _texts(server, speculation={"drafter": "off"}, **body)
     assert _texts(server, **body) == plain
-    streamed: dict[int, str] = {}
-    for chunk in events(server.post(**{**body, "max_tokens": 120, "stream": True})):
-        for choice in chunk["choices"]:
-            streamed[choice["index"]] = streamed.get(choice["index"], "") + choice["text"]
-    assert [streamed[i] for i in range(3 * n)] == [text for text, _ in plain]
+    stream = server.post(**{**body, "max_tokens": 120, "stream": True})
+    assert streamed(stream) == [text for text, _ in plain]
     for text, finish_reason in plain:
         if finish_reason == "stop":
             assert re.fullmatch(pattern, text), text
