@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from server.config.server import CorsConfig, MetricsConfig
 from server.errors import TailorError
 from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode
+from tests.api.unharmed import exchange
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 LIMITS = LimitsConfig(
@@ -229,6 +229,9 @@ LOGGERS = ("tailor", "uvicorn.error")
 # --- bodies ---
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
 def raw(server: LiveServer, content: bytes, **headers: str) -> httpx.Response:
     return server.http.post(
         server.url + "/v1/completions",
@@ -299,12 +302,7 @@ def test_media_types(server: LiveServer, headers: dict[str, str], status: int) -
 
 
 def test_a_large_body_is_refused_by_its_length_before_it_is_sent(server: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
-        s.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: 999999999999\r\n\r\n"
-        )
-        answer = s.makefile("rb").read()
+    answer = exchange(server, POST + b"content-length: 999999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in answer
 
 
@@ -332,12 +330,7 @@ def test_a_large_chunked_body_is_refused_while_it_is_read(server: LiveServer) ->
 
 
 def test_a_slow_body_times_out(server: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
-        s.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b'content-length: 100\r\n\r\n{"model'
-        )
-        answer = s.makefile("rb").read()
+    answer = exchange(server, POST + b'content-length: 100\r\n\r\n{"model')
     assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
 
 

@@ -26,6 +26,7 @@ from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_lifecycle import send_request
+from tests.api.unharmed import exchange
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import wait_until
 
@@ -205,9 +206,8 @@ def check_json(answer: bytes, status: int, code: str) -> None:
 
 def test_slow_headers_time_out(strict: LiveServer) -> None:
     before = strict.sample("tailor_http_responses_total", code="request_timeout")
-    with connect(strict) as s:
-        s.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
-        check_json(read_all(s), 408, "request_timeout")
+    answer = exchange(strict, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
+    check_json(answer, 408, "request_timeout")
     with connect(strict) as s:  # byte by byte is no better
         began_s = time.monotonic()
         s.settimeout(0.02)
@@ -226,10 +226,8 @@ def test_slow_headers_time_out(strict: LiveServer) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"\r\n\r\n\r\n"])
 def test_an_idle_connection_is_closed(strict: LiveServer, sent: bytes) -> None:
-    with connect(strict) as s:
-        s.sendall(sent)
-        answer = read_all(s)
-        assert not answer or answer.startswith(b"HTTP/1.1 408 ")
+    answer = exchange(strict, sent)
+    assert not answer or answer.startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_connection_that_is_used_again_is_not_cut(strict: LiveServer) -> None:
@@ -258,12 +256,8 @@ def test_a_long_answer_outlives_the_header_timeout() -> None:
     ids=["a long value", "a long path", "many", "without an end"],
 )
 def test_large_headers_are_a_431(strict: LiveServer, head: bytes) -> None:
-    with connect(strict) as s:
-        try:
-            s.sendall(head)
-            answer = read_all(s)
-        except (ConnectionResetError, BrokenPipeError):
-            return  # it hung up while we were still sending
+    answer = exchange(strict, head)
+    if answer:  # else it hung up while we were still sending
         check_json(answer, 431, "headers_too_large")
 
 
