@@ -381,7 +381,8 @@ def inject(server: LiveServer, text: str) -> None:
 
 
 def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> None:
-    plain = chat(server, return_token_ids=True).json()
+    asked: dict[str, Any] = {"cache_salt": "null", "return_token_ids": True}
+    plain = chat(server, **asked).json()
     for name in (
         "messages", "tools", "bos_token", "raise_exception", "strftime_now", "__class__", "self",
         "loop", "range", "chat_template", "add_generation_prompt", "documents", "",
@@ -392,7 +393,7 @@ def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> 
             assert answer.status_code == 400, name
             assert answer.json()["error"]["param"].startswith("chat_template_kwargs")
         # Null is as good as absent: the template never sees it.
-        null = chat(server, chat_template_kwargs={name: None}, return_token_ids=True).json()
+        null = chat(server, chat_template_kwargs={name: None}, **asked).json()
         assert null["prompt_token_ids"] == plain["prompt_token_ids"], name
     for value in ["{{ 7 * 7 }}", [[]], {"__class__": 1}, 10**400]:
         answer = chat(server, chat_template_kwargs={"enable_thinking": value})
