@@ -6,6 +6,7 @@ strings matched by the engine and cut by the API; counters that equal usage; not
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -25,7 +26,6 @@ from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events, streamed
 from tests.api.test_keys import as_key
 from tests.api.test_lifecycle import send_request
-from tests.api.unharmed import rss_mib
 from tests.profiles import examples
 from tests.waiting import wait_until
 
@@ -227,7 +227,7 @@ def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
             return body["usage"], body["speculation"]
 
         with ThreadPoolExecutor(8) as threads:
-            pairs = list(threads.map(one, range(24)))
+            pairs = list(threads.map(one, range(48)))
         usages, reports = [u for u, _ in pairs], [r for _, r in pairs]
 
         def total(name: str) -> float:
@@ -253,10 +253,15 @@ def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
         wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
 
 
+def rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_many_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
-    num = examples(4000)
+    num = examples(6000)
     with LiveServer([spec()], max_model_len=CONTEXT) as live:
         cut_off = 0
 
@@ -288,6 +293,7 @@ def test_many_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
             for thread in threads:
                 thread.join()
             wait_until(lambda: live.client.num_open == 0, 20)
+            gc.collect()
 
         many(0, num // 4)
         memory, handles, num_threads = rss_mib(), open_handles(), threading.active_count()
