@@ -175,6 +175,14 @@ class BatchBuilder:
         )
 
 
+def leaf_paths(parents: Sequence[int]) -> list[list[int]]:
+    """Of each leaf of a tree, the nodes that lead to it, itself last."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return [path for node, path in enumerate(paths) if node not in parents]
+
+
 def all_logprobs(drawn: Drawn, vocab_size: int) -> npt.NDArray[np.float32]:
     """float32 [C, V]: log-softmax of whole rows, from scores that asked for V top ids."""
     result = np.full((len(drawn.score_top), vocab_size), np.nan, np.float32)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import pytest
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.threads import KernelThreads, Team
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages
+from tests.model.batches import BatchBuilder, Pages, leaf_paths
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import step, tokens
 from tests.waiting import wait_until
@@ -56,29 +57,41 @@ def go_on(runner: CpuRunner, table: Pages.Table, ids: list[int], start: int) -> 
     return np.concatenate(got)
 
 
+@dataclass(frozen=True)
+class Text:
+    """Some ids and the truth about each of them."""
+
+    ids: list[int]
+    truth: Logprobs
+
+
+def texts_of(runner: CpuRunner, *lengths: int) -> list[Text]:
+    """Texts of these lengths."""
+    prompts = [tokens(n, 30 + n) for n in lengths]
+    return [Text(ids, one_by_one(runner, ids, i)) for i, ids in enumerate(prompts)]
+
+
 @pytest.fixture(scope="module")
-def ninety(runner: CpuRunner) -> Logprobs:
-    """The truth about 90 tokens."""
-    return one_by_one(runner, tokens(90, 1), 3)
+def texts(runner: CpuRunner) -> list[Text]:
+    return texts_of(runner, 90, 5, 17, 33)
 
 
 @pytest.mark.parametrize("chunk", [2, 7, 13, 48, 90])
-def test_chunks_of_any_size(runner: CpuRunner, ninety: Logprobs, chunk: int) -> None:
-    ids = tokens(90, 1)
-    table = Pages(64, seed=4).sequence(90)
+def test_chunks_of_any_size(runner: CpuRunner, texts: list[Text], chunk: int) -> None:
+    ids = texts[0].ids
+    table = Pages(64, seed=4).sequence(len(ids))
     got = []
-    for start in range(0, 90, chunk):
+    for start in range(0, len(ids), chunk):
         builder = BatchBuilder()
         got.append(
             step(runner, builder, builder.add_rows(table, ids[start : start + chunk], start))
         )
-    assert np.array_equal(np.concatenate(got), ninety)
+    assert np.array_equal(np.concatenate(got), texts[0].truth)
 
 
-def test_copied_blocks_are_read_as_the_first_ones(runner: CpuRunner) -> None:
+def test_copied_blocks_are_read_as_the_first_ones(runner: CpuRunner, texts: list[Text]) -> None:
     """A fork's tail block, and a shared prefix."""
-    ids = tokens(40, 6)
-    want = one_by_one(runner, ids, 3)
+    ids, want = texts[0].ids[:40], texts[0].truth[35:40]
     pages = Pages(64, seed=5)
     table, fork = pages.sequence(40), pages.sequence(40)
     builder = BatchBuilder()
@@ -87,68 +100,55 @@ def test_copied_blocks_are_read_as_the_first_ones(runner: CpuRunner) -> None:
     blocks = [np.asarray([t.slot(p) // 16 for p in (0, 16, 32)], np.int32) for t in (table, fork)]
     runner.copy_blocks(*blocks)
     builder = BatchBuilder()
-    assert np.array_equal(step(runner, builder, builder.add_rows(fork, ids[35:], 35)), want[35:])
+    assert np.array_equal(step(runner, builder, builder.add_rows(fork, ids[35:], 35)), want)
 
 
-def test_neighbours_change_nothing(runner: CpuRunner) -> None:
-    prompts = [tokens(n, 30 + n) for n in (5, 17, 33, 40)]
-    want = [one_by_one(runner, ids, i) for i, ids in enumerate(prompts)]
+def test_neighbours_change_nothing(runner: CpuRunner, texts: list[Text]) -> None:
     pages = Pages(64, seed=8)
     builder = BatchBuilder()
-    rows = [builder.add_rows(pages.sequence(len(ids)), ids, 0) for ids in prompts]
+    rows = [builder.add_rows(pages.sequence(len(text.ids)), text.ids, 0) for text in texts]
     got = step(runner, builder, [r for part in rows for r in part])
-    assert np.array_equal(got, np.concatenate(want))
+    assert np.array_equal(got, np.concatenate([text.truth for text in texts]))
 
 
-def test_rows_that_nobody_asks_for_change_nothing(runner: CpuRunner) -> None:
+def test_rows_that_nobody_asks_for_change_nothing(runner: CpuRunner, texts: list[Text]) -> None:
     """Of most rows of a prompt a last layer makes keys and values alone."""
-    prompts = [tokens(n, 30 + n) for n in (33, 5, 40)]
-    want = [one_by_one(runner, ids, i) for i, ids in enumerate(prompts)]
     pages = Pages(64, seed=9)
-    tables = [pages.sequence(len(ids)) for ids in prompts]
+    tables = [pages.sequence(len(text.ids)) for text in texts]
     builder = BatchBuilder()
-    rows = [builder.add_rows(t, ids[:-1], 0) for t, ids in zip(tables, prompts, strict=True)]
-    got = step(runner, builder, [rows[0][10], rows[0][-1], rows[2][-1]])
-    assert np.array_equal(got, [want[0][10], want[0][-2], want[2][-2]])
-    for table, ids, truth in zip(tables, prompts, want, strict=True):
+    rows = [builder.add_rows(t, text.ids[:-1], 0) for t, text in zip(tables, texts, strict=True)]
+    got = step(runner, builder, [rows[0][10], rows[0][-1], rows[3][-1]])
+    assert np.array_equal(got, [texts[0].truth[10], texts[0].truth[-2], texts[3].truth[-2]])
+    for table, text in zip(tables, texts, strict=True):
         builder = BatchBuilder()
-        last = builder.add_rows(table, ids[-1:], len(ids) - 1)
-        assert np.array_equal(step(runner, builder, last), truth[-1:])
+        last = builder.add_rows(table, text.ids[-1:], len(text.ids) - 1)
+        assert np.array_equal(step(runner, builder, last), text.truth[-1:])
 
 
 @pytest.mark.parametrize("root", [0, 6, 7, 14, 15, 16, 31])
 def test_tree_rows_and_what_follows_an_accepted_path(runner: CpuRunner, root: int) -> None:
     parents = [-1, 0, -1, 2, 3, 3, 1, 4]
+    *others, accepted = leaf_paths(parents)
     ids, nodes = tokens(root + 1, root), tokens(len(parents), 90 + root)
     table = Pages(64, seed=root).sequence(root + 1 + len(parents) + 8)
     builder = BatchBuilder()
-    last = builder.add_rows(table, ids, 0)[-1]
-    got = step(runner, builder, [last, *builder.add_tree(table, root, nodes, parents)])
-    alone = Pages(64, seed=1).sequence(root + 1 + len(parents))
-    go_on(runner, alone, ids, 0)
-    for i in range(len(parents)):
-        path: list[int] = []
-        node = i
-        while node >= 0:
-            path.insert(0, node)
-            node = parents[node]
-        linear = go_on(runner, alone, [nodes[p] for p in path], root + 1)
-        # It has blocks that the tree's sequence holds too, so the tree is fed again below.
-        assert np.array_equal(got[1 + i], linear[-1]), f"node {i}"
-    builder = BatchBuilder()
     builder.add_rows(table, ids, 0)
-    builder.add_tree(table, root, nodes, parents)
-    step(runner, builder, [])
-    accepted = [2, 3, 4, 7]
+    got = step(runner, builder, builder.add_tree(table, root, nodes, parents))
     runner.move_slots(
         np.asarray([table.slot(root + 1 + i) for i in accepted], np.int32),
         np.asarray([table.slot(root + 1 + i) for i in range(4)], np.int32),
     )
     builder = BatchBuilder()
-    rows = builder.add_rows(table, [9, 8, 7], root + 5)
-    after = step(runner, builder, rows)
-    linear = one_by_one(runner, [*ids, *(nodes[i] for i in accepted), 9, 8, 7], 1)
-    assert np.array_equal(after, linear[-3:])
+    after = step(runner, builder, builder.add_rows(table, [9, 8, 7], root + 5))
+    # Nobody reads these blocks any more, so that those of the truth may be the same.
+    alone = Pages(64, seed=1).sequence(root + 1 + len(parents))
+    builder = BatchBuilder()
+    builder.add_rows(alone, ids, 0)  # in one chunk, which gives what one by one gives
+    step(runner, builder, [])
+    for path in (*others, accepted):
+        linear = go_on(runner, alone, [nodes[i] for i in path], root + 1)
+        assert np.array_equal(got[path], linear), path
+    assert np.array_equal(after, go_on(runner, alone, [9, 8, 7], root + 5))
 
 
 def test_thread_count_changes_nothing() -> None:

@@ -26,14 +26,14 @@ SAMPLINGS = (
 )
 
 
-def _requests(seed: int) -> list[Request]:
+def requests() -> list[Request]:
     """Prompts that begin alike and repeat themselves, so that blocks are shared and drafts hit."""
-    rng = Random(seed)
+    rng = Random(11)
     shared = [rng.randrange(3, V) for _ in range(9)] * 4
-    requests = []
+    made = []
     for i, sampling in enumerate(SAMPLINGS):
         own = [rng.randrange(3, V) for _ in range(3)] * rng.randint(1, 4)
-        requests.append(
+        made.append(
             Request(
                 f"r{i}",
                 "task",
@@ -43,7 +43,7 @@ def _requests(seed: int) -> list[Request]:
                 num_choices=2 if i == 3 else 1,
             )
         )
-    return requests
+    return made
 
 
 def _run(runner: CpuRunner, requests: list[Request], num_blocks: int, liar: Any) -> Any:
@@ -55,9 +55,9 @@ def _run(runner: CpuRunner, requests: list[Request], num_blocks: int, liar: Any)
     )  # fmt: skip
 
 
-def _alone(runner: CpuRunner, requests: list[Request]) -> dict[tuple[str, int], Result]:
+def alone(runner: CpuRunner, asked: list[Request]) -> dict[tuple[str, int], Result]:
     return serve(
-        runner, requests, num_blocks=64, max_num_seqs=1, max_num_batched_tokens=256,
+        runner, asked, num_blocks=64, max_num_seqs=1, max_num_batched_tokens=256,
         chunked_prefill_rows=None, prefix_cache=False,
     )[0]  # fmt: skip
 
@@ -80,6 +80,12 @@ def runner(family: str) -> Iterator[CpuRunner]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def full(runner: CpuRunner) -> dict[tuple[str, int], Result]:
+    """What each request gives with the full head, alone."""
+    return alone(runner, requests())
+
+
 def _in(mode: Literal["slice", "exact"], requests: list[Request]) -> list[Request]:
     return [
         replace(r, vocabulary=VocabularyParams(mode, "medium", (0, 1, 3, 7)[i % 4]))
@@ -100,11 +106,10 @@ def _drafted(
 
 
 def test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
-    runner: CpuRunner,
+    runner: CpuRunner, full: dict[tuple[str, int], Result]
 ) -> None:
-    requests = _requests(12)
-    full = _alone(runner, requests)
-    drafted, liar = _drafted(requests, full)
+    asked = requests()
+    drafted, liar = _drafted(asked, full)
     got, _ = _run(runner, [*_in("exact", drafted[:-1]), drafted[-1]], 24, liar)
     assert_same(got, full, 0.0)
     slices = [count for result in got.values() for count in result.vocabulary]
@@ -112,19 +117,19 @@ def test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
     assert 0 < num_missed < sum(count.num_verifications for count in slices)
     sources = [source for r in got.values() for c in r.counts for source in c.by_source]
     assert sum(num for name, num, _ in sources if name == "logits") > 0
-    sliced = _alone(runner, _in("slice", requests))
-    drafted, liar = _drafted(requests, sliced)
+    sliced = alone(runner, _in("slice", asked))
+    drafted, liar = _drafted(asked, sliced)
     got, _ = _run(runner, _in("slice", drafted), 24, liar)
     assert_same(got, sliced, 0.0)
     assert any(got[key].ids != full[key].ids for key in got)
 
 
-def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(runner: CpuRunner) -> None:
-    requests = _requests(11)
-    want = _alone(runner, requests)
-    drafted, liar = _drafted(requests, want)
+def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(
+    runner: CpuRunner, full: dict[tuple[str, int], Result]
+) -> None:
+    drafted, liar = _drafted(requests(), full)
     got, engine = _run(runner, drafted, 10, liar)
-    assert_same(got, want, 0.0)
+    assert_same(got, full, 0.0)
     counts = [count for result in got.values() for count in result.counts]
     num_accepted = sum(count.num_accepted for count in counts)
     assert 10 < num_accepted < sum(count.num_drafted for count in counts)

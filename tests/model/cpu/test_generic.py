@@ -32,7 +32,6 @@ from tests.model.cpu import test_bits, test_family_engines
 from tests.model.families import VOCAB_SIZE
 from tests.model.generic_models import GENERIC, build, of
 from tests.model.test_families import _adapter
-from tests.model.test_greedy import generated, greedy_ids
 from tests.model.tiny_models import save_tokenizer
 
 SIZES = EngineSizes(max_num_seqs=8, max_num_batched_tokens=256, kv_bytes=8 << 20)
@@ -84,14 +83,10 @@ def check_logits(runner: Runner, module: Any, num_blocks: int) -> None:
 def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
     runner: GenericRunner,
 ) -> None:
-    ninety = test_bits.one_by_one(runner, families.tokens(90, 1), 3)
-    test_bits.test_chunks_of_any_size(runner, ninety, 13)
-    test_bits.test_neighbours_change_nothing(runner)
+    texts = test_bits.texts_of(runner, 33, 5, 17)
+    test_bits.test_chunks_of_any_size(runner, texts, 13)
+    test_bits.test_neighbours_change_nothing(runner, texts)
     test_bits.test_tree_rows_and_what_follows_an_accepted_path(runner, 14)
-
-
-def test_greedy_ids_are_those_of_generate(runner: GenericRunner) -> None:
-    assert greedy_ids(runner) == generated(build(runner.info.name))
 
 
 # Windows and a scale on logits; learned positions; biases everywhere; recurrent layers.
@@ -100,9 +95,12 @@ def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> Non
     _save(build(name), tmp_path)
     made: Any = _built(tmp_path)
     try:
-        test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(made)
+        full = test_family_engines.alone(made, test_family_engines.requests())
+        test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(
+            made, full
+        )
         test_family_engines.test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
-            made
+            made, full
         )
     finally:
         made.close()
