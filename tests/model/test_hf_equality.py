@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from server.engine.batch import Runner
 from server.model.loader import finish_module
 from tests.model import families
-from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, leaf_paths
 from tests.model.families import step, tokens
 from tests.model.torch_runners import runner_over
 
@@ -31,10 +32,10 @@ Logprobs = npt.NDArray[np.float32]
 
 
 class Truth:
-    """transformers' forward of one family."""
+    """transformers' own forward of a module."""
 
-    def __init__(self, family: str) -> None:
-        self._module = families.build(family)
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._module = module
         self._module.set_attn_implementation("eager")
 
     def __call__(self, token_ids: list[int]) -> Logprobs:
@@ -58,7 +59,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def truth(family: str) -> Truth:
-    return Truth(family)
+    return Truth(families.build(family))
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,9 @@ def test_the_models_attend(truth: Truth) -> None:
     ids = tokens(40, 1)
     changed = [ids[0] ^ 1, *ids[1:]]
     near = [*ids[:35], ids[35] ^ 1, *ids[36:]]
-    assert np.abs(truth(ids)[20] - truth(changed)[20]).max() > 100 * TOLERANCE
-    assert np.abs(truth(ids)[39] - truth(near)[39]).max() > 100 * TOLERANCE
+    plain = truth(ids)
+    assert np.abs(plain[20] - truth(changed)[20]).max() > 100 * TOLERANCE
+    assert np.abs(plain[39] - truth(near)[39]).max() > 100 * TOLERANCE
 
 
 def test_whole_prefill(runner: Runner, truth: Truth) -> None:
@@ -134,15 +136,9 @@ def test_tree_rows_are_the_path_fed_linearly(runner: Runner, truth: Truth, root:
     builder = BatchBuilder()
     last = builder.add_rows(table, ids, 0)[-1]
     rows = builder.add_tree(table, root, nodes, TREE)
-    got = step(runner, builder, [last, *rows])
-    close(got[:1], truth(ids)[-1:])
-    for i in range(len(TREE)):
-        path: list[int] = []
-        node = i
-        while node >= 0:
-            path.insert(0, nodes[node])
-            node = TREE[node]
-        close(got[1 + i : 2 + i], truth([*ids, *path])[-1:])
+    got = step(runner, builder, [*rows, last])
+    for path in leaf_paths(TREE):
+        close(got[[-1, *path]], truth([*ids, *(nodes[i] for i in path)])[root:])
 
 
 def test_decode_after_an_accepted_path(runner: Runner, truth: Truth) -> None:

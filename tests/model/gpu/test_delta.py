@@ -43,18 +43,6 @@ from tests.model.torch_runners import body_of, runner_over
 V = families.VOCAB_SIZE
 
 
-class Truth:
-    """transformers' own forward."""
-
-    def __init__(self) -> None:
-        self._module = generic_models.build("qwen3_5_text")
-
-    def __call__(self, token_ids: list[int]) -> Any:
-        with torch.no_grad():
-            logits = self._module(torch.tensor([token_ids]), use_cache=False).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1).numpy()
-
-
 def hybrid(**options: Any) -> TorchRunner:
     module: Any = generic_models.build("qwen3_5_text")
     take_over(module, V)
@@ -65,7 +53,7 @@ def hybrid(**options: Any) -> TorchRunner:
 def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its chunked form sums in another order than its own recurrent one, 1e-4 away."""
     monkeypatch.setattr(equality, "TOLERANCE", 2e-4)
-    return Truth()
+    return equality.Truth(generic_models.build("qwen3_5_text"))
 
 
 @pytest.fixture(scope="module")
