@@ -120,7 +120,7 @@ def test_a_step_refuses_arrays_of_other_types(runner: CpuRunner) -> None:
     assert run(runner, batch).token_ids.shape == (3,)
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_slice_is_the_full_head_restricted(
     runner: CpuRunner, slices: list[HeadSlice], seed: int
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_slice_is_the_full_head_restricted(
         assert token in slices[int(batch.draw_slice[d])].ids  # type: ignore[index]
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(3))
 def test_draws_are_the_reference_sampler_s_over_the_slice(
     runner: CpuRunner, slices: list[HeadSlice], seed: int
 ) -> None:
@@ -158,7 +158,7 @@ def test_draws_are_the_reference_sampler_s_over_the_slice(
         assert got.token_ids[d] == sampling.draw(logits, params, int(batch.draw_positions[d]), [])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice], seed: int) -> None:
     check_neighbours(runner, slices, seed, 0.0)
 

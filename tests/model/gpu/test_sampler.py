@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.batch import Batch
-from server.model.draws import noise_key
 from server.model.gpu import sampler
 from server.model.gpu.sampler import DrawPlan, plan_draws, token_logprobs
 from server.types import SamplingParams
@@ -29,8 +28,8 @@ def tensors(plan: DrawPlan) -> dict[str, torch.Tensor]:
 
 
 def draw_all(batch: Batch, logits: Logits) -> list[int]:
-    """Ids of all draws of a batch; logits [R, V]."""
-    plan = plan_draws(batch, np.arange(batch.num_draws), batch.draw_rows, V)
+    """Ids of all draws of a batch; logits [R, ids]."""
+    plan = plan_draws(batch, np.arange(batch.num_draws), batch.draw_rows, logits.shape[1])
     return sampler.draw(torch.from_numpy(logits.copy()), plan, tensors(plan)).tolist()
 
 
@@ -133,7 +132,7 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Logits]:
     return batch, logits
 
 
-@settings(max_examples=examples(2000), deadline=None)
+@settings(max_examples=examples(1200), deadline=None)
 @given(cases())
 def test_the_same_ids_as_the_reference(case: tuple[Batch, Logits]) -> None:
     batch, logits = case
@@ -161,16 +160,13 @@ def test_only_rows_with_top_k_or_top_p_are_sorted(monkeypatch: pytest.MonkeyPatc
     assert draw_all(batch, logits) == reference(batch, logits) and shapes == [2]
 
 
-def test_thousands_of_random_rows() -> None:
-    """6,000 draws over a wide vocabulary whose parameters mix in one batch."""
+def test_a_thousand_random_rows() -> None:
+    """Draws over a wide vocabulary whose parameters mix in one batch."""
     rng = np.random.default_rng(5)
     wide = 2000
     builder = BatchBuilder()
-    pages = Pages(8)
-    table = pages.sequence(64)
-    rows = builder.add_rows(table, [0] * 60, 0)
-    for row in rows:
-        for choice_id in range(100):
+    for row in builder.add_rows(Pages(8).sequence(64), [0] * 20, 0):
+        for choice_id in range(50):
             s = SamplingParams(
                 temperature=float(rng.choice([0.0, 0.5, 1.0, 1.5])),
                 top_k=int(rng.choice([0, 5, 40, 1500])),
@@ -180,70 +176,23 @@ def test_thousands_of_random_rows() -> None:
             )
             builder.draw(row, builder.add_params(draw_params(s, choice_id=choice_id)))
     batch = builder.build()
-    logits = (rng.standard_normal((60, wide)) * 3).astype(np.float32)
-    plan = plan_draws(batch, np.arange(batch.num_draws), batch.draw_rows, wide)
-    got = sampler.draw(torch.from_numpy(logits), plan, tensors(plan)).tolist()
-    assert got == reference(batch, logits)
+    logits = (rng.standard_normal((20, wide)) * 3).astype(np.float32)
+    assert draw_all(batch, logits) == reference(batch, logits)
 
 
 @pytest.mark.parametrize("top_k", [3, 1200])
 def test_ties_at_the_cut_keep_the_lowest_ids(top_k: int) -> None:
     """Equal logits at the threshold: only as many as fit, lowest ids first."""
-    wide = 1500
-    logits = np.full((1, wide), 1.0, np.float32)
+    logits = np.full((1, 1500), 1.0, np.float32)
     logits[0, 700] = 2.0
-    seen = set()
-    for seed in range(300):
-        builder = BatchBuilder()
-        row = builder.add_rows(Pages(1).sequence(1), [0], 0)[0]
-        params = draw_params(SamplingParams(top_k=top_k, seed=seed))
-        builder.draw(row, builder.add_params(params))
-        batch = builder.build()
-        plan = plan_draws(batch, np.arange(1), batch.draw_rows, wide)
-        ids = sampler.draw(torch.from_numpy(logits), plan, tensors(plan)).tolist()
-        assert ids == reference(batch, logits)
-        seen.update(ids)
-    assert seen <= {*range(top_k - 1), 700}
-
-
-def test_noise_hash_is_the_reference_s() -> None:
-    ids = np.arange(100_000, dtype=np.uint32)
-    for seed in range(5):
-        key = noise_key(seed, seed, 17 * seed)
-        want = sampling.noise_hash(ids, key)
-        got = sampler.noise_hash(torch.from_numpy(ids.astype(np.int64)), torch.tensor([key]))
-        np.testing.assert_array_equal(got[0].numpy(), want.astype(np.int64))
-
-
-def test_a_draw_does_not_depend_on_its_neighbours_or_place() -> None:
-    """The same position of the same request, alone or in a tree among others: the same id."""
-    rng = np.random.default_rng(3)
-    row_logits = rng.standard_normal(V).astype(np.float32)
-    s = SamplingParams(
-        temperature=0.9, top_p=0.9, seed=77, frequency_penalty=0.5, repetition_penalty=1.2
-    )
-    alone = BatchBuilder()
-    table = Pages(8).sequence(64)
-    # The path 9, 4, 9 is verified: it is in the counts, and the root is its last token.
-    counts = {4: (1, 0), 9: (2, 0), 30: (1, 1)}
-    row = alone.add_rows(table, [9], 13)[0]
-    alone.draw(row, alone.add_params(draw_params(s, counts=counts, num_generated=4)))
-    want = draw_all(alone.build(), row_logits[None])
-
-    tree = BatchBuilder()
-    other = tree.add_rows(Pages(8).sequence(16), [5], 2)[0]
-    tree.draw(other, tree.add_params(draw_params(SamplingParams(seed=1))))
-    root = tree.add_rows(table, [8], 10)[0]
-    nodes = tree.add_tree(table, 10, [9, 7, 4, 9], [-1, -1, 0, 2])
-    params = tree.add_params(draw_params(s, counts={30: (1, 1)}, num_generated=1))
-    first = tree.draw(root, params)
-    second = tree.draw(nodes[0], params, first)
-    third = tree.draw(nodes[2], params, second)
-    tree.draw(nodes[3], params, third)
-    batch = tree.build()
-    logits = rng.standard_normal((batch.num_rows, V)).astype(np.float32)
-    logits[nodes[3]] = row_logits
-    assert draw_all(batch, logits)[-1:] == want
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(1).sequence(1), [0], 0)[0]
+    for seed in range(200):
+        builder.draw(row, builder.add_params(draw_params(SamplingParams(top_k=top_k, seed=seed))))
+    batch = builder.build()
+    ids = draw_all(batch, logits)
+    assert ids == reference(batch, logits)
+    assert set(ids) <= {*range(top_k - 1), 700}
 
 
 def test_logprobs_ranks_and_top_are_the_reference_s() -> None:

@@ -7,6 +7,7 @@ Everything runs on the CPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,6 @@ from server.types import EngineSizes, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
-from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
     assert_likely,
     batch_of,
@@ -120,7 +120,7 @@ def test_the_likeliest_ids_are_told_beside_the_draws(
     assert_likely(runner, replace(batch, draw_slice=None), 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_slice_is_the_full_head_restricted(
     runner: TorchRunner, slices: list[HeadSlice], seed: int
 ) -> None:
@@ -146,25 +146,12 @@ def test_a_slice_is_the_full_head_restricted(
             assert [i for i, _ in got.top[d]] == [i for i, _ in want.top]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_it_draws_what_the_cpu_runner_draws(
-    runner: TorchRunner, slices: list[HeadSlice], seed: int
-) -> None:
-    other = cpu_runner(families.build(runner.info.name))
-    theirs = make_slices(other)
-    batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
-    want = run(other, replace(batch, slices=tuple(theirs)))
-    other.close()
-    assert_close(run(runner, replace(batch, slices=tuple(slices))), want)
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice], seed: int) -> None:
     check_neighbours(runner, slices, seed, 2e-4)
 
 
-@pytest.mark.parametrize("head_bytes", [1, 30_000])
-def test_slabs_change_nothing(slices: list[HeadSlice], head_bytes: int) -> None:
+def test_slabs_change_nothing() -> None:
     """Draws in any order of rows, several of a row, a few at a time."""
     pages, builder = Pages(64), BatchBuilder()
     rows = builder.add_rows(pages.sequence(9), [5, 6, 7, 8, 9, 10, 11, 12, 13], 0)
@@ -176,15 +163,15 @@ def test_slabs_change_nothing(slices: list[HeadSlice], head_bytes: int) -> None:
     for row in (8, 3, 2):
         builder.score(rows[row], 5, 4)
     batch = replace(builder.build(), draw_slice=np.array(chosen, np.int32))
-    found = []
-    for size in (1 << 29, head_bytes):
-        for place in ("device", "stream"):
-            made = make(families.build("gemma3"), place, head_bytes=size)
-            found.append(run(made, replace(batch, slices=tuple(make_slices(made)))))
-            made.close()
-    for other in found[1:]:
-        assert_close(other, found[0])
-        np.testing.assert_allclose(other.score_logprobs, found[0].score_logprobs, atol=2e-4)
+    found = {}
+    for way in itertools.product((1 << 29, 30_000, 1), ("device", "stream")):
+        made = make(families.build("gemma3"), way[1], head_bytes=way[0])
+        found[way] = run(made, replace(batch, slices=tuple(make_slices(made))))
+        made.close()
+    want = found[1 << 29, "device"]
+    for other in found.values():
+        assert_close(other, want)
+        np.testing.assert_allclose(other.score_logprobs, want.score_logprobs, atol=2e-4)
 
 
 def test_a_draft_tree_draws_from_its_slice_with_its_path_s_penalties(
@@ -391,34 +378,6 @@ def test_a_streamed_head_is_the_head(
     torch.testing.assert_close(head.logits(hidden), want)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
-def test_embeddings_gathered_in_cpu_memory(family: str) -> None:
-    """Logits are transformers' own, Gemma's scale included."""
-    module = families.build(family)
-    made = make(families.build(family), "stream")
-    ids = np.random.default_rng(5).integers(3, V, 21).tolist()
-    table = Pages(64).sequence(40)
-    first, second = BatchBuilder(), BatchBuilder()
-    rows = first.add_rows(table, ids, 0)
-    first.draw(rows[-1], first.add_params(draw_params()))
-    first.score(rows[-1], ids[0], V)
-    made.launch(first.build())
-    got = made.wait()
-    row = second.add_rows(table, got.token_ids.tolist(), 21)[0]
-    second.draw(row, second.add_params(draw_params(SamplingParams(temperature=0.0))))
-    made.launch(second.build())
-    with torch.no_grad():
-        logits = module(torch.tensor([ids])).logits[0, -1]
-        top = dict(got.score_top[0])
-        want = torch.log_softmax(logits, 0)
-        found = torch.tensor([top[i] for i in range(V)])
-        torch.testing.assert_close(found, want, atol=2e-4, rtol=0)
-        token = int(got.token_ids[0])
-        after = int(module(torch.tensor([[*ids, token]])).logits[0, -1].argmax())
-    assert made.wait().token_ids.tolist() == [after]
-    made.close()
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("family", "tied"), [("gemma3", True), ("llama-scaled", False)])
 def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: Any) -> None:
@@ -468,7 +427,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("family", "place"),
-    [("llama", "stream"), ("gemma3", "device"), ("gemma3", "cpu"), ("lfm2", "device")],
+    [("llama", "device"), ("gemma3", "cpu"), ("lfm2", "stream")],
 )
 def test_exact_is_full(family: str, place: str) -> None:
     """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
