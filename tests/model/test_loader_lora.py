@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.loader import build_module, open_model
@@ -76,14 +78,20 @@ def test_merge_equals_peft(family: str, settings: dict[str, Any], tmp_path: Path
         assert torch.equal(module(ids).logits, merged(ids).logits)
 
 
-def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def _rewrite(
+    folder: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Change each tensor of an adapter's file; what is in it then."""
+    file = folder / "adapter_model.safetensors"
+    changed = {name: change(tensor) for name, tensor in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    return changed
 
+
+def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", "llama")
     _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    halves = {name: tensor.half() for name, tensor in load_file(file).items()}
-    save_file(halves, file, metadata={"format": "pt"})
+    halves = _rewrite(tmp_path / "adapter", torch.Tensor.half)
     name = "model.layers.0.mlp.up_proj.weight"
     prefix = "base_model.model.model.layers.0.mlp.up_proj.lora_"
     delta = halves[prefix + "B.weight"].float() @ halves[prefix + "A.weight"].float()
@@ -93,25 +101,29 @@ def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
     assert torch.equal(got, base + delta * 2.0)  # alpha 8 / r 4
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["embed_tokens"]}, "lora_embedding"),
-        ({"bias": "lora_only"}, "trains biases"),
-    ],
-)
-def test_what_is_not_plain_lora_is_refused(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    model = save_tiny(tmp_path / "model", "mistral")
-    wrapped = peft.get_peft_model(
-        model, peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ALL, **settings})
-    )
-    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with pytest.raises(UnsupportedModelError, match=reason):
-        open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama, "model", and of a LoRA of all its matrices, "adapter"."""
+    folder = tmp_path_factory.mktemp("plain")
+    model = save_tiny(folder / "model", "llama")
+    _adapter(model, folder / "adapter", r=4, target_modules=ALL)
+    return folder
+
+
+@pytest.fixture
+def refused(plain: Path, tmp_path: Path) -> Callable[[str], None]:
+    """Opens the model with the adapter in tmp_path, a copy of the plain one, and holds the refusal
+    to a reason."""
+    shutil.copytree(plain / "adapter", tmp_path, dirs_exist_ok=True)
+
+    def open_it(reason: str) -> None:
+        with pytest.raises(ModelError, match=reason):
+            open_model(plain / "model", adapter=tmp_path)
+
+    return open_it
 
 
 @pytest.mark.parametrize(
@@ -125,22 +137,21 @@ def test_what_is_not_plain_lora_is_refused(
     ],
 )
 def test_numbers_that_are_no_weights_are_refused(
-    change: Callable[[torch.Tensor], torch.Tensor], reason: str, tmp_path: Path
+    change: Callable[[torch.Tensor], torch.Tensor],
+    reason: str,
+    refused: Callable[[str], None],
+    tmp_path: Path,
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model = save_tiny(tmp_path / "model", "llama")
-    _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    changed = {name: change(tensor) for name, tensor in load_file(file).items()}
-    save_file(changed, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=reason):
-        open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+    _rewrite(tmp_path, change)
+    refused(reason)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "trains biases"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"lora_bias": True}, "lora_bias"),
@@ -159,13 +170,17 @@ def test_numbers_that_are_no_weights_are_refused(
     ],
 )
 def test_adapter_config_is_believed_only_where_known(
-    change: dict[str, Any], reason: str, tmp_path: Path
+    change: dict[str, Any], reason: str, refused: Callable[[str], None], tmp_path: Path
 ) -> None:
-    model = save_tiny(tmp_path / "model", "llama")
-    _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
-    file = tmp_path / "adapter" / "adapter_config.json"
+    file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ModelError, match=reason):
+    refused(reason)
+
+
+def test_a_lora_of_the_embedding_is_refused(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "mistral")
+    _adapter(model, tmp_path / "adapter", target_modules=["embed_tokens"])
+    with pytest.raises(UnsupportedModelError, match="lora_embedding"):
         open_model(tmp_path / "model", adapter=tmp_path / "adapter")
 
 

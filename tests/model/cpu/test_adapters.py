@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.runner import CpuRunner
 from server.types import SamplingParams
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, leaf_paths
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import tokens
 from tests.model.peft_adapters import enriched, lora
@@ -34,6 +36,7 @@ Logprobs = npt.NDArray[np.float32]
 
 _FLOATS = ["llama", "gemma2", "phi3", "glm4", "lfm2"]
 _OTHERS = ["int8 gemma3", "int4 qwen2", "bfloat16 llama"]
+_RANKS: dict[str, Any] = {"rank_pattern": {"q_proj": 2, "down_proj": 3}, "use_rslora": True}
 
 
 @dataclass
@@ -55,7 +58,7 @@ def case(
     folder = tmp_path_factory.mktemp("adapters")
     made = [cpu_runner(families.build(family), dtype=dtype or "float32") for _ in range(2)]
     peft = [
-        lora(families.build(family), folder / "plain", 1),
+        lora(families.build(family), folder / "plain", 1, **(_RANKS if family == "llama" else {})),
         enriched(families.build(family), folder / "own", 2, NEW),
     ]
     for place, name in enumerate(("plain", "own")):
@@ -149,13 +152,9 @@ def test_a_tree_of_an_adapter_has_the_bits_of_its_paths(case: Case) -> None:
     last = builder.add_rows(table, ids, 0)[-1]
     tree = builder.add_tree(table, 8, nodes, parents)
     got = step(case.runner, builder, [*other, last, *tree], [0, 1])[4:]
-    for i in range(len(nodes)):
-        path: list[int] = []
-        node = i
-        while node >= 0:
-            path.insert(0, nodes[node])
-            node = parents[node]
-        assert equal(got[1 + i : 2 + i], alone(case.runner, [*ids, *path], 1, i)[-1:])
+    for path in leaf_paths(parents):
+        want = alone(case.runner, [*ids, *(nodes[i] for i in path)], 1, path[-1])
+        assert equal([got[1 + i] for i in path], want[len(ids) :])
 
 
 def test_chunks_change_nothing(case: Case) -> None:
@@ -205,78 +204,44 @@ def test_ids_of_its_own_are_drawn_for_its_requests_alone(case: Case) -> None:
 
 def test_a_dropped_place_is_free_again(tmp_path: Path) -> None:
     runner = cpu_runner(families.build("llama"))
-    try:
-        for seed in (1, 2):
-            lora(families.build("llama"), tmp_path / str(seed), seed)
-        first, second = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
-        assert first.num_bytes > 0
-        ids = tokens(8, 1)
-        runner.hold_adapter(5, first)
-        before = alone(runner, ids, 5, 1)
-        with pytest.raises(ValueError, match="taken"):
-            runner.hold_adapter(5, second)
-        runner.drop_adapter(5)
-        runner.drop_adapter(5)
+    for seed in (1, 2):
+        lora(families.build("llama"), tmp_path / str(seed), seed)
+    first, second = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
+    assert first.num_bytes > 0
+    ids = tokens(8, 1)
+    runner.hold_adapter(5, first)
+    before = alone(runner, ids, 5, 1)
+    with pytest.raises(ValueError, match="taken"):
         runner.hold_adapter(5, second)
-        assert not equal(alone(runner, ids, 5, 1), before)
-        runner.hold_adapter(2, first)
-        assert equal(alone(runner, ids, 2, 1), before)
-    finally:
-        runner.close()
+    runner.drop_adapter(5)
+    runner.drop_adapter(5)
+    runner.hold_adapter(5, second)
+    assert not equal(alone(runner, ids, 5, 1), before)
+    runner.hold_adapter(2, first)
+    assert equal(alone(runner, ids, 2, 1), before)
+    runner.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "reason"),
-    [
-        ({"use_dora": True}, UnsupportedModelError, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, UnsupportedModelError, "modules_to_save"),
-        ({"target_modules": ["lm_head"]}, UnsupportedModelError, "LM head"),
-        ({"bias": "all"}, UnsupportedModelError, "biases"),
-    ],
-)
-def test_what_is_not_computed_is_refused_by_name(
-    settings: dict[str, Any], error: type[Exception], reason: str, tmp_path: Path
-) -> None:
-    lora(families.build("llama"), tmp_path, **settings)
-    runner = cpu_runner(families.build("llama"))
-    try:
-        with pytest.raises(error, match=reason):
-            runner.pack_adapter(str(tmp_path))
-    finally:
-        runner.close()
-
-
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_stand_beside_a_base_is_refused(tmp_path: Path) -> None:
+    """Layer 0 of LFM2 is a convolution: attention's matrices there would change nothing."""
+    lora(families.build("llama"), tmp_path / "head", target_modules=["lm_head"])
     lora(families.build("qwen2"), tmp_path / "other")
-    deeper = families.build("llama")
-    lora(deeper, tmp_path / "own", rank_pattern={"q_proj": 2}, use_rslora=True)
-    runner = cpu_runner(families.build("llama"))
-    try:
-        with pytest.raises(ModelError, match="in the model, and"):
-            runner.pack_adapter(str(tmp_path / "other"))
-        assert runner.pack_adapter(str(tmp_path / "own")).vocab_size == V
-    finally:
-        runner.close()
-
-
-def test_a_matrix_that_its_layer_lacks_is_refused(tmp_path: Path) -> None:
-    """Layer 0 of this model is a convolution: attention's matrices there would change nothing."""
-    from safetensors.torch import load_file, save_file
-
-    lora(families.build("lfm2"), tmp_path, target_modules=["q_proj"])
-    file = tmp_path / "adapter_model.safetensors"
+    lora(families.build("lfm2"), tmp_path / "moved", target_modules=["q_proj"])
+    file = tmp_path / "moved" / "adapter_model.safetensors"
     save_file({k.replace("layers.1", "layers.0"): t for k, t in load_file(file).items()}, file)
-    runner = cpu_runner(families.build("lfm2"))
-    try:
-        with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.weight, which is not"):
-            runner.pack_adapter(str(tmp_path))
-    finally:
-        runner.close()
+    for family, folder, error, reason in (
+        ("llama", "head", UnsupportedModelError, "LM head"),
+        ("llama", "other", ModelError, "in the model, and"),
+        ("lfm2", "moved", ModelError, r"layers.0.self_attn.q_proj.weight, which is not"),
+    ):
+        with (
+            closing(cpu_runner(families.build(family))) as runner,
+            pytest.raises(error, match=reason),
+        ):
+            runner.pack_adapter(str(tmp_path / folder))
 
 
 def _stored_as(source: Path, target: Path, dtype: torch.dtype) -> None:
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(source, target)
     file = target / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -287,33 +252,19 @@ def _stored_as(source: Path, target: Path, dtype: torch.dtype) -> None:
 def test_halves_stay_halves_and_give_the_bits_of_their_float32(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
+    enriched(families.build("llama"), tmp_path / "full", 2, NEW)
+    _stored_as(tmp_path / "full", tmp_path / "half", dtype)
+    _stored_as(tmp_path / "half", tmp_path / "wide", torch.float32)
     runner = cpu_runner(families.build("llama"))
-    try:
-        enriched(families.build("llama"), tmp_path / "full", 2, NEW)
-        _stored_as(tmp_path / "full", tmp_path / "half", dtype)
-        _stored_as(tmp_path / "half", tmp_path / "wide", torch.float32)
-        packed = [runner.pack_adapter(str(tmp_path / name)) for name in ("half", "wide", "full")]
-        assert packed[0].num_bytes < 0.7 * packed[1].num_bytes == 0.7 * packed[2].num_bytes
-        for place, adapter in enumerate(packed):
-            runner.hold_adapter(place, adapter)
-        ids = tokens(30, 7, V + NEW)
-        got = []
-        for place in range(3):
-            builder = BatchBuilder()
-            rows = builder.add_rows(Pages(64, seed=1).sequence(len(ids)), ids, 0)
-            batch = [0] * len(builder.tables)
-            for row in rows:
-                builder.score(row, 0, V + NEW)
-            made = replace(builder.build(), seq_adapters=np.full(len(batch), place, np.int32))
-            runner.launch(made)
-            drawn = runner.wait()
-            got.append(
-                [
-                    all_logprobs(replace(drawn, score_top=[top]), V + NEW)[0]
-                    for top in drawn.score_top
-                ]
-            )
-        assert equal(got[0], got[1])
-        assert not equal(got[0], got[2])
-    finally:
-        runner.close()
+    packed = [runner.pack_adapter(str(tmp_path / name)) for name in ("half", "wide", "full")]
+    assert packed[0].num_bytes < 0.7 * packed[1].num_bytes == 0.7 * packed[2].num_bytes
+    ids, got = tokens(30, 7, V + NEW), []
+    for adapter in packed:
+        runner.hold_adapter(1, adapter)
+        builder = BatchBuilder()
+        rows = builder.add_rows(Pages(64, seed=1).sequence(len(ids)), ids, 0)
+        got.append(step(runner, builder, rows, [1]))
+        runner.drop_adapter(1)
+    assert equal(got[0], got[1])
+    assert not equal(got[0], got[2])
+    runner.close()
