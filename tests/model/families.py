@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from server.engine.batch import Runner
-from tests.model.batches import BatchBuilder, all_logprobs
+from server.model.build import RunnerSpec, build_runner
+from server.types import EngineSizes
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+
+Logprobs = npt.NDArray[np.float32]
 
 VOCAB_SIZE = 199
 WINDOW = 8
@@ -224,9 +230,34 @@ def tokens(num: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     return ids
 
 
-def step(runner: Runner, builder: BatchBuilder, rows: list[int]) -> npt.NDArray[np.float32]:
+def step(
+    runner: Runner, builder: BatchBuilder, rows: list[int], vocab_size: int = VOCAB_SIZE
+) -> Logprobs:
     """Run a batch; float32 [rows, V]: log-softmax of these rows."""
     for row in rows:
-        builder.score(row, 0, VOCAB_SIZE)
+        builder.score(row, 0, vocab_size)
     runner.launch(builder.build())
-    return all_logprobs(runner.wait(), VOCAB_SIZE)
+    return all_logprobs(runner.wait(), vocab_size)
+
+
+def prefill(runner: Runner, ids: list[int], vocab_size: int = VOCAB_SIZE) -> Logprobs:
+    """float32 [n, V]: log-softmax at every position of a text, which is one chunk."""
+    builder = BatchBuilder()
+    table = Pages(runner.info.num_blocks).sequence(len(ids))
+    return step(runner, builder, builder.add_rows(table, ids, 0), vocab_size)
+
+
+def served(folder: Path, ids: list[int], vocab_size: int = VOCAB_SIZE, **options: Any) -> Logprobs:
+    """The same of a folder's model, opened as a server does. options: of RunnerSpec."""
+    sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=64, kv_bytes=8 << 20)
+    given: dict[str, Any] = {"max_model_len": 96, **options}
+    with closing(build_runner(RunnerSpec("tiny", str(folder), sizes=sizes, **given))) as runner:
+        return prefill(runner, ids, vocab_size)
+
+
+def truth(module: PreTrainedModel, ids: list[int]) -> Logprobs:
+    """The same by transformers' own forward."""
+    with torch.no_grad():
+        logits = module(torch.tensor([ids]), use_cache=False).logits[0]
+    result: Logprobs = torch.log_softmax(logits.float(), -1).numpy()
+    return result

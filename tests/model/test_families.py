@@ -18,46 +18,18 @@ from server.commands.models import list_models
 from server.errors import UnsupportedModelError
 from server.model import families as known
 from server.model.build import RunnerSpec, build_runner
-from server.model.cpu.runner import CpuRunner
 from server.model.families import FAMILIES, Family, position_limit, text_values
 from server.model.loader import finish_module, open_model
 from server.model.shape import rope_tables, shape_of
 from server.model.supported import check_raw
 from server.types import EngineSizes
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.families import prefill, served, tokens, truth
 from tests.model.tiny_models import save_tokenizer
 
 
-def _logprobs(runner: Any, ids: list[int], vocab_size: int) -> Any:
-    builder = BatchBuilder()
-    for row in builder.add_rows(Pages(8).sequence(len(ids)), ids, 0):
-        builder.score(row, 0, vocab_size)
-    runner.launch(builder.build())
-    return all_logprobs(runner.wait(), vocab_size)
-
-
-def _served(folder: Path, ids: list[int], vocab_size: int, adapter: Path | None = None) -> Any:
-    """Log-softmax of a folder's model, opened as a server does."""
-    merged = None if adapter is None else str(adapter)
-    sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=64, kv_bytes=8 << 20)
-    runner = build_runner(
-        RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96, adapter=merged)
-    )
-    assert isinstance(runner, CpuRunner)
-    try:
-        return _logprobs(runner, ids, vocab_size)
-    finally:
-        runner.close()
-
-
-def _truth(module: Any, ids: list[int]) -> Any:
-    with torch.no_grad():
-        return torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
-
-
-def _ids(num: int, vocab_size: int) -> list[int]:
-    return np.random.default_rng(3).integers(3, vocab_size, num).tolist()
+def _close(got: families.Logprobs, want: families.Logprobs) -> None:
+    np.testing.assert_allclose(got, want, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", list(families.FAMILIES))
@@ -65,9 +37,8 @@ def test_a_saved_model_of_every_family_is_served(family: str, tmp_path: Path) ->
     module = families.build(family)
     module.save_pretrained(tmp_path)
     save_tokenizer(tmp_path, families.VOCAB_SIZE)
-    ids = _ids(40, families.VOCAB_SIZE)
-    got = _served(tmp_path, ids, families.VOCAB_SIZE)
-    np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+    ids = tokens(40, 3)
+    _close(served(tmp_path, ids), truth(module, ids))
 
 
 def _adapter(module: Any, folder: Path) -> None:
@@ -92,12 +63,11 @@ def test_an_adapter_is_merged_into_every_family(family: str, tmp_path: Path) -> 
     module = families.build(family)
     module.save_pretrained(tmp_path)
     save_tokenizer(tmp_path, families.VOCAB_SIZE)
-    ids = _ids(30, families.VOCAB_SIZE)
-    before = _truth(module, ids)
+    ids = tokens(30, 3)
+    before = truth(module, ids)
     _adapter(module, tmp_path / "adapter")
-    want = _truth(module, ids)
-    got = _served(tmp_path, ids, families.VOCAB_SIZE, tmp_path / "adapter")
-    np.testing.assert_allclose(got, want, rtol=0.0, atol=1e-4)
+    got = served(tmp_path, ids, adapter=str(tmp_path / "adapter"))
+    _close(got, truth(module, ids))
     assert np.abs(got - before).max() > 0.01
 
 
@@ -160,9 +130,8 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_served(make: Any, tmp_path:
     save_tokenizer(tmp_path, 199)
     opened = open_model(tmp_path)
     assert not [name for name in opened.weights.names() if "vision" in name]
-    ids = _ids(40, 198)
-    got = _served(tmp_path, ids, 199)
-    np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+    ids = tokens(40, 3, 198)
+    _close(served(tmp_path, ids), truth(module, ids))
 
 
 def test_a_multimodal_config_may_leave_sizes_out() -> None:
@@ -230,13 +199,8 @@ def test_longrope_beyond_its_original_context_uses_long_factors_for_all(tmp_path
     for length in (256, 512, 256):  # tables of one length are kept for the next start
         spec = RunnerSpec("tiny", str(tmp_path), sizes=sizes, max_model_len=length)
         runner = build_runner(spec)
-        ids = _ids(300, families.VOCAB_SIZE)[: runner.info.max_model_len]
-        builder = BatchBuilder()
-        for row in builder.add_rows(Pages(runner.info.num_blocks).sequence(len(ids)), ids, 0):
-            builder.score(row, 0, families.VOCAB_SIZE)
-        runner.launch(builder.build())
-        got = all_logprobs(runner.wait(), families.VOCAB_SIZE)
-        np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+        ids = tokens(300, 3)[: runner.info.max_model_len]
+        _close(prefill(runner, ids), truth(module, ids))
         found[length] = runner.info.fingerprint
         runner.close()
     assert found[512] == found[256].replace(":", ":longrope:")
@@ -369,9 +333,7 @@ def test_a_family_of_ones_own_is_one_row(own_family: Family, tmp_path: Path) -> 
             parameter.add_(torch.randn_like(parameter) * 0.1)
     module.save_pretrained(tmp_path)
     save_tokenizer(tmp_path, 199)
-    ids = _ids(40, 199)
-    np.testing.assert_allclose(
-        _served(tmp_path, ids, 199), _truth(module, ids), rtol=0.0, atol=1e-4
-    )
+    ids = tokens(40, 3)
+    _close(served(tmp_path, ids), truth(module, ids))
     with pytest.raises(ValueError, match="is there already"):
         known.register(own_family)

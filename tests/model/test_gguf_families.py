@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from server.errors import ModelError, UnsupportedModelError
-from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
 from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, config_values
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
-from server.types import EngineSizes
 from tests.model import gguf_generic_models as generic
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.families import served, tokens, truth
 from tests.model.gguf_models import MODELS, VOCAB_SIZE, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -27,47 +25,32 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 FAMILIES = list(MODELS)
 
 
-def _ids() -> list[int]:
-    return np.random.default_rng(3).integers(3, VOCAB_SIZE, 40).tolist()
+IDS = tokens(40, 3, VOCAB_SIZE)
 
 
-def _served(folder: Path) -> Any:
-    """float32 [n, V]: log-softmax at every position, opened as a server does."""
-    sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=64, kv_bytes=8 << 20)
-    runner = build_runner(RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96))
-    builder = BatchBuilder()
-    for row in builder.add_rows(Pages(8).sequence(len(_ids())), _ids(), 0):
-        builder.score(row, 0, VOCAB_SIZE)
-    try:
-        runner.launch(builder.build())
-        return all_logprobs(runner.wait(), VOCAB_SIZE)
-    finally:
-        runner.close()
-
-
-def _truth(module: Any) -> Any:
-    with torch.no_grad():
-        return torch.log_softmax(module(torch.tensor([_ids()])).logits[0], -1).numpy()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_floats_gives_transformers_logits(family: str, tmp_path: Path) -> None:
-    module = MODELS[family].build()
-    write(MODELS[family], module, tmp_path / "m.gguf")
-    got = _served(model_folder(str(tmp_path / "m.gguf")))
-    np.testing.assert_allclose(got, _truth(module), rtol=0.0, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> None:
-    model = MODELS[family]
-    module = model.build()
+def _rounded(module: Any) -> None:
+    """Make each matrix what Q8_0 keeps of it."""
     with torch.no_grad():
         for weight in module.parameters():
             if weight.ndim == 2:
                 rows = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
                 exact = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q8_0)
                 weight.copy_(torch.from_numpy(exact))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_of_floats_gives_transformers_logits(family: str, tmp_path: Path) -> None:
+    module = MODELS[family].build()
+    write(MODELS[family], module, tmp_path / "m.gguf")
+    got = served(model_folder(str(tmp_path / "m.gguf")), IDS, VOCAB_SIZE)
+    np.testing.assert_allclose(got, truth(module, IDS), rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> None:
+    model = MODELS[family]
+    module = model.build()
+    _rounded(module)
     write(model, module, tmp_path / "m.gguf", "Q8_0")
     folder = model_folder(str(tmp_path / "m.gguf"), "file")
     weights = open_model(folder).weights
@@ -75,7 +58,7 @@ def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> Non
     state = module.state_dict()
     for name in set(weights.names()) & set(state):  # the dense Granite 4.0 has Granite 3's names
         np.testing.assert_allclose(weights.floats(name), state[name].numpy(), atol=2e-7)
-    error = np.abs(_served(folder) - _truth(module))
+    error = np.abs(served(folder, IDS, VOCAB_SIZE) - truth(module, IDS))
     assert 0.0 < float(error.mean()) < 0.2  # of the activations, which are rounded to 8 bits
 
 
@@ -86,12 +69,8 @@ def test_a_file_of_a_generic_model_is_served_from_floats(
 ) -> None:
     model = generic.MODELS[name]
     module = model.build()
-    with torch.no_grad():
-        for weight in module.parameters():
-            if weight.ndim == 2 and form == "Q8_0":
-                rows = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
-                exact = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q8_0)
-                weight.copy_(torch.from_numpy(exact))
+    if form == "Q8_0":
+        _rounded(module)
     generic.write(model, module, tmp_path / "m.gguf", form)
     told: list[str] = []
     folder = model_folder(str(tmp_path / "m.gguf"), "auto", report=told.append)
@@ -100,7 +79,8 @@ def test_a_file_of_a_generic_model_is_served_from_floats(
     assert set(weights.names()) == set(state)
     for key, values in state.items():
         np.testing.assert_allclose(weights.get(key).numpy(), values.numpy(), rtol=1e-6, atol=4e-7)
-    np.testing.assert_allclose(_served(folder), _truth(module), rtol=0.0, atol=1e-4)
+    got = served(folder, IDS, VOCAB_SIZE)
+    np.testing.assert_allclose(got, truth(module, IDS), rtol=0.0, atol=1e-4)
 
 
 def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:

@@ -11,24 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from server.engine.batch import Runner
 from server.model.loader import finish_module
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, leaf_paths
-from tests.model.families import step, tokens
+from tests.model.families import Logprobs, step, tokens
 from tests.model.torch_runners import runner_over
 
 TOLERANCE = 1e-4
 NUM_BLOCKS = 64
 V = families.VOCAB_SIZE
 FAMILIES = tuple(families.FAMILIES)
-
-Logprobs = npt.NDArray[np.float32]
 
 
 class Truth:
@@ -40,10 +36,7 @@ class Truth:
 
     def __call__(self, token_ids: list[int]) -> Logprobs:
         """float32 [n, V]: log-softmax at every position of a sequence."""
-        with torch.no_grad():
-            logits = self._module(torch.tensor([token_ids]), use_cache=False).logits[0]
-        result: Logprobs = torch.log_softmax(logits.float(), dim=-1).numpy()
-        return result
+        return families.truth(self._module, token_ids)
 
 
 BATTERY = pytest.mark.parametrize(

@@ -13,20 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+import torch
 
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.threads import KernelThreads, Team
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, leaf_paths
 from tests.model.cpu_models import cpu_runner
-from tests.model.families import step, tokens
+from tests.model.families import Logprobs, prefill, step, tokens
 from tests.waiting import wait_until
-
-V = families.VOCAB_SIZE
-Logprobs = npt.NDArray[np.float32]
-
 
 _INTEGERS = ["int8 gemma3", "int8-blocks llama", "int4 qwen2"]
 _SMALL_CACHES = ["float32:float16 qwen3", "float32:int8 gemma3", "int8-blocks:int8 llama"]
@@ -157,28 +153,23 @@ def test_thread_count_changes_nothing() -> None:
     results = []
     for threads in (1, 2, 3):
         made = cpu_runner(module, num_threads=threads)
-        builder = BatchBuilder()
-        results.append(step(made, builder, builder.add_rows(Pages(64).sequence(60), ids, 0)))
+        results.append(prefill(made, ids))
         made.close()
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
 
 
 def test_bfloat16_weights_give_the_forward_of_the_rounded_model() -> None:
-    import torch
-
     module = families.build("llama")
     ids = tokens(40, 5)
     made = cpu_runner(module, dtype="bfloat16")
-    builder = BatchBuilder()
-    got = step(made, builder, builder.add_rows(Pages(64).sequence(40), ids, 0))
+    got = prefill(made, ids)
     made.close()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if (parameter.dim() == 2 and "embed" not in name) or "lm_head" in name:
                 parameter.copy_(parameter.to(torch.bfloat16).float())
-        want = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
-    assert np.abs(got - want).max() < 1e-4
+    assert np.abs(got - families.truth(module, ids)).max() < 1e-4
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are pinned on Linux only")
