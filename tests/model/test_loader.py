@@ -163,12 +163,6 @@ def test_config_is_refused_with_the_reason(
         check_supported(config)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_supported_configs_pass(family: str, folder: Path) -> None:
-    save_tiny(folder, family)
-    check_supported(open_model(folder).config)
-
-
 def _rewrite(folder: Path, change: Any) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -225,7 +219,7 @@ def test_peak_memory_is_one_copy(folder: Path) -> None:
     import subprocess
     import sys
 
-    save_tiny(folder, "llama", vocab_size=128, hidden_size=1024, intermediate_size=4096)
+    save_tiny(folder, "llama", vocab_size=128, hidden_size=512, intermediate_size=4096)
     size = (folder / "model.safetensors").stat().st_size
     script = (
         "import sys, torch, resource\n"
@@ -252,7 +246,7 @@ def test_peak_memory_is_one_copy(folder: Path) -> None:
         text=True,
         check=True,
     )
-    largest = 4096 * 1024 * 4
+    largest = 4096 * 512 * 4
     assert int(out.stdout) < size + 2 * largest + (32 << 20)
 
 

@@ -192,19 +192,19 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
     language = enumerated(compiler, GRAMMAR, prompt, logits, 0, top_k)
     assert len(language.chances) > 6 and language.num_forced > 4
     found = []
-    for drafts in (0, 12):
+    for drafts, num in ((0, 800), (12, 400)):
         runner = cpu_runner(module, num_blocks=512)
         runner.info = replace(runner.info, eos_token_ids=(0,))
         engine = Engine(
             runner, {"known": knowing(language, prompt)},
             EngineSettings(max_num_seqs=40, max_num_batched_tokens=256), grammars=compiler,
         )  # fmt: skip
-        texts, accepted = drawn(engine, prompt, GRAMMAR, drafts=drafts, num=800, top_k=top_k)
+        texts, accepted = drawn(engine, prompt, GRAMMAR, drafts=drafts, num=num, top_k=top_k)
         assert bool(accepted) == bool(drafts)
         found.append(texts)
         runner.close()
     check(language, found[0])
-    assert found[1] == found[0], "drafts change no text, so their distribution is the same"
+    assert found[1] == found[0][:400], "drafts change no text, so their distribution is the same"
     flat = replace(language, chances=dict.fromkeys(language.chances, 1 / len(language.chances)))
     with pytest.raises(AssertionError):
         check(flat, found[0])

@@ -139,7 +139,7 @@ def test_the_torch_runner_masks_its_draws_too() -> None:
     engine = _engine(runner)
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 4}):
         runs = [
-            _run(engine, drafter, sampling, whitespaces=("",), max_tokens=40)
+            _run(engine, drafter, sampling, whitespaces=("",), max_tokens=24)
             for drafter in ("off", "suffix")
         ]
         for key, want in runs[0].items():

@@ -91,8 +91,11 @@ def logprobs(drawn: Drawn) -> list[Logprobs]:
 
 
 @needs_peft
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "lfm2"])
-@pytest.mark.parametrize("place", ["device", "cpu"])
+@pytest.mark.parametrize(
+    ("family", "place"),
+    [("llama", "cpu"), ("gemma2", "device"), ("gemma2", "cpu"), ("phi3", "device"),
+     ("lfm2", "device")],
+)  # fmt: skip
 def test_rows_have_the_tokens_of_their_adapter_alone(
     family: str, place: str, tmp_path: Path
 ) -> None:
@@ -255,10 +258,6 @@ def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) ->
     want = texts(cpu, tmp_path, asked)
     cpu.close()
     assert sum(i >= V for ids in want.values() for i in ids) > 20, "ids of their own are drawn"
-    alone = made("llama", None)
-    base = [r for r in asked if not r.adapter]
-    assert texts(alone, tmp_path, base) == {r.request_id: want[r.request_id] for r in base}
-    alone.close()
     for drafter in (None, knowing(asked, want)):
         runner = made("llama", None)
         assert texts(runner, tmp_path, asked, drafter) == want
