@@ -289,7 +289,17 @@ _SWITCHES = [
     ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "linear_attention", "dense"),
     ("lfm2", {"conv_bias": True}, "conv_bias", "Nearest"),
     ("smollm3", {"quantization_config": {"quant_method": "torchao"}}, "torchao", "GGUF"),
-]
+    ("gemma3", {"final_logit_softcapping": 30.0}, "soft-caps logits", "Nearest"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "soft-caps attention", "Nearest"),
+    ("gemma3", {"use_bidirectional_attention": True}, "not causal", "Nearest"),
+    ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "its own code", "Llama's build"),
+    ("llama", {"is_encoder_decoder": True}, "encoder-decoder", "Nearest"),
+    ("llama", {"kv_lora_rank": 16}, "latent attention", "Nearest"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+     "rope type 'dyn", "Nearest"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "part of the head", "Nearest"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "changes", "told", "nearest"), _SWITCHES)

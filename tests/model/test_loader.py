@@ -12,8 +12,7 @@ import torch
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import cache_folder
 from server.model.loader import build_module, open_model
-from server.model.supported import check_supported
-from tests.model.tiny_models import FAMILIES, save_tiny, tiny_config
+from tests.model.tiny_models import FAMILIES, save_tiny
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -137,30 +136,6 @@ def test_fingerprint_is_not_hashed_twice(folder: Path, monkeypatch: pytest.Monke
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert open_model(folder).fingerprint != first
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("gemma3", {"final_logit_softcapping": 30.0}, "soft-caps logits"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "soft-caps attention"),
-        ("gemma3", {"use_bidirectional_attention": True}, "not causal"),
-        ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "its own code"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dyn"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of the head"),
-        ("llama", {"is_encoder_decoder": True}, "encoder-decoder"),
-        ("llama", {"kv_lora_rank": 16}, "latent attention"),
-    ],
-)
-def test_config_is_refused_with_the_reason(
-    family: str, changes: dict[str, Any], reason: str
-) -> None:
-    config = tiny_config(family)
-    for key, value in changes.items():
-        setattr(config, key, value)
-    config.architectures = [{"gemma3": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM"}[family]]
-    with pytest.raises(UnsupportedModelError, match=reason):
-        check_supported(config)
 
 
 def _rewrite(folder: Path, change: Any) -> None:
