@@ -39,7 +39,7 @@ def requests() -> list[Request]:
                 "task",
                 "tiny",
                 tuple(shared + own),
-                replace(sampling, max_tokens=rng.randint(10, 24), seed=rng.randrange(1 << 40)),
+                replace(sampling, max_tokens=rng.randint(8, 16), seed=rng.randrange(1 << 40)),
                 num_choices=2 if i == 3 else 1,
             )
         )
