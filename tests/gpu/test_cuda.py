@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.batch import Batch, Drawn
+from server.engine.batch import Batch
 from server.model.gpu import sampler
 from server.model.gpu.generic import take_over
 from server.model.gpu.runner import TorchRunner
@@ -26,11 +26,13 @@ from tests.fakes import reference_sampler as sampling
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.families import tokens
+from tests.model.generic_models import ON_CUDA
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
 from tests.model.gpu.test_slices import assert_close
 from tests.model.gpu.test_slices import make as make_slicing
-from tests.model.slice_cases import batch_of, make_slices
+from tests.model.slice_cases import batch_of, make_slices, run
 from tests.model.slice_engines import asking, requests_of, serve
 from tests.model.torch_runners import body_of, head_of, runner_over
 
@@ -42,15 +44,12 @@ CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
 V = families.VOCAB_SIZE
 NUM_BLOCKS = 128
-GENERIC = ["cohere2", "gpt2", "gpt_neox", "phi", "qwen3_5_text", "starcoder2", "vaultgemma"]
-"""Of the generic path: windows and scaled logits, learned positions, biases, recurrent states,
-soft-capping."""
 KINDS = ["decode", "tree", "chunk", "mixed"]
 
 
 def make(family: str, device: torch.device, **options: Any) -> TorchRunner:
     module: Any
-    if family in GENERIC:
+    if family in ON_CUDA:
         module = generic_models.build(family)
         module.to(device)
         take_over(module, V)
@@ -60,15 +59,6 @@ def make(family: str, device: torch.device, **options: Any) -> TorchRunner:
         module = finish_module(module)
     numbers: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 16}
     return runner_over(module, device=str(device), **(numbers | options))
-
-
-def tokens(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, V, num).tolist()
-
-
-def run(runner: TorchRunner, batch: Batch) -> Drawn:
-    runner.launch(batch)
-    return runner.wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16, torch.float16])
@@ -149,7 +139,7 @@ def test_draws_are_the_cpu_s() -> None:
 
 FAMILIES = [
     pytest.param(name, marks=verdict if name in ("llama", "gemma3", "lfm2") else ())
-    for name in [*families.FAMILIES, *GENERIC]
+    for name in [*families.FAMILIES, *ON_CUDA]
 ]
 
 

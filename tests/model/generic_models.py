@@ -65,6 +65,10 @@ GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
 }
 """model_type -> (the names that people know, a maker)."""
 
+ON_CUDA = ("cohere2", "gpt2", "gpt_neox", "phi", "qwen3_5_text", "starcoder2", "vaultgemma")
+"""Those that are tested there: windows and scaled logits, learned positions, biases, recurrent
+states, soft-capping."""
+
 
 def build(name: str) -> PreTrainedModel:
     """A float32 model in eval mode, whose attention is far from uniform; the caller's own."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
+from server.engine.batch import Runner
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.families import VOCAB_SIZE, Logprobs
 from vocab_store.enrichment import Enrichment
 
 
@@ -61,3 +68,38 @@ def enriched(model: Any, folder: Path, seed: int = 1, num: int = 5, tokenizer: s
     parts = tuple((3 + i, 4 + i) for i in range(num))
     enrichment = Enrichment(tokenizer, base, tuple(range(base, base + num)), parts)
     return with_tokens(model, folder, enrichment, seed)
+
+
+def logprobs(
+    runner: Runner,
+    builder: BatchBuilder,
+    rows: Sequence[int],
+    places: Sequence[int] | None,
+    own: Mapping[int, int] = MappingProxyType({}),
+) -> list[Logprobs]:
+    """Log-softmax of the rows of a step, over the ids that each has.
+
+    places: of a sequence's adapter, -1: the base; None: of a runner that knows no adapters. own:
+    ids of its own that the adapter at a place brings."""
+    for row in rows:
+        place = -1 if places is None else places[builder.rows[row][2]]
+        builder.score(row, 0, VOCAB_SIZE + own.get(place, 0))
+    batch = builder.build()
+    if places is not None:
+        batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
+    runner.launch(batch)
+    drawn = runner.wait()
+    return [all_logprobs(replace(drawn, score_top=[top]), len(top))[0] for top in drawn.score_top]
+
+
+def prompt_logprobs(
+    runner: Runner,
+    prompts: Sequence[Sequence[int]],
+    places: Sequence[int] | None,
+    own: Mapping[int, int] = MappingProxyType({}),
+) -> list[list[Logprobs]]:
+    """The same of every row of every prompt, all of them in one step."""
+    pages, builder = Pages(64, seed=3), BatchBuilder()
+    rows = [builder.add_rows(pages.sequence(len(ids)), ids, 0) for ids in prompts]
+    every = iter(logprobs(runner, builder, [row for part in rows for row in part], places, own))
+    return [[next(every) for _ in part] for part in rows]

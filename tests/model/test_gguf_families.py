@@ -63,12 +63,11 @@ def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", list(generic.MODELS))
-@pytest.mark.parametrize("form", ["F32", "Q8_0"])
-def test_a_file_of_a_generic_model_is_served_from_floats(
-    name: str, form: str, tmp_path: Path
-) -> None:
+def test_a_file_of_a_generic_model_is_served_from_floats(name: str, tmp_path: Path) -> None:
+    """Gemma 1's file is in floats, the others' are quantised."""
     model = generic.MODELS[name]
     module = model.build()
+    form = "F32" if name == "gemma" else "Q8_0"
     if form == "Q8_0":
         _rounded(module)
     generic.write(model, module, tmp_path / "m.gguf", form)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,10 +20,10 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.runner import CpuRunner
 from server.types import SamplingParams
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, leaf_paths
+from tests.model.batches import BatchBuilder, Pages, draw_params, leaf_paths
 from tests.model.cpu_models import cpu_runner
-from tests.model.families import tokens
-from tests.model.peft_adapters import enriched, lora
+from tests.model.families import Logprobs, tokens
+from tests.model.peft_adapters import enriched, logprobs, lora
 
 pytest.importorskip("peft")
 
@@ -32,7 +31,6 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 V, NEW = families.VOCAB_SIZE, 5
-Logprobs = npt.NDArray[np.float32]
 
 _FLOATS = ["llama", "gemma2", "phi3", "glm4", "lfm2"]
 _OTHERS = ["int8 gemma3", "int4 qwen2", "bfloat16 llama"]
@@ -72,20 +70,7 @@ def step(
     runner: CpuRunner, builder: BatchBuilder, rows: Sequence[int], adapters: Sequence[int] | None
 ) -> list[Logprobs]:
     """Log-softmax of the rows, over the ids that each has. adapters: a place a sequence."""
-    batch = builder.build()
-    of_seq = [-1] * len(builder.tables) if adapters is None else list(adapters)
-    num = [V + NEW * (of_seq[builder.rows[r][2]] == 1) for r in rows]
-    for row, top in zip(rows, num, strict=True):
-        builder.score(row, 0, top)
-    batch = builder.build()
-    if adapters is not None:
-        batch = replace(batch, seq_adapters=np.asarray(adapters, np.int32))
-    runner.launch(batch)
-    drawn = runner.wait()
-    out = []
-    for i, top in enumerate(num):
-        out.append(all_logprobs(replace(drawn, score_top=[drawn.score_top[i]]), top)[0])
-    return out
+    return logprobs(runner, builder, rows, adapters, {1: NEW})
 
 
 def alone(runner: CpuRunner, ids: Sequence[int], adapter: int | None, seed: int) -> list[Logprobs]:

@@ -10,13 +10,11 @@ from server.errors import UnsupportedModelError
 from server.model.gpu.generic import take_over
 from tests.model.cpu.test_generic import check_logits
 from tests.model.families import MAX_LEN, VOCAB_SIZE
-from tests.model.generic_models import build
+from tests.model.generic_models import ON_CUDA, build
 from tests.model.torch_runners import runner_over
 
 
-@pytest.mark.parametrize(
-    "name", ["cohere2", "gpt2", "gpt_neox", "phi", "qwen3_5_text", "starcoder2", "vaultgemma"]
-)
+@pytest.mark.parametrize("name", ON_CUDA)
 def test_logits_are_those_of_transformers_in_chunks_and_trees(name: str) -> None:
     module: Any = build(name)
     take_over(module, VOCAB_SIZE)

@@ -6,13 +6,11 @@ The products run here on their torch reference. The Triton half runs in the inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ from server.model.gpu.body import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.batches import BatchBuilder, Pages
 from tests.model.families import tokens
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
@@ -35,35 +33,16 @@ from tests.model.gpu.needs import (
     of_peft,
     quiet,
 )
-from tests.model.peft_adapters import lora
+from tests.model.peft_adapters import lora, prompt_logprobs
 from tests.model.torch_runners import runner_over
 
 pytestmark = of_peft
 
 V = families.VOCAB_SIZE
-Logprobs = npt.NDArray[np.float32]
 
 
 def made(family: str = "llama", **options: Any) -> TorchRunner:
     return runner_over(finish_module(families.build(family)), **options)
-
-
-def logprobs(
-    runner: TorchRunner, prompts: Sequence[Sequence[int]], places: Sequence[int] | None
-) -> list[Logprobs]:
-    """Log-softmax of every row of every prompt, all of them in one step."""
-    pages, builder = Pages(64, seed=3), BatchBuilder()
-    rows = [builder.add_rows(pages.sequence(len(ids)), list(ids), 0) for ids in prompts]
-    for part in rows:
-        for row in part:
-            builder.score(row, 0, V)
-    batch = builder.build()
-    if places is not None:
-        batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
-    runner.launch(batch)
-    every = all_logprobs(runner.wait(), V)
-    ends = np.cumsum([len(ids) for ids in prompts])
-    return [every[end - len(ids) : end] for ids, end in zip(prompts, ends, strict=True)]
 
 
 @needs_peft
@@ -88,8 +67,8 @@ def test_rows_have_their_own_adapter_and_rows_of_the_base_none(family: str, tmp_
         runner.hold_adapter(place, packed)
     order = [4, -1, 1, 4, -1]
     prompts = [tokens(5 + 9 * i, i) for i in range(len(order))]
-    got = logprobs(runner, prompts, order)
-    plain = logprobs(bare, prompts, None)
+    got = prompt_logprobs(runner, prompts, order)
+    plain = prompt_logprobs(bare, prompts, None)
     for ids, place, own, base in zip(prompts, order, got, plain, strict=True):
         if place < 0:
             assert np.array_equal(own, base), "the bits of a runner that never held an adapter"
@@ -113,17 +92,17 @@ def test_places_are_used_again_and_tables_grow(tmp_path: Path) -> None:
     assert wide.num_bytes >= 4 * narrow.num_bytes
     prompt = [tokens(9, 1)]
     runner.hold_adapter(0, narrow)
-    before = logprobs(runner, prompt, [0])[0]
+    before = prompt_logprobs(runner, prompt, [0])[0]
     with pytest.raises(ValueError, match="taken"):
         runner.hold_adapter(0, wide)
     runner.hold_adapter(2, wide)
-    np.testing.assert_allclose(logprobs(runner, prompt, [0])[0], before, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(prompt_logprobs(runner, prompt, [0])[0], before, rtol=0, atol=1e-5)
     runner.drop_adapter(2)
     runner.drop_adapter(2)
     with pytest.raises(ValueError, match="no adapter is held at place 2"):
-        logprobs(runner, prompt, [2])
+        prompt_logprobs(runner, prompt, [2])
     runner.hold_adapter(2, narrow)  # nothing of the wide one is left there
-    np.testing.assert_allclose(logprobs(runner, prompt, [2])[0], before, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(prompt_logprobs(runner, prompt, [2])[0], before, rtol=0, atol=1e-5)
     runner.close()
 
 
@@ -218,12 +197,12 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
             continue
         for lengths, places in steps if place == 1 else [((5, 6), (2, 0))]:
             prompts = [tokens(num, num) for num in lengths]
-            got, want = (logprobs(one, prompts, places) for one in (runner, plain))
+            got, want = (prompt_logprobs(one, prompts, places) for one in (runner, plain))
             for own, other in zip(got, want, strict=True):
                 np.testing.assert_allclose(own, other, rtol=0, atol=1e-4)
     assert forgotten == [1, 2, 3] and graphs.num_captured == 2
     assert graphs.keys == [GraphKey(16, 1, has_adapters=True)] * 3
-    logprobs(runner, [tokens(3, 1)], None)
+    prompt_logprobs(runner, [tokens(3, 1)], None)
     assert graphs.keys[-1] == GraphKey(4, 1)
     runner.close()
     plain.close()
@@ -240,8 +219,10 @@ USES = {
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
 @needs_triton
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize(("use", "capability"), [("x @ A", 80), ("t @ B", 80), ("x @ A", 100)])
+@pytest.mark.parametrize(
+    ("use", "capability", "kind"),
+    [*((use, 80, kind) for use in USES for kind in ("bf16", "fp32")), ("x @ A", 100, "bf16")],
+)
 def test_the_kernel_of_grouped_products_compiles_for_a_gpu(
     use: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -28,19 +27,17 @@ from server.types import AdapterOrder, Request, SamplingParams, SpeculationParam
 from tests.engine.scenarios import Collector, open_choices
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import tokens
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.gpu.needs import needs_interpreter, needs_peft, of_peft, quiet
-from tests.model.peft_adapters import enriched, lora
+from tests.model.peft_adapters import enriched, lora, prompt_logprobs
 from tests.model.torch_runners import runner_over
 
 pytestmark = of_peft
 
 V, NEW, MORE = families.VOCAB_SIZE, 5, 90
-Logprobs = npt.NDArray[np.float32]
-
 OWN = {0: 0, 1: NEW, 2: MORE, -1: 0}
 """Place -> ids of its adapter's own: a plain adapter, two with tokens, and the base."""
 
@@ -76,20 +73,6 @@ def step(runner: TorchRunner, batch: Batch, places: Sequence[int] | None = None)
     return runner.wait()
 
 
-def scored(prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Batch:
-    """Every row of every prompt with all its ids."""
-    pages, builder = Pages(64, seed=3), BatchBuilder()
-    for ids, place in zip(prompts, places, strict=True):
-        for row in builder.add_rows(pages.sequence(len(ids)), list(ids), 0):
-            builder.score(row, 0, V + OWN[place])
-    return builder.build()
-
-
-def logprobs(drawn: Drawn) -> list[Logprobs]:
-    """Log-softmax of each scored row."""
-    return [all_logprobs(replace(drawn, score_top=[top]), len(top))[0] for top in drawn.score_top]
-
-
 @needs_peft
 @pytest.mark.parametrize(
     ("family", "place"),
@@ -109,21 +92,18 @@ def test_rows_have_the_tokens_of_their_adapter_alone(
     order = [1, -1, 2, 0, 1, -1]
     prompts = [tokens(4 + 5 * i, i, V + OWN[a]) for i, a in enumerate(order)]
     prompts[0][1], prompts[2][2] = V + NEW - 1, V + MORE - 1
-    got = logprobs(step(runner, scored(prompts, order), order))
+    got = prompt_logprobs(runner, prompts, order, OWN)
     inside = [[i if i < V else 7 for i in ids] for ids in prompts]
-    plain = logprobs(step(bare, scored(inside, [-1] * len(order))))
-    first = 0
-    for ids, own in zip(prompts, order, strict=True):
-        rows = slice(first, first + len(ids))
-        first += len(ids)
+    plain = prompt_logprobs(bare, inside, None)
+    for ids, own, rows, base in zip(prompts, order, got, plain, strict=True):
         if own < 0:
-            assert all(map(np.array_equal, got[rows], plain[rows])), "the base's bits"
+            assert all(map(np.array_equal, rows, base)), "the base's bits"
             continue
         with torch.inference_mode():
             logits = theirs[own](torch.tensor([ids]), use_cache=False).logits[0].float()
         want = torch.log_softmax(logits, -1).numpy()
         assert want.shape[1] == V + OWN[own]
-        np.testing.assert_allclose(np.stack(got[rows]), want, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(np.stack(rows), want, rtol=0, atol=2e-4)
     runner.close()
     bare.close()
 
@@ -169,14 +149,13 @@ def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(tmp_path: Path) -> N
             assert drawn.token_ids[d] == plain.token_ids[d] and drawn.top[d] == plain.top[d]
             assert np.array_equal(drawn.logprobs[d], plain.logprobs[d], equal_nan=True)
             assert np.array_equal(drawn.likely.chances[d], plain.likely.chances[d])
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        step(runner, scored([[V + NEW]], [1]), [1])
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        step(runner, scored([[V]], [-1]), [-1])
+    for token, place in ((V + NEW, 1), (V, -1)):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            prompt_logprobs(runner, [[token]], [place])
     runner.drop_adapter(1)
     runner.hold_adapter(1, runner.pack_adapter(str(tmp_path / "0")))
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        step(runner, scored([[V]], [-1]), [1])
+        prompt_logprobs(runner, [[V]], [1])
     runner.close()
     bare.close()
 
