@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from drafters.tree import DraftTree
 from server.engine.adapters import Vocabulary
 from server.engine.batch import Batch, Drawn
 from server.engine.engine import Engine
@@ -25,11 +23,11 @@ from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import Collector, open_choices
-from tests.fakes.fake_drafters import FakeDrafter
+from tests.fakes.fake_drafters import FakeDrafter, liar_drafter
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
-from tests.model.families import tokens
+from tests.model.families import tokens, truth
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.gpu.needs import needs_interpreter, needs_peft, of_peft, quiet
 from tests.model.peft_adapters import enriched, lora, prompt_logprobs
@@ -99,9 +97,7 @@ def test_rows_have_the_tokens_of_their_adapter_alone(
         if own < 0:
             assert all(map(np.array_equal, rows, base)), "the base's bits"
             continue
-        with torch.inference_mode():
-            logits = theirs[own](torch.tensor([ids]), use_cache=False).logits[0].float()
-        want = torch.log_softmax(logits, -1).numpy()
+        want = truth(theirs[own], ids)
         assert want.shape[1] == V + OWN[own]
         np.testing.assert_allclose(np.stack(rows), want, rtol=0, atol=2e-4)
     runner.close()
@@ -210,25 +206,6 @@ def texts(
     return {name: result.ids for (name, _), result in collector.results.items()}
 
 
-def knowing(asked: Sequence[Request], known: dict[str, list[int]]) -> FakeDrafter:
-    """Proposes what comes, and something else before it."""
-    whole = {r.prompt_ids: [*r.prompt_ids, *known[r.request_id]] for r in asked}
-
-    def propose(ids: list[int], budget: int, max_depth: int) -> DraftTree:
-        text = next(t for p, t in whole.items() if tuple(ids[: len(p)]) == p)
-        right = text[len(ids) :][: min(max_depth, budget // 2)]
-        nodes = [t for token in right for t in ((token + 1) % V, token)]
-        parents = [p for i in range(len(right)) for p in [2 * i - 1] * 2]
-        survival = np.repeat(0.95 ** np.arange(1, len(right) + 1), 2).astype(np.float32)
-        survival[0::2] *= 0.2
-        return DraftTree(
-            np.array(nodes, np.int32), np.array(parents, np.int32), survival,
-            np.zeros(len(nodes), np.uint8),
-        )  # fmt: skip
-
-    return FakeDrafter(propose)
-
-
 @needs_peft
 def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) -> None:
     adapters("llama", tmp_path)
@@ -237,7 +214,8 @@ def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) ->
     want = texts(cpu, tmp_path, asked)
     cpu.close()
     assert sum(i >= V for ids in want.values() for i in ids) > 20, "ids of their own are drawn"
-    for drafter in (None, knowing(asked, want)):
+    known = [[*r.prompt_ids, *want[r.request_id]] for r in asked]
+    for drafter in (None, liar_drafter(3, known, V)):
         runner = made("llama", None)
         assert texts(runner, tmp_path, asked, drafter) == want
         runner.close()
