@@ -162,6 +162,26 @@ def check_neighbours(
         np.testing.assert_allclose(got.top[0], together.top[d], 0, atol)
 
 
+def check_verify(
+    runner: SlicingRunner, slices: list[HeadSlice], num_steps: int, atol: float
+) -> tuple[Batch, Ids, Drawn]:
+    """Draws that steps kept at scattered places are verified to be the full head's; a kept draw
+    gives no logprobs. What `verify` was given and gave."""
+    parts = [batch_of(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(num_steps)]
+    num = 8 * num_steps
+    places = np.random.default_rng(3).permutation(3 * num)[:num].astype(np.int32)
+    want = []
+    for batch, keep in zip(parts, np.split(places, num_steps), strict=True):
+        want.append(run(runner, replace(batch, draw_slice=None)))
+        kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=keep))
+        assert np.isnan(kept.logprobs).all() and not kept.ranks.any()
+    check = verification(parts)
+    got = runner.verify(check, places)
+    assert np.array_equal(got.token_ids, np.concatenate([w.token_ids for w in want]))
+    np.testing.assert_allclose(got.logprobs, np.concatenate([w.logprobs for w in want]), 0, atol)
+    return check, places, got
+
+
 def check_where_nothing_is_allowed(runner: SlicingRunner, slice_: HeadSlice, atol: float) -> None:
     """There the full head draws; logprobs are its own to `atol`."""
     outside = sorted(set(range(3, V)) - set(slice_.ids.tolist()))[:5]

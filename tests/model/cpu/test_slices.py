@@ -28,12 +28,12 @@ from tests.model.slice_cases import (
     batch_of,
     cached,
     check_neighbours,
+    check_verify,
     check_where_nothing_is_allowed,
     ids_of,
     make_slices,
     run,
     uncached,
-    verification,
 )
 
 V = families.VOCAB_SIZE
@@ -182,34 +182,8 @@ def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
 
 
 def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlice]) -> None:
-    """More rows than one product of `verify` takes; kept at scattered places."""
-    num = VERIFY_ROWS + 5
-    rng = np.random.default_rng(3)
-    places = rng.permutation(3 * num)[:num].astype(np.int32)
-    batches = [batch_of(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(num // 8 + 1)]
-    want_ids, want_logprobs, parts = [], [], []
-    for i, batch in enumerate(batches):
-        here = places[8 * i : 8 * (i + 1)]
-        cut = here.shape[0]
-        batch = replace(
-            batch,
-            draw_rows=batch.draw_rows[:cut],
-            draw_params=batch.draw_params[:cut],
-            draw_parent=batch.draw_parent[:cut],
-            draw_positions=batch.draw_positions[:cut],
-            draw_mask=batch.draw_mask[:cut],
-            draw_slice=batch.draw_slice[:cut],  # type: ignore[index]
-        )
-        full = run(runner, replace(batch, draw_slice=None))
-        want_ids.append(full.token_ids)
-        want_logprobs.append(full.logprobs)
-        kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=here))
-        assert np.isnan(kept.logprobs).all(), "a kept draw gives no logprobs"
-        parts.append(batch)
-    check = verification(parts)
-    got = runner.verify(check, places)
-    assert np.array_equal(got.token_ids, np.concatenate(want_ids))
-    assert np.array_equal(got.logprobs, np.concatenate(want_logprobs), equal_nan=True)
+    """More rows than one product of `verify` takes."""
+    check_verify(runner, slices, VERIFY_ROWS // 8 + 1, 0.0)
 
 
 def test_a_table_is_dropped_and_its_number_is_free(runner: CpuRunner) -> None:

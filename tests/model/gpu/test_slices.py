@@ -35,12 +35,12 @@ from tests.model.slice_cases import (
     batch_of,
     cached,
     check_neighbours,
+    check_verify,
     check_where_nothing_is_allowed,
     ids_of,
     make_slices,
     run,
     uncached,
-    verification,
 )
 from tests.model.slice_engines import PROFILES, asking, assert_same, requests_of, serve
 from tests.model.tiny_models import save_tiny
@@ -210,21 +210,9 @@ def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
 
 
 def test_verify_is_the_full_head_s_draw(runner: TorchRunner, slices: list[HeadSlice]) -> None:
-    """Kept at scattered places, by several steps; a kept draw gives no logprobs."""
-    places = np.random.default_rng(3).permutation(40)[:16].astype(np.int32)
-    parts = [batch_of(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(2)]
-    want = []
-    for i, batch in enumerate(parts):
-        want.append(run(runner, replace(batch, draw_slice=None)))
-        keep = places[8 * i : 8 * i + 8]
-        kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=keep))
-        assert np.isnan(kept.logprobs).all() and not kept.ranks.any()
-    check = verification(parts)
-    got = runner.verify(check, places)
-    assert np.array_equal(got.token_ids, np.concatenate([w.token_ids for w in want]))
-    np.testing.assert_allclose(got.logprobs, np.concatenate([w.logprobs for w in want]), atol=2e-4)
+    check, places, got = check_verify(runner, slices, 2, 2e-4)
     assert got.head_s > 0.0
-    runner.launch(replace(parts[0], draw_slice=None))
+    runner.launch(replace(batch_of(8, 0, [-1] * 8), draw_slice=None))
     with pytest.raises(RuntimeError, match="in flight"):
         runner.verify(check, places)
     runner.wait()
