@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -115,15 +114,6 @@ def test_a_length_that_does_not_fit_beside_steps_is_refused(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (24 * MIB, FREE))
     with pytest.raises(ValueError, match="max_model_len 200 does not fit the KV cache's"):
         fitted(runner, max_model_len=200)
-
-
-def test_kv_memory_has_another_size_at_once() -> None:
-    cache = cache_of(small())
-    cache.memory.fill_(1.0)
-    cache.resize(3)
-    assert (cache.num_slots, cache.trash_slot) == (48, 48)
-    assert cache.memory[1, 0].shape[0] == 64 and not cache.memory.any()
-    cache.move_slots(np.array([47], np.int32), np.array([0], np.int32))
 
 
 @needs_peft

@@ -29,7 +29,7 @@ from server.model.gpu.transfers import Beside, page_locked
 from server.types import EngineSizes, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.slice_cases import (
     assert_likely,
     batch_of,
@@ -391,11 +391,14 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
     for seed in range(60):
         own = SamplingParams(temperature=6.0, seed=seed)
         builder.draw(row, builder.add_params(draw_params(own, choice_id=seed)))
+    builder.score(row, 0, 128)
     drawn = run(runner, builder.build())
     with torch.no_grad():
-        logits = module(torch.tensor([ids])).logits[0, -1].numpy()
+        logits = module(torch.tensor([ids])).logits[0, -1, :128]
     for d, params in enumerate(builder.params):
-        assert drawn.token_ids[d] == sampling.draw(logits[:128], params, 5, [])
+        assert drawn.token_ids[d] == sampling.draw(logits.numpy(), params, 5, [])
+    want = torch.log_softmax(logits, 0)  # which, too, knows nothing of padding
+    np.testing.assert_allclose(all_logprobs(drawn, 128)[0], want, atol=2e-4)
     runner.close()
 
 
