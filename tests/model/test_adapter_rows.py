@@ -27,7 +27,7 @@ pytestmark = [
 IDS = torch.arange(20)[None]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", family)
     num = model.config.vocab_size
