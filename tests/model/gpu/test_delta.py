@@ -205,3 +205,14 @@ def test_the_delta_kernel_compiles_for_a_gpu(
         capability=capability, other="*fp32", num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     assert made.asm["cubin"]
+
+
+def test_items_of_a_tree_go_on_or_begin_at_the_root_again() -> None:
+    """Six nodes in depth-first order: two branches walk back, one step each from the root."""
+    _, _, step, _ = _problem(torch.float32)
+    first, end = step.lines[1].tolist()
+    items = step.items[first:end].numpy()
+    reloads = items[:, RELOAD]
+    root = items[np.flatnonzero(items[:, 0] == 18)[0], SAVE]
+    assert root >= 0 and (reloads[1:] >= 0).sum() == 2
+    assert set(reloads[1:][reloads[1:] >= 0]) == {root}
