@@ -160,13 +160,13 @@ def test_only_rows_with_top_k_or_top_p_are_sorted(monkeypatch: pytest.MonkeyPatc
     assert draw_all(batch, logits) == reference(batch, logits) and shapes == [2]
 
 
-def test_a_thousand_random_rows() -> None:
+def test_hundreds_of_random_rows() -> None:
     """Draws over a wide vocabulary whose parameters mix in one batch."""
     rng = np.random.default_rng(5)
     wide = 2000
     builder = BatchBuilder()
     for row in builder.add_rows(Pages(8).sequence(64), [0] * 20, 0):
-        for choice_id in range(50):
+        for choice_id in range(30):
             s = SamplingParams(
                 temperature=float(rng.choice([0.0, 0.5, 1.0, 1.5])),
                 top_k=int(rng.choice([0, 5, 40, 1500])),
