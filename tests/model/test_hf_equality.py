@@ -134,6 +134,7 @@ def test_tree_rows_are_the_path_fed_linearly(runner: Runner, truth: Truth, root:
         close(got[[-1, *path]], truth([*ids, *(nodes[i] for i in path)])[root:])
 
 
+@BATTERY
 def test_decode_after_an_accepted_path(runner: Runner, truth: Truth) -> None:
     """KV of the accepted path is moved to its positions; what follows reads it there."""
     ids, nodes = tokens(20, 60), tokens(6, 61)
