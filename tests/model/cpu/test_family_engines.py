@@ -80,10 +80,13 @@ def runner(family: str) -> Iterator[CpuRunner]:
     made.close()
 
 
+Plain = tuple[list[Request], dict[tuple[str, int], Result]]
+"""Requests, and what each gives alone with the full head."""
+
+
 @pytest.fixture(scope="module")
-def full(runner: CpuRunner) -> dict[tuple[str, int], Result]:
-    """What each request gives with the full head, alone."""
-    return alone(runner, requests())
+def plain(runner: CpuRunner) -> Plain:
+    return requests(), alone(runner, requests())
 
 
 def _in(mode: Literal["slice", "exact"], requests: list[Request]) -> list[Request]:
@@ -106,9 +109,9 @@ def _drafted(
 
 
 def test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
-    runner: CpuRunner, full: dict[tuple[str, int], Result]
+    runner: CpuRunner, plain: Plain
 ) -> None:
-    asked = requests()
+    asked, full = plain
     drafted, liar = _drafted(asked, full)
     got, _ = _run(runner, [*_in("exact", drafted[:-1]), drafted[-1]], 24, liar)
     assert_same(got, full, 0.0)
@@ -125,9 +128,10 @@ def test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
 
 
 def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(
-    runner: CpuRunner, full: dict[tuple[str, int], Result]
+    runner: CpuRunner, plain: Plain
 ) -> None:
-    drafted, liar = _drafted(requests(), full)
+    asked, full = plain
+    drafted, liar = _drafted(asked, full)
     got, engine = _run(runner, drafted, 10, liar)
     assert_same(got, full, 0.0)
     counts = [count for result in got.values() for count in result.counts]
