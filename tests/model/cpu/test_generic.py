@@ -93,7 +93,7 @@ def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> Non
     _save(build(name), tmp_path)
     made: Any = _built(tmp_path)
     try:
-        asked = test_family_engines.requests()[2:7]
+        asked = test_family_engines.requests()
         plain = asked, test_family_engines.alone(made, asked)
         test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(
             made, plain
