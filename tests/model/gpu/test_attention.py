@@ -128,13 +128,14 @@ def tree_steps(pages: Pages, begins: tuple[int, int, int] = (0, 0, 0)) -> list[B
 
 
 def decode_step(
-    tables: list[Pages.Table], ids: list[int], position: int, asked: dict[int, SamplingParams]
+    tables: list[Pages.Table], ids: list[int], position: int, sampled: int | None
 ) -> Batch:
-    """One row of each sequence, with its id. asked: by sequence, of those that are not greedy."""
+    """One row of each sequence, with its id."""
     builder = BatchBuilder()
-    for i, (table, token) in enumerate(zip(tables, ids, strict=True)):
-        row = builder.add_rows(table, [token], position)[0]
-        builder.draw(row, builder.add_params(draw_params(asked.get(i))))
+    for i, table in enumerate(tables):
+        row = builder.add_rows(table, [ids[i]], position)[0]
+        noisy = SamplingParams(temperature=0.9, seed=7)
+        builder.draw(row, builder.add_params(draw_params(noisy) if i == sampled else draw_params()))
     return builder.build()
 
 
@@ -180,12 +181,6 @@ def test_triton_runner_is_the_torch_runner(
     assert not graphs.num_forgotten
 
 
-BIASED = SamplingParams(
-    temperature=0.0, logit_bias=tuple((token, 0.5) for token in range(3, families.VOCAB_SIZE))
-)
-"""Draws that need much beside their rows."""
-
-
 @needs_interpreter
 @quiet
 def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,16 +211,14 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
         runner.launch(prompt.build())
         ids = [runner.wait().token_ids.tolist()]
         for step in range(3):
-            asked = {1: SamplingParams(temperature=0.9, seed=7)} if step == 1 else {}
-            runner.launch(decode_step(tables, ids[-1], 9 + step, asked))
+            runner.launch(decode_step(tables, ids[-1], 9 + step, sampled=1 if step == 1 else None))
             ids.append(runner.wait().token_ids.tolist())
         tree = BatchBuilder()
         rows = tree.add_rows(tables[0], [ids[-1][0]], 12)
         rows += tree.add_tree(tables[0], 12, [5, 6, 7], [-1, 0, -1])
         for row in rows:
             tree.draw(row, tree.add_params(draw_params()))
-        biased = decode_step(tables, ids[-1], 12, dict.fromkeys(range(3), BIASED))
-        for batch in (tree.build(), biased, tree.build()):
+        for batch in (tree.build(), biased_step(tables, ids[-1]), tree.build()):
             runner.launch(batch)
             ids.append(runner.wait().token_ids.tolist())
         assert uploads == [own] * 7
@@ -236,6 +229,17 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
         found.append(ids)
         runner.close()
     assert found[0] == found[1]
+
+
+def biased_step(tables: list[Pages.Table], ids: list[int]) -> Batch:
+    """A decode step whose draws need much beside their rows."""
+    builder = BatchBuilder()
+    bias = tuple((token, 0.5) for token in range(3, families.VOCAB_SIZE))
+    for table, token in zip(tables, ids, strict=True):
+        row = builder.add_rows(table, [token], 12)[0]
+        sampling = SamplingParams(temperature=0.0, logit_bias=bias)
+        builder.draw(row, builder.add_params(draw_params(sampling)))
+    return builder.build()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the process this one is")
