@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
 from drafters.target import TARGETS
 from server.model.cpu.integers.forms import FORMS
 from tests.model.cpu.integers.jobs import job
+from tests.model.cpu.integers.other_cpus import compile_kernels, said
 
 # Target -> its instruction.
 KERNELS = {"neon-dotprod": "sdot", "neon-i8mm": "usdot"}
@@ -54,38 +52,22 @@ int main(void) {
 
 
 def compile_for_arm(kernel: str, folder: str) -> None:
-    """In a process of its own: writes what LLVM makes of every form's kernel, kernels.s and .o."""
-    from llvmlite import ir
-
+    """In a process of its own."""
     from server.model.cpu.kernels.integers import vectors
     from server.model.cpu.records import INTEGER_KERNEL
 
     assert kernel == INTEGER_KERNEL, f"{INTEGER_KERNEL} was chosen"
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    triple = "aarch64-unknown-linux-gnu"
-    module = ir.Module("kernels")
-    module.triple = triple
-    for form in FORMS:
-        vectors.define_rows(module, form).linkage = "external"
-    target = TARGETS[kernel]
-    machine = llvm.Target.from_triple(triple).create_target_machine(target.cpu, target.told, opt=2)
-    parsed = llvm.parse_assembly(str(module))
-    Path(folder, "kernels.s").write_text(machine.emit_assembly(parsed))
-    Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
+    compile_kernels(
+        vectors.define_rows, "aarch64-unknown-linux-gnu", TARGETS[kernel].cpu, kernel, folder
+    )
 
 
 @pytest.fixture(scope="module", params=KERNELS)
 def compiled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(kernel, folder of kernels.s and kernels.o)."""
     folder = tmp_path_factory.mktemp(request.param)
-    env = {**os.environ, "TAILOR_CPU": request.param, "PYTHONPATH": str(Path(__file__).parents[4])}
-    code = (
-        "from tests.model.cpu.integers.test_aarch64 import compile_for_arm; "
-        f"compile_for_arm({request.param!r}, {str(folder)!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    call = f"test_aarch64.compile_for_arm({request.param!r}, {str(folder)!r})"
+    said("test_aarch64", call, request.param)
     return request.param, folder
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
@@ -23,9 +20,8 @@ from server.model.cpu.records import TILES
 from tests.model.cpu.integers import bochs, reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 from tests.model.cpu.integers.jobs import Job, job
+from tests.model.cpu.integers.other_cpus import compile_kernels, said
 
-_ROOT = Path(__file__).parents[4]
-_ENV = {**os.environ, "TAILOR_CPU": "amx", "PYTHONPATH": str(_ROOT)}
 _JOBS = 0x1000000
 _SECTIONS = (
     "SECTIONS { . = ORIGIN; .all : { *(.start) *(.text*) *(.rodata*) *(.data*) *(.bss*) } "
@@ -34,41 +30,19 @@ _SECTIONS = (
 
 
 def compile_tiles(folder: str) -> None:
-    """In a process of its own: writes what LLVM makes of every form's kernel, kernels.s and .o."""
-    from llvmlite import ir
-
+    """In a process of its own."""
     assert TILES
-    triple = "x86_64-unknown-linux-gnu"
-    module = ir.Module("kernels")
-    module.triple = triple
-    for form in FORMS:
-        define_tiled_rows(module, form).linkage = "external"
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple(triple).create_target_machine(
-        "sapphirerapids", TARGETS["amx"].told, opt=2, reloc="static", codemodel="small"
-    )
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    Path(folder, "kernels.s").write_text(machine.emit_assembly(parsed))
-    Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
-
-
-def _child(code: str) -> str:
-    """What code prints in a process that compiles for a CPU with tiles."""
-    command = [sys.executable, "-c", f"from tests.model.cpu.integers import test_amx; {code}"]
-    done = subprocess.run(
-        command, env=_ENV, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+    compile_kernels(
+        define_tiled_rows, "x86_64-unknown-linux-gnu", "sapphirerapids", "amx", folder,
+        reloc="static", codemodel="small",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of kernels.s and kernels.o."""
     folder = tmp_path_factory.mktemp("amx")
-    _child(f"test_amx.compile_tiles({str(folder)!r})")
+    said("test_amx", f"test_amx.compile_tiles({str(folder)!r})", "amx")
     return folder
 
 
@@ -144,11 +118,11 @@ def test_an_emulated_cpu_gives_numpys_bits(compiled: Path) -> None:
     assert made.returncode == 0, made.stderr[-3000:]
     jobs = _jobs()
     memory = {bochs.PROGRAM: program.read_bytes(), _JOBS: _laid_out(jobs)}
-    said = bochs.run(compiled, memory, cpu="sapphire_rapids", timeout_s=300)
-    if "signed: wrong" in said:
+    told = bochs.run(compiled, memory, cpu="sapphire_rapids", timeout_s=300)
+    if "signed: wrong" in told:
         pytest.skip("this Bochs takes signed bytes of tiles for unsigned ones, as release 3.0 does")
-    assert "signed: right" in said, said[-2000:]
-    found = [line for line in said.splitlines() if line.startswith(("job ", "done: "))]
+    assert "signed: right" in told, told[-2000:]
+    found = [line for line in told.splitlines() if line.startswith(("job ", "done: "))]
     assert found == [f"done: {len(jobs)}"]
 
 
@@ -171,7 +145,7 @@ def falls_back() -> None:
 def test_a_cpu_that_only_claims_to_have_tiles_multiplies_by_vectors() -> None:
     if not runs_here(TARGETS["avx512-vnni"]) or runs_here(TARGETS["amx"]):
         pytest.skip("this CPU has no AVX-512 VNNI, or has tiles")
-    _child("test_amx.falls_back()")
+    said("test_amx", "test_amx.falls_back()", "amx")
 
 
 @pytest.mark.parametrize(

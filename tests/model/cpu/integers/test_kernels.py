@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +13,7 @@ from server.model.cpu.linear import new_work
 from server.model.cpu.records import INTEGER_KERNEL, ROW_SPAN, integer_kernel
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, largest, multiplied, stored
+from tests.model.cpu.integers.other_cpus import said
 
 NAMES = [form.name for form in FORMS]
 PATHS = ("x86-64", "avx2", "avx-vnni", "avx512", "avx512-vnni")
@@ -172,13 +168,5 @@ def test_every_instruction_set_gives_the_same_bits(kernel: str) -> None:
     if kernel == chosen().name:
         check_all(kernel)
         return
-    env = {**os.environ, "TAILOR_CPU": kernel, "PYTHONPATH": str(Path(__file__).parents[4])}
-    code = (
-        "from tests.model.cpu.integers.test_kernels import check_all; "
-        f"check_all({kernel!r}); print('same')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "same"
+    told = said("test_kernels", f"test_kernels.check_all({kernel!r}); print('same')", kernel)
+    assert told == "same"
