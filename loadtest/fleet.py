@@ -21,14 +21,14 @@ All parts run on one Ray of three nodes of this machine. Needs Ray.
                 and fewer requests follow: none lost, none answered twice, texts those of a single
                 server
 
-Prints a table, then ends in one JSON line. Exits 1 when a goal is missed. FleetProcess is for
-tests, too.
+Prints a table, then one JSON line; exits 1 when a goal is missed. Tests use FleetProcess, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import queue
 import random
@@ -37,6 +37,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,12 +58,19 @@ from server.machine_code import make_ready
 ROOT = Path(__file__).parents[1]
 
 
-class FleetProcess:
-    """A context manager. options: tests.fleet.run_fleet's, which says what it can be asked.
+@contextlib.contextmanager
+def starts_alone() -> Iterator[None]:
+    """Only one fleet of this machine's tests starts at a time: Ray's processes wait for each other
+    for seconds, which two starts take from each other."""
+    with open(Path(tempfile.gettempdir()) / f"tailor-fleets-{os.getuid()}", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
-    Ray starts some ten processes; on a busy machine one of them may miss its time. So a start that
-    takes longer than start_s is ended, all its processes with it, and tried once more.
-    """
+
+class FleetProcess:
+    """A context manager. options: tests.fleet.run_fleet's, which says what it can be asked. One of
+    Ray's ten processes may miss its time on a busy machine: a start that takes longer than start_s
+    is ended, all its processes with it, and tried once more."""
 
     def __init__(self, *options: str, start_s: float = 240.0) -> None:
         self._options = options
@@ -84,17 +92,17 @@ class FleetProcess:
         return self._process.pid
 
     def __enter__(self) -> FleetProcess:
-        for last in (False, True):
-            self._start()
-            try:
-                told = self.wait_for("READY", self._start_s)
-                self.port = int(told or self.port)
-                return self
-            except TimeoutError:
-                self._end()
-                if last:
-                    raise
-        raise AssertionError
+        with starts_alone():
+            for last in (False, True):
+                self._start()
+                try:
+                    self.port = int(self.wait_for("READY", self._start_s) or self.port)
+                    break
+                except TimeoutError:
+                    self._end()
+                    if last:
+                        raise
+        return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

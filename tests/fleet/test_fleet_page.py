@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from loadtest.fleet import starts_alone
 from server.commands.cli import main
 from tests.fleet.ray_parts import free_port
 from tests.model.tiny_models import save_tiny
@@ -94,7 +96,14 @@ def test_ray_serve_s_own_commands_find_the_fleet(
         _ = app.nothing
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with starts_alone():
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
     port = int(re.findall(r"port: (\d+)", (folder / "server.yaml").read_text())[0])
