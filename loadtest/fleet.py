@@ -100,6 +100,7 @@ class FleetProcess:
                     break
                 except TimeoutError:
                     self._end()
+                    self.told.clear()
                     if last:
                         raise
         return self
