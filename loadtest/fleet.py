@@ -100,7 +100,6 @@ class FleetProcess:
                     break
                 except TimeoutError:
                     self._end()
-                    self.told.clear()
                     if last:
                         raise
         return self
@@ -144,6 +143,7 @@ class FleetProcess:
         self.port = free_port()
         command = [sys.executable, "-m", "tests.fleet.run_fleet", str(self.port), *self._options]
         self._lines = queue.Queue()
+        self.told.clear()
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -44,7 +44,6 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
         ("sampling:\n  temperature: 1e308\n", "mine.yaml:2: sampling.temperature: "),
         ("sampling:\n  stop:\n    - a\n    - 1\n", "mine.yaml:4: sampling.stop[1]: "),
         ('sampling:\n  stop: ";"\n', 'mine.yaml:2: sampling.stop: must be a list, such as [";"]'),
-        ("sampling:\n  stop: {a: 1}\n", "mine.yaml:2: sampling.stop: must be a list"),
         ("sampling: 3\n", "mine.yaml:1: sampling: "),
         ("- a\n", "mine.yaml:1: must be a mapping"),
         (
@@ -345,6 +344,11 @@ def test_task_version_follows_its_settings(tmp_path: Path) -> None:
     same = _task(tmp_path, "# a comment\nsampling:\n  temperature: 0\n")
     other = _task(tmp_path, "sampling: {temperature: 1}\n")
     assert task_version(one) == task_version(same) != task_version(other)
+
+
+def test_a_mapping_where_a_list_belongs_gets_no_example(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.yaml:2: sampling\.stop: must be a list$"):
+        _task(tmp_path, "sampling:\n  stop: {a: 1}\n")
 
 
 # --- learning ---
