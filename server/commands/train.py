@@ -65,6 +65,14 @@ class BaseOptions:
     ] = None
     device: Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)")] = "cpu"
     threads: Annotated[int | None, Parameter(help="CPU threads (as torch chooses)")] = None
+    memory: Annotated[
+        float,
+        Parameter(
+            metavar="GIB",
+            help="what a step may keep for its way back; more saves time where examples are long "
+            "or begin alike (2)",
+        ),
+    ] = 2.0
 
 
 _RECIPE, _BASE = RecipeOptions(), BaseOptions()
@@ -157,7 +165,9 @@ def train_adapter(
     some = [segmented(example, enrichment) for example in examples[:500]]
     prefix = shared_prefix(some) if tuned.is_packed else 0
     own = recipe.batch_size * (sum(map(len, some)) / len(some) - prefix)
-    max_tokens, again = plan_memory(module.config, own, prefix, max(map(len, some)))
+    max_tokens, again = plan_memory(
+        module.config, own, prefix, max(map(len, some)), int(base.memory * (1 << 30))
+    )
     if again:
         module.activation_checkpointing_enable({"use_reentrant": False})
     options = TrainOptions(

@@ -151,6 +151,7 @@ def train(
         raise ConfigError("there are no examples to train on")
     run = _Run(tuned, examples, options, folder)
     state = run.state
+    tuned.module.train()  # else nothing is computed again in backward
     began = (clock() if began is None else began) - state.elapsed_s
     limit = options.time_limit_s or math.inf
     if state.num_held < 0:

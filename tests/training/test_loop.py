@@ -51,10 +51,12 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
         steps: list[int] = []
 
         def report(progress: TrainProgress) -> None:
+            assert given.module.training  # layers are computed again in this mode alone
             steps.append(progress.step)
             if progress.step == stop_at:
                 raise KeyboardInterrupt
 
+        given.module.eval()
         train(given, examples(), examples(3), OPTIONS, tmp_path / folder, report=report,
               clock=lambda: float(next(ticks)))  # fmt: skip
         return steps

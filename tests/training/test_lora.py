@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from server.commands.enrich import give_rows
 from server.errors import ConfigError
@@ -225,11 +226,36 @@ def test_layers_are_computed_again_where_memory_is_short() -> None:
     class Sizes:
         hidden_size, intermediate_size, num_hidden_layers = 576, 1536, 30
 
-    assert plan_memory(Sizes, 300.0, 20, 90) == (1242, False)
+    assert plan_memory(Sizes, 300.0, 20, 90, 2 << 30) == (1509, False)
     # A long shared beginning is worth more ids a pass; a long example needs them.
-    assert plan_memory(Sizes, 3500.0, 560, 1100)[1]
-    num, again = plan_memory(Sizes, 300.0, 20, 5000)
+    assert plan_memory(Sizes, 3500.0, 560, 1100, 2 << 30)[1]
+    assert plan_memory(Sizes, 3500.0, 560, 1100, 6 << 30) == (4096, False)
+    num, again = plan_memory(Sizes, 300.0, 20, 5000, 2 << 30)
     assert again and num >= 5000
+
+
+def test_what_is_kept_for_backward_is_what_the_plan_counts() -> None:
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=144, intermediate_size=384, num_hidden_layers=2,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=16, eos_token_id=EOS,
+        bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    given = over(LlamaForCausalLM(config).float(), None, LoraOptions(4, 4, 0.1))
+    given.module.train()
+    trained = {p.untyped_storage().data_ptr() for _, p in given.trained()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in trained:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    example = TrainExample(tuple(range(1, 38)) * 10, (5, 6, EOS))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        given.loss(collate([example], given.device, packed=True))
+    num, _ = plan_memory(config, 1000.0, 0, 10, sum(kept.values()))
+    assert num == pytest.approx(len(example), rel=0.1)
 
 
 def test_outputs_are_spelled_out_now_and_then_and_batches_hold_everything_once() -> None:
