@@ -203,13 +203,20 @@ _CHANNEL_SIZES: _Sizes = ((4, 2), (2, 2), (1, 4))
 _BLOCK_SIZES: _Sizes = ((3, 2), (2, 2), (1, 4))
 if KERNEL == "avx2":
     _CHANNEL_SIZES = ((3, 4), (2, 4), (1, 4))
-    _BLOCK_SIZES = ((6, 2), (3, 4), (2, 4), (1, 4))
+    _BLOCK_SIZES = ((6, 2), (5, 2), (4, 2), (3, 4), (2, 4), (1, 4))
 if LANES == 16:
     _CHANNEL_SIZES = ((12, 2), (8, 2), (4, 2), (2, 2), (1, 2))
     _BLOCK_SIZES = ((6, 2), (4, 2), (2, 2), (1, 2))
 if LANES == 4:
     _CHANNEL_SIZES = ((4, 4), (2, 4), (1, 8))
     _BLOCK_SIZES = ((3, 4), (2, 4), (1, 4))
+
+
+def _sizes(form: Form) -> _Sizes:
+    """Inputs that are widened take registers: q8_0 with AVX2 multiplies as `int8` does."""
+    as_channel = form.per_output or (KERNEL == "avx2" and _is_widened(form))
+    return _CHANNEL_SIZES if as_channel else _BLOCK_SIZES
+
 
 # --- kernels --------------------------------------------------------------------------------
 
@@ -484,7 +491,7 @@ def define_rows(module: Any, form: Form) -> Any:
     fn.attributes.add("noinline")
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
     b = ir.IRBuilder(fn.append_basic_block("entry"))
-    sizes = _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
+    sizes = _sizes(form)
     smaller = [*(rows for rows, _ in sizes[1:]), 0]
     tiles: Any = i64(0)
     left = num_rows
