@@ -175,19 +175,19 @@ class ChatBody(GenerationBody):
         "verbosity": (("medium",), "answers are as long as they are"),
         "prompt_cache_retention": (("in_memory",), "the prefix cache promises no lifetime"),
         "modalities": ((["text"], []), "this model writes text only"),
-        "audio": (([],), "this model writes text only"),
+        "audio": ((), "this model writes text only"),
         "chat_template": (
-            ([],), "a chat is rendered by the model's own template, never by a client's",
+            (), "a chat is rendered by the model's own template, never by a client's",
         ),
         "documents": (([],), "put them into the messages"),
         "function_call": (([], "none"), f"{_OLD_FORM}tool_choice"),
         "functions": (([],), f"{_OLD_FORM}tools"),
-        "moderation": (([],), "this server has no moderation"),
+        "moderation": ((), "this server has no moderation"),
         "prompt_cache_options": (
-            ([],), "the prefix cache needs no options and promises no lifetime",
+            (), "the prefix cache needs no options and promises no lifetime",
         ),
         "truncate_prompt_tokens": ((), "a rendered chat is not cut; leave out messages"),
-        "web_search_options": (([],), "this server searches nothing"),
+        "web_search_options": ((), "this server searches nothing"),
     }  # fmt: skip
     ALIASES: ClassVar[Mapping[str, Path]] = aliases(
         {"max_tokens": "max_completion_tokens"}, {"enable_thinking": _THINKS, "think": _THINKS}
