@@ -4,8 +4,9 @@
 
 The learning rate falls linearly with progress: the share of the steps or of the time limit,
 whichever is further, so that a run that the time limit ends has decayed to zero, too. What is kept
-is the step of the lowest loss on held-back examples. All randomness comes from the seed and the
-step; a stopped run continues from its last checkpoint, with the same batches as without the stop.
+is the last step, unless the loss on held-back examples has risen (_RISEN). All randomness comes
+from the seed and the step; a stopped run continues from its last checkpoint, with the same batches
+as without the stop.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _CHECKPOINT = "checkpoint.pt"
 _HELD_SHARE = 0.03  # of all examples that are trained on, validated on each time, ...
 _LEAST_HELD = 32
 _MOST_OF_TIME = 0.02  # ... in this share of the time limit
+_RISEN = 0.1
+"""Share of the lowest loss, by which the last one is higher where an earlier step is kept. A step
+whose rate has not fallen yet answers worse than its loss says: of two runs over one task with 3.01
+nats it had 51 exact answers of 100, and the one that had fallen 59."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +196,7 @@ def train(
             run.save()
             saved = clock()
     if held_out:
-        run.validate(held_out)
-        run.take_best()
+        run.keep_last(run.validate(held_out))
     after = state.best_nats if held_out else math.nan
     run.remove()
     return TrainResult(
@@ -272,9 +276,13 @@ class _Run:
             self._best = {name: p.detach().clone() for name, p in self._tuned.trained()}
         return nats
 
-    def take_best(self) -> None:
-        """Go back to the step of the best validation."""
-        self._put(self._best)
+    def keep_last(self, nats: float) -> None:
+        """Take the last step, which has so many nats an answer, for the best one; go back to the
+        best validation's where they have risen."""
+        if nats > (1.0 + _RISEN) * self.state.best_nats:
+            self._put(self._best)
+        else:
+            self.state.best_nats, self.state.best_step = nats, self.state.step
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
