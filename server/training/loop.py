@@ -33,8 +33,8 @@ _LEAST_HELD = 32
 _MOST_OF_TIME = 0.02  # ... in this share of the time limit
 _RISEN = 0.1
 """Share of the lowest loss, by which the last one is higher where an earlier step is kept. A step
-whose rate has not fallen yet answers worse than its loss says: of two runs over one task with 3.01
-nats it had 51 exact answers of 100, and the one that had fallen 59."""
+whose rate has not fallen yet answers worse than its loss says: of one run step 449 of 639 had 3.01
+nats and 50.8 % of 500 answers exact, the last step 3.06 and 57.4 %."""
 
 
 @dataclass(frozen=True, slots=True)
