@@ -196,7 +196,8 @@ def train(
             run.save()
             saved = clock()
     if held_out:
-        run.keep_last(run.validate(held_out))
+        run.validate(held_out, is_last=True)
+        run.take_best()
     after = state.best_nats if held_out else math.nan
     run.remove()
     return TrainResult(
@@ -268,21 +269,18 @@ class _Run:
         state.step += 1
         return total / num_targets
 
-    def validate(self, held_out: Sequence[TrainExample]) -> float:
-        """Nats an answer; what is trained is kept where they are the fewest so far."""
+    def validate(self, held_out: Sequence[TrainExample], *, is_last: bool = False) -> float:
+        """Nats an answer; what is trained is kept where they are the fewest so far, or hardly more
+        at the last step."""
         nats, _ = evaluate_loss(self._tuned, held_out, self._options)
-        if nats <= self.state.best_nats:
+        if nats <= (1.0 + is_last * _RISEN) * self.state.best_nats:
             self.state.best_nats, self.state.best_step = nats, self.state.step
             self._best = {name: p.detach().clone() for name, p in self._tuned.trained()}
         return nats
 
-    def keep_last(self, nats: float) -> None:
-        """Take the last step, which has so many nats an answer, for the best one; go back to the
-        best validation's where they have risen."""
-        if nats > (1.0 + _RISEN) * self.state.best_nats:
-            self._put(self._best)
-        else:
-            self.state.best_nats, self.state.best_step = nats, self.state.step
+    def take_best(self) -> None:
+        """Go back to what was kept."""
+        self._put(self._best)
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

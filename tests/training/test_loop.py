@@ -12,7 +12,7 @@ import torch
 
 from server.errors import ConfigError
 from server.training import loop
-from server.training.loop import TrainOptions, TrainProgress, train
+from server.training.loop import TrainOptions, TrainProgress, evaluate_loss, train
 from server.training.lora import Tuned
 from tests.training.tiny import V, examples, next_id, tuned
 
@@ -82,6 +82,25 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
         train(tuned(), examples(), [], OPTIONS, tmp_path, report=stop)
     with pytest.raises(ConfigError, match="another run"):
         train(tuned(), examples(7), [], OPTIONS, tmp_path, report=lambda _: None)
+
+
+def test_the_step_of_the_lowest_held_back_loss_is_kept(tmp_path: Path) -> None:
+    """A rate that rises far too high spoils what the first steps learned."""
+    given = tuned()
+    seen: list[TrainProgress] = []
+    options = TrainOptions(
+        epochs=30, batch_size=5, learning_rate=0.5, rows_learning_rate=0.5, validations=30,
+        warm_up=0.9,
+    )  # fmt: skip
+    held = examples(4)
+    result = train(given, examples(), held, options, tmp_path, report=seen.append)
+    validated = {p.step: p.validation for p in seen if p.validation is not None}
+    best = min(validated, key=lambda step: validated[step])
+    assert validated[best] < max(validated.values()) / 2
+    assert result.kept_step == best < result.num_steps
+    assert result.nats_after == validated[best]
+    again, num = evaluate_loss(given, held, options)
+    assert num == 4 and again == pytest.approx(result.nats_after, rel=1e-5)
 
 
 @pytest.mark.parametrize(("last", "kept"), [(1.09, 12), (1.11, 7)])
