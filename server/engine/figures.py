@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -231,11 +231,6 @@ def declared() -> tuple[Figure, ...]:
 def values(engine: Parts) -> list[Any]:
     """The values now, in the order of `declared`."""
     return [read(engine) for _, read in FIGURES]
-
-
-def by_name(engine: Parts) -> Iterator[tuple[str, FigureValue]]:
-    """(name, value) of each."""
-    return ((figure.name, read(engine)) for figure, read in FIGURES)
 
 
 # -- what steps take -------------------------------------------------------------------------------

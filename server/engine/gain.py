@@ -258,7 +258,7 @@ def _best(
 def most_nodes(
     curve: Curve, host: Float64, shape: StepShape, room: int, none: Float64, no_order: Int64
 ) -> int:
-    """See Gain.most. none, no_order: empty."""
+    """The most nodes that could pay if every one of them were accepted. none, no_order: empty."""
     return int(_best(none, no_order, room, curve, host, shape, shape.num_draws))
 
 
@@ -593,10 +593,3 @@ class Gain:
     def _scope_of(self, seat: int) -> Float64:
         scope: Float64 = self._scopes.table[int(self._seats.table[seat, _SCOPE])]
         return scope
-
-    def most(self, shape: StepShape, room: int) -> int:
-        """The most nodes that could pay if every one of them were accepted."""
-        if room <= 0:
-            return 0
-        assert self.cost is not None
-        return most_nodes(self.cost.curve, self.host.numbers, shape, room, _NO_CHANCES, _NO_ORDER)

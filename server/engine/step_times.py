@@ -184,6 +184,7 @@ class CostTable:
     counts the cost is interpolated; past the last one it grows in proportion. It never falls as
     rows grow: a measurement above one of more rows was disturbed, and the lower one stands.
 
+    key_s: seconds for one row to attend to one more key.
     likely_s: seconds that the likeliest ids of one drawn row take, which drafters ask for
     (Batch.num_likely); `cost` is without them. curve: the row counts and their seconds, float64
     [n], as seconds_of takes them; seconds of a key and of a row's likeliest ids.
@@ -204,7 +205,7 @@ class CostTable:
             raise ValueError("costs must be positive and finite")
         self._rows = np.asarray(rows, np.float64)
         self._raw = np.asarray(seconds, np.float64)
-        self._key_s = key_s
+        self.key_s = key_s
         self.likely_s = likely_s
         octaves = np.log2(self._rows)
         near = np.exp(-np.abs(octaves[:, None] - octaves))
@@ -218,20 +219,6 @@ class CostTable:
         self._seconds = np.empty(len(rows))
         settle(self._raw, self._off[0], self._seconds)
         self.curve: Curve = (self._rows, self._seconds, key_s, likely_s)
-
-    @property
-    def key_s(self) -> float:
-        """Seconds for one row to attend to one more key."""
-        return self._key_s
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the largest step that was measured."""
-        return int(self._rows[-1])
-
-    def node_s(self, mean_len: float) -> float:
-        """Seconds of a draft node beside its row: what it attends to, its likeliest ids."""
-        return self._key_s * mean_len + self.likely_s
 
     @staticmethod
     def measure(
@@ -277,7 +264,7 @@ class CostTable:
 
     def cost(self, num_rows: float, keys: float = 0.0) -> float:
         """Seconds of a step."""
-        return seconds_of(self._rows, self._seconds, num_rows) + self._key_s * keys
+        return seconds_of(self._rows, self._seconds, num_rows) + self.key_s * keys
 
     def rows_within(self, seconds: float) -> int:
         """The most rows whose step takes at most `seconds` (without the KV term); at least 1."""
@@ -296,7 +283,7 @@ class CostTable:
         if seconds > 0.0:
             correct(
                 self._rows, self._raw, self._seconds, self._off, self._most, float(num_rows),
-                seconds, self._key_s * keys,
+                seconds, self.key_s * keys,
             )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
@@ -304,7 +291,7 @@ class CostTable:
         return {
             "rows": [int(r) for r in self._rows],
             "seconds": self._seconds.tolist(),
-            "key_s": self._key_s,
+            "key_s": self.key_s,
             "likely_s": self.likely_s,
         }
 
@@ -329,11 +316,6 @@ class HostTimes:
         self.numbers: Float64 = np.array([*first, 0.0])
         self._fit: Belief = (self.numbers[:4], *fit[1:])
         self._most = float(np.trace(self._fit[1]))
-
-    @property
-    def prompt_rows(self) -> float:
-        """Rows of prompts in a step in which somebody decodes."""
-        return float(self.numbers[4])
 
     def observe(self, num_draws: int, num_asked: int, seconds: float) -> None:
         """A step without rows of prompts."""

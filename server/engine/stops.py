@@ -82,14 +82,6 @@ class StopMatcher:
         self._tail = text[len(text) - self._tail_size :] if self._tail_size < len(text) else text
         return found
 
-    def checkpoint(self) -> bytes:
-        """The whole state."""
-        return self._tail
-
-    def rollback(self, mark: bytes) -> None:
-        """Back to a state that checkpoint() returned."""
-        self._tail = mark
-
     def replay(self, token_ids: Iterable[int]) -> None:
         """The state after exactly these tokens."""
         self._tail = b""

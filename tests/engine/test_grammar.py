@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from drafters.tree import DraftTree
 from server import token_bytes
 from server.engine.engine import Engine
-from server.engine.figures import by_name
+from server.engine.figures import FIGURES
 from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill_masks
 from server.engine.plan import EngineSettings
 from server.engine.stops import StopTable
@@ -489,11 +489,8 @@ def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> No
     while engine.has_work:
         collector.take(engine.step())
     assert collector.results["runs", 0].finish_reason == "length"
-    assert (
-        engine.is_preparing
-        and engine.num_open == 2
-        and dict(by_name(engine))["num_requests_waiting"] == 2
-    )
+    figures = {figure.name: read(engine) for figure, read in FIGURES}
+    assert engine.is_preparing and engine.num_open == figures["num_requests_waiting"] == 2
     engine.abort("leaves")
     gate.set()
     results = run_requests(engine)

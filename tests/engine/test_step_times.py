@@ -141,7 +141,7 @@ def test_the_host_s_seconds_are_told_apart_by_choices_and_asks() -> None:
         times.observe(num, asked, disturbed * true_s * math.exp(0.2 * rng.standard_normal()))
     assert times.plain(8) == pytest.approx(2.6e-4, rel=0.5)
     assert times.asking(2) == pytest.approx(4e-4, rel=0.6)
-    assert times.prompt_rows == 0.0
+    assert times.numbers[4] == 0.0
     for i in range(200):
         times.observe_prompts(30 * (i % 2))
-    assert times.prompt_rows == pytest.approx(15.0, rel=0.1)
+    assert times.numbers[4] == pytest.approx(15.0, rel=0.1)
