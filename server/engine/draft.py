@@ -169,7 +169,8 @@ class _Rest:
 
 class Drafts:
     """Writes the sequences' `drafter`, `session`, `drafter_name`, `sources`, `gain_seat`,
-    `num_told` and `is_resting`. is_off: nobody in the last step had a drafter."""
+    `num_told` and `is_resting`. is_off: nobody in the last step had a drafter. num_errors: sessions
+    that failed and were closed."""
 
     def __init__(
         self,

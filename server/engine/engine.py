@@ -127,6 +127,7 @@ class Engine:
         self._builder = Builder(self.table)
         self._committer = Committer(self.scheduler, self.slices, self.drafts, self._exact)
         self._figures = StepFigures(cost, self.gain, self.slices)
+        self.steps = self._figures.totals
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -171,25 +172,10 @@ class Engine:
         """Requests that are not finished."""
         return len(self._open)
 
-    @property
-    def num_drafter_errors(self) -> int:
-        """Draft sessions that failed and were closed."""
-        return self.drafts.num_errors
-
-    @property
-    def num_failed_steps(self) -> int:
-        """Steps that the runner failed, all of them recomputed or failed for good."""
-        return self.recovery.num_failed_steps
-
     def take_deltas(self) -> list[Delta]:
         """Deltas not handed out yet (of refused and aborted requests too)."""
         deltas, self._committer.deltas = self._committer.deltas, []
         return deltas
-
-    @property
-    def steps(self) -> figures.StepTotals:
-        """What all steps took."""
-        return self._figures.totals
 
     def tend(self) -> int | None:
         """Upkeep while idle. Returns milliseconds until the next; None: not before a step."""

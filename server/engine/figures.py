@@ -78,22 +78,14 @@ class StepTotals:
 class Parts(Protocol):
     """Of an engine, what its figures are read from."""
 
-    @property
-    def scheduler(self) -> Scheduler: ...
-    @property
-    def admission(self) -> Admission: ...
-    @property
-    def pool(self) -> BlockPool: ...
-    @property
-    def slices(self) -> SliceBook: ...
-    @property
-    def adapters(self) -> AdapterShelf: ...
-    @property
-    def memory(self) -> TaskStore | None: ...
-    @property
-    def runner(self) -> Runner: ...
-    @property
-    def steps(self) -> StepTotals: ...
+    scheduler: Scheduler
+    admission: Admission
+    pool: BlockPool
+    slices: SliceBook
+    adapters: AdapterShelf
+    memory: TaskStore | None
+    runner: Runner
+    steps: StepTotals
 
 
 Read = Callable[[Parts], FigureValue]

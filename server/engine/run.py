@@ -108,8 +108,11 @@ class Blame:
 
 
 class Recovery:
-    """Counts failed steps and keeps the suspects. Written by the engine's loop alone. is_isolating:
-    whether there was a suspect when last asked."""
+    """Counts failed steps and keeps the suspects. Written by the engine's loop alone.
+
+    num_failed_steps: that the runner failed, all of them recomputed or failed for good.
+    is_isolating: whether there was a suspect when last asked.
+    """
 
     def __init__(self, max_failures: int) -> None:
         """max_failures: failed steps in a row after which the runner counts as broken."""

@@ -48,7 +48,7 @@ def _answers(
             assert delta.error is None
             found.setdefault(delta.request_id, []).extend(delta.token_ids)
             num_drafted += sum(a for name, _, a in delta.counts.by_source if name == "prior")
-    assert engine.num_drafter_errors == 0
+    assert engine.drafts.num_errors == 0
     engine.close()
     return [tuple(found[str(i)]) for i in range(num)], num_drafted
 

@@ -475,11 +475,11 @@ def run_workload(
     each_step = None if prepare is None else prepare(engine, runner)
     results = drive(work, engine, each_step or (lambda _: None))
     compare(work, expected, results)
-    assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
+    assert engine.recovery.num_failed_steps == 0, "a broken Batch was hidden by recovery"
     assert engine.num_open == 0
     assert engine.pool.num_free == work.num_blocks, "a block was lost"
     engine.pool.check([])
     assert drafter.num_open == 0, "a draft session was never closed"
     if work.drafter != "broken":
-        assert engine.num_drafter_errors == 0
+        assert engine.drafts.num_errors == 0
     return engine, results

@@ -118,7 +118,7 @@ def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None
         assert all(results[key].error_code != "adapters_full" for key in refused)
     kept = {key: want for key, want in expected.items() if key not in refused}
     compare(work, kept, {key: got for key, got in results.items() if key not in refused})
-    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
+    assert engine.recovery.num_failed_steps == 0 and engine.drafts.num_errors == 0
     assert engine.pool.num_free == work.num_blocks
     assert runner.num_adapters <= most
     for name in own.models:

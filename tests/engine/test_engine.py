@@ -323,7 +323,7 @@ def test_off_adds_no_rows_and_calls_no_drafter() -> None:
         deltas = finish(engine, request_of("a", speculation=speculation))["a"]
         assert runner.num_rows == 3 + 7
         assert {d.counts.no_draft_reason for d in deltas} == {"off"}
-        assert engine.num_drafter_errors == 0
+        assert engine.drafts.num_errors == 0
 
 
 def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
@@ -391,7 +391,7 @@ def test_a_broken_drafter_costs_the_request_nothing_else() -> None:
     asked: list[int] = []
     engine.gain.observe_asks = lambda seats, *_: asked.extend(seats) or 0  # type: ignore[method-assign,func-returns-value]
     assert ids_of(finish(engine, request)["a"]) == _alone(request)
-    assert engine.num_drafter_errors == 1 and drafter.num_open == 0
+    assert engine.drafts.num_errors == 1 and drafter.num_open == 0
     assert asked == [-1], "its seat at Gain is another's by now"
 
 
@@ -440,7 +440,7 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails() -> None:
     results = finish(engine, *requests)
     for request in requests:
         assert ids_of(results[request.request_id]) == _alone(request)
-    assert engine.num_failed_steps == sum(n > 20 for n in sizes) == 2, sizes
+    assert engine.recovery.num_failed_steps == sum(n > 20 for n in sizes) == 2, sizes
     assert engine.scheduler.max_num_batched_tokens == 16
     assert engine.pool.num_free == 64
 
@@ -456,7 +456,7 @@ def test_a_passing_failure_costs_no_request() -> None:
     engine, _ = _engine(runner={"fail": fail})
     requests = [request_of(f"r{i}", [3 + i, 4, 5]) for i in range(3)]
     results = finish(engine, *requests)
-    assert engine.num_failed_steps == 2 - remaining[0] > 0
+    assert engine.recovery.num_failed_steps == 2 - remaining[0] > 0
     for request in requests:
         if results[request.request_id][-1].finish_reason == "length":
             assert ids_of(results[request.request_id]) == _alone(request)

@@ -108,7 +108,7 @@ def test_a_failed_step_is_computed_again(nth: int) -> None:
     num = _counted(runner)
     a, b = _request("a"), _request("b")
     results = run_requests(engine, [(0, a), (0, b)])
-    assert engine.num_failed_steps == 1 and num[0] > 60
+    assert engine.recovery.num_failed_steps == 1 and num[0] > 60
     assert [results["a", 0].ids, results["b", 0].ids] == [_alone(a), _alone(b)]
 
 

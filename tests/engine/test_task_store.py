@@ -168,7 +168,7 @@ def test_a_thousand_requests_of_a_task_that_learns(tmp_path: Path, start: Start)
     # Some of these requests end before they are aborted: those are learned, whole.
     unfinished = [o for p, o in examples if p[0] == NEVER and len(o) < 4]
     assert not unfinished
-    assert engine.num_drafter_errors == 0
+    assert engine.drafts.num_errors == 0
 
 
 def test_aborted_failed_and_half_aborted_requests_teach_nothing(

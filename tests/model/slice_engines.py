@@ -100,7 +100,7 @@ def serve(
     )
     aborts = [(after, request_id) for request_id, after in (abort_after or {}).items()]
     results = run_requests(engine, [(0, request) for request in requests], aborts)
-    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
+    assert engine.recovery.num_failed_steps == 0 and engine.drafts.num_errors == 0
     assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
     for table in range(8):
         runner.drop_table(table)

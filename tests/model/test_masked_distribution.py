@@ -104,7 +104,7 @@ def drawn(engine: Engine, prompt: Path_, spec: GrammarSpec, *, drafts: int, num:
     while engine.num_open:
         collector.take(engine.step())
     collector.take(engine.take_deltas())
-    assert not engine.num_failed_steps
+    assert not engine.recovery.num_failed_steps
     results = [collector.results[key] for key in sorted(collector.results)]
     assert not any(result.error_code for result in results)
     accepted = sum(n for r in results for c in r.counts for _, _, n in c.by_source)

@@ -200,7 +200,7 @@ def texts(
             engine.submit(waiting.pop(0))
         collector.take(engine.step())
     collector.take(engine.take_deltas())
-    assert engine.num_failed_steps == 0
+    assert engine.recovery.num_failed_steps == 0
     assert not any(result.error_code for result in collector.results.values())
     engine.adapters.close()
     return {name: result.ids for (name, _), result in collector.results.items()}

@@ -90,7 +90,7 @@ def _serve(runner: TorchRunner) -> Engine:
     while engine.has_work:
         collector.take(engine.step())
         engine.check()
-    assert engine.num_failed_steps == 0 and len(collector.results) == len(samplings)
+    assert engine.recovery.num_failed_steps == 0 and len(collector.results) == len(samplings)
     return engine
 
 
