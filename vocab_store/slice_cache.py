@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +22,7 @@ class Placement:
     """What a device does before the next step: copy head rows into the dynamic pool.
 
     load_ids, load_positions: int32 [k]: row load_ids[i] of the full head goes to pool position
-    load_positions[i]. static_loads: profile keys whose T has to be made resident, with its ids (a
-    copy of T happens here and nowhere else). evicted_ids: what the pool forgets, for metrics.
+    load_positions[i], in place of what lies there.
 
     The copy is ordered after every launched step and before the next one that uses the sequence:
     a step in flight may still read an evicted row, in columns that no live sequence looks at.
@@ -31,13 +30,11 @@ class Placement:
 
     load_ids: Int32
     load_positions: Int32
-    static_loads: tuple[tuple[Hashable, Int32], ...] = ()
-    evicted_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def num_loads(self) -> int:
-        """Rows copied, T included."""
-        return int(self.load_ids.shape[0]) + sum(len(ids) for _, ids in self.static_loads)
+        """Rows copied."""
+        return int(self.load_ids.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +48,6 @@ class SequenceColumns:
     ids: Int32
     columns: Int32
     num_static: int
-
-
-@dataclass(slots=True)
-class _Static:
-    ids: Int32
-    num_users: int = 0
-    dropped: bool = False
 
 
 _Row = tuple[Hashable, int]
@@ -91,7 +81,7 @@ class SliceCacheIndex:
         self.num_hits = 0
         self.num_loads = 0
         self.num_evictions = 0
-        self._static: dict[Hashable, _Static] = {}
+        self._static: dict[Hashable, Int32] = {}  # T by profile
         self._sequences: dict[Hashable, _Holder] = {}
         self._position: dict[_Row, int] = {}
         self._num_users: dict[_Row, int] = {}
@@ -101,30 +91,22 @@ class SliceCacheIndex:
 
     # -- profiles ------------------------------------------------------------------------------
 
-    def add_profile(self, profile: Hashable, static: VocabSlice) -> Placement:
-        """Make T resident, once. `profile` names a task's profile *version*, so that a name stands
-        for the same ids: a second call loads nothing."""
-        known = self._static.get(profile)
-        none = np.empty(0, np.int32)
-        if known is not None:
-            known.dropped = False
-            return Placement(none, none)
-        self._static[profile] = _Static(static.ids)
-        self.num_loads += static.num_ids
-        return Placement(none, none, static_loads=((profile, static.ids),))
+    def add_profile(self, profile: Hashable, static: VocabSlice) -> None:
+        """T is resident from now on. `profile` names a task's profile *version*, so that a name
+        stands for the same ids: a second call loads nothing."""
+        if profile not in self._static:
+            self._static[profile] = static.ids
+            self.num_loads += static.num_ids
 
     def drop_profile(self, profile: Hashable) -> bool:
-        """Forget T when its last sequence is released; True when that is now.
+        """Forget T, unless a sequence sees it. Returns whether it is forgotten.
 
         Raises KeyError for an unknown profile.
         """
-        entry = self._static[profile]
-        entry.dropped = True
-        return self._forget_if_unused(profile)
-
-    def has_profile(self, profile: Hashable) -> bool:
-        """Whether T of this profile is resident."""
-        return profile in self._static
+        if any(holder.profile == profile for holder in self._sequences.values()):
+            return False
+        del self._static[profile]
+        return True
 
     # -- sequences -----------------------------------------------------------------------------
 
@@ -142,13 +124,9 @@ class SliceCacheIndex:
         Raises KeyError for a profile that is not resident, SliceCapacityError when pinned rows
         leave no room (the caller then uses the full head for it, or lets it wait).
         """
-        entry = self._static[profile]
-        if entry.dropped:
-            raise KeyError(profile)
-        dynamic = np.setdiff1d(slice_.ids, entry.ids, assume_unique=True)
+        dynamic = np.setdiff1d(slice_.ids, self._static[profile], assume_unique=True)
         placement = self._pin(scope, dynamic.tolist())
         self._sequences[sequence] = _Holder(profile, scope, dynamic.tolist())
-        entry.num_users += 1
         return placement
 
     def extend(self, sequence: Hashable, token_ids: Ids) -> Placement:
@@ -158,7 +136,7 @@ class SliceCacheIndex:
         Raises KeyError for an unknown sequence, SliceCapacityError as `acquire`.
         """
         holder = self._sequences[sequence]
-        static = self._static[holder.profile].ids
+        static = self._static[holder.profile]
         extra = np.unique(np.asarray([int(i) for i in token_ids], np.int32))
         new = np.setdiff1d(extra, static, assume_unique=True)
         new = np.setdiff1d(new, np.asarray(holder.ids, np.int32))
@@ -189,8 +167,6 @@ class SliceCacheIndex:
             if self._num_users[row] == 0:
                 del self._num_users[row]
                 self._idle[row] = None
-        self._static[holder.profile].num_users -= 1
-        self._forget_if_unused(holder.profile)
 
     def columns(self, sequence: Hashable) -> SequenceColumns:
         """Where this sequence's slice lies. Raises KeyError for an unknown sequence.
@@ -198,7 +174,7 @@ class SliceCacheIndex:
         Valid until the sequence is extended or released; other sequences never move its rows.
         """
         holder = self._sequences[sequence]
-        static = self._static[holder.profile].ids
+        static = self._static[holder.profile]
         num_static = int(static.shape[0])
         dynamic = np.sort(np.asarray(holder.ids, np.int32))
         position, scope = self._position, holder.scope
@@ -215,7 +191,7 @@ class SliceCacheIndex:
     @property
     def num_static_rows(self) -> int:
         """Rows of all resident T."""
-        return sum(int(entry.ids.shape[0]) for entry in self._static.values())
+        return sum(int(ids.shape[0]) for ids in self._static.values())
 
     @property
     def num_pinned_rows(self) -> int:
@@ -244,28 +220,18 @@ class SliceCacheIndex:
                 self.num_hits += 1
                 self._idle.pop(row, None)
                 self._num_users[row] = self._num_users.get(row, 0) + 1
-        evicted: list[int] = []
         positions: list[int] = []
         for row in missing:
             if not self._free:
                 victim, _ = self._idle.popitem(last=False)
                 heapq.heappush(self._free, self._position.pop(victim))
-                evicted.append(victim[1])
+                self.num_evictions += 1
             place = heapq.heappop(self._free)
             self._position[row] = place
             self._num_users[row] = 1
             positions.append(place)
         self.num_loads += len(missing)
-        self.num_evictions += len(evicted)
         return Placement(
             np.asarray([token_id for _, token_id in missing], np.int32),
             np.asarray(positions, np.int32),
-            evicted_ids=np.asarray(evicted, np.int32),
         )
-
-    def _forget_if_unused(self, profile: Hashable) -> bool:
-        entry = self._static[profile]
-        if entry.dropped and entry.num_users == 0:
-            del self._static[profile]
-            return True
-        return False

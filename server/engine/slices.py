@@ -271,7 +271,8 @@ class ExactControl:
 
 
 class SliceBook:
-    """All slices of one engine. Not thread safe: the engine's loop owns it."""
+    """All slices of one engine. Not thread safe: the engine's loop owns it. index: in which rows
+    they lie."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class SliceBook:
         self._runner = runner if isinstance(runner, SlicingRunner) else None
         self._vocab_size = runner.info.vocab_size
         self._profiles = profiles
-        self._index = SliceCacheIndex(capacity)
+        self.index = SliceCacheIndex(capacity)
         self._tables: dict[str, int] = {}  # profile key -> the runner's number
         self._next_table = 0
         self._newest: dict[str, str] = {}  # mode and profile name -> key
@@ -385,11 +386,11 @@ class SliceBook:
             self.control.add(head.key, head.slice.num_ids, head.miss_rate)
         try:
             self._load_table(head)
-            placement = self._index.acquire(sequence, head.profile, head.slice, scope=head.scope)
+            placement = self.index.acquire(sequence, head.profile, head.slice, scope=head.scope)
             try:
                 self._load_rows(sequence, head, placement)
             except MemoryError:
-                self._index.release(sequence)
+                self.index.release(sequence)
                 raise
         except (SliceCapacityError, MemoryError) as error:
             level = logging.DEBUG if self._has_warned else logging.WARNING
@@ -417,7 +418,7 @@ class SliceBook:
             return
         if head.where is not None and head.where.table >= 0:
             try:
-                placement = self._index.extend(sequence, [token_id])
+                placement = self.index.extend(sequence, [token_id])
                 self._load_rows(sequence, head, placement)
             except (SliceCapacityError, MemoryError):
                 return  # it will be missed again
@@ -431,7 +432,7 @@ class SliceBook:
             return
         self._has_left |= head.mode == "exact"
         if head.where.table >= 0:
-            self._index.release(sequence)
+            self.index.release(sequence)
             head.where = None
             self._drop_old()
 
@@ -441,7 +442,7 @@ class SliceBook:
             self._runner.load_table(self._next_table, head.static.ids.copy())
             self._tables[head.profile] = self._next_table
             self._next_table += 1
-        self._index.add_profile(head.profile, head.static)
+        self.index.add_profile(head.profile, head.static)
 
     def _drop_old(self) -> None:
         """Forget tables of replaced profile versions, once no sequence uses them."""
@@ -450,7 +451,7 @@ class SliceBook:
         assert self._runner is not None
         wanted = set(self._newest.values())
         for key in [k for k in self._tables if k not in wanted]:
-            if not self._index.has_profile(key) or self._index.drop_profile(key):
+            if self.index.drop_profile(key):
                 self._runner.drop_table(self._tables.pop(key))
                 self._forget_misses(key)
 
@@ -467,12 +468,12 @@ class SliceBook:
             try:
                 self._runner.load_rows(placement.load_ids, placement.load_positions)
             except MemoryError:
-                self._index.take_back(sequence, placement.load_ids)
+                self.index.take_back(sequence, placement.load_ids)
                 raise
             head.add(num_loaded=placement.num_loads)
 
     def _find(self, sequence: Sequence, head: SequenceHead) -> None:
-        found = self._index.columns(sequence)
+        found = self.index.columns(sequence)
         table = self._tables[head.profile]
         head.where = HeadSlice(found.ids, found.columns, table, found.num_static)
 
@@ -689,19 +690,9 @@ class SliceBook:
     @property
     def num_rows(self) -> int:
         """LM-head rows that are copied beside the head."""
-        return self._index.num_static_rows + self._index.num_cached_rows
+        return self.index.num_static_rows + self.index.num_cached_rows
 
     @property
     def num_bytes(self) -> int:
         """Bytes of these rows."""
         return self.num_rows * (self._runner.head_row_bytes if self._runner is not None else 0)
-
-    @property
-    def index(self) -> SliceCacheIndex:
-        """Bookkeeping of the rows, for figures and tests."""
-        return self._index
-
-    @property
-    def num_tables(self) -> int:
-        """Tables resident now."""
-        return len(self._tables)

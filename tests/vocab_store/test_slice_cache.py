@@ -36,13 +36,16 @@ class Device:
     def __init__(self, capacity: int) -> None:
         self.static: dict[Any, np.ndarray[Any, Any]] = {}
         self.pool = np.full(capacity, -1, np.int64)
-        self.num_static_copies = 0
 
-    def do(self, placement: Placement) -> None:
-        for profile, ids in placement.static_loads:
-            self.static[profile] = np.array(ids)
-            self.num_static_copies += 1
+    def add(self, index: SliceCacheIndex, profile: Any, static: VocabSlice) -> None:
+        index.add_profile(profile, static)
+        self.static[profile] = static.ids.copy()
+
+    def do(self, placement: Placement) -> list[int]:
+        """Returns the ids that were there before, in the order of the places."""
+        before = self.pool[placement.load_positions]
         self.pool[placement.load_positions] = placement.load_ids
+        return [i for i in before.tolist() if i >= 0]
 
     def seen_by(self, index: SliceCacheIndex, sequence: Any, profile: Any) -> list[int]:
         """The ids of the rows that a sequence's columns point at."""
@@ -58,13 +61,12 @@ def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
     index, device = SliceCacheIndex(8), Device(8)
     static = task_slice(1, 2, 3)
     for _ in range(3):
-        device.do(index.add_profile("a@1", static))
+        device.add(index, "a@1", static)
     loads = 0
     for sequence in range(5):
         placement = index.acquire(sequence, "a@1", static.union([2, 20]))
         device.do(placement)
         loads += placement.num_loads
-    assert device.num_static_copies == 1
     assert loads == 1, "row 20 is shared by all five"
     assert (index.num_loads, index.num_hits) == (4 + 1, 4)
     assert index.num_static_rows == 4 and index.num_pinned_rows == 1
@@ -80,8 +82,7 @@ def test_a_released_row_stays_cached_until_its_place_is_needed() -> None:
     index.release("s1")
     # 11 was released first, so 11 goes first, although it was loaded last.
     placement = index.acquire("s3", "a", static.union([12]))
-    assert placement.evicted_ids.tolist() == [11]
-    assert placement.load_positions.tolist() == [1]
+    assert placement.load_positions.tolist() == [1] and index.num_evictions == 1
     back = index.acquire("s4", "a", static.union([10]))
     assert back.num_loads == 0 and index.num_hits == 1
 
@@ -89,7 +90,7 @@ def test_a_released_row_stays_cached_until_its_place_is_needed() -> None:
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     index, device = SliceCacheIndex(3), Device(3)
     static = task_slice(1)
-    device.do(index.add_profile("a", static))
+    device.add(index, "a", static)
     device.do(index.acquire("s1", "a", static.union([10, 11])))
     device.do(index.acquire("idle", "a", static.union([12])))
     index.release("idle")
@@ -108,7 +109,7 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
 def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     index, device = SliceCacheIndex(6), Device(6)
     static = task_slice(1)
-    device.do(index.add_profile("a", static))
+    device.add(index, "a", static)
     device.do(index.acquire("s1", "a", static.union([10])))
     refused = index.acquire("s2", "a", static.union([10, 11, 12]))
     assert refused.load_ids.tolist() == [11, 12]
@@ -144,11 +145,11 @@ def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
     index.acquire("s", "a@1", old.union([9]))
     index.add_profile("a@2", new)
     assert not index.drop_profile("a@1")
-    with pytest.raises(KeyError):
-        index.acquire("t", "a@1", old)
     assert index.columns("s").ids.tolist() == [0, 1, 9]
     index.release("s")
-    assert not index.has_profile("a@1") and index.has_profile("a@2")
+    assert index.drop_profile("a@1") and index.num_static_rows == new.num_ids
+    with pytest.raises(KeyError):
+        index.acquire("t", "a@1", old)
     assert index.drop_profile("a@2")
     assert index.num_static_rows == 0
 
@@ -168,10 +169,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.device = Device(capacity)
         self.tasks = {"a": task_slice(*first), "b": task_slice(*second)}
         for profile, static in self.tasks.items():
-            self.device.do(self.index.add_profile(profile, static))
+            self.device.add(self.index, profile, static)
         self.live: dict[int, tuple[str, set[int]]] = {}
         self.order: dict[int, list[int]] = {}
         self.idle: list[int] = []
+        self.num_evicted = 0
         self.next_sequence = 0
 
     def pinned(self) -> set[int]:
@@ -190,11 +192,12 @@ class CacheMachine(RuleBasedStateMachine):
             return False
         assert fits, "pinned more than the pool holds"
         # Evictions: never pinned, never asked for, and the longest idle ones.
-        evicted = placement.evicted_ids.tolist()
+        evicted = self.device.do(placement)
+        self.num_evicted += len(evicted)
+        assert self.index.num_evictions == self.num_evicted
         self.idle = [i for i in self.idle if i not in wanted]
         assert evicted == self.idle[: len(evicted)]
         self.idle = self.idle[len(evicted) :]
-        self.device.do(placement)
         return True
 
     @rule(
