@@ -64,16 +64,20 @@ _NO_COUNTS = StepCounts()
 
 
 @dataclass(frozen=True, slots=True)
-class StopCut:
-    """The first num_kept tokens of a run stand; why the choice ends there, if it does."""
+class Ending:
+    """How a choice ends. Without a finish_reason it goes on."""
 
-    num_kept: int
     finish_reason: FinishReason | None = None
     stop_reason: int | bytes | None = None
+    error: str | None = None
+    error_code: str | None = None
 
 
-def cut(sequence: Sequence, ids: SequenceOf[int], why: int) -> StopCut:
-    """Where a run ends its choice.
+GOES_ON = Ending()
+
+
+def cut(sequence: Sequence, ids: SequenceOf[int], why: int) -> tuple[int, Ending]:
+    """How many tokens of a run stand, and how the choice ends there, if it does.
 
     ids: in order, at least one, not appended yet. why: as `follow` found it: what the last one
     ends. The sequence's matcher, if any, has taken exactly the tokens before the run; afterwards it
@@ -91,12 +95,12 @@ def cut(sequence: Sequence, ids: SequenceOf[int], why: int) -> StopCut:
         if matcher is not None:
             found = matcher.push(ids[i])
             if found is not None and num_output + i + 1 > min_tokens:
-                return StopCut(i + 1, "stop", found)
+                return i + 1, Ending("stop", found)
         if grammar is not None and (not grammar.consume(ids[i]) or grammar.is_complete):
-            return StopCut(i + 1, "stop", b"")
+            return i + 1, Ending("stop", b"")
     if why == END_ID:
-        return StopCut(len(ids), "stop", None if ids[-1] in sequence.eos_ids else ids[-1])
-    return StopCut(len(ids), "length" if why == LENGTH else None)
+        return len(ids), Ending("stop", None if ids[-1] in sequence.eos_ids else ids[-1])
+    return len(ids), Ending("length") if why == LENGTH else GOES_ON
 
 
 def why_ended(sequence: Sequence, token: int) -> int:
@@ -204,19 +208,6 @@ def rejected_paths(
     return [path for node, path in paths.items() if node not in inner]
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a choice ends. Without a finish_reason it goes on."""
-
-    finish_reason: FinishReason | None = None
-    stop_reason: int | bytes | None = None
-    error: str | None = None
-    error_code: str | None = None
-
-
-GOES_ON = Ending()
-
-
 @dataclass(slots=True)
 class _Run:
     """The ids of one choice that stand, in order: those of the accepted nodes and the one after
@@ -246,7 +237,7 @@ class Outcome:
     """
 
     sequence: Sequence
-    end: StopCut
+    end: Ending
     problem: str = ""
 
 
@@ -256,7 +247,7 @@ class _Waiting:
     they are right. is_due: they must be verified in this step."""
 
     sequence: Sequence
-    end: StopCut
+    end: Ending
     is_due: bool
 
 
@@ -268,7 +259,7 @@ class ExactVerifier:
         self._drafts = drafts
         self._waiting: list[_Waiting] = []
 
-    def add(self, sequence: Sequence, end: StopCut, is_due: bool) -> None:
+    def add(self, sequence: Sequence, end: Ending, is_due: bool) -> None:
         """A sequence has emitted unverified tokens."""
         self._waiting.append(_Waiting(sequence, end, is_due))
 
@@ -304,7 +295,7 @@ class ExactVerifier:
                 yield self._apply(w.sequence, w.end, results, range(first, first + num))
             first += num
 
-    def _apply(self, sequence: Sequence, end: StopCut, results: Results, draws: range) -> Outcome:
+    def _apply(self, sequence: Sequence, end: Ending, results: Results, draws: range) -> Outcome:
         """Compare a sequence's unverified tokens with what the full head drew in their places."""
         base, num = sequence.num_verified, len(draws)
         emitted = sequence.output_ids(base)
@@ -333,7 +324,7 @@ class ExactVerifier:
     def _replace(self, sequence: Sequence, token: int, num_computed: int) -> Outcome:
         """Emit the right token in place of the first wrong one; it is verified already."""
         grammar = sequence.grammar
-        end = cut(sequence, [token], why_ended(sequence, token))
+        _, end = cut(sequence, [token], why_ended(sequence, token))
         if grammar is not None and grammar.problem:
             return Outcome(sequence, end, NO_TOKEN_LEFT)
         if sequence.request.report_sources:
@@ -467,7 +458,7 @@ class Committer:
             for choice in (*sequence.siblings, sequence):
                 choice.prompt_logprobs = sequence.prompt_logprobs
                 choice.num_cached_tokens = sequence.num_cached_tokens
-                yield Outcome(choice, StopCut(0, "length"))
+                yield Outcome(choice, Ending("length"))
 
     def _emit(
         self,
@@ -492,19 +483,19 @@ class Committer:
             # token is the next step's root, where the draw fails again. Tokens of a slice may be
             # wrong: they are checked first.
             if not (waits and sequence.num_output > sequence.num_verified):
-                return Outcome(sequence, StopCut(0), results.problem(draw))
+                return Outcome(sequence, GOES_ON, results.problem(draw))
             sequence.num_computed -= 1
-            self._exact.add(sequence, StopCut(0), True)
+            self._exact.add(sequence, GOES_ON, True)
             return None
-        end = cut(sequence, run.ids, run.why)
+        num_kept, end = cut(sequence, run.ids, run.why)
         if grammar is not None and grammar.problem:
             if not waits:
                 return Outcome(sequence, end, NO_TOKEN_LEFT)
             # A wrong token may have caused it: tokens are checked before anything ends.
-            end, is_due = StopCut(end.num_kept), True
+            end, is_due = GOES_ON, True
         # Where all stand and no token could be drawn behind them, the last is the next step's root.
-        num_again = run.why == FAILED and end.num_kept == len(run.ids)
-        run.cut(end.num_kept)
+        num_again = run.why == FAILED and num_kept == len(run.ids)
+        run.cut(num_kept)
         if waits:
             self._slices.keep(sequence, run.draws, len(run.ids))
         elif sequence.request.sampling.num_logprobs is not None:

@@ -335,7 +335,7 @@ class Engine:
             return
         self.scheduler.publish(sequence)
         if end.finish_reason is not None:
-            self._finish(sequence, Ending(end.finish_reason, end.stop_reason))
+            self._finish(sequence, end)
             return
         if sequence.status is Status.RUNNING:
             self.scheduler.trim(sequence)
