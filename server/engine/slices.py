@@ -67,24 +67,21 @@ _MEMORY_TOKENS = 4096.0  # older misses count half from here on
 _END_RATE = 0.02  # ends are rare: their chance needs a longer memory
 _REFRESH_TOKENS = 32  # a plan is priced again after so many tokens
 _STEPS_TO_FILL = 16  # the size of T is chosen once: not by the first steps
-_MAX_RECORDS = 4096  # the least recently used go first
+_MAX_PLANS = 4096  # the least recently used go first
 _GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from the full head
 
 
 @dataclass(slots=True)
 class ExactPlan:
-    """What the sequences of one key do now: N, and whether they draw from the slice."""
+    """What the sequences of one key do now: N, and whether they draw from the slice. The others are
+    what that is made of: rows of a slice, verified tokens and misses (decayed), those since it was
+    made, and tokens a step."""
 
     verify_every: int
     uses_slice: bool = True
-
-
-@dataclass(slots=True)
-class _Record:
-    num_ids: int
-    tokens: float
-    misses: float
-    plan: ExactPlan
+    num_ids: int = 0
+    tokens: float = _PRIOR_TOKENS
+    misses: float = 0.0
     since: int = 0
     tokens_per_step: float = 1.0
 
@@ -142,28 +139,28 @@ class ExactControl:
         self._row_s = 0.0
         self._num_sequences = 1.0
         self._ends = 0.0  # chance per step
-        self._records: OrderedDict[Hashable, _Record] = OrderedDict()
+        self._plans: OrderedDict[Hashable, ExactPlan] = OrderedDict()
 
     def add(self, key: Hashable, num_ids: int, miss_rate: float | None) -> None:
         """Begin to plan for a key with slices of about num_ids; a known one is kept."""
-        if key not in self._records:
+        if key not in self._plans:
             miss = 0.02 if miss_rate is None else min(1.0, max(0.0, miss_rate))
-            plan = ExactPlan(self._first_verify_every)
-            self._records[key] = _Record(num_ids, _PRIOR_TOKENS, _PRIOR_TOKENS * miss, plan)
-            self._refresh(self._records[key])
-            if len(self._records) > _MAX_RECORDS:
-                self._records.popitem(last=False)
-        self._records.move_to_end(key)
+            plan = ExactPlan(self._first_verify_every, num_ids=num_ids)
+            plan.misses = plan.tokens * miss
+            self._plans[key] = plan
+            self._refresh(plan)
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
 
     def forget(self, is_gone: Callable[[Hashable], bool]) -> None:
         """Forget every key that is gone."""
-        for key in [key for key in self._records if is_gone(key)]:
-            del self._records[key]
+        for key in [key for key in self._plans if is_gone(key)]:
+            del self._plans[key]
 
     def plan(self, key: Hashable) -> ExactPlan:
         """The plan of a key; one with first_verify_every for an unknown key."""
-        record = self._records.get(key)
-        return ExactPlan(self._first_verify_every) if record is None else record.plan
+        return self._plans.get(key) or ExactPlan(self._first_verify_every)
 
     # -- measurements -----------------------------------------------------------------------
 
@@ -188,9 +185,8 @@ class ExactControl:
 
     def observe_tokens(self, key: Hashable, num_tokens: int) -> None:
         """Tokens that one sequence gained in one step from its slice."""
-        record = self._records.get(key)
-        if record is not None:
-            record.tokens_per_step = _moved(record.tokens_per_step, float(max(1, num_tokens)))
+        plan = self.plan(key)
+        plan.tokens_per_step = _moved(plan.tokens_per_step, float(max(1, num_tokens)))
 
     def observe_ends(self, any_ended: bool) -> None:
         """One more step of sequences in `exact`, whichever head they draw from. any_ended: whether
@@ -205,17 +201,15 @@ class ExactControl:
 
     def observe_checked(self, key: Hashable, num_tokens: int, missed: bool) -> None:
         """num_tokens tokens of a key were verified; missed: the last of them was wrong."""
-        record = self._records.get(key)
-        if record is None:
-            return
-        record.tokens += num_tokens
-        record.misses += missed
-        if record.tokens > _MEMORY_TOKENS:
-            record.tokens *= 0.5
-            record.misses *= 0.5
-        record.since += num_tokens
-        if record.since >= _REFRESH_TOKENS:
-            self._refresh(record)
+        plan = self.plan(key)
+        plan.tokens += num_tokens
+        plan.misses += missed
+        if plan.tokens > _MEMORY_TOKENS:
+            plan.tokens *= 0.5
+            plan.misses *= 0.5
+        plan.since += num_tokens
+        if plan.since >= _REFRESH_TOKENS:
+            self._refresh(plan)
 
     # -- plans ------------------------------------------------------------------------------
 
@@ -255,16 +249,17 @@ class ExactControl:
             max_verify_every=self.max_verify_every,
         )
 
-    def _refresh(self, record: _Record) -> None:
-        record.since = 0
-        costs = self.costs(record.tokens_per_step)
+    def _refresh(self, plan: ExactPlan) -> None:
+        plan.since = 0
+        costs = self.costs(plan.tokens_per_step)
         if costs is None:
             return
-        miss = min(1.0, record.misses / record.tokens)
-        every, cost_s = best_verify_every(costs, record.num_ids, miss, self.max_verify_every)
-        full_s = full_cost_s(costs)
-        limit = full_s if record.plan.uses_slice else full_s * _GAIN_TO_RETURN
-        record.plan = ExactPlan(every, not self._may_use_full_head or cost_s < limit)
+        miss = min(1.0, plan.misses / plan.tokens)
+        plan.verify_every, cost_s = best_verify_every(
+            costs, plan.num_ids, miss, self.max_verify_every
+        )
+        limit = full_cost_s(costs) * (1.0 if plan.uses_slice else _GAIN_TO_RETURN)
+        plan.uses_slice = not self._may_use_full_head or cost_s < limit
 
 
 # -- which rows a sequence sees --------------------------------------------------------------------
