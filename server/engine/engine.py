@@ -386,10 +386,10 @@ class Engine:
         was_too_large = isinstance(error, MemoryError) and self.scheduler.make_smaller(
             rows.num_rows
         )
-        blame = self.recovery.step_failed(rows.sequences, was_too_large=was_too_large)
-        if blame.culprit is not None:
-            self._fail(blame.culprit, "the model failed on this request", "engine_error")
-        for sequence in blame.others:
+        culprit, others = self.recovery.step_failed(rows.sequences, was_too_large=was_too_large)
+        if culprit is not None:
+            self._fail(culprit, "the model failed on this request", "engine_error")
+        for sequence in others:
             self.scheduler.preempt(sequence)
         if self.recovery.is_broken:
             raise RunnerBrokenError(text) from error

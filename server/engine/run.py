@@ -10,7 +10,8 @@ while steps can be made smaller. This module records; the engine preempts sequen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,15 +99,6 @@ class RunnerBrokenError(RuntimeError):
     """Too many steps failed in a row, single requests too: the runner cannot be used any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """Which sequences a failed step concerns. culprit: failed alone, and fails for good. others: to
-    recompute."""
-
-    culprit: Sequence | None
-    others: list[Sequence]
-
-
 class Recovery:
     """Counts failed steps and keeps the suspects. Written by the engine's loop alone.
 
@@ -146,18 +138,19 @@ class Recovery:
         if self._suspects and draws.any():
             self._suspects.pop(0)
 
-    def step_failed(self, sequences: Iterable[Sequence], *, was_too_large: bool = False) -> Blame:
-        """A step of these sequences failed. was_too_large: later steps are smaller, so no sequence
-        is blamed."""
+    def step_failed(
+        self, sequences: SequenceOf[Sequence], *, was_too_large: bool
+    ) -> tuple[Sequence | None, list[Sequence]]:
+        """A step of these sequences failed: who failed alone, and fails for good, and whom to
+        recompute. was_too_large: later steps are smaller, so no sequence is blamed."""
         self.num_failed_steps += 1
-        sequences = list(sequences)
         alive = [s for s in sequences if s.status is Status.RUNNING]
         if was_too_large:
-            return Blame(None, alive)
+            return None, alive
         self._num_in_a_row += 1
-        if len(alive) == 1 and len(sequences) == 1:
-            return Blame(alive[0], [])
+        if len(alive) == len(sequences) == 1:
+            return alive[0], []
         self._suspects = sorted(
             {id(s): s for s in (*self._suspects, *alive)}.values(), key=lambda s: s.order
         )
-        return Blame(None, alive)
+        return None, alive
