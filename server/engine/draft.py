@@ -607,14 +607,16 @@ class Drafts:
 
     def close(self, sequence: Sequence) -> None:
         """End a session: the sequence drafts no more. Idempotent."""
-        sequence.drafter = None
+        session = sequence.session
+        sequence.drafter = sequence.session = None
         if sequence.gain_seat >= 0:
             self._end_rest()  # it may be one of those that rest
             self._gain.leave(sequence.gain_seat)
             sequence.gain_seat = -1
             self._num_open -= 1
         try:
-            sequence.close_session()
+            if session is not None:
+                session.close()
         except Exception as error:
             self.num_errors += 1
             _log.debug("closing a draft session failed", exc_info=error)

@@ -109,10 +109,6 @@ class SequenceHead:
         """The key of its misses and its plan (slices.py)."""
         return self.profile, self.scope
 
-    def drop_after(self, num_kept: int) -> None:
-        """Only the first num_kept unverified tokens stand."""
-        del self.unverified[num_kept:]
-
     def add(self, **more: float) -> None:
         """Add to the counts."""
         values = {name: getattr(self.counts, name) + value for name, value in more.items()}
@@ -375,7 +371,7 @@ class Sequence:
         del self.token_sources[num_output:]
         self.rejected_drafts = [d for d in self.rejected_drafts if d[0] < num_output]
         if self.head is not None:
-            self.head.drop_after(num_output - self.num_verified)
+            del self.head.unverified[num_output - self.num_verified :]
         del self.keys[self.num_tokens // self.table.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())
@@ -401,12 +397,6 @@ class Sequence:
             for at, source, ids in self.rejected_drafts
             if start <= at < self.num_released
         )
-
-    def close_session(self) -> None:
-        """End the draft session, if there is one. Its errors do not reach the request."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.close()
 
     def _count(self, token: int) -> None:
         # The arrays of the step under way may still be read by a device: never changed in place.
