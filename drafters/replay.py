@@ -31,7 +31,7 @@ import numpy as np
 
 from drafters import DRAFTER_NAMES, Drafter, make_drafter
 from drafters.base import DraftSession, LikelySession
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +115,6 @@ class ReplayResult:
         }
 
 
-def follow(tree: DraftTree, output_ids: Sequence[int], position: int) -> list[int]:
-    """Node indexes of the longest path of `tree` that output_ids[position:] follows."""
-    children = tree.children()
-    accepted: list[int] = []
-    node = -1
-    while position < len(output_ids):
-        node = children.get((node, int(output_ids[position])), -1)
-        if node < 0:
-            break
-        accepted.append(node)
-        position += 1
-    return accepted
-
-
 def replay(
     drafter: Drafter,
     recordings: Iterable[Recording],
@@ -162,7 +148,7 @@ def replay(
                 start = clock()
                 tree = session.propose(budget, max_depth)
                 result.propose_s.append(clock() - start)
-            accepted = follow(tree, output, position)
+            accepted = followed(tree.children(), output[position:])
             num = min(len(accepted) + 1, len(output) - position)
             note_rows(session, recording, position, num)
             session.feedback(tree, accepted)

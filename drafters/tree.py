@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,3 +122,16 @@ class DraftTree:
             if key in seen:
                 raise ValueError(f"node {i} repeats a sibling's token")
             seen.add(key)
+
+
+def followed(children: Mapping[tuple[int, int], int], token_ids: Sequence[int]) -> list[int]:
+    """The nodes of the longest path from the root that these tokens follow. children: of
+    DraftTree.children."""
+    path: list[int] = []
+    node = -1
+    for token in token_ids:
+        node = children.get((node, int(token)), -1)
+        if node < 0:
+            break
+        path.append(node)
+    return path

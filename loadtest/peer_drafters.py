@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from drafters.calibration import Calibration
 from drafters.corpus import Corpus
-from drafters.replay import follow
 from drafters.session import TextSession
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, followed
 
 NUM_LIKELY = 8
 RANK_CHANCES = (0.42, 0.13, 0.07, 0.05, 0.035, 0.03, 0.025, 0.02)
@@ -220,7 +219,7 @@ class LogitSpecSession(_LikelySession):
 
     def extend(self, token_ids: Sequence[int]) -> None:
         # The row of the last token before the newest: the first is the root's.
-        path = [-1, *follow(self._tree, token_ids[:-1], 0)]
+        path = [-1, *followed(self._tree.children(), token_ids[:-1])]
         self._guesses = []
         if len(path) == len(token_ids) and path[-1] + 1 < len(self._rows):
             row = self._rows[path[-1] + 1]

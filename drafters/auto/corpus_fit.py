@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, followed
 
 
 @dataclass(slots=True)
@@ -74,40 +74,21 @@ class CorpusFit:
 
 
 class Rivals:
-    """The trees of one step. accepted: nodes that were followed so far, of each."""
+    """The trees of one step, and the tokens that came since."""
 
-    __slots__ = ("_alive", "_children", "_nodes", "accepted")
+    __slots__ = ("_children", "_tokens")
 
     def __init__(self, trees: Sequence[DraftTree], num_nodes: int) -> None:
         """num_nodes: of each tree at most, its likeliest."""
         self._children = [tree.prune(num_nodes).children() for tree in trees]
-        self._nodes = [-1] * len(trees)
-        self._alive = [True] * len(trees)
-        self.accepted = [0] * len(trees)
+        self._tokens: list[int] = []
 
-    def follow(self, token: int) -> bool:
-        """Go on by a token that came; whether any tree still holds the text."""
-        for i, children in enumerate(self._children):
-            if not self._alive[i]:
-                continue
-            node = children.get((self._nodes[i], token), -1)
-            if node < 0:
-                self._alive[i] = False
-            else:
-                self._nodes[i] = node
-                self.accepted[i] += 1
-        return any(self._alive)
+    def follow(self, token_ids: Sequence[int]) -> bool:
+        """Go on by tokens that came; whether any tree still holds the text."""
+        self._tokens += token_ids
+        return max(self.accepted) == len(self._tokens)
 
-
-def follow_all(
-    compared: Sequence[Rivals], token_ids: Sequence[int], fit: CorpusFit
-) -> list[Rivals]:
-    """What the trees of compared steps make of the tokens that came: those that still hold the
-    text; of the others `fit` is told."""
-    alive: list[Rivals] = []
-    for rivals in compared:
-        if all(rivals.follow(token) for token in token_ids):
-            alive.append(rivals)
-        else:
-            fit.compare_steps(*rivals.accepted)
-    return alive
+    @property
+    def accepted(self) -> list[int]:
+        """Nodes that were followed so far, of each."""
+        return [len(followed(children, self._tokens)) for children in self._children]

@@ -24,7 +24,7 @@ from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import NO_PLAIN, PlainFields, advance
 from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.copying import NO_COPY, NOWHERE, Pieces, no_entries
-from drafters.auto.corpus_fit import Rivals, follow_all
+from drafters.auto.corpus_fit import Rivals
 from drafters.auto.likely import NO_ROWS, NUM_LIKELY, LikelyTable, RowsFields
 from drafters.auto.prior import MOST_FOLLOWED, NO_HIDDEN, NO_PRIOR, Prior, PriorScratch
 from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
@@ -479,8 +479,12 @@ class AutoSession(TextSession):
         if self._noted_state is not None:
             self._state = self._noted_state, self._index.size - 1
             self._noted_state = None
-        if self._rivals:
-            self._rivals = follow_all(self._rivals, token_ids, drafter.trust.fit)
+        rivals, self._rivals = self._rivals, []
+        for trees in rivals:
+            if trees.follow(token_ids):
+                self._rivals.append(trees)
+            else:
+                drafter.trust.fit.compare_steps(*trees.accepted)
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """See ResumedSession."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from drafters.base import DraftSession
-from drafters.replay import Recording, follow, main, read_recordings, replay
-from drafters.tree import DraftTree
+from drafters.replay import Recording, main, read_recordings, replay
+from drafters.tree import DraftTree, followed
 from tests.drafters.trees import tree_of
 
 
@@ -87,9 +87,9 @@ def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
 
 def test_the_longest_path_is_followed() -> None:
     tree = tree_of((4, -1, 0.5), (5, 0, 0.4), (6, 1, 0.3), (5, -1, 0.2))
-    assert follow(tree, [4, 5, 9], 0) == [0, 1]
-    assert follow(tree, [9, 5], 1) == [3]
-    assert follow(tree, [9], 0) == []
+    assert followed(tree.children(), [4, 5, 9]) == [0, 1]
+    assert followed(tree.children(), [5]) == [3]
+    assert followed(tree.children(), [9]) == followed(tree.children(), []) == []
 
 
 def test_recordings_are_checked(tmp_path: Path) -> None:

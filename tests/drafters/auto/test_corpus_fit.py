@@ -14,18 +14,18 @@ WIDE = tree_of((1, -1, 0.5), (4, -1, 0.4), (5, 1, 0.3))
 
 def test_both_trees_are_followed_to_where_they_end() -> None:
     rivals = Rivals((LONG, WIDE), 4)
-    assert [rivals.follow(token) for token in (1, 2, 3, 9)] == [True, True, True, False]
+    assert [rivals.follow([token]) for token in (1, 2, 3, 9)] == [True, True, True, False]
     assert rivals.accepted == [3, 1]
     rivals = Rivals((LONG, WIDE), 4)
-    assert [rivals.follow(token) for token in (4, 5, 6)] == [True, True, False]
+    assert [rivals.follow([token]) for token in (4, 5, 6)] == [True, True, False]
     assert rivals.accepted == [1, 2]
 
 
 def test_only_as_many_nodes_count_as_the_step_had() -> None:
     rivals = Rivals((LONG, WIDE), 2)
-    assert [rivals.follow(token) for token in (1, 2, 3)] == [True, True, False]
+    assert [rivals.follow([token]) for token in (1, 2, 3)] == [True, True, False]
     assert rivals.accepted == [2, 1]
-    assert not Rivals((LONG, DraftTree.empty()), 0).follow(1)
+    assert not Rivals((LONG, DraftTree.empty()), 0).follow([1])
 
 
 @pytest.mark.parametrize(("with_it", "without_it", "helps"), [(2, 1, True), (1, 2, False)])

@@ -17,7 +17,8 @@ from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
 from drafters.corpus import Corpus
 from drafters.published.suffix import SuffixDrafter
-from drafters.replay import Recording, follow, replay
+from drafters.replay import Recording, replay
+from drafters.tree import followed
 
 EOS = 0
 
@@ -47,7 +48,7 @@ def test_the_first_answer_tokens_are_drafted_before_any_is_there(corpus: Corpus)
     prompt, output = examples(1, 2)[0]
     tree = AutoDrafter(corpus=corpus).open(prompt).propose(16, 16)
     # The corpus begins all outputs with 1 2; the nearest prompts know what their word leads to.
-    assert len(follow(tree, output, 0)) >= 5
+    assert len(followed(tree.children(), output)) >= 5
 
 
 def test_the_nearest_examples_are_worth_tokens(corpus: Corpus) -> None:
@@ -135,7 +136,7 @@ def test_survival_is_the_chance_of_acceptance(corpus: Corpus) -> None:
         position = 0
         while position < len(recording.output_ids):
             tree = session.propose(16, 16)
-            accepted = follow(tree, recording.output_ids, position)
+            accepted = followed(tree.children(), recording.output_ids[position:])
             claimed.extend(tree.survival.tolist())
             hits.extend(node in accepted for node in range(len(tree)))
             num = min(len(accepted) + 1, len(recording.output_ids) - position)
@@ -253,7 +254,7 @@ def test_after_a_changed_token_the_prediction_is_drafted_on_at_once() -> None:
     session.extend(prediction[:10])
     session.extend([7])  # in place of prediction[10]; 7 was never seen, so nothing matches it
     tree = session.propose(8, 8)
-    assert follow(tree, prediction, 11) and tree.token_ids[0] == prediction[11]
+    assert followed(tree.children(), prediction[11:]) and tree.token_ids[0] == prediction[11]
     session.extend([prediction[11]])
     assert session.propose(8, 8).token_ids[:4].tolist() == prediction[12:16]
     session.rollback(10)
