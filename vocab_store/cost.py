@@ -23,7 +23,6 @@ runs, so N counts steps of it. Miss chances are per emitted token.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
-_Chance = TypeVar("_Chance", float, Float64)
+_Number = TypeVar("_Number", float, Float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class HeadCosts:
         return self.full_s if self.verify_s is None else self.verify_s
 
 
-def slice_head_s(costs: HeadCosts, num_ids: float) -> float:
+def slice_head_s(costs: HeadCosts, num_ids: _Number) -> _Number:
     """Seconds of the head over `num_ids` rows: linear in rows, as memory-bound products are."""
     return costs.slice_fixed_s + costs.full_s * num_ids / costs.vocab_size
 
@@ -69,29 +68,27 @@ def full_cost_s(costs: HeadCosts) -> float:
     return costs.body_s + costs.full_s
 
 
-def expected_yield(miss: float, verify_every: int) -> float:
-    """Tokens that stand after N = `verify_every` steps, the corrected one included; in [1, N]."""
+def expected_yield(miss: npt.ArrayLike, verify_every: npt.ArrayLike) -> Float64:
+    """Tokens that stand after N = `verify_every` steps, the corrected one included; in [1, N].
+    float64, of each miss chance and N."""
+    chance = np.asarray(miss, np.float64)
     # expm1/log1p keep the difference exact where 1 - (1 - m)^N would cancel.
-    if miss == 0.0:
-        return float(verify_every)
-    if miss == 1.0:
-        return 1.0
-    return -math.expm1(verify_every * math.log1p(-miss)) / miss
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kept = -np.expm1(verify_every * np.log1p(-chance)) / chance
+    return np.where(chance == 0.0, verify_every, kept)
 
 
-def _miss_or_end(costs: HeadCosts, miss: _Chance) -> _Chance:
-    """Chance per step that no further token will stand: a miss, or an end before N tokens wait.
-
-    Not miss + end - miss * end, which rounding can carry out of 0..1.
-    """
-    return 1.0 - (1.0 - miss) * (1.0 - costs.early_end)
-
-
-def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, verify_every: int) -> float:
-    """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
+def exact_cost_s(
+    costs: HeadCosts, num_ids: _Number, miss: npt.ArrayLike, verify_every: npt.ArrayLike
+) -> Float64:
+    """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows: float64,
+    of each slice, miss chance and N."""
     step_s = costs.body_s + slice_head_s(costs, num_ids)
     run = expected_yield(costs.early_end, verify_every)  # steps until N tokens wait or one ends
-    kept = expected_yield(_miss_or_end(costs, miss), verify_every)
+    # A miss, or an end before N tokens wait: no further token will stand. Not miss + end - miss *
+    # end, which rounding can carry out of 0..1.
+    stop = 1.0 - (1.0 - np.asarray(miss)) * (1.0 - costs.early_end)
+    kept = expected_yield(stop, verify_every)
     return (run * (step_s + costs.verify_row_s) + costs.fixed_verify_s) / kept
 
 
@@ -104,10 +101,9 @@ def best_verify_every(
     max_verify_every bounds the text that is held back and the hidden states that are kept. Compare
     the cost with full_cost_s: where it is higher, the full head takes over.
     """
-    cost_s, every = min(
-        (exact_cost_s(costs, num_ids, miss, n), n) for n in range(1, max_verify_every + 1)
-    )
-    return every, cost_s
+    cost_s = exact_cost_s(costs, num_ids, miss, np.arange(1, max_verify_every + 1))
+    best = int(np.argmin(cost_s))
+    return best + 1, float(cost_s[best])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +144,9 @@ def best_fill(
     lowered = np.concatenate(([0.0], np.cumsum(np.asarray(gains, np.float64))))
     misses = np.clip(miss - lowered, 0.0, 1.0)
     rows = num_ids + num_dynamic + np.arange(misses.shape[0], dtype=np.float64)
-    step = costs.body_s + costs.verify_row_s + costs.slice_fixed_s
-    steps = step + costs.full_s * rows / costs.vocab_size
-    stop = _miss_or_end(costs, misses)
     cost, every = np.full(rows.shape, np.inf), np.ones(rows.shape, np.int64)
     for n in range(1, max_verify_every + 1):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            kept = -np.expm1(n * np.log1p(-stop)) / stop
-        kept = np.where(stop == 0.0, float(n), np.where(stop == 1.0, 1.0, kept))
-        run = expected_yield(costs.early_end, n)
-        priced = (run * steps + costs.fixed_verify_s) / kept
+        priced = exact_cost_s(costs, rows, misses, n)
         better = priced < cost
         cost[better], every[better] = priced[better], n
     best = int(np.argmin(cost))
