@@ -13,6 +13,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,9 @@ _SLOW_S = 0.25  # a step of 8 rows: measuring would delay the start
 _MOST_LIKELY_S = 1e-9  # an id of the vocabulary: a quarter of it was measured, quiet
 
 
-def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
-    """One sequence: a root at position kv_len and a chain of num_rows - 1 drafted tokens."""
+def probe_batch(runner: Runner, num_rows: int, kv_len: int, *, drawn: bool = True) -> Batch:
+    """One sequence: a root at position kv_len and a chain of num_rows - 1 drafted tokens. drawn:
+    whether the rows draw."""
     info = runner.info
     size = info.block_size
     num_blocks = min(info.num_blocks, -(-(kv_len + num_rows) // size))
@@ -39,6 +41,13 @@ def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
     none = np.empty(0, np.int32)
     params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
     zeros = np.zeros(num_rows, np.int32)
+    draws: dict[str, Any] = {
+        "draw_rows": rows,
+        "draw_params": zeros,
+        "draw_parent": rows - 1,
+        "draw_positions": slots + 1,
+        "draw_mask": zeros - 1,
+    }
     # Row r is at depth r: its path is the slots of rows 1..r, a slice of one array.
     return Batch(
         token_ids=rows % np.int32(info.vocab_size),
@@ -50,14 +59,18 @@ def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
         path_len=rows,
         path_slots=slots[1:],
         block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-        draw_rows=rows,
-        draw_params=zeros,
-        draw_parent=rows - 1,
-        draw_positions=slots + 1,
-        draw_mask=zeros - 1,
         params=(params,),
         num_draft_rows=num_rows - 1,
+        **(draws if drawn else {}),
     )
+
+
+def _step_s(runner: Runner, batch: Batch) -> float:
+    """Seconds that a step takes."""
+    began = time.perf_counter()
+    runner.launch(batch)
+    runner.wait()
+    return time.perf_counter() - began
 
 
 def make_prober(runner: Runner, *, drawn: bool = True) -> Prober:
@@ -67,25 +80,7 @@ def make_prober(runner: Runner, *, drawn: bool = True) -> Prober:
     is where the head stays in its file.
     """
     drawn = drawn and not runner.info.head_bytes_in_file
-
-    def probe(num_rows: int, kv_len: int) -> float:
-        batch = probe_batch(runner, num_rows, kv_len)
-        if not drawn:
-            none = np.empty(0, np.int32)
-            batch = replace(
-                batch,
-                draw_rows=none,
-                draw_params=none,
-                draw_parent=none,
-                draw_positions=none,
-                draw_mask=none,
-            )
-        began = time.perf_counter()
-        runner.launch(batch)
-        runner.wait()
-        return time.perf_counter() - began
-
-    return probe
+    return lambda rows, kv_len: _step_s(runner, probe_batch(runner, rows, kv_len, drawn=drawn))
 
 
 def measure_head(runner: Runner, *, kv_len: int = 64, repeats: int = 7) -> tuple[float, float]:
@@ -117,10 +112,8 @@ def measure_likely(runner: Runner, num_likely: int, *, repeats: int = 5) -> floa
     least = [float("inf")] * 2
     for turn in range(repeats + 1):  # the first one pays for what is set up on first use
         for i, batch in enumerate(batches):
-            began = time.perf_counter()
-            runner.launch(batch)
-            runner.wait()
-            least[i] = min(least[i], time.perf_counter() - began) if turn else least[i]
+            seconds = _step_s(runner, batch)
+            least[i] = min(least[i], seconds) if turn else least[i]
     return min(max(0.0, least[1] - least[0]) / many, _MOST_LIKELY_S * info.vocab_size)
 
 
