@@ -12,11 +12,14 @@ import hashlib
 import json
 import logging
 import time
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
+
+from drafters.arrays import Float64
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
 from drafters.shared_counts import added, is_empty, since
@@ -59,14 +62,6 @@ class Table(Protocol):
     def set_counts(self, counts: Counts) -> None: ...
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Decayed decode steps and emitted tokens of finished requests."""
-
-    num_steps: float = 0.0
-    num_tokens: float = 0.0
-
-
 class Calibrations:
     """One engine's calibrations. The engine's thread calls everything; another thread writes files.
 
@@ -92,8 +87,6 @@ class Calibrations:
         self._seen: OrderedDict[tuple[str, str], Seen] = OrderedDict()  # (task, scope)
         self._workspace: Workspace | None = None  # of the engine's thread
         self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
-        self._tallies: dict[tuple[str, str], _Tally] = {}
-        self._restored_tallies = False
         self._dirty: set[tuple[str, str, str]] = set()  # (task, drafter's name, scope)
         self._to_save: list[TableKey] = []
         self._next_save_s = time.monotonic() + save_every_s
@@ -177,12 +170,10 @@ class Calibrations:
         """A choice finished with so many tokens in so many decode steps."""
         if (task, drafter) not in self._calibrated:
             return
-        tally = self._tally(task, drafter)
-        tally.num_steps += num_steps
-        tally.num_tokens += num_tokens
-        if tally.num_steps > TALLY_MEMORY:
-            tally.num_steps *= 0.5
-            tally.num_tokens *= 0.5
+        tally = self._tallies[task, drafter]
+        tally += (num_steps, num_tokens)
+        if tally[0] > TALLY_MEMORY:
+            tally *= 0.5
         self._dirty.add((task, drafter, scope))
 
     def report(self, table: Table) -> dict[str, Any]:
@@ -213,8 +204,8 @@ class Calibrations:
 
     def tally(self, task: str, drafter: str) -> tuple[float, float]:
         """Decayed (decode steps, emitted tokens) of finished requests of every scope."""
-        tally = self._tally(task, drafter)
-        return tally.num_steps, tally.num_tokens
+        num_steps, num_tokens = self._tallies[task, drafter].tolist()
+        return num_steps, num_tokens
 
     # -- upkeep -----------------------------------------------------------------------------
 
@@ -263,12 +254,6 @@ class Calibrations:
                     on_disk.append(kept)
         return list(tables.values()), on_disk
 
-    def _tally(self, task: str, drafter: str) -> _Tally:
-        if not self._restored_tallies:
-            self._restored_tallies = True
-            self._restore_tallies()
-        return self._tallies.setdefault((task, drafter), _Tally())
-
     # -- files ------------------------------------------------------------------------------
 
     def _table_file(self, key: TableKey) -> Path | None:
@@ -301,24 +286,29 @@ class Calibrations:
         if self._folder is None or not dirty:
             return
         self._to_save += [key for key in self._tables if (*key[:2], key[3]) in dirty]
-        rows = [[*key, t.num_steps, t.num_tokens] for key, t in self._tallies.items()]
+        rows = [[*key, *tally.tolist()] for key, tally in self._tallies.items()]
         path = self._folder / "tallies.json"
         body = {"version": 1, "tallies": rows}
         self._write_later(lambda: _write_json(path, body))
 
-    def _restore_tallies(self) -> None:
+    @cached_property
+    def _tallies(self) -> defaultdict[tuple[str, str], Float64]:
+        """By task and drafter's name decayed (decode steps, emitted tokens) of finished requests;
+        at first those of the file."""
+        tallies: defaultdict[tuple[str, str], Float64] = defaultdict(lambda: np.zeros(2))
         if self._folder is None:
-            return
+            return tallies
         try:
             body = parsed((self._folder / "tallies.json").read_text())
             for task, drafter, num_steps, num_tokens in body["tallies"]:
                 if not 0 <= num_steps <= num_tokens < 1e12:
                     raise ValueError("impossible counts")
-                self._tallies[str(task), str(drafter)] = _Tally(float(num_steps), float(num_tokens))
+                tallies[str(task), str(drafter)][:] = num_steps, num_tokens
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("tokens per step are counted anew: %s", error)
+        return tallies
 
 
 def digest(*parts: str) -> str:
