@@ -7,7 +7,6 @@ and takes a sum with `set_counts`: float64 [rows, cells] by name, without what i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -51,27 +50,23 @@ def is_empty(counts: Counts) -> bool:
     return not any(bool(values.any()) for values in counts.values())
 
 
-@dataclass(frozen=True, slots=True)
-class PackedCounts:
-    """Counts of which most are 0. cells: int64, values: float64, by name, of a shape."""
+PackedCounts = Mapping[str, tuple[npt.NDArray[np.int64], Float64, tuple[int, ...]]]
+"""Counts of which most are 0: by name the cells that are not, int64, their values, and a shape."""
 
-    parts: Mapping[str, tuple[npt.NDArray[np.int64], Float64, tuple[int, ...]]]
 
-    @staticmethod
-    def of(counts: Counts) -> PackedCounts:
-        """The inverse of `counts`."""
-        cells = {name: np.flatnonzero(values) for name, values in counts.items()}
-        return PackedCounts(
-            {
-                name: (cells[name], values.reshape(-1)[cells[name]], values.shape)
-                for name, values in counts.items()
-            }
-        )
+def pack(counts: Counts) -> PackedCounts:
+    """The inverse of `unpack`."""
+    cells = {name: np.flatnonzero(values) for name, values in counts.items()}
+    return {
+        name: (cells[name], values.reshape(-1)[cells[name]], values.shape)
+        for name, values in counts.items()
+    }
 
-    def counts(self) -> Counts:
-        """As they were."""
-        told: dict[str, Float64] = {}
-        for name, (cells, values, shape) in self.parts.items():
-            told[name] = np.zeros(shape)
-            told[name].reshape(-1)[cells] = values
-        return told
+
+def unpack(packed: PackedCounts) -> Counts:
+    """As they were."""
+    told: dict[str, Float64] = {}
+    for name, (cells, values, shape) in packed.items():
+        told[name] = np.zeros(shape)
+        told[name].reshape(-1)[cells] = values
+    return told

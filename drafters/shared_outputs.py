@@ -33,7 +33,7 @@ from drafters.learned import (
     examples_of,
     text_of,
 )
-from drafters.shared_counts import Counts, PackedCounts, TableId
+from drafters.shared_counts import Counts, TableId, pack, unpack
 
 Place = tuple[int, int, int]
 """(time.time_ns() of its segment, a number of the segment, number of the example in it)"""
@@ -120,7 +120,7 @@ def save_shared(path: Path, file: SharedFile, *, fingerprint: str, scope: str) -
     tables = []
     for i, (table, counts) in enumerate(sorted(file.counts.items())):
         shapes = {}
-        for name, (cells, values, shape) in PackedCounts.of(counts).parts.items():
+        for name, (cells, values, shape) in pack(counts).items():
             arrays[f"counts.{i}.{name}.cells"] = cells
             arrays[f"counts.{i}.{name}.values"] = values
             shapes[name] = list(shape)
@@ -164,4 +164,4 @@ def _counts(arrays: Mapping[str, npt.NDArray[Any]], i: int, shapes: Mapping[str,
             raise ValueError("its counts have another shape")
         cells, values = (arrays[f"counts.{i}.{name}.{what}"] for what in ("cells", "values"))
         parts[name] = cells, values, (num_rows, num_cells)
-    return PackedCounts(parts).counts()
+    return unpack(parts)

@@ -14,7 +14,7 @@ from drafters.array_file import ArrayFileError, FingerprintError
 from drafters.auto.trust import Trust
 from drafters.calibration import Calibration, CalibrationError
 from drafters.learned import LearnedOutputs
-from drafters.shared_counts import PackedCounts, added, bounded, is_empty, since
+from drafters.shared_counts import added, bounded, is_empty, pack, since, unpack
 from drafters.shared_outputs import (
     SharedFile,
     SharedOutputs,
@@ -133,7 +133,7 @@ def test_counts_are_told_taken_and_added() -> None:
     assert np.allclose(fresh.offered, table.offered) and np.allclose(fresh.accepted, table.accepted)
     with pytest.raises(CalibrationError):
         fresh.set_counts({"offers": np.zeros((2, 3))})
-    packed = PackedCounts.of(trust.counts()).counts()
-    assert all(np.array_equal(packed[name], values) for name, values in trust.counts().items())
+    unpacked = unpack(pack(trust.counts()))
+    assert all(np.array_equal(unpacked[name], values) for name, values in trust.counts().items())
     most = bounded({"offers": np.asarray([[400.0, 1.0], [100.0, 1.0]])}, 40.0)["offers"]
     assert most.tolist() == [[40.0, 1.0], [10.0, 1.0]]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafters.array_file import ArrayFileError
-from drafters.shared_counts import Counts, PackedCounts, TableId, added
+from drafters.shared_counts import Counts, PackedCounts, TableId, added, pack, unpack
 from drafters.shared_outputs import SharedFile, load_shared, save_shared, segment_of
 from server.config.cluster import LearningConfig
 from server.engine.calibrations import digest
@@ -256,7 +256,7 @@ class SegmentExchange:
         with self._lock:
             wanted = scope.wanted
             told = scope.counts
-            packed = {table: PackedCounts.of(counts) for table, counts in told.items()}
+            packed = {table: pack(counts) for table, counts in told.items()}
             sent = _Sent(scope.last_number + 1, "", scope.buffer, packed)
             scope.buffer, scope.counts, scope.num_tokens = [], {}, 0
         # Tells segments of one nanosecond apart.
@@ -309,7 +309,7 @@ class SegmentExchange:
                 table: added(
                     itertools.chain(
                         (of[table] for of in whole if table in of),
-                        (of[table].counts() for of in packed if table in of),
+                        (unpack(of[table]) for of in packed if table in of),
                     )
                 )
                 for table in {*itertools.chain(*whole, *packed)}
