@@ -188,11 +188,6 @@ def save_tables(tables: CutterTables, path: Path) -> None:
     )  # fmt: skip
 
 
-def check_tables(path: Path) -> None:
-    """Raises ValueError, OSError where open_tables would, without making anything of it."""
-    read_arrays(path, kind=_KIND, version=_VERSION, fingerprint="", columns=_COLUMNS)
-
-
 def open_tables(path: Path) -> CutterTables:
     """Map what `save_tables` wrote. Raises ValueError for another file, OSError."""
     read = read_arrays(path, kind=_KIND, version=_VERSION, fingerprint="", columns=_COLUMNS)
@@ -365,10 +360,7 @@ def prepare_grammar_tokenizer(tokenizer_file: Path | str, kept: Path) -> None:
     """Have in `kept`, before requests come, what load_grammar_tokenizer would hold the
     interpreter lock for: once for a tokenizer, 2 s for 262,000 ids. Raises OSError, ValueError,
     KeyError for a file that is no tokenizer's."""
-    try:
-        check_tables(kept)
-    except (OSError, ValueError):
-        _tables(Path(tokenizer_file), kept)
+    _tables(Path(tokenizer_file), kept)
 
 
 def _tables(tokenizer_file: Path, kept: Path | None) -> CutterTables:
