@@ -80,16 +80,8 @@ class _ConstraintInit(ctypes.Structure):
     )
 
 
-_LIMITS = (
-    "max_items_in_row",
-    "initial_lexer_fuel",
-    "step_lexer_fuel",
-    "step_max_items",
-    "max_lexer_states",
-    "max_grammar_size",
-    "precompute_large_lexemes",
-    "verbose_errors",
-)
+_LIMITS = tuple(name for name, _ in _ConstraintInit._fields_[5:-1])
+"""Those of ParserLimits."""
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "new_tokenizer_v2": (_pointer, (_pointer, _pointer, ctypes.c_size_t)),
     "free_tokenizer": (None, (_pointer,)),
