@@ -49,7 +49,6 @@ from server.engine.trees import (
     NUM_FOUND_LINES,
     PUBLISH,
     SEAT,
-    SOURCE,
     TRIM,
     Trees,
     follow,
@@ -166,41 +165,34 @@ def count_step(
     )
 
 
-def sources_of(
-    accepted: SequenceOf[int], num_kept: int, source: SequenceOf[int], source_names: SequenceOf[str]
-) -> list[str]:
+def sources_of(accepted: SequenceOf[int], num_kept: int, sources: SequenceOf[str]) -> list[str]:
     """Who drafted each kept token of a run: a source's name, "" for the token nothing drafted.
 
     accepted: node indexes on the accepted path that survived the cut, in order; they are the
-    first of the num_kept tokens. source: of every node (may be empty: all of source 0).
+    first of the num_kept tokens. sources: of every node.
     """
-    names = [
-        source_names[s] if s < len(source_names) else source_names[0]
-        for s in (source[node] if node < len(source) else 0 for node in accepted)
-    ]
-    return names + [""] * (num_kept - len(names))
+    return [sources[node] for node in accepted] + [""] * (num_kept - len(accepted))
 
 
 def rejected_paths(
     token_ids: SequenceOf[int],
     parents: SequenceOf[int],
-    source: SequenceOf[int],
+    sources: SequenceOf[str],
     accepted: SequenceOf[int],
-) -> list[tuple[int, int, tuple[int, ...]]]:
+) -> list[tuple[int, str, tuple[int, ...]]]:
     """What was drafted and not accepted: (place, source, ids) of each path to a rejected leaf.
 
     place: index in the step's run of the token that stands where the path left it. ids: from there
-    to the leaf. source: of the path's first node (`source` may be empty: all of source 0).
+    to the leaf. sources: of every node; told is that of the path's first.
     """
     place = {-1: 0} | {node: i + 1 for i, node in enumerate(accepted)}
-    paths: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+    paths: dict[int, tuple[int, str, tuple[int, ...]]] = {}
     inner: set[int] = set()
     for node, parent in enumerate(parents):
         if node in place:
             continue
         if parent in place:
-            first = source[node] if len(source) == len(parents) else 0
-            paths[node] = (place[parent], first, (token_ids[node],))
+            paths[node] = (place[parent], sources[node], (token_ids[node],))
         else:
             at, first, ids = paths[parent]
             paths[node] = (at, first, (*ids, token_ids[node]))
@@ -500,11 +492,7 @@ class Committer:
             self._slices.keep(sequence, run.draws, len(run.ids))
         elif sequence.request.sampling.num_logprobs is not None:
             sequence.logprobs.extend(results.logprob(d) for d in run.draws)
-        if sequence.request.report_sources:
-            source = trees.nodes[SOURCE, first:stop].tolist()
-            sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
-        if first < stop and sequence.request.report_rejected:
-            _note_rejected(sequence, trees, slice(first, stop), run)
+        _note_sources(sequence, trees.nodes[:, first:stop], run)
         counts = count_step(
             trees, item, run.runs, run.at, len(run.path), sequence.sources, results.model_s
         )
@@ -591,12 +579,18 @@ def _queue_s(sequence: Sequence) -> float:
     return max(0.0, sequence.first_step_s - arrival_s)
 
 
-def _note_rejected(sequence: Sequence, trees: Trees, at: slice, run: _Run) -> None:
-    """Note what was drafted beside the run's tokens. Called before they are appended. at: the nodes
-    of its tree."""
-    start, names = sequence.num_output, sequence.sources
-    ids, parents, _, source, _ = trees.nodes[:, at].tolist()
-    sequence.rejected_drafts.extend(
-        (start + place, names[first] if first < len(names) else names[0], ids)
-        for place, first, ids in rejected_paths(ids, parents, source, run.path)
-    )
+def _note_sources(sequence: Sequence, nodes: Int32x2, run: _Run) -> None:
+    """Note who drafted the run's tokens ("": nobody), and what was drafted beside them, where the
+    request asks. Called before they are appended. nodes: of its tree."""
+    request, start, names = sequence.request, sequence.num_output, sequence.sources
+    if not (request.report_sources or request.report_rejected):
+        return
+    ids, parents, _, source, _ = nodes.tolist()
+    drafted_by = [names[at] if at < len(names) else names[0] for at in source]
+    if request.report_sources:
+        sequence.token_sources += sources_of(run.path, len(run.ids), drafted_by)
+    if request.report_rejected:
+        sequence.rejected_drafts.extend(
+            (start + place, name, path)
+            for place, name, path in rejected_paths(ids, parents, drafted_by, run.path)
+        )

@@ -34,23 +34,22 @@ def test_a_table_must_fit_its_blob() -> None:
 
 
 def test_every_kept_token_names_the_source_of_its_draft() -> None:
-    names = ("own", "prediction")
-    assert sources_of([0, 2], 3, [1, 0, 0], names) == ["prediction", "own", ""]
-    assert sources_of([0, 2], 2, [1, 0, 0], names) == ["prediction", "own"]  # cut before the bonus
-    assert sources_of([0], 2, [], names) == ["own", ""]
-    assert sources_of([], 1, [], names) == [""]
+    names = ["prediction", "own", "own"]
+    assert sources_of([0, 2], 3, names) == ["prediction", "own", ""]
+    assert sources_of([0, 2], 2, names) == ["prediction", "own"]  # cut before the bonus
+    assert sources_of([], 1, []) == [""]
 
 
 def test_what_was_rejected_is_told_as_paths() -> None:
     #  root ── 7 ── 8 ── 9      7 and 8 are accepted; then 9 and 5 are not, nor is 6 ── 4 nor 3
     #     ├─── 6 ── 4
     #     └─── 3        (5 stands beside 9)
-    ids, parents, source = [7, 6, 8, 4, 9, 3, 5], [-1, -1, 0, 1, 2, -1, 2], [0, 1, 0, 0, 0, 2, 1]
+    ids, parents, source = [7, 6, 8, 4, 9, 3, 5], [-1, -1, 0, 1, 2, -1, 2], [*"abaaacb"]
     assert rejected_paths(ids, parents, source, [0, 2]) == [
-        (0, 1, (6, 4)), (2, 0, (9,)), (0, 2, (3,)), (2, 1, (5,)),
+        (0, "b", (6, 4)), (2, "a", (9,)), (0, "c", (3,)), (2, "b", (5,)),
     ]  # fmt: skip
-    assert rejected_paths([7, 8], [-1, 0], [], []) == [(0, 0, (7, 8))]
-    assert rejected_paths([7, 8], [-1, 0], [], [0, 1]) == []
+    assert rejected_paths([7, 8], [-1, 0], [*"aa"], []) == [(0, "a", (7, 8))]
+    assert rejected_paths([7, 8], [-1, 0], [*"aa"], [0, 1]) == []
 
 
 def tree(parents: list[int], source: list[int], survival: list[float] | None = None) -> DraftTree:
