@@ -251,16 +251,11 @@ class EnrichSettings:
     least: int = 0
 
     def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise ValueError("budget must be at least 1")
-        if self.n_max < 2:
-            raise ValueError("n_max must be at least 2")
+        for name, lowest in (("budget", 1), ("n_max", 2), ("min_count", 1), ("least", 0)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} must be at least {lowest}")
         if self.alpha <= 0:
             raise ValueError("alpha must be above 0")
-        if self.min_count < 1:
-            raise ValueError("min_count must be at least 1")
-        if self.least < 0:
-            raise ValueError("least must be at least 0")
 
 
 class _Outputs:

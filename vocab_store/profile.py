@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.atomic_file import EVERYBODY, replacing
-from drafters.json_text import parsed
+from drafters.json_text import object_in, parsed
 from vocab_store.errors import ProfileFileError, VocabStoreError
 from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
@@ -493,15 +493,8 @@ def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
     Raises VocabStoreError when the folder's JSON files lack one.
     """
     root = Path(folder)
-
-    def read(name: str) -> dict[str, Any]:
-        path = root / name
-        if not path.exists():
-            return {}
-        loaded = parsed(path.read_text(encoding="utf-8"))
-        return loaded if isinstance(loaded, dict) else {}
-
-    config, generation = read("config.json"), read("generation_config.json")
+    config = object_in(root / "config.json")
+    generation = object_in(root / "generation_config.json")
     text = config.get("text_config") or config
     eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
     if eos is None or "vocab_size" not in text or "hidden_size" not in text:
