@@ -190,7 +190,8 @@ def c_compiler(machine: str = platform.machine()) -> list[str]:
     """The command of a C compiler for a machine: ziglang's where it is installed, as it compiles
     for other machines and for C libraries as old as a wheel's; else this one's. Raises
     RuntimeError for none."""
-    if has_module("ziglang") and machine in _ZIG and sys.platform == "linux":
+    has_zig = importlib.util.find_spec("ziglang") is not None
+    if has_zig and machine in _ZIG and sys.platform == "linux":
         return [sys.executable, "-m", "ziglang", "cc", "-target", _ZIG[machine]]
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if found is None or machine != platform.machine():
@@ -296,11 +297,6 @@ def _shipped(package: str, target: str) -> Path:
 def has_library(package: str, target: str) -> bool:
     """Whether a package's library is here."""
     return _shipped(package, target).exists() or is_whole(library_path(package, target))
-
-
-def has_module(name: str) -> bool:
-    """Whether a module can be imported; it is not."""
-    return importlib.util.find_spec(name) is not None
 
 
 def own_path() -> dict[str, str]:
