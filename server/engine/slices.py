@@ -634,36 +634,28 @@ class SliceBook:
         self.control.observe_checked(head.key, num_right + missed, missed)
 
     def _check_batch(self, sequences: SequenceOf[Sequence]) -> tuple[Batch, Int32]:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        parents: list[int] = []
+        drawn: list[tuple[int, ...]] = []
         params: list[DrawParams] = []
-        draw_params: list[int] = []
-        kept: list[int] = []
-        draw_mask: list[int] = []
         masks: list[UInt32] = []
         for sequence in sequences:
             head = sequence.head
             assert head is not None and head.params is not None
             start = sequence.prompt_len + sequence.num_verified
             for i, waiting in enumerate(head.unverified):
-                token_ids.append(int(sequence.ids[start + i - 1]))
-                positions.append(start + i)
-                parents.append(len(parents) - 1 if i else -1)
-                draw_params.append(len(params))
-                kept.append(waiting.place)
-                if waiting.mask is None:
-                    draw_mask.append(-1)
-                else:
-                    draw_mask.append(len(masks))
+                token, mask = int(sequence.ids[start + i - 1]), -1
+                if waiting.mask is not None:
+                    mask = len(masks)
                     masks.append(waiting.mask)
+                parent = len(drawn) - 1 if i else -1
+                drawn.append((token, start + i, parent, len(params), mask, waiting.place))
             params.append(head.params)
-        num = len(kept)
-        rows = np.arange(num, dtype=np.int32)
-        zeros = np.zeros(num, np.int32)
+        columns: Int32 = np.array(drawn, np.int32).reshape(-1, 6).T.copy()
+        token_ids, positions, parents, draw_params, draw_mask, kept = columns
+        rows = np.arange(len(drawn), dtype=np.int32)
+        zeros = np.zeros(len(drawn), np.int32)
         batch = Batch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=np.array(positions, np.int32) - 1,
+            token_ids=token_ids,
+            positions=positions - 1,
             seq_ids=zeros,
             slots=zeros,
             prefix_len=zeros,
@@ -671,14 +663,14 @@ class SliceBook:
             path_len=zeros,
             block_tables=np.zeros((1, 1), np.int32),
             draw_rows=rows,
-            draw_params=np.array(draw_params, np.int32),
-            draw_parent=np.array(parents, np.int32),
-            draw_positions=np.array(positions, np.int32),
-            draw_mask=np.array(draw_mask, np.int32),
+            draw_params=draw_params,
+            draw_parent=parents,
+            draw_positions=positions,
+            draw_mask=draw_mask,
             masks=np.stack(masks) if masks else np.empty((0, 0), np.uint32),
             params=tuple(params),
         )
-        return batch, np.array(kept, np.int32)
+        return batch, kept
 
     # -- figures ----------------------------------------------------------------------------
 
