@@ -264,36 +264,24 @@ class GrammarState:
 
 
 class _Growth:
-    """The nodes of a constrained tree as they are found, depth first. cells: the drafter's marks,
-    -1 for what is forced."""
+    """The nodes of a constrained tree as they are found, depth first: token, parent, survival,
+    source, and the drafter's mark, -1 for what is forced."""
 
     def __init__(self, source: int, forced: Sequence[int]) -> None:
-        self.token_ids: list[int] = []
-        self.parents: list[int] = []
+        self.nodes: list[tuple[int, int, float, int, int]] = []
         self.depths: list[int] = []
-        self.survival: list[float] = []
-        self.source: list[int] = []
-        self.cells: list[int] = []
         for token in forced:
-            self.add(token, len(self.token_ids) - 1, 1.0, source)
+            self.add(token, len(self.nodes) - 1, 1.0, source)
 
     def add(self, token: int, parent: int, survival: float, source: int, cell: int = -1) -> int:
-        self.token_ids.append(token)
-        self.parents.append(parent)
+        self.nodes.append((token, parent, survival, source, cell))
         self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
-        self.survival.append(survival)
-        self.source.append(source)
-        self.cells.append(cell)
-        return len(self.token_ids) - 1
+        return len(self.nodes) - 1
 
     def tree(self) -> DraftTree:
-        return DraftTree(
-            np.asarray(self.token_ids, np.int32),
-            np.asarray(self.parents, np.int32),
-            np.asarray(self.survival, np.float32),
-            np.asarray(self.source, np.uint8),
-            np.asarray(self.cells, np.int32),
-        )
+        types = (np.int32, np.int32, np.float32, np.uint8, np.int32)
+        columns = zip(*self.nodes, strict=True)
+        return DraftTree(*map(np.asarray, columns, types))
 
 
 def constrain(
@@ -342,7 +330,7 @@ def constrain(
             if match:
                 stack.append((match[0], grown))
                 return
-            chance, at = growth.survival[grown], grown
+            chance, at = growth.nodes[grown][2], grown
             for token in ahead[: min(max_depth - depth, max_nodes)]:
                 at = growth.add(token, at, chance, source)
             return
@@ -363,7 +351,7 @@ def constrain(
         grown = growth.add(token_ids[node], parent, chances[node], sources[node], cells[node])
         visit(node, grown)
     state.rollback(root)
-    if not growth.token_ids:
+    if not growth.nodes:
         return None, 0
     return growth.tree().prune(max_nodes), min(len(forced), max_nodes)
 
