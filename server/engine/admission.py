@@ -42,12 +42,8 @@ class Refusal(NamedTuple):
     code: str
 
 
-class Failure(NamedTuple):
-    """Why a request that was admitted fails before its first step. leader: its first choice."""
-
-    leader: Sequence
-    message: str
-    code: str
+Failure = tuple[Sequence, Refusal]
+"""(first choice of a request that was admitted, why it fails before its first step)"""
 
 
 @dataclass(slots=True)
@@ -244,7 +240,7 @@ class Admission:
             take = self._take_adapter if wait.grammar is None else self._take_grammar
             problem = take(wait)
             if problem is not None:
-                failed.append(Failure(wait.leader, problem.message, problem.code))
+                failed.append((wait.leader, problem))
             elif self._has_all(wait):
                 ready.append(wait.leader)
             else:
@@ -309,5 +305,5 @@ class Admission:
             for leader in self._open_requests.get(request_id, ())[:1]:
                 if leader.first_step_s == 0.0:
                     text = "the request waited too long in the queue"
-                    failed.append(Failure(leader, text, "queue_timeout"))
+                    failed.append((leader, Refusal(text, "queue_timeout")))
         return failed

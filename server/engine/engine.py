@@ -260,13 +260,13 @@ class Engine:
             ready, failed = self.admission.prepared()
             for leader in ready:
                 self.scheduler.enqueue(leader)
-            for failure in failed:
-                self._fail(*failure)
+            for leader, why in failed:
+                self._fail(leader, *why)
         if self.memory is not None:
             self.tasks.take_learned(gives_way=self.scheduler.num_waiting_tokens > 0)
         if self.admission.expiries:
-            for failure in self.admission.expired():
-                self._fail(*failure)
+            for leader, why in self.admission.expired():
+                self._fail(leader, *why)
         suspect = self.recovery.suspect
         rows = self.scheduler.plan(suspect)
         if not rows.num_rows and suspect is not None and not rows.failed:
