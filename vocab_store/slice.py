@@ -8,7 +8,7 @@ sampler see columns.
 
 Faults of the paper's public code that this module excludes:
 - pad columns are zeros and win when every logit is negative: here a runner makes them -inf;
-- ids are unsorted, so ties are broken differently: ids and `SequenceColumns` are ascending;
+- ids are unsorted, so ties are broken differently: ids are ascending, and columns in their order;
 - an EOS id outside the slice never stops: `RequiredIds.check` refuses such a map by name;
 - T is copied for every request: SliceCacheIndex loads a task's T once, shared by its requests;
 - batch 1 only: one cached union, a column list for each sequence.

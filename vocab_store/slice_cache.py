@@ -37,19 +37,6 @@ class Placement:
         return int(self.load_ids.shape[0])
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceColumns:
-    """Where a sequence's slice lies in the logits [T of its profile | dynamic pool].
-
-    ids: int32 [n], ascending. columns: int32 [n]: logits[:, columns] are the slice's logits in id
-    order; a column below num_static is in T, the others are num_static + pool position.
-    """
-
-    ids: Int32
-    columns: Int32
-    num_static: int
-
-
 _Row = tuple[Hashable, int]
 """(scope, token id) of a dynamic row."""
 
@@ -168,9 +155,12 @@ class SliceCacheIndex:
                 del self._num_users[row]
                 self._idle[row] = None
 
-    def columns(self, sequence: Hashable) -> SequenceColumns:
-        """Where this sequence's slice lies. Raises KeyError for an unknown sequence.
+    def columns(self, sequence: Hashable) -> tuple[Int32, Int32, int]:
+        """Where this sequence's slice lies in the logits [T of its profile | dynamic pool]: ids,
+        columns, num_static. Raises KeyError for an unknown sequence.
 
+        ids: int32 [n], ascending. columns: int32 [n]: logits[:, columns] are the slice's logits in
+        id order; a column below num_static is in T, the others are num_static + pool position.
         Valid until the sequence is extended or released; other sequences never move its rows.
         """
         holder = self._sequences[sequence]
@@ -180,7 +170,7 @@ class SliceCacheIndex:
         position, scope = self._position, holder.scope
         places = np.asarray([num_static + position[scope, int(i)] for i in dynamic], np.int32)
         at = np.searchsorted(static, dynamic)
-        return SequenceColumns(
+        return (
             np.insert(static, at, dynamic),
             np.insert(np.arange(num_static, dtype=np.int32), at, places),
             num_static,

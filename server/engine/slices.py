@@ -468,9 +468,8 @@ class SliceBook:
             head.add(num_loaded=placement.num_loads)
 
     def _find(self, sequence: Sequence, head: SequenceHead) -> None:
-        found = self.index.columns(sequence)
-        table = self._tables[head.profile]
-        head.where = HeadSlice(found.ids, found.columns, table, found.num_static)
+        ids, columns, num_static = self.index.columns(sequence)
+        head.where = HeadSlice(ids, columns, self._tables[head.profile], num_static)
 
     # -- steps ------------------------------------------------------------------------------
 
