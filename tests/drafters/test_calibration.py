@@ -9,19 +9,15 @@ import pytest
 
 from drafters.calibration import Calibration, CalibrationError
 from drafters.tree import DraftTree
+from tests.fakes.fake_drafters import tree_of
 
 
 def tree(calibration: Calibration) -> DraftTree:
     """Root children 0 and 3; 1 and 2 below 0."""
     parents = np.asarray([-1, 0, 1, -1], np.int32)
     cells = calibration.cells(0, np.asarray([1, 2, 3, 1]), np.asarray([0.6, 0.6, 0.6, 0.15]))
-    return DraftTree(
-        np.asarray([5, 6, 7, 8], np.int32),
-        parents,
-        calibration.survival(parents, cells),
-        np.zeros(4, np.uint8),
-        cells,
-    )
+    survival = calibration.survival(parents, cells)
+    return tree_of([5, 6, 7, 8], parents, survival, cell=cells)
 
 
 def test_a_child_is_offered_only_when_its_parent_was_accepted() -> None:
@@ -63,13 +59,7 @@ def test_sources_lengths_and_shares_have_their_own_cells() -> None:
 
 def test_old_outcomes_fade() -> None:
     calibration = Calibration(["a"], prior=0.0, memory=50.0)
-    one = DraftTree(
-        np.asarray([1], np.int32),
-        np.asarray([-1], np.int32),
-        np.ones(1, np.float32),
-        np.zeros(1, np.uint8),
-        calibration.cells(0, np.asarray([1]), np.asarray([0.5])),
-    )
+    one = tree_of([1], [-1], 1.0, cell=calibration.cells(0, [1], [0.5]))
     for _ in range(500):
         calibration.record(one, [0])
     for _ in range(60):

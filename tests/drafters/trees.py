@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from drafters.tree import DraftTree
+from tests.fakes import fake_drafters
 
 
 def tree_of(*nodes: tuple[int, int, float]) -> DraftTree:
     """Of (token, parent, survival)."""
     tokens, parents, survival = zip(*nodes, strict=True)
-    return DraftTree(
-        np.asarray(tokens, np.int32), np.asarray(parents, np.int32),
-        np.asarray(survival, np.float32), np.zeros(len(nodes), np.uint8),
-    )  # fmt: skip
+    return fake_drafters.tree_of(tokens, parents, survival)
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

@@ -19,6 +19,7 @@ from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
 from server.types import ModelInfo, SpeculationParams
 from tests.engine.requests import request_of
+from tests.fakes.fake_drafters import tree_of
 from tests.profiles import examples
 
 VOCAB = 50
@@ -35,13 +36,8 @@ def trees(draw: st.DrawFn) -> DraftTree | None:
     for parent in parents:
         above = survival[parent] if parent >= 0 else 1.0
         survival.append(above * draw(st.sampled_from((1.0, 0.5, 0.25))))
-    return DraftTree(
-        np.arange(num, dtype=np.int32),
-        np.array(parents, np.int32),
-        np.array(survival, np.float32),
-        np.array([draw(st.integers(0, 2)) for _ in range(num)], np.uint8),
-        np.arange(num, dtype=np.int32),
-    )
+    sources = [draw(st.integers(0, 2)) for _ in range(num)]
+    return tree_of(range(num), parents, survival, sources, range(num))
 
 
 def _checked(*each: DraftTree | None) -> Trees:

@@ -27,7 +27,7 @@ from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.requests import request_of
 from tests.engine.scenarios import Collector, Result, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
-from tests.fakes.fake_drafters import FakeDrafter
+from tests.fakes.fake_drafters import FakeDrafter, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 from vocab_store.profile import VocabProfile
@@ -161,13 +161,7 @@ def _tree(paths: list[tuple[list[int], float]]) -> DraftTree:
                 parents.append(at)
                 survival.append(chance)
             at = places[at, token]
-    return DraftTree(
-        np.asarray(tokens, np.int32),
-        np.asarray(parents, np.int32),
-        np.asarray(survival, np.float32),
-        np.ones(len(tokens), np.uint8),
-        np.arange(len(tokens), dtype=np.int32),
-    )
+    return tree_of(tokens, parents, survival, 1, range(len(tokens)))
 
 
 def _checked(tree: DraftTree | None, depth: int = 64) -> Trees:

@@ -13,6 +13,7 @@ from server.engine.commit import count_step, rejected_paths, sources_of
 from server.engine.stops import StopMatcher, StopTable
 from server.engine.trees import Trees, checked
 from server.types import StepCounts
+from tests.fakes.fake_drafters import tree_of
 
 TABLE = StopTable.from_list([b"", b"a", b"b", b"ab", b"\xe4\xb8", b"\xad"])
 
@@ -53,10 +54,7 @@ def test_what_was_rejected_is_told_as_paths() -> None:
 
 
 def tree(parents: list[int], source: list[int], survival: list[float] | None = None) -> DraftTree:
-    num = len(parents)
-    claimed = np.array(survival or [0.5] * num, np.float32)  # cut to the parent's
-    return DraftTree(np.arange(num, dtype=np.int32), np.array(parents, np.int32), claimed,
-                     np.array(source, np.uint8))  # fmt: skip
+    return tree_of(range(len(parents)), parents, survival or 0.5, source)  # cut to the parent's
 
 
 def trees(*each: DraftTree | None, why: str = "") -> Trees:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Float32, Int32
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.prior import WIDTH, Prior, integers_of
 from drafters.auto.retrieval import Seen
@@ -89,9 +90,10 @@ class FakeDrafter:
 
 def tree_of(
     ids: Sequence[int],
-    parents: Sequence[int],
-    survival: float | Sequence[float],
+    parents: Sequence[int] | Int32,
+    survival: float | Sequence[float] | Float32,
     source: int | Sequence[int] = 0,
+    cell: Sequence[int] | Int32 = (),
 ) -> DraftTree:
     """A tree, right or wrong. survival, source: of each node, or of all."""
     return DraftTree(
@@ -99,6 +101,7 @@ def tree_of(
         np.asarray(parents, np.int32),
         np.full(len(ids), survival, np.float32),
         np.full(len(ids), source, np.uint8),
+        np.asarray(cell, np.int32),
     )
 
 
