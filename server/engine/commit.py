@@ -203,9 +203,13 @@ def rejected_paths(
 @dataclass(slots=True)
 class _Run:
     """The ids of one choice that stand, in order: those of the accepted nodes and the one after
-    them. runs, at: of `follow`, which found them. draws: of each id. path: the accepted nodes. why:
-    what the last one ends (trees.END)."""
+    them. trees, item: the step's, and which the choice's is. draw: its root's. runs, at: of
+    `follow`, which found them. draws: of each id. path: the accepted nodes. why: what the last one
+    ends (trees.END)."""
 
+    trees: Trees
+    item: int
+    draw: int
     runs: Int32x2
     at: int
     ids: list[int]
@@ -395,24 +399,17 @@ class Committer:
                     self._drafts.teach(sequence, own, trees, item, path, draws[at], results)
                 continue
             own, path = ids[at : at + num], nodes[at : at + num_accepted]
-            run = _Run(runs, at, own, draws[at : at + num], path, why)
-            leader = rows.sequences[item]
-            draw = int(choices[DRAW, c])
+            draw, leader = int(choices[DRAW, c]), rows.sequences[item]
+            run = _Run(trees, item, draw, runs, at, own, draws[at : at + num], path, why)
             if sequence is leader:
-                outcome = self._emit(sequence, (trees, item), run, draw, results)
+                outcome = self._emit(sequence, run, results)
                 if outcome is not None:
                     yield outcome
             elif leader.status is Status.RUNNING:
-                yield from self._fork(leader, sequence, (trees, item), run, draw, results)
+                yield from self._fork(leader, sequence, run, results)
 
     def _fork(
-        self,
-        leader: Sequence,
-        child: Sequence,
-        of_item: tuple[Trees, int],
-        run: _Run,
-        draw: int,
-        results: Results,
+        self, leader: Sequence, child: Sequence, run: _Run, results: Results
     ) -> Iterator[Outcome]:
         """A further choice has drawn its own first token from the prompt's last row; it runs alone
         from now on."""
@@ -423,7 +420,7 @@ class Committer:
         child.first_step_s = leader.first_step_s
         self._slices.seat(child)
         self._drafts.seat(child)
-        outcome = self._emit(child, of_item, run, draw, results)
+        outcome = self._emit(child, run, results)
         if outcome is not None:
             yield outcome
         if leader.status is Status.RUNNING and child.status is Status.NEW:
@@ -452,22 +449,10 @@ class Committer:
                 choice.num_cached_tokens = sequence.num_cached_tokens
                 yield Outcome(choice, Ending("length"))
 
-    def _emit(
-        self,
-        sequence: Sequence,
-        of_item: tuple[Trees, int],
-        run: _Run,
-        draw: int,
-        results: Results,
-    ) -> Outcome | None:
-        """Emit what was drawn for one choice, whose root draw is `draw`. of_item: the step's trees,
-        and the item that the choice's is.
-
-        None: its tokens are unverified, or wait to be drawn again.
-        """
-        head, grammar = sequence.head, sequence.grammar
-        trees, item = of_item
-        first, stop = trees.start[item : item + 2].tolist()
+    def _emit(self, sequence: Sequence, run: _Run, results: Results) -> Outcome | None:
+        """Emit what was drawn for one choice. None: its tokens are unverified, or wait to be drawn
+        again."""
+        head, grammar, trees, item = sequence.head, sequence.grammar, run.trees, run.item
         waits = head is not None and head.mode == "exact" and head.proposes
         is_due = run.why == FAILED
         if not run.ids:
@@ -475,7 +460,7 @@ class Committer:
             # token is the next step's root, where the draw fails again. Tokens of a slice may be
             # wrong: they are checked first.
             if not (waits and sequence.num_output > sequence.num_verified):
-                return Outcome(sequence, GOES_ON, results.problem(draw))
+                return Outcome(sequence, GOES_ON, results.problem(run.draw))
             sequence.num_computed -= 1
             self._exact.add(sequence, GOES_ON, True)
             return None
@@ -492,7 +477,7 @@ class Committer:
             self._slices.keep(sequence, run.draws, len(run.ids))
         elif sequence.request.sampling.num_logprobs is not None:
             sequence.logprobs.extend(results.logprob(d) for d in run.draws)
-        _note_sources(sequence, trees.nodes[:, first:stop], run)
+        _note_sources(sequence, run)
         counts = count_step(
             trees, item, run.runs, run.at, len(run.path), sequence.sources, results.model_s
         )
@@ -501,7 +486,7 @@ class Committer:
         sequence.num_computed += len(run.path) - num_again
         sequence.num_steps += 1
         sequence.append(run.ids)
-        self._drafts.teach(sequence, run.ids, trees, item, run.path, draw, results)
+        self._drafts.teach(sequence, run.ids, trees, item, run.path, run.draw, results)
         if waits:
             self._exact.add(sequence, end, is_due)
             return None
@@ -579,13 +564,14 @@ def _queue_s(sequence: Sequence) -> float:
     return max(0.0, sequence.first_step_s - arrival_s)
 
 
-def _note_sources(sequence: Sequence, nodes: Int32x2, run: _Run) -> None:
+def _note_sources(sequence: Sequence, run: _Run) -> None:
     """Note who drafted the run's tokens ("": nobody), and what was drafted beside them, where the
-    request asks. Called before they are appended. nodes: of its tree."""
+    request asks. Called before they are appended."""
     request, start, names = sequence.request, sequence.num_output, sequence.sources
     if not (request.report_sources or request.report_rejected):
         return
-    ids, parents, _, source, _ = nodes.tolist()
+    first, end = run.trees.start[run.item : run.item + 2].tolist()
+    ids, parents, _, source, _ = run.trees.nodes[:, first:end].tolist()
     drafted_by = [names[at] if at < len(names) else names[0] for at in source]
     if request.report_sources:
         sequence.token_sources += sources_of(run.path, len(run.ids), drafted_by)
