@@ -164,10 +164,6 @@ class AdapterShelf:
             adapter.forgotten = True
             self._let_go(adapter)
 
-    def find(self, adapter_id: str) -> Adapter | None:
-        """The adapter of an id, or None when no request may name it."""
-        return self.known.get(adapter_id)
-
     def vocabulary(self, adapter_id: str) -> Vocabulary | None:
         """What the ids of an adapter mean, None until it was read. Called from any thread."""
         adapter = self.known.get(adapter_id)

@@ -120,7 +120,7 @@ class Admission:
         return None
 
     def _vocab_size(self, request: Request) -> int:
-        adapter = self._adapters.find(request.adapter)
+        adapter = self._adapters.known.get(request.adapter)
         return self._info.vocab_size if adapter is None else adapter.order.vocab_size
 
     def _bad_ids(self, request: Request) -> Refusal | None:

@@ -126,7 +126,7 @@ def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None
 
     def is_forgotten() -> bool:
         engine.adapters.poll()  # one may be on its way into memory
-        return all(engine.adapters.find(name) is None for name in own.models)
+        return all(engine.adapters.known.get(name) is None for name in own.models)
 
     wait_until(is_forgotten, pause_s=0.001)
     assert runner.num_adapters == 0
@@ -234,7 +234,7 @@ def test_others_go_on_while_an_adapter_is_read() -> None:
     results = run_requests(engine)
     assert results["waits", 0].finish_reason == "length"
     assert results["late", 0].error_code == "model_not_found"
-    assert runner.num_adapters == 0 and engine.adapters.find("a0@") is None
+    assert runner.num_adapters == 0 and engine.adapters.known.get("a0@") is None
     engine.close()
 
 
