@@ -1,51 +1,20 @@
 """Stop strings, matched on bytes across token boundaries.
 
-The engine never detokenizes. `StopTable` gives the bytes that an id adds to the text (two flat
-arrays, so the table may be memory-mapped and shared by processes), and a `StopMatcher` of each
-sequence keeps just enough of the tail to see a string that spans tokens.
+The engine never detokenizes. A `StopTable` gives the bytes that an id adds to the text, and a
+`StopMatcher` of each sequence keeps just enough of the tail to see a string that spans tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
+from typing import Protocol
 
 
-class StopTable:
-    """The bytes that each id adds to the text.
+class StopTable(Protocol):
+    """The id -> bytes table (server/token_bytes.py), as much of it as is needed here."""
 
-    offsets: int64 [V + 1], ascending. blob: uint8 [offsets[-1]]. Token i adds blob[offsets[i] :
-    offsets[i + 1]]; ids at or past V (padded vocabularies) add nothing. special_ids: ids that add
-    nothing when a request skips special tokens. Raises ValueError where the arrays do not fit.
-    """
-
-    def __init__(
-        self,
-        offsets: npt.NDArray[np.int64],
-        blob: npt.NDArray[np.uint8],
-        special_ids: Iterable[int] = (),
-    ) -> None:
-        if offsets.ndim != 1 or offsets.shape[0] < 1 or int(offsets[-1]) != blob.shape[0]:
-            raise ValueError("offsets must be [V + 1] and end at the length of the blob")
-        self._offsets = offsets
-        self._blob = blob
-        self._special = frozenset(special_ids)
-        self.vocab_size = offsets.shape[0] - 1
-
-    @staticmethod
-    def from_list(tokens: list[bytes], special_ids: Iterable[int] = ()) -> StopTable:
-        """A table from the bytes of each id."""
-        offsets = np.zeros(len(tokens) + 1, np.int64)
-        np.cumsum([len(t) for t in tokens], out=offsets[1:])
-        return StopTable(offsets, np.frombuffer(b"".join(tokens), np.uint8), special_ids)
-
-    def of(self, token_id: int, skip_special: bool) -> bytes:
-        """The bytes `token_id` adds to the text."""
-        if token_id >= self.vocab_size or (skip_special and token_id in self._special):
-            return b""
-        return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]].tobytes()
+    def join(self, token_ids: Iterable[int], *, skip_special: bool) -> bytes:
+        """The bytes that these ids add to the text, special ones nothing if asked."""
 
 
 class StopMatcher:
@@ -68,7 +37,7 @@ class StopMatcher:
 
     def push(self, token_id: int) -> bytes | None:
         """Take one more token. Returns the stop string that ends inside its bytes, or None."""
-        added = self._table.of(token_id, self._skip_special)
+        added = self._table.join((token_id,), skip_special=self._skip_special)
         if not added:
             return None
         text = self._tail + added

@@ -103,7 +103,6 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     from server.engine.engine import Engine
     from server.engine.plan import EngineSettings
     from server.engine.probe import load_or_measure
-    from server.engine.stops import StopTable
     from server.engine.task_store import TaskStore
     from server.model.build import build_runner
 
@@ -122,7 +121,6 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         fingerprint=vocabularies.fingerprint_of,
         exchange=None if share is None else share(shared_by),
     )
-    stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
         log.info("the first start of this model here: measuring what its steps cost, some seconds")
@@ -134,7 +132,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
             target_step_s=_TARGET_STEP_S[_kind(order)],
             slices_only=order.slices_only,
         ),
-        stop_table=stops,
+        stop_table=table,
         cost=load_or_measure(runner, cost_file, max_rows=_MEASURED_ROWS[_kind(order)]),
         grammars=grammars,
         profiles=ProfileFiles(table, runner.info.eos_token_ids),
@@ -229,7 +227,6 @@ class _Vocabularies:
         from server.engine.batch import AdaptingRunner
         from server.engine.grammar import GrammarCompiler
         from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
-        from server.engine.stops import StopTable
 
         assert isinstance(self._runner, AdaptingRunner)
         eos_token_ids, grammars = self._runner.info.eos_token_ids, self._grammars
@@ -251,7 +248,7 @@ class _Vocabularies:
         return Vocabulary(
             wide.fingerprint.hex(),
             enrichment,
-            StopTable(wide.offsets, wide.blob, (int(i) for i in wide.special_ids)),
+            wide,
             own_grammars,
             own_head,
             Pieces(wide.offsets, wide.blob),

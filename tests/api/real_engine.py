@@ -16,7 +16,6 @@ from server import token_bytes
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.machine_code import make_ready
 from server.token_bytes import TokenBytes
@@ -96,7 +95,7 @@ def make_engine(
             max_num_batched_tokens=128,
             chunked_prefill_rows=64,
         ),
-        stop_table=StopTable(table.offsets, table.blob, table.special_ids.tolist()),
+        stop_table=table,
         grammars=grammars,
         profiles=profiles,
         memory=memory,

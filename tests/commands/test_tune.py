@@ -28,7 +28,6 @@ from server.datasets import Fields
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
-from server.engine.stops import StopTable
 from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
@@ -68,10 +67,9 @@ def _engine(cost: CostTable) -> Engine:
     info = fake_info(vocab_size=vocab, num_blocks=256, max_model_len=128, eos_token_ids=(0,))
     runner = FakeRunner(FakeModel(vocab, seed=2, context=1, boost=60.0), info)
     settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
-    stops = StopTable(TABLE.offsets, TABLE.blob)
     own = {name: partial(_drafter, None, name) for name in ("mix", "suffix", "prompt", "trie")}
     drafters: dict[str, Any] = {**own, "auto": random_drafter(1, vocab)}
-    return Engine(runner, drafters, settings, stop_table=stops, cost=cost)
+    return Engine(runner, drafters, settings, stop_table=TABLE, cost=cost)
 
 
 def _tune(

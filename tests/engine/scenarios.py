@@ -16,7 +16,6 @@ from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.engine.plan import EngineSettings
 from server.engine.sequence import Sequence
 from server.engine.step_times import CostTable
-from server.engine.stops import StopTable
 from server.types import (
     Delta,
     Request,
@@ -39,6 +38,7 @@ from tests.fakes.fake_drafters import (
     random_drafter,
 )
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.token_table import table_of
 from tests.waiting import wait_until
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -382,7 +382,7 @@ def make_engine(
         runner,
         {work.drafter: drafter},
         work.settings,
-        stop_table=StopTable.from_list(work.token_bytes[: work.model.vocab_size], work.special_ids),
+        stop_table=table_of(work.token_bytes[: work.model.vocab_size], work.special_ids),
         cost=work.cost,
         profiles=work.profiles.__getitem__ if work.profiles else None,
         grammars=grammars,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from server.engine.adapters import MAX_NAMES, OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.types import AdapterOrder, Request, VocabularyParams, scope_of
 from tests.engine.requests import request_of
 from tests.engine.scenarios import (
@@ -30,6 +29,7 @@ from tests.engine.scenarios import (
     run_requests,
 )
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.token_table import table_of
 from tests.profiles import examples
 from tests.waiting import wait_until
 
@@ -47,9 +47,7 @@ class Adapters:
     def read(self, order: AdapterOrder) -> Vocabulary:
         """What a composition root reads from an adapter's folder."""
         size = order.vocab_size
-        return Vocabulary(
-            order.folder, stop_table=StopTable.from_list(self.token_bytes[:size], (1,))
-        )
+        return Vocabulary(order.folder, stop_table=table_of(self.token_bytes[:size], (1,)))
 
 
 def with_adapters(rng: Random, work: Workload) -> Adapters:

@@ -20,7 +20,6 @@ from server.engine.engine import Engine
 from server.engine.figures import FIGURES
 from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill_masks
 from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.engine.trees import CELL, SOURCE, Trees, checked
 from server.types import GrammarSpec, Request, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -319,7 +318,7 @@ def _engine(
         FakeRunner(FakeModel(VOCAB, seed=3), info),
         {"none": FakeDrafter(lambda tokens, budget, depth: DraftTree.empty())},
         EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, **options),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        stop_table=TABLE,
         grammars=compiler,
         profiles=None if profile is None else lambda _: profile,
     )

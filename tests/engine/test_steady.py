@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.types import Request
 from tests.engine.requests import request_of
 from tests.engine.scenarios import (
@@ -23,6 +22,7 @@ from tests.engine.scenarios import (
     without_drafts,
 )
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.token_table import table_of
 from tests.profiles import examples
 
 MODEL = FakeModel(16, seed=5)
@@ -44,7 +44,7 @@ def _counted(runner: FakeRunner) -> list[int]:
 
 def _engine(**runner: Any) -> tuple[Engine, FakeRunner]:
     fake = FakeRunner(MODEL, fake_info(num_blocks=256, max_model_len=256), **runner)
-    table = StopTable.from_list([b"%x" % i for i in range(16)], ())
+    table = table_of([b"%x" % i for i in range(16)])
     return Engine(fake, {}, EngineSettings(max_num_seqs=8), stop_table=table), fake
 
 

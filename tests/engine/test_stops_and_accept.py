@@ -10,12 +10,13 @@ import pytest
 
 from drafters.tree import DraftTree
 from server.engine.commit import count_step, rejected_paths, sources_of
-from server.engine.stops import StopMatcher, StopTable
+from server.engine.stops import StopMatcher
 from server.engine.trees import Trees, checked
 from server.types import StepCounts
 from tests.fakes.fake_drafters import tree_of
+from tests.fakes.token_table import table_of
 
-TABLE = StopTable.from_list([b"", b"a", b"b", b"ab", b"\xe4\xb8", b"\xad"])
+TABLE = table_of([b"", b"a", b"b", b"ab", b"\xe4\xb8", b"\xad"])
 
 
 def test_a_stop_string_is_found_across_tokens_and_inside_a_character() -> None:
@@ -27,11 +28,6 @@ def test_a_stop_string_is_found_across_tokens_and_inside_a_character() -> None:
 def test_ids_past_the_table_add_nothing() -> None:
     matcher = StopMatcher((b"ab",), TABLE, True)
     assert [matcher.push(t) for t in (1, 1000, 2)] == [None, None, b"ab"]
-
-
-def test_a_table_must_fit_its_blob() -> None:
-    with pytest.raises(ValueError, match="end at"):
-        StopTable(np.array([0, 3]), np.zeros(2, np.uint8))
 
 
 def test_every_kept_token_names_the_source_of_its_draft() -> None:

@@ -16,11 +16,10 @@ from server.engine.batch import UInt32
 from server.engine.grammar_library import LibraryTokenizer
 from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
 from server.grammar_text import GRAMMAR_LIMITS
+from tests.fakes.token_table import table_of
 from vocab_store.enrichment import Enrichment
 
-NO_PIECES = token_bytes.TokenBytes(
-    np.zeros(1, np.int64), np.zeros(0, np.uint8), np.zeros(0, np.int64), 0, b""
-)
+NO_PIECES = table_of([])
 """A table without ids, for a GrammarTokenizer that nobody widens."""
 
 

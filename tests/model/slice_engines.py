@@ -14,9 +14,9 @@ from drafters import Drafter, make_drafter
 from server.engine.batch import SlicingRunner
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Result, run_requests
+from tests.fakes.token_table import table_of
 from tests.model import families
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -95,7 +95,7 @@ def serve(
         runner,
         drafters or {name: make_drafter(name) for name in ("suffix", "auto")},
         EngineSettings(max_num_seqs=max_num_seqs, **given),
-        stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
+        stop_table=table_of([b"<%d>" % i for i in range(V)]),
         profiles=PROFILES.__getitem__,
     )
     aborts = [(after, request_id) for request_id, after in (abort_after or {}).items()]

@@ -13,7 +13,6 @@ from server.config import SpeculationConfig, TaskConfig
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.stops import StopTable
 from server.machine_code import make_ready
 from server.types import DeviceFigures
 from tests.api.live import LiveServer
@@ -75,7 +74,7 @@ def make_engine(step_s: float) -> Engine:
             chunked_prefill_rows=128,
             may_use_full_head=False,
         ),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        stop_table=TABLE,
         profiles=lambda name: half_the_vocabulary(),
     )
 
