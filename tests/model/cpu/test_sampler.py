@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.batch import Batch, DrawParams
+from server.engine.batch import Batch
 from server.model.cpu import kernels as cpu_sampler
 from server.model.cpu.draws import Draws
 from server.model.cpu.head import FullLogits
@@ -17,104 +17,36 @@ from server.model.cpu.records import FAILED
 from server.model.draws import Answers
 from server.types import DRAW_NUMBERS, SamplingParams
 from tests.fakes import reference_sampler as sampling
+from tests.model.batches import draw_params
+from tests.model.sampler_cases import Case, Logits, V, cases, reference
 from tests.profiles import examples
 
-VOCAB = 117
-PADDED = 128
+PADDED = 144  # whole vectors
 
 
 def _row(rng: np.random.Generator, ties: bool) -> np.ndarray:
-    logits = rng.normal(0, 4, VOCAB).astype(np.float32)
+    logits = rng.normal(0, 4, V).astype(np.float32)
     if ties:
         logits = np.round(logits)
     return logits
 
 
-def _drawn(logits: np.ndarray, batch: Batch) -> list[int]:
-    """The ids that Draws gives of these draws, all of one row of logits."""
-    padded = np.full((1, PADDED), -np.inf, np.float32)
-    padded[0, :VOCAB] = logits
-    num, answers = batch.num_draws, Answers(batch)
-    full = FullLogits(padded, np.zeros((1, 16), np.float32), {})
-    Draws(lambda _: VOCAB).draw_full(batch, range(num), [0] * num, full, answers)
+def _drawn(batch: Batch, logits: Logits) -> list[int]:
+    """The ids that Draws gives; logits [R, V]. A row with a NaN had a state with one."""
+    padded = np.full((logits.shape[0], PADDED), -np.inf, np.float32)
+    padded[:, :V] = logits
+    states = np.zeros((logits.shape[0], 16), np.float32)
+    states[np.isnan(logits).any(axis=1)] = np.nan
+    answers = Answers(batch)
+    full, rows = FullLogits(padded, states, {}), batch.draw_rows.tolist()
+    Draws(lambda _: V).draw_full(batch, range(batch.num_draws), rows, full, answers)
     return answers.token_ids.tolist()
 
 
-def _draws(
-    params: DrawParams, positions: np.ndarray, path: list[int], mask: np.ndarray | None
-) -> Batch:
-    """Draws at these positions; with a path each is the child of the one before."""
-    num = positions.shape[0]
-    rows = np.arange(num, dtype=np.int32)
-    return Batch(
-        token_ids=np.array([0, *(path or rows[1:])], np.int32), positions=rows, seq_ids=rows * 0,
-        slots=rows, prefix_len=rows, path_start=rows, path_len=rows, block_tables=rows[None],
-        draw_rows=rows, draw_params=rows * 0, draw_parent=rows - 1 if path else rows * 0 - 1,
-        draw_positions=positions, draw_mask=rows * 0 - (mask is None),
-        masks=np.zeros((0, 0), np.uint32) if mask is None else mask[None], params=(params,),
-    )  # fmt: skip
-
-
-def _fast(logits: np.ndarray, params: DrawParams, position: int, path: list[int],
-          mask: np.ndarray | None) -> int:  # fmt: skip
-    """The last id of a path."""
-    positions = np.arange(position - len(path), position + 1, dtype=np.int32)
-    return _drawn(logits, _draws(params, positions, path, mask))[-1]
-
-
-ids = st.integers(0, VOCAB - 1)
-
-
-@settings(max_examples=examples(7500), deadline=None)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    row_seed=st.integers(0, 2**32 - 1),
-    ties=st.booleans(),
-    temperature=st.sampled_from([0.0, 0.1, 0.8, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 2, 10, VOCAB]),
-    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.05, 0.9]),
-    penalties=st.sampled_from(
-        [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (0.8, 0.7, -0.5), (1.0, 1.5, 2.0)]
-    ),
-    bias=st.dictionaries(ids, st.sampled_from([-100.0, -3.0, 5.0]), max_size=4),
-    allowed=st.none() | st.sets(ids, min_size=1, max_size=30),
-    counts=st.dictionaries(ids, st.tuples(st.integers(0, 5), st.integers(0, 1)), max_size=20),
-    path=st.lists(ids, max_size=5),
-    num_generated=st.integers(0, 4),
-    min_tokens=st.integers(0, 6),
-    mask_seed=st.none() | st.integers(0, 1000),
-    position=st.integers(0, 5000),
-)
-def test_draws_equal_the_reference(
-    seed: int, row_seed: int, ties: bool, temperature: float, top_k: int, top_p: float,
-    min_p: float, penalties: tuple[float, float, float], bias: dict[int, float],
-    allowed: set[int] | None, counts: dict[int, tuple[int, int]], path: list[int],
-    num_generated: int, min_tokens: int, mask_seed: int | None, position: int,
-) -> None:  # fmt: skip
-    s = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=penalties[0], frequency_penalty=penalties[1],
-        presence_penalty=penalties[2], logit_bias=tuple(sorted(bias.items())),
-        allowed_token_ids=None if allowed is None else tuple(sorted(allowed)), seed=seed,
-        min_tokens=min_tokens,
-    )  # fmt: skip
-    known = sorted(counts)
-    params = DrawParams(
-        s, seed % 3, np.array([1, 5], np.int32), np.array(known, np.int32),
-        np.array([counts[i][0] for i in known], np.int32),
-        np.array([counts[i][1] for i in known], np.int32), num_generated,
-    )  # fmt: skip
-    logits = _row(np.random.default_rng(row_seed), ties)
-    mask = None
-    if mask_seed is not None:
-        bits = np.random.default_rng(mask_seed).integers(0, 2, 128, dtype=np.uint8)
-        mask = np.packbits(bits, bitorder="little").view(np.uint32)
-    try:
-        want = sampling.draw(logits, params, position, path, mask)
-    except ValueError:
-        want = FAILED
-    assert _fast(logits, params, position, path, mask) == want
+@settings(max_examples=examples(1200), deadline=None)
+@given(cases())
+def test_draws_equal_the_reference(case: Case) -> None:
+    assert _drawn(*case) == [max(token, FAILED) for token in reference(*case)]
 
 
 def test_the_kernel_s_numbers_are_those_of_a_request_in_their_order() -> None:
@@ -125,16 +57,21 @@ def test_pruned_noise_draws_from_the_softmax() -> None:
     """Chi-square over 60,000 draws with distinct positions; false alarm once in 10,000 runs of
     distinct seeds (the seed is fixed, so it either always passes or never does)."""
     rng = np.random.default_rng(0)
-    logits = rng.normal(0, 1.5, VOCAB).astype(np.float32)
-    empty = np.empty(0, np.int32)
-    params = DrawParams(SamplingParams(temperature=1.0, seed=42), 0, empty, empty, empty, empty, 0)
+    logits = rng.normal(0, 1.5, V).astype(np.float32)
     num = 60_000
-    batch = _draws(params, np.arange(num, dtype=np.int32), [], None)
-    counts = np.bincount(_drawn(logits, batch), minlength=VOCAB)
+    positions = np.arange(num, dtype=np.int32)
+    zeros = positions * 0
+    batch = Batch(
+        token_ids=zeros, positions=positions, seq_ids=zeros, slots=positions, prefix_len=positions,
+        path_start=zeros, path_len=zeros, block_tables=zeros[None], draw_rows=zeros,
+        draw_params=zeros, draw_parent=zeros - 1, draw_positions=positions, draw_mask=zeros - 1,
+        params=(draw_params(SamplingParams(temperature=1.0, seed=42)),),
+    )  # fmt: skip
+    counts = np.bincount(_drawn(batch, logits[None]), minlength=V)
     p = np.exp(logits.astype(np.float64))
     expected = num * p / p.sum()
     chi2 = float(((counts - expected) ** 2 / expected).sum())
-    df = VOCAB - 1
+    df = V - 1
     # Wilson-Hilferty: z = 3.72 is the 1 - 1e-4 quantile.
     limit = df * (1 - 2 / (9 * df) + 3.72 * math.sqrt(2 / (9 * df))) ** 3
     assert chi2 < limit
@@ -142,16 +79,19 @@ def test_pruned_noise_draws_from_the_softmax() -> None:
 
 @settings(max_examples=examples(1500), deadline=None)
 @given(
-    row_seed=st.integers(0, 2**32 - 1), ties=st.booleans(), num_top=st.integers(0, 20), token=ids
+    row_seed=st.integers(0, 2**32 - 1),
+    ties=st.booleans(),
+    num_top=st.integers(0, 20),
+    token=st.integers(0, V - 1),
 )
 def test_logprobs_ranks_and_top_equal_the_reference(
     row_seed: int, ties: bool, num_top: int, token: int
 ) -> None:
     logits = _row(np.random.default_rng(row_seed), ties)
     padded = np.full(PADDED, -np.inf, np.float32)
-    padded[:VOCAB] = logits
+    padded[:V] = logits
     top_ids, top_logprobs = np.zeros(32, np.int64), np.zeros(32, np.float32)
-    value, rank = cpu_sampler.logprob(padded, VOCAB, token, num_top, top_ids, top_logprobs)
+    value, rank = cpu_sampler.logprob(padded, V, token, num_top, top_ids, top_logprobs)
     want = sampling.token_logprob(logits, token, num_top)
     assert abs(value - want.logprob) < 2e-5
     assert rank == want.rank
@@ -167,7 +107,7 @@ def test_logprobs_ranks_and_top_equal_the_reference(
 def _padded(seed: int) -> np.ndarray:
     """A row of logits, every other one with ties."""
     padded = np.full(PADDED, -np.inf, np.float32)
-    padded[:VOCAB] = _row(np.random.default_rng(seed), ties=seed % 2 == 0)
+    padded[:V] = _row(np.random.default_rng(seed), ties=seed % 2 == 0)
     return padded
 
 
@@ -189,16 +129,14 @@ def test_a_row_with_nan_fails_alone() -> None:
 
 def test_a_masked_argmax_is_the_reference() -> None:
     """Words that allow all, nothing, an edge or the middle; logits that are -inf in every third."""
-    empty = np.empty(0, np.int32)
-    params = DrawParams(SamplingParams(temperature=0.0), 0, empty, empty, empty, empty, 0)
     words = np.array([0, 0xFFFFFFFF, 1, 1 << 31, 0x00FF0000], np.uint32)
     for seed in range(200):
         rng, logits = np.random.default_rng(seed), _padded(seed)
         if seed % 3 == 0:
             logits[rng.random(PADDED) < 0.5] = -np.inf
-        mask = rng.choice(words, 4)
+        mask = rng.choice(words, 5)
         try:
-            want = sampling.draw(logits[:VOCAB], params, 5, [], mask)
+            want = sampling.draw(logits[:V], draw_params(), 5, [], mask)
         except ValueError:
             want = FAILED
-        assert cpu_sampler.masked_argmax(logits, mask, VOCAB) == want, seed
+        assert cpu_sampler.masked_argmax(logits, mask, V) == want, seed
