@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.loader import build_module, open_model
+from tests.model.peft_adapters import lora
 from tests.model.tiny_models import save_tiny
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = [
@@ -26,15 +27,8 @@ pytestmark = [
 
 
 def _adapter(model: Any, out: Path, **settings: Any) -> Any:
-    """A random adapter saved to `out`; returns the merged model."""
-    torch.manual_seed(3)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    wrapped.save_pretrained(out, save_embedding_layers=False)
-    return wrapped.merge_and_unload()
+    """A random adapter saved to `out`, of PEFT's own alpha; returns the merged model."""
+    return lora(model, out, 3, **({"lora_alpha": 8} | settings)).merge_and_unload()
 
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
