@@ -3,7 +3,7 @@ writes them (convert_hf_to_gguf.py): its metadata keys, its order of rows, its n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -65,7 +65,8 @@ class GgufModel:
     """A model and how its converter writes it.
 
     kind: `general.architecture`. permuted: whether rows of q and k are put in llama.cpp's order.
-    about: writes the keys that the common ones lack. norms: what is added to them.
+    about: writes the keys that the common ones lack. norms: what is added to them. of_nets: a
+    tensor of a gated delta net as its converter writes it, by its name there.
     """
 
     architecture: str
@@ -74,6 +75,7 @@ class GgufModel:
     permuted: bool = False
     norms: float = 0.0
     about: Callable[[Writer, Any], None] = lambda writer, config: None
+    of_nets: Callable[[Any, str, np.ndarray], np.ndarray] = lambda config, part, values: values
 
     def build(self) -> Any:
         """The model, float32."""
@@ -86,7 +88,7 @@ class GgufModel:
 # --- keys of some architectures -------------------------------------------------------------------
 
 
-def head_lengths(writer: Writer, config: Any) -> None:
+def _head_lengths(writer: Writer, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
 
@@ -111,14 +113,14 @@ def _windows(writer: Writer, config: Any) -> None:
 
 
 def _gemma2(writer: Writer, config: Any) -> None:
-    head_lengths(writer, config)
+    _head_lengths(writer, config)
     writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_sliding_window(config.sliding_window)
 
 
 def _gemma3(writer: Writer, config: Any) -> None:
-    head_lengths(writer, config)
+    _head_lengths(writer, config)
     writer.add_sliding_window(config.sliding_window)
 
 
@@ -332,12 +334,15 @@ MODELS: dict[str, GgufModel] = {
 
 # --- writing --------------------------------------------------------------------------------------
 
+_LAYER_NORMS = {"phi": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+"""Models whose norms are no RMSNorms -> their config's key of the epsilon."""
 
-def _common(writer: Writer, config: Any) -> None:
-    """TextModel.set_gguf_parameters."""
+
+def _common(writer: Writer, config: Any, num_more: int = 0) -> None:
+    """TextModel.set_gguf_parameters. num_more: layers that draft, behind the model's."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + num_more)
     writer.add_feed_forward_length(getattr(config, "shared_intermediate_size", 0) or config.intermediate_size)  # noqa: E501  # fmt: skip
     writer.add_head_count(config.num_attention_heads)
     kv_heads = config.num_key_value_heads
@@ -346,7 +351,7 @@ def _common(writer: Writer, config: Any) -> None:
     writer.add_head_count_kv(kv_heads)
     rope = config.rope_parameters
     rope, local = rope.get(_FULL, rope), rope.get(_SLIDING, {})
-    if config.model_type != "gemma2":
+    if config.model_type not in ("gemma", "gemma2", "phi"):
         writer.add_rope_freq_base(rope["rope_theta"])
     if local:
         writer.add_rope_freq_base_swa(local["rope_theta"])
@@ -363,10 +368,13 @@ def _common(writer: Writer, config: Any) -> None:
         ):
             if rope.get(key) is not None:
                 add(rope[key])
+    if config.model_type in _LAYER_NORMS:
+        writer.add_layer_norm_eps(getattr(config, _LAYER_NORMS[config.model_type]))
+        return
     eps = getattr(config, "rms_norm_eps", None)
     writer.add_layer_norm_rms_eps(config.norm_eps if eps is None else eps)
     if config.model_type not in ("gemma2", "phi3", "granite", "granitemoehybrid", "lfm2"):
-        head_lengths(writer, config)
+        _head_lengths(writer, config)
 
 
 def add_tokenizer(writer: Writer, vocab_size: int, pre: str = "smollm") -> None:
@@ -397,22 +405,7 @@ def _llama3_factors(config: Any) -> np.ndarray:
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
-def named_tensors(
-    kind: str, module: Any, rename: Callable[[str], str] = lambda name: name
-) -> Iterator[tuple[str, str, np.ndarray]]:
-    """A copy of each tensor behind its own name and llama.cpp's; a tied head has none.
-
-    kind: `general.architecture`. rename: a name as gguf's map knows it."""
-    config = module.config
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[kind], config.num_hidden_layers)
-    for name, tensor in module.state_dict().items():
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
-            written = names.get_name(rename(name), try_suffixes=(".weight", ".bias"))
-            yield name, cast("str", written), tensor.numpy().copy()
-
-
-def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], *forms: str) -> None:
+def _write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], *forms: str) -> None:
     """The file's end: matrices take turns through forms of ggml, vectors and convolutions are in
     float32."""
     turns = cycle(forms)
@@ -432,28 +425,30 @@ def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], *forms: str
     writer.close()
 
 
-def zeros(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Vectors that a model has not."""
-    return {name: np.zeros(size, np.float32) for name, size in sizes.items()}
-
-
 def converted(model: GgufModel, module: Any) -> dict[str, np.ndarray]:
     """The tensors under llama.cpp's names, float32."""
     config = module.config
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[model.kind], config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
-
-    def known(name: str) -> str:
-        return name.replace("shared_mlp.output_linear", "mlp.down_proj")
-
-    for name, written, values in named_tensors(model.kind, module, known):
+    for name, tensor in module.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        known = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        known = known.replace(".dt_bias", ".dt_proj.bias")
+        written = cast("str", names.get_name(known, try_suffixes=(".weight", ".bias")))
+        values = tensor.numpy().copy()
+        part = name.partition(".linear_attn.")[2]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         num = heads.get(name.split(".")[-2])
         if model.permuted and num:
             parts = values.reshape(num, 2, values.shape[0] // num // 2, *values.shape[1:])
             values = parts.swapaxes(1, 2).reshape(values.shape)
-        if name.endswith("norm.weight"):
+        if part:
+            values = model.of_nets(config, part, values)
+        elif name.endswith("norm.weight"):
             values += np.float32(model.norms)
-        if name.endswith("conv.conv.weight"):
+        if name.endswith(("conv.conv.weight", "conv1d.weight")):
             values = values[:, 0]
         if "shared_mlp.input_linear" in name:
             layer = name.split(".")[2]
@@ -473,12 +468,17 @@ def write(
     form: str = "F32",
     extra: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """The file, its matrices in a form of ggml. extra: vectors that the model has not, by size."""
-    writer = Writer(path, model.kind)
-    _common(writer, module.config)
-    model.about(writer, module.config)
-    add_tokenizer(writer, module.config.vocab_size)
-    write_tensors(writer, converted(model, module) | zeros(extra), form)
+    """The file, its matrices in a form of ggml. extra: vectors that the model has not, by size;
+    those of a layer behind its last one draft."""
+    writer, config = Writer(path, model.kind), module.config
+    num_more = int(any(name.startswith(f"blk.{config.num_hidden_layers}.") for name in extra))
+    if num_more:
+        writer.add_uint32(f"{model.kind}.nextn_predict_layers", num_more)
+    _common(writer, config, num_more)
+    model.about(writer, config)
+    add_tokenizer(writer, config.vocab_size)
+    more = {name: np.zeros(size, np.float32) for name, size in extra.items()}
+    _write_tensors(writer, converted(model, module) | more, form)
 
 
 _LLAMA = GgufModel(
@@ -503,7 +503,7 @@ def write_llama(path: Path, *forms: str, pre: str = "smollm") -> dict[str, np.nd
     add_tokenizer(writer, module.config.vocab_size, pre)
     writer.add_eot_token_id(260)
     tensors = converted(_LLAMA, module)
-    write_tensors(writer, tensors, *forms)
+    _write_tensors(writer, tensors, *forms)
     return tensors
 
 

@@ -70,7 +70,7 @@ def test_a_file_of_a_generic_model_is_served_from_floats(name: str, tmp_path: Pa
     form = "F32" if name == "gemma" else "Q8_0"
     if form == "Q8_0":
         _rounded(module)
-    generic.write(model, module, tmp_path / "m.gguf", form)
+    write(model, module, tmp_path / "m.gguf", form)
     told: list[str] = []
     folder = model_folder(str(tmp_path / "m.gguf"), "auto", report=told.append)
     assert "transformers' own forward, from floats; it is served from a float32 copy" in told[0]
@@ -86,10 +86,10 @@ def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:
     model = generic.MODELS["qwen3_5_text"]
     module = model.build()
     extra = {"blk.4.nextn.enorm.weight": 64, "blk.4.attn_norm.weight": 64}
-    generic.write(model, module, tmp_path / "m.gguf", extra=extra)
+    write(model, module, tmp_path / "m.gguf", extra=extra)
     folder = model_folder(str(tmp_path / "m.gguf"), "auto")
     assert open_model(folder).config.num_hidden_layers == 4
-    generic.write(model, module, tmp_path / "n.gguf", extra={"blk.3.nextn.enorm.weight": 64})
+    write(model, module, tmp_path / "n.gguf", extra={"blk.3.nextn.enorm.weight": 64})
     with pytest.raises(UnsupportedModelError, match=r"not computed, first blk.3.nextn.enorm"):
         model_folder(str(tmp_path / "n.gguf"), "auto")
 
