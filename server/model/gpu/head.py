@@ -45,20 +45,19 @@ class Part:
     """Draws and scores that read the logits of rows first .. last - 1 of a slab.
 
     plan: its rows begin at `first`; where draws see slices, draw i reads a row i of its own.
-    own_places: None; or int32 of the rows, of OwnRows.head_places: what is read are the rows' wide
-    logits. rows, slices: int32 of each draw that sees a slice: its row of the slab, its place
-    in the slab's view.
+    arrays: to copy to the device, by name: the plan's; those of `_told`; score_rows, score_targets:
+    int32 of each score; own_places: int32 of the rows, of OwnRows.head_places, where what is read
+    are the rows' wide logits; slice_rows, slice_places: int32 of each draw that sees a slice: its
+    row of the slab, its place in the slab's view.
     """
 
     first: int
     last: int
     draw_ids: Array
     plan: DrawPlan
+    arrays: dict[str, Array]
     score_ids: Array
     num_score_top: int = 0
-    own_places: Int32 | None = None
-    rows: Int32 | None = None
-    slices: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,13 +126,16 @@ class HeadRun:
                     chosen, scores = (
                         _reading(at - start - first, is_own == kind) for at in (draw_at, score_at)
                     )
-                    plan = plan_draws(
-                        batch, draws[chosen], draw_at[chosen] - start - first,
-                        wide if kind else self.vocab_size,
-                    )  # fmt: skip
+                    at = draw_at[chosen] - start - first
+                    width = wide if kind else self.vocab_size
+                    plan = plan_draws(batch, draws[chosen], at, width)
+                    arrays = {**plan.arrays, **_told(batch, draws[chosen], at, plan)}
+                    arrays["score_rows"] = (score_at[scores] - start - first).astype(np.int32)
+                    arrays["score_targets"] = batch.score_targets[scores]
+                    if own is not None and kind:
+                        arrays["own_places"] = own
                     most = int(batch.score_top[scores].max(initial=0))
-                    places_ = own if kind else None
-                    parts.append(Part(first, last, draws[chosen], plan, scores, most, places_))
+                    parts.append(Part(first, last, draws[chosen], plan, arrays, scores, most))
             slabs.append(Slab(rows, tuple(parts)))
         return slabs
 
@@ -150,11 +152,11 @@ class HeadRun:
         for start in range(0, draws.shape[0], at_once):
             some = order[start : start + at_once]
             rows, at = np.unique(batch.draw_rows[draws[some]], return_inverse=True)
-            plan = plan_draws(batch, draws[some], np.arange(some.shape[0]), view.width, view.ids)
-            part = Part(
-                0, rows.shape[0], draws[some], plan, none, rows=at.astype(np.int32),
-                slices=which[some],
-            )  # fmt: skip
+            own = np.arange(some.shape[0])
+            plan = plan_draws(batch, draws[some], own, view.width, view.ids)
+            arrays = {**plan.arrays, **_told(batch, draws[some], own, plan, view.ids)}
+            arrays |= {"slice_rows": at.astype(np.int32), "slice_places": which[some]}
+            part = Part(0, rows.shape[0], draws[some], plan, arrays, none)
             slabs.append(Slab(rows.astype(np.int32), (part,), view))
         return slabs
 
@@ -185,8 +187,9 @@ class HeadRun:
                     seen = logits.index_select(0, own["slice_rows"]).masked_fill_(
                         ~view.seen.index_select(0, own["slice_places"]), float("-inf")
                     )
-                elif self.own is not None and part.own_places is not None:
-                    held = np.unique(part.own_places[part.own_places >= 0]).tolist()
+                elif self.own is not None and "own_places" in own:
+                    places = part.arrays["own_places"]
+                    held = np.unique(places[places >= 0]).tolist()
                     seen = self.own.widened(
                         states[part.first : part.last], seen, held, own["own_places"], head.cap
                     )
@@ -256,46 +259,37 @@ def _reading(at: Array, is_read: Array) -> Array:
     return np.flatnonzero(inside & is_read[np.where(inside, at, 0)])
 
 
-def slab_arrays(batch: Batch, slabs: Sequence[Slab]) -> dict[str, Array]:
+def slab_arrays(slabs: Sequence[Slab]) -> dict[str, Array]:
     """What the slabs read: "slab.rows" and "slab.part.name"."""
     arrays: dict[str, Array] = {}
     for i, slab in enumerate(slabs):
         arrays[f"{i}.rows"] = slab.rows
         for j, part in enumerate(slab.parts):
-            own = _part_arrays(batch, slab, part)
-            arrays |= {f"{i}.{j}.{name}": array for name, array in own.items()}
+            arrays |= {f"{i}.{j}.{name}": array for name, array in part.arrays.items()}
     return arrays
 
 
-def _part_arrays(batch: Batch, slab: Slab, part: Part) -> dict[str, Array]:
-    arrays: dict[str, Array] = dict(part.plan.arrays)
-    if part.own_places is not None:
-        arrays["own_places"] = part.own_places
-    # The columns of logprob_token_ids: -1 where a slice lacks one, and behind the last.
-    draws = part.draw_ids[part.plan.arrays["logprob_at"]].tolist()
+def _told(
+    batch: Batch, draw_ids: Array, logits_rows: Array, plan: DrawPlan, ids: Int32 | None = None
+) -> dict[str, Array]:
+    """What is read for that which is told of draws beside their logprobs; arguments as plan_draws
+    has them. named_columns: int32 [logprobs, most], the columns of logprob_token_ids, -1 where a
+    slice lacks one, and behind the last. likely_rows: int32."""
+    arrays: dict[str, Array] = {}
+    draws = draw_ids[plan.arrays["logprob_at"]].tolist()
     named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
     columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
     for row, token_ids in zip(columns, named, strict=True):
         own = row[: len(token_ids)]
-        if slab.view is not None and slab.view.ids is not None:
-            at, found = places_of(slab.view.ids, np.asarray(token_ids))
+        if ids is not None:
+            at, found = places_of(ids, np.asarray(token_ids))
             own[found] = at
         else:
             own[:] = token_ids
     if columns.shape[1]:
         arrays["named_columns"] = columns
-    if part.rows is not None and part.slices is not None:
-        arrays |= {"slice_rows": part.rows, "slice_places": part.slices}
-        of_draws = np.arange(part.draw_ids.shape[0])
-    else:
-        of_draws, of_scores = (
-            np.searchsorted(slab.rows, rows) - part.first
-            for rows in (batch.draw_rows[part.draw_ids], batch.score_rows[part.score_ids])
-        )
-        arrays["score_rows"] = of_scores.astype(np.int32)
-        arrays["score_targets"] = batch.score_targets[part.score_ids]
     if batch.num_likely:
-        arrays["likely_rows"] = of_draws.astype(np.int32)
+        arrays["likely_rows"] = logits_rows.astype(np.int32)
     return arrays
 
 

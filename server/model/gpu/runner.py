@@ -240,7 +240,7 @@ class TorchRunner:
         with self._queued():
             step.mark_begin(on_gpu=self._on_gpu)
             slabs = self._head_run.full(batch, np.arange(batch.num_draws))
-            arrays = slab_arrays(batch, slabs)
+            arrays = slab_arrays(slabs)
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
             if self._cpu_head is None:
@@ -409,7 +409,7 @@ class TorchRunner:
             if num > before.shape[0]:
                 self._kept = before.new_zeros((max(num, 2 * before.shape[0]), before.shape[1]))
                 self._kept[: before.shape[0]] = before
-        arrays |= slab_arrays(batch, slabs)
+        arrays |= slab_arrays(slabs)
         tensors = self._upload(plan.arrays | arrays)  # what graphs read comes first
         hidden = self._body.run(batch, tensors, plan)
         if "keep_rows" in arrays:
