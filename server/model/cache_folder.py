@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.atomic_file import replacing
-from drafters.json_text import parsed
+from drafters.json_text import object_in
 from server.errors import CacheFolderError, IntegrityError
 
 MARKER = "tailor.json"
@@ -157,12 +157,7 @@ def remembered_sha256(path: Path) -> str:
         for part in (path.resolve(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     )
     store = cache_dir() / "sha256.json"
-    try:
-        known = parsed(store.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    if not isinstance(known, dict):
-        known = {}
+    known = object_in(store)
     if isinstance(known.get(key), str):
         return str(known[key])
     value = sha256_of(path)
@@ -189,11 +184,7 @@ def check_kept(folder: Path) -> Path:
 
     A folder that was converted before hashes were kept is taken as it is. Raises IntegrityError.
     """
-    try:
-        marker = parsed((folder / MARKER).read_text(encoding="utf-8"))
-        listed = marker.get("files", {})
-    except (OSError, ValueError, AttributeError):
-        return folder
+    listed = object_in(folder / MARKER).get("files")
     for name, wanted in listed.items() if isinstance(listed, dict) else ():
         file = folder / name
         if not file.is_file():

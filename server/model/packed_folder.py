@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drafters.json_text import parsed
+from drafters.json_text import object_in
 from server.errors import CacheFolderError
 from server.machine import cores
 from server.model.cache_folder import (
@@ -123,10 +123,7 @@ def kept_folders(model: Path) -> list[tuple[str, Path]]:
     """(form, folder) of what is kept of a model's folder."""
     found = []
     for marker in sorted((cache_dir() / "models").glob(f"packed-*/{MARKER}")):
-        try:
-            told = parsed(marker.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
+        told = object_in(marker)
         if told.get("model") == str(model):
             found.append((str(told.get("form")), marker.parent))
     return found

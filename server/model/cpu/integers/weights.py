@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drafters.json_text import parsed
+from drafters.json_text import object_in, parsed
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.kernels import lay_out, spread_rows, take_apart
 from server.model.cpu.linear import Arena
@@ -260,11 +260,8 @@ class KeptWeights:
 
 def layers_in_blocks(folder: Path) -> dict[str, list[int]]:
     """kind -> layers that `int8` keeps in blocks, of a folder; {} where it does not say."""
-    try:
-        layout = parsed((folder / _LAYOUT).read_text(encoding="utf-8"))
-        return dict(layout["in_blocks"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    told = object_in(folder / _LAYOUT).get("in_blocks")
+    return told if isinstance(told, dict) else {}
 
 
 def write_panels(folder: Path, matrices: Mapping[str, Sequence[Part]], measured: Measured) -> None:
