@@ -58,40 +58,36 @@ class FullHead:
     """
 
     def __init__(self, head: PackedHead, vocab_size: int, work: Work, cap: float = 0.0) -> None:
-        self._cap = cap
         self._head = head
         self.in_file = head.in_file
-        # A step multiplies by the whole head itself; one in its file comes in pieces, after it.
-        self._weights = head.record(head.empty(0), 0) if head.in_file else next(head.pieces())
-        self._vocab_size = vocab_size
         self._work = work
-        self._states = np.zeros((0, head.width), np.float32)
+        # A step multiplies by the whole head itself; one in its file comes in pieces, after it.
+        weights = head.record(head.empty(0), 0) if head.in_file else next(head.pieces())
+        states = np.zeros((0, head.width), np.float32)
         width = -(-vocab_size // head.outputs_per_panel) * head.outputs_per_panel
-        self._logits = np.zeros((0, width), np.float32)
-        self._record = self._recorded()
-
-    def _recorded(self) -> Head:
-        return Head(self._weights, self._states, self._logits, self._vocab_size, self._cap)
+        self._record = Head(weights, states, np.zeros((0, width), np.float32), vocab_size, cap)
 
     def widen(self, vocab_size: int) -> None:
         """Give the logits room for ids past the head's own: -inf, until somebody puts them in."""
-        wide = -(-vocab_size // LANES) * LANES
-        if wide > self._logits.shape[1]:
-            self._logits = np.zeros((self._logits.shape[0], wide), np.float32)
-            self._record = self._recorded()
+        wide, logits = -(-vocab_size // LANES) * LANES, self._record.logits
+        if wide > logits.shape[1]:
+            wider = np.zeros((logits.shape[0], wide), np.float32)
+            self._record = self._record._replace(logits=wider)
 
     def release(self) -> None:
         """Give back the logits' memory, until a step needs it."""
-        self._states, self._logits = self._states[:0].copy(), self._logits[:0].copy()
-        self._record = self._recorded()
+        states, logits = self._record.states[:0].copy(), self._record.logits[:0].copy()
+        self._record = self._record._replace(states=states, logits=logits)
 
     def record(self, num: int) -> Head:
         """The head for a step that wants logits of `num` rows; another one when it has grown."""
-        if num > self._states.shape[0]:
-            room = max(num, 2 * self._states.shape[0])
-            self._states = np.zeros((room, self._states.shape[1]), np.float32)
-            self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
-            self._record = self._recorded()
+        states, logits = self._record.states, self._record.logits
+        if num > states.shape[0]:
+            room = max(num, 2 * states.shape[0])
+            self._record = self._record._replace(
+                states=np.zeros((room, states.shape[1]), np.float32),
+                logits=np.zeros((room, logits.shape[1]), np.float32),
+            )
         return self._record
 
     def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
@@ -103,38 +99,38 @@ class FullHead:
     def fill(self, wanted: Wanted, states: Float32) -> int:
         """What a step gives (kernels/step.py), from the states of its rows."""
         num = wanted.rows.shape[0]
-        self.record(num)
+        head = self.record(num)
         wanted.clock[0] = time.perf_counter_ns()
         if num:
-            self._states[:num] = states[wanted.rows]
-            self._multiply(num)
-            self._logits[:num, self._vocab_size :] = -np.inf
+            head.states[:num] = states[wanted.rows]
+            self._multiply(head, num)
+            head.logits[:num, head.vocab_size :] = -np.inf
         if wanted.greedy.shape[0]:
             lines = np.arange(num)
-            greedy(lines, self._logits, self._states, wanted.greedy)
+            greedy(lines, head.logits, head.states, wanted.greedy)
             likely = wanted.likely_ids, wanted.chances
             if likely[0].size:
-                likeliest(lines, lines, self._logits, self._states, *likely)
+                likeliest(lines, lines, head.logits, head.states, *likely)
         wanted.clock[1] = time.perf_counter_ns()
         return int(np.count_nonzero(wanted.greedy == FAILED))
 
-    def _multiply(self, num: int) -> None:
+    def _multiply(self, head: Head, num: int) -> None:
         """The logits of the first num states."""
         if not self.in_file:
-            product(self._states, num, self._weights, self._logits, self._cap, self._work)
+            product(head.states, num, head.weights, head.logits, head.cap, self._work)
             return
         first = 0
         for weights in self._head.pieces():
             piece = np.empty((num, weights.outputs), np.float32)
-            product(self._states, num, weights, piece, self._cap, self._work)
-            last = min(first + weights.outputs, self._logits.shape[1])
-            self._logits[:num, first:last] = piece[:, : last - first]
+            product(head.states, num, weights, piece, head.cap, self._work)
+            last = min(first + weights.outputs, head.logits.shape[1])
+            head.logits[:num, first:last] = piece[:, : last - first]
             first = last
 
     def found(self, rows: npt.NDArray[Any] = _NO_IDS) -> FullLogits:
         """The logits that a step gave. rows: different ones, to be found in `places`."""
         places = {row: i for i, row in enumerate(rows.tolist())}
-        return FullLogits(self._logits, self._states, places)
+        return FullLogits(self._record.logits, self._record.states, places)
 
 
 # -- Slices of it ---------------------------------------------------------------------------------
@@ -237,9 +233,12 @@ def padded(num: int) -> int:
 
 
 @dataclass(slots=True)
-class _Table:
-    panels: Any  # of the head's kind
-    logits: Float32  # [rows, outputs in whole panels], grown as needed
+class _Rows:
+    """Rows of the head, packed as it is. logits: [rows of a step, outputs in whole panels], grown
+    as needed."""
+
+    panels: Any
+    logits: Float32
 
 
 class SlicedHead:
@@ -254,23 +253,25 @@ class SlicedHead:
         self._cap = cap
         self._panel = head.outputs_per_panel
         self._work = work
-        self._tables: dict[int, _Table] = {}
-        self._pool = head.empty(0)
-        self._pool_logits = np.zeros((0, 0), np.float32)
+        self._tables: dict[int, _Rows] = {}
+        self._pool = self._rows_for(0)
+
+    def _rows_for(self, num: int) -> _Rows:
+        return _Rows(self._head.empty(num), np.zeros((0, 0), np.float32))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of copied head rows, pads included."""
-        return int(self._pool.nbytes) + sum(int(t.panels.nbytes) for t in self._tables.values())
+        return sum(int(held.panels.nbytes) for held in (self._pool, *self._tables.values()))
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """Copy the rows of ascending ids into one matrix. Raises ValueError for a taken number."""
         if table in self._tables:
             raise ValueError(f"table {table} is loaded already")
-        panels = self._head.empty(token_ids.shape[0])
+        held = self._rows_for(token_ids.shape[0])
         places = np.arange(token_ids.shape[0], dtype=np.int64)
-        self._head.copy_rows(token_ids.astype(np.int64), panels, places)
-        self._tables[table] = _Table(panels, np.zeros((0, 0), np.float32))
+        self._head.copy_rows(token_ids.astype(np.int64), held.panels, places)
+        self._tables[table] = held
 
     def drop_table(self, table: int) -> None:
         """Forget a table; unknown numbers are fine."""
@@ -280,27 +281,12 @@ class SlicedHead:
         """Copy head rows into places of the pool, which doubles when it is too small."""
         if not places.shape[0]:
             return
-        most = int(places.max()) + 1
-        if most > self._pool.shape[0] * self._panel:
-            grown = self._head.empty(max(most, 2 * self._pool.shape[0] * self._panel))
-            grown[: self._pool.shape[0]] = self._pool
-            self._pool = grown
-        self._head.copy_rows(token_ids.astype(np.int64), self._pool, places.astype(np.int64))
-
-    def static_logits(self, table: int, states: Float32, num: int) -> Float32:
-        """Logits of states[:num] ([*, K], C order) over a table: [*, outputs in whole panels].
-
-        Valid until the next call for the same table. Columns past its rows are no logits.
-        """
-        held = self._tables[table]
-        held.logits = self._product(held.panels, held.panels.shape[0], states, num, held.logits)
-        return held.logits
-
-    def pool_logits(self, num_rows: int, states: Float32, num: int) -> Float32:
-        """Logits of states[:num] over the first num_rows dynamic rows; as static_logits."""
-        panels = -(-num_rows // self._panel)
-        self._pool_logits = self._product(self._pool, panels, states, num, self._pool_logits)
-        return self._pool_logits
+        most, old = int(places.max()) + 1, self._pool.panels
+        if most > old.shape[0] * self._panel:
+            self._pool.panels = self._head.empty(max(most, 2 * old.shape[0] * self._panel))
+            self._pool.panels[: old.shape[0]] = old
+        pool = self._pool.panels
+        self._head.copy_rows(token_ids.astype(np.int64), pool, places.astype(np.int64))
 
     def logits_of(self, batch: Batch, hidden: Float32) -> dict[int, tuple[Float32, Float32]]:
         """Per draw from a cached slice: its row's logits over the table and the dynamic rows.
@@ -321,33 +307,37 @@ class SlicedHead:
         views: dict[int, tuple[Float32, Float32]] = {}
         for table, draws in by_table.items():
             rows, where = np.unique(batch.draw_rows[draws], return_inverse=True)
-            num = rows.shape[0]
             states = hidden[rows]
-            static = self.static_logits(table, states, num)
+            held = self._tables[table]
+            static = self._product(held, held.panels.shape[0], states)
             pool = None
             if num_pool > 0:
-                pool = self.pool_logits(num_pool, states, num)
+                pool = self._product(self._pool, -(-num_pool // self._panel), states)
                 if len(by_table) > 1:  # the next table's rows overwrite it
-                    pool = pool[:num].copy()
+                    pool = pool[: rows.shape[0]].copy()
             for d, place in zip(draws, where.tolist(), strict=True):
                 views[d] = static[place], _EMPTY_ROW if pool is None else pool[place]
         return views
 
-    def _product(
-        self, panels: Any, num_panels: int, states: Float32, num: int, out: Float32
-    ) -> Float32:
-        if out.shape[0] < num or out.shape[1] < num_panels * self._panel:
-            out = np.zeros((max(num, 2 * out.shape[0]), panels.shape[0] * self._panel), np.float32)
+    def _product(self, held: _Rows, num_panels: int, states: Float32) -> Float32:
+        """Logits of states [n, K] over the first panels: [n or more, outputs in whole panels].
+
+        Valid until the next call for the same rows. Columns past them are no logits.
+        """
+        num, (room, width) = states.shape[0], held.logits.shape
+        if room < num or width < num_panels * self._panel:
+            size = max(num, 2 * room), held.panels.shape[0] * self._panel
+            held.logits = np.zeros(size, np.float32)
         if num and num_panels:
-            weights = self._head.record(panels, num_panels)
-            product(states, num, weights, out, self._cap, self._work)
-        return out
+            weights = self._head.record(held.panels, num_panels)
+            product(states, num, weights, held.logits, self._cap, self._work)
+        return held.logits
 
 
 def gather(static: Float32, pool: Float32, slice_: HeadSlice, out: Float32) -> None:
     """The logits of a slice in id order into out[:padded(n)], -inf past its n ids.
 
-    static, pool: one row each of static_logits and pool_logits.
+    static, pool: one row each, as logits_of gives them.
     """
     size = padded(slice_.ids.shape[0])
     gather_logits(static, pool, slice_.columns, slice_.num_static, out[:size])

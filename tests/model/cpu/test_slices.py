@@ -207,11 +207,11 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     slice_ = HeadSlice(ids, columns.astype(np.int32), 0, static.shape[0])
     states = rng.random((1, width), np.float32) + np.float32(0.1)
     out = np.zeros(padded(num), np.float32)
-    pool = np.zeros(0, np.float32)
-    table = sliced.static_logits(0, states, 1)[0]
-    if dynamic.size:
-        pool = sliced.pool_logits(dynamic.shape[0], states, 1)[0]
-    gather(table, pool, slice_, out)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(1).sequence(1), [5], 0)[0]
+    builder.draw(row, builder.add_params(draw_params()))
+    batch = replace(builder.build(), draw_slice=np.zeros(1, np.int32), slices=(slice_,))
+    gather(*sliced.logits_of(batch, states)[0], slice_, out)
     best, best_id = np.float32(-np.inf), -1
     for i in ids.tolist():
         want = np.float32(0)
