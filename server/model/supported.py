@@ -81,12 +81,14 @@ def check_supported(config: Any) -> None:
     """Raise UnsupportedModelError, with every reason, unless `config` is one we compute exactly.
 
     config: a transformers PretrainedConfig, of the language model where the checkpoint is
-    multimodal.
+    multimodal, of a file that check_raw let pass: it has one architecture, which is a family's or
+    one that the generic path may try.
     """
     reasons = list(_reasons(config))
     if reasons:
-        name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        raise UnsupportedModelError(_refusal(name, reasons, str(config.model_type)))
+        raise UnsupportedModelError(
+            _refusal(config.architectures[0], reasons, str(config.model_type))
+        )
 
 
 def _refusal(name: str, reasons: list[str], model_type: str) -> str:
@@ -95,23 +97,14 @@ def _refusal(name: str, reasons: list[str], model_type: str) -> str:
 
 
 def _reasons(config: Any) -> Iterator[str]:
-    architectures = list(getattr(config, "architectures", None) or [])
-    if len(architectures) != 1:
-        yield "its config.json names no single architecture (architectures)"
-        return
-    family = BY_ARCHITECTURE.get(architectures[0])
-    is_generic = generic.is_generic(config)
-    computed = generic.ALLOWED_KEYS if family is None and is_generic else frozenset()
-    computed = computed if family is None else family.keys
+    family = BY_ARCHITECTURE.get(config.architectures[0])
+    computed = generic.ALLOWED_KEYS if family is None else family.keys
     values = {key: getattr(config, key, None) for key in _REFUSED_KEYS if key not in computed}
     yield from _key_reasons(values)
     if family is None:
-        if is_generic:
-            recurrent = config.model_type in generic.RECURRENT
-            yield from _unknown_layers(config, {"linear_attention"} if recurrent else set())
-            yield from _rope_reasons(config, generic.ALLOWED_KEYS, frozenset())
-        else:
-            yield _unknown(architectures[0], str(config.model_type))
+        recurrent = config.model_type in generic.RECURRENT
+        yield from _unknown_layers(config, {"linear_attention"} if recurrent else set())
+        yield from _rope_reasons(config, generic.ALLOWED_KEYS, frozenset())
         return
     if config.model_type != family.model_type:
         yield f"its model_type is {config.model_type!r} and not {family.model_type!r} (model_type)"
