@@ -5,8 +5,9 @@ Nothing here knows a Runner: the same cases run over every implementation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -173,6 +174,21 @@ class BatchBuilder:
             num_prefill_rows=len(self.rows) - self.num_draft_rows - len(self.draws),
             num_draft_rows=self.num_draft_rows,
         )
+
+
+def decode_step(
+    tables: Sequence[Pages.Table],
+    ids: Sequence[int],
+    position: int,
+    own: Mapping[int, SamplingParams] = MappingProxyType({}),
+) -> Batch:
+    """A row of each sequence, with its id, that is drawn from: greedily, or by what `own` has for
+    the sequence's place."""
+    builder = BatchBuilder()
+    for i, (table, token) in enumerate(zip(tables, ids, strict=True)):
+        row = builder.add_rows(table, [token], position)[0]
+        builder.draw(row, builder.add_params(draw_params(own.get(i))))
+    return builder.build()
 
 
 def leaf_paths(parents: Sequence[int]) -> list[list[int]]:

@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from server.engine.batch import Runner
-from server.types import SamplingParams
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import BatchBuilder, Pages, decode_step, draw_params
 from tests.model.cpu_models import cpu_runner
 
 NUM_PROMPTS = 8
 PROMPT_LEN = 13
 NUM_TOKENS = 32
-GREEDY = draw_params(SamplingParams(temperature=0.0, seed=1))
 
 
 def prompts() -> list[list[int]]:
@@ -47,15 +45,12 @@ def greedy_ids(runner: Runner) -> list[list[int]]:
     tables = [pages.sequence(PROMPT_LEN + NUM_TOKENS) for _ in range(NUM_PROMPTS)]
     builder = BatchBuilder()
     for table, ids in zip(tables, prompts(), strict=True):
-        builder.draw(builder.add_rows(table, ids, 0)[-1], builder.add_params(GREEDY))
-    got = []
+        builder.draw(builder.add_rows(table, ids, 0)[-1], builder.add_params(draw_params()))
+    batch, got = builder.build(), []
     for step in range(NUM_TOKENS):
-        runner.launch(builder.build())
+        runner.launch(batch)
         got.append(runner.wait().token_ids.tolist())
-        builder = BatchBuilder()
-        for table, token in zip(tables, got[-1], strict=True):
-            row = builder.add_rows(table, [token], PROMPT_LEN + step)[-1]
-            builder.draw(row, builder.add_params(GREEDY))
+        batch = decode_step(tables, got[-1], PROMPT_LEN + step)
     result: list[list[int]] = np.array(got).T.tolist()
     return result
 

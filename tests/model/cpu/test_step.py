@@ -14,9 +14,8 @@ from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.cpu.kernels import embed_rows
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.weights import block_table, float_table
-from server.types import SamplingParams
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import Pages, decode_step
 from tests.model.cpu.integers.cases import GGML, ggml_rows
 from tests.model.cpu_models import cpu_runner
 
@@ -56,15 +55,6 @@ def test_other_tables_are_made_floats() -> None:
         assert x.tobytes() == table.float().numpy().tobytes() == held.numpy().tobytes()
 
 
-def _decodes(tables: list[Pages.Table], ids: list[int], start: int) -> Batch:
-    builder = BatchBuilder()
-    params = draw_params(SamplingParams(temperature=0.0))
-    for table, token in zip(tables, ids, strict=True):
-        row = builder.add_rows(table, [token], start)[-1]
-        builder.draw(row, builder.add_params(params))
-    return builder.build()
-
-
 def _move_on(batch: Batch, tables: list[Pages.Table], ids: list[int], start: int) -> None:
     """As the engine does (engine/build.py)."""
     batch.token_ids[:] = ids
@@ -93,15 +83,15 @@ def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
         pages = Pages(64, seed=1)
         tables, others = ([pages.sequence(60) for _ in range(num)] for num in (3, 5))
         ids, steps = [3, 4, 5], []
-        batch = _decodes(tables, ids, 0)
+        batch = decode_step(tables, ids, 0)
         for start in range(40):
             if start in (9, 10, 30):
-                runner.launch(_decodes(others, [7] * 5, start % 10))
+                runner.launch(decode_step(others, [7] * 5, start % 10))
                 runner.wait()
             if start and comes_again:
                 _move_on(batch, tables, ids, start)
             elif start:
-                batch = _decodes(tables, ids, start)
+                batch = decode_step(tables, ids, start)
             runner.launch(batch)
             ids = runner.wait().token_ids.tolist()
             steps.append((ids, runner._scratch.hidden[:3].tobytes()))
@@ -112,7 +102,7 @@ def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
             runner.wait()
         assert [draw for draw, _ in failure.value.failed] == [1]
         ids = failure.value.drawn.token_ids.tolist()
-        runner.launch(_decodes(tables[::2], ids[::2], 41))
+        runner.launch(decode_step(tables[::2], ids[::2], 41))
         steps += [(ids, b""), (runner.wait().token_ids.tolist(), b"")]
         found.append(steps)
         runner.close()

@@ -26,7 +26,7 @@ from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, decode_step, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.gpu.needs import INTERPRETED, needs_interpreter, needs_triton, quiet
@@ -127,18 +127,6 @@ def tree_steps(pages: Pages, begins: tuple[int, int, int] = (0, 0, 0)) -> list[B
     return batches
 
 
-def decode_step(
-    tables: list[Pages.Table], ids: list[int], position: int, sampled: int | None
-) -> Batch:
-    """One row of each sequence, with its id."""
-    builder = BatchBuilder()
-    for i, table in enumerate(tables):
-        row = builder.add_rows(table, [ids[i]], position)[0]
-        noisy = SamplingParams(temperature=0.9, seed=7)
-        builder.draw(row, builder.add_params(draw_params(noisy) if i == sampled else draw_params()))
-    return builder.build()
-
-
 @needs_interpreter
 @quiet
 @pytest.mark.parametrize(
@@ -187,6 +175,10 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
     """Decode steps, one with a sampled row, and a tree. A step that is larger than any before moves
     what graphs read: they are captured again, and the ids are the same."""
     found = []
+    noisy = SamplingParams(temperature=0.9, seed=7)
+    biased = SamplingParams(  # needs much beside its row
+        temperature=0.0, logit_bias=tuple((i, 0.5) for i in range(3, families.VOCAB_SIZE))
+    )
     uploads: list[Upload] = []
     upload = Upload.__call__
 
@@ -211,14 +203,15 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
         runner.launch(prompt.build())
         ids = [runner.wait().token_ids.tolist()]
         for step in range(3):
-            runner.launch(decode_step(tables, ids[-1], 9 + step, sampled=1 if step == 1 else None))
+            runner.launch(decode_step(tables, ids[-1], 9 + step, {1: noisy} if step == 1 else {}))
             ids.append(runner.wait().token_ids.tolist())
         tree = BatchBuilder()
         rows = tree.add_rows(tables[0], [ids[-1][0]], 12)
         rows += tree.add_tree(tables[0], 12, [5, 6, 7], [-1, 0, -1])
         for row in rows:
             tree.draw(row, tree.add_params(draw_params()))
-        for batch in (tree.build(), biased_step(tables, ids[-1]), tree.build()):
+        moves = decode_step(tables, ids[-1], 12, dict.fromkeys(range(3), biased))
+        for batch in (tree.build(), moves, tree.build()):
             runner.launch(batch)
             ids.append(runner.wait().token_ids.tolist())
         assert uploads == [own] * 7
@@ -229,17 +222,6 @@ def test_triton_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPa
         found.append(ids)
         runner.close()
     assert found[0] == found[1]
-
-
-def biased_step(tables: list[Pages.Table], ids: list[int]) -> Batch:
-    """A decode step whose draws need much beside their rows."""
-    builder = BatchBuilder()
-    bias = tuple((token, 0.5) for token in range(3, families.VOCAB_SIZE))
-    for table, token in zip(tables, ids, strict=True):
-        row = builder.add_rows(table, [token], 12)[0]
-        sampling = SamplingParams(temperature=0.0, logit_bias=bias)
-        builder.draw(row, builder.add_params(draw_params(sampling)))
-    return builder.build()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the process this one is")
