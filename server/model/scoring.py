@@ -33,9 +33,9 @@ class Scores:
     text: npt.NDArray[np.int64]
 
 
-def prompt_batch(text: Text, num_top: int = 1) -> Batch:
-    """All ids but the last as rows of one prompt, each scored id under the row before it. num_top:
-    likeliest ids beside each. Slots and blocks are the first ones."""
+def prompt_batch(text: Text) -> Batch:
+    """All ids but the last as rows of one prompt, each scored id under the row before it, with the
+    likeliest id beside it. Slots and blocks are the first ones."""
     num = len(text.ids) - 1
     rows = np.arange(num, dtype=np.int32)
     zeros = np.zeros(num, np.int32)
@@ -51,7 +51,7 @@ def prompt_batch(text: Text, num_top: int = 1) -> Batch:
         block_tables=np.arange(-(-num // _BLOCK), dtype=np.int32)[None],
         score_rows=scored,
         score_targets=np.array(text.ids[text.start :], np.int32),
-        score_top=np.full(len(scored), num_top, np.int32),
+        score_top=np.ones(len(scored), np.int32),
         num_prefill_rows=num,
     )
 

@@ -101,9 +101,9 @@ def grouped_torch(
             y[row] = y[row].float() + product if adds else product
 
 
-def _larger(table: torch.Tensor, *size: int, fill: int = 0) -> torch.Tensor:
-    """The table in the first places of a larger one."""
-    larger = table.new_full(size, fill)
+def _larger(table: torch.Tensor, *size: int) -> torch.Tensor:
+    """The table in the first places of a larger one of zeros."""
+    larger = table.new_zeros(size)
     larger[tuple(map(slice, table.shape))] = table
     return larger
 

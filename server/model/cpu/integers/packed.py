@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,9 @@ from server.model.cpu.records import (
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of
 from server.model.cpu.weights import RunnerWeights, block_table, float_table
 from server.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from server.model.gguf_file import GgufWeights
 
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
 """What `weights` may be called -> the form that floats are rounded to, but for layers that are in
@@ -92,20 +95,10 @@ def integer_linear(layers: Sequence[Sequence[Part]], rows: Activations, factors:
     return Linear(INTEGERS, table, inputs, outputs, per_row, rows, factors, least)
 
 
-class FileWeights(Weights, Protocol):
-    """Weights whose matrices are bytes: torch uint8 [N, bytes of a row], as a GGUF holds them."""
-
-    def form(self, name: str) -> str:
-        """A matrix's form by name (forms.BY_NAME)."""
-
-    def release_pages(self) -> None:
-        """Give back the memory of what was read."""
-
-
 class IntegerWeights(RunnerWeights):
     """All weights of a model, quantised.
 
-    form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are FileWeights, and
+    form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are GgufWeights, and
     nothing is rounded. max_rows: most rows of a product. measured: of `int8`. kept: the panels of
     an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
     the embedding. head_in_file: the LM head's rows are packed when they are asked for; not with
@@ -125,7 +118,7 @@ class IntegerWeights(RunnerWeights):
         progress: Callable[[int, int], None] | None = None,
         head_in_file: bool = False,
     ) -> None:
-        self._file = cast("FileWeights", weights) if form == "file" else None
+        self._file = cast("GgufWeights", weights) if form == "file" else None
         self._kept = kept
         self._measured = measured or (Measured() if kept is None else kept.measured)
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
