@@ -33,8 +33,6 @@ class Draws:
     def __init__(self, vocab_size: Callable[[int], int]) -> None:
         self._vocab_size = vocab_size
         self._wide = np.zeros(vocab_size(-1), np.float64)
-        self._top_ids = np.zeros(32, np.int64)
-        self._top_logprobs = np.zeros(32, np.float32)
         self._compact = np.zeros(LANES, np.float32)
 
     def draw(
@@ -248,15 +246,9 @@ class Draws:
     ) -> tuple[float, int, tuple[tuple[int, float], ...]]:
         """(logprob, rank, top) of a column of `num` logits that end in -inf pads."""
         num_top = min(num_top, num)
-        if num_top > self._top_ids.shape[0]:
-            self._top_ids = np.zeros(num_top, np.int64)
-            self._top_logprobs = np.zeros(num_top, np.float32)
-        value, rank = kernels.logprob(
-            logits, num, column, num_top, self._top_ids, self._top_logprobs
-        )
-        top = zip(
-            self._top_ids[:num_top].tolist(), self._top_logprobs[:num_top].tolist(), strict=True
-        )
+        ids, logprobs = np.empty(num_top, np.int64), np.empty(num_top, np.float32)
+        value, rank = kernels.logprob(logits, num, column, num_top, ids, logprobs)
+        top = zip(ids.tolist(), logprobs.tolist(), strict=True)
         return float(value), int(rank), tuple(top)
 
 
