@@ -18,15 +18,6 @@ from typing import Any
 
 from server.model.families import BY_ARCHITECTURE, FAMILIES
 
-__all__ = [
-    "ALLOWED_KEYS",
-    "IMPLEMENTATION",
-    "RECURRENT",
-    "WRAPPERS",
-    "is_generic",
-    "source_of",
-]
-
 IMPLEMENTATION = "transformers"
 """The implementation of a model of the generic path, in GET /v1/models and the log."""
 

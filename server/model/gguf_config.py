@@ -14,8 +14,6 @@ from typing import Any
 from server.errors import ModelError, UnsupportedModelError
 from server.model.gguf_index import GgufIndex
 
-__all__ = ["ARCHITECTURES", "BY_TRANSFORMERS", "PERMUTED", "config_values"]
-
 PERMUTED = frozenset({"llama", "smollm3", "granite", "granitehybrid", "mistral3"})
 """Architectures whose rows of q and k are stored so that the rotation pairs neighbours, while
 transformers' order pairs halves."""

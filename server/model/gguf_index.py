@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from server.errors import ModelError
 
-__all__ = ["GgufIndex", "GgufTensor"]
-
 _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8",
     11: "<i8", 12: "<f8",

@@ -19,16 +19,6 @@ from torch import nn
 from server.errors import UnsupportedModelError
 from server.model.generic import RECURRENT
 
-__all__ = [
-    "NUM_PROBED",
-    "Inspected",
-    "check_logits",
-    "failing_as_refusal",
-    "inspected",
-    "probe_ids",
-    "refusal",
-]
-
 NUM_PROBED = 29
 """Tokens of the text that is tried; a prime (cpu/generic/soundness.py)."""
 

@@ -31,8 +31,6 @@ from server.model.cache_folder import cache_dir
 from server.model.families import WeightNames
 from server.model.shape import ModelShape
 
-__all__ = ["KnownConfig", "find", "keep", "keep_ropes", "last_token_id"]
-
 Float32 = npt.NDArray[np.float32]
 
 _ROPES = "rope tables"

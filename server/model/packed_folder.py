@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from server.model.cpu.records import Scratch
     from server.model.loader import ModelFolder
 
-__all__ = ["integer_weights", "kept_folders", "measured_inputs"]
-
 _log = logging.getLogger(__name__)
 
 WORTH_BYTES = 32 << 20

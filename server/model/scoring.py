@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from server.engine.batch import Batch, Runner
 
-__all__ = ["Scores", "Text", "compare", "prompt_batch", "score"]
-
 _BLOCK = 16
 
 

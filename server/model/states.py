@@ -23,8 +23,6 @@ from torch import nn
 if TYPE_CHECKING:
     from server.model.cpu.records import Rows
 
-__all__ = ["DeltaNet", "StatePlaces", "StatePlan", "num_states", "replace_delta_nets"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

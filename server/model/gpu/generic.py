@@ -27,8 +27,6 @@ from server.model.inspection import (
 )
 from server.model.states import replace_delta_nets
 
-__all__ = ["take_over"]
-
 # Of log-probabilities: bfloat16 rounds what every layer adds.
 _TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.8}
 

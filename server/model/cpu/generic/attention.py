@@ -26,9 +26,7 @@ from server.model.cpu.records import (
     Shape,
     Work,
 )
-from server.model.states import DeltaNet, StatePlaces, StatePlan
-
-__all__ = ["NAME", "Call", "PagedStep", "StatePlan", "StateStore", "Step", "StepHolder", "register"]
+from server.model.states import DeltaNet, StatePlaces
 
 NAME = "tailor_cpu"
 

@@ -55,8 +55,6 @@ from server.model.shape import ModelShape, generic_shape
 from server.model.states import DeltaNet, num_states, replace_delta_nets
 from server.types import ModelInfo
 
-__all__ = ["GenericModel", "GenericRunner", "generic_model"]
-
 # --- in the place of modules whose bits depend on the number of rows ------------------------------
 
 

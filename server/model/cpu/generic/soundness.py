@@ -33,8 +33,6 @@ from server.model.inspection import (
 )
 from server.model.states import DeltaNet
 
-__all__ = ["VECTOR", "Forward", "Recorder", "called", "check_rows", "forward"]
-
 VECTOR = 32
 """Elements that torch's loops take at once at most (AVX-512, unrolled twice). The rest of an array
 goes through other functions, whose last bit may differ: so a row must be whole vectors wide."""

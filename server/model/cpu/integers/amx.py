@@ -32,8 +32,6 @@ from server.model.cpu.linear import activations, aligned
 from server.model.cpu.records import INTEGER_KERNEL as KERNEL
 from server.model.cpu.records import JOB_ITEMS, NO_TILES, TILES
 
-__all__ = ["NO_TILES", "kernel_name", "least_rows", "tile_rows", "tried_out"]
-
 _log = logging.getLogger(__name__)
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18

@@ -16,7 +16,7 @@ from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers import amx
 from server.model.cpu.integers.forms import FORMS
 from server.model.cpu.kernels.integers.tiles import define_tiled_rows
-from server.model.cpu.records import TILES
+from server.model.cpu.records import NO_TILES, TILES
 from tests.model.cpu.integers import bochs, reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 from tests.model.cpu.integers.jobs import Job, job
@@ -85,7 +85,7 @@ def _jobs() -> list[tuple[Job, int]]:
     for form in FORMS[1:]:
         jobs += [(job(form.name, rows, outputs=32), 1) for rows in (1, 9, 16, 22, 23, 31, 33)]
     jobs += [(job(name, 33, width=192), 1) for name in ("q8_0", "q4_1")]  # 4 blocks, and 2
-    return [*jobs, (job("q8_0", 200, width=64), 8), (job("int8", 40), amx.NO_TILES)]
+    return [*jobs, (job("q8_0", 200, width=64), 8), (job("int8", 40), NO_TILES)]
 
 
 def _laid_out(jobs: list[tuple[Job, int]]) -> bytes:
