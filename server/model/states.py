@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from server.engine.batch import Int32, Int64
+
 if TYPE_CHECKING:
     from server.model.cpu.records import Rows
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 _WORTH_KEEPING = 16
 """Positions of a replay whose end is kept."""

@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from server.model.cpu.head import HeadInFile, PackedHead, float_head
+from server.model.cpu.head import HeadInFile, PackedHead, Panels, float_head
 from server.model.cpu.integers.forms import Form
 from server.model.cpu.linear import Arena, float_linears, pack_panels, packed
 from server.model.cpu.records import (
@@ -29,9 +28,6 @@ from server.model.cpu.records import (
 )
 from server.model.cpu.tensors import ModelTensors, Weights, as_stored
 from server.model.shape import ModelShape
-
-Panels = npt.NDArray[Any]
-"""float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
 
 
 def float_table(tensor: Any) -> tuple[Any, Table]:

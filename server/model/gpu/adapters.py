@@ -31,10 +31,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -52,11 +51,10 @@ from server.model.adapter import (
 )
 from server.model.gpu.attention import power_of_two
 from server.model.gpu.lm_head import product, soft_capped
-from server.model.gpu.transfers import gathered
+from server.model.gpu.transfers import Array, gathered
 from server.model.shape import ModelShape
 
 _log = logging.getLogger(__name__)
-Array = npt.NDArray[Any]
 _LEAST_RANK = 16  # columns of A: those of a tensor core's tile
 
 SPAN_ROWS = 16

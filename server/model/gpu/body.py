@@ -30,7 +30,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,7 +50,7 @@ from server.model.gpu.recurrent import (
     input_slots,
     replace_convolutions,
 )
-from server.model.gpu.transfers import gathered
+from server.model.gpu.transfers import Array, gathered
 from server.model.shape import ModelShape, generic_shape, shape_of
 from server.types import ModelInfo
 
@@ -126,8 +125,6 @@ def narrow_layers(module: nn.Module) -> None:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, Float8Linear(part))
 
-
-Array = npt.NDArray[Any]
 
 PARTIAL_BYTES = 256 << 20
 """Memory for split attention's partial results."""

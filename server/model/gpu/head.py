@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from server.engine.batch import (
@@ -31,8 +30,8 @@ from server.model.gpu import sampler
 from server.model.gpu.adapters import OwnRows
 from server.model.gpu.lm_head import LmHead, SliceView, TorchSlices
 from server.model.gpu.sampler import NAN_LOGITS, DrawPlan, plan_draws, token_logprobs
+from server.model.gpu.transfers import Array
 
-Array = npt.NDArray[Any]
 Tensors = Mapping[str, torch.Tensor]
 
 LOGIT_BYTES = 64

@@ -18,17 +18,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 
 from server.engine.batch import HeadSlice, Int32
-from server.model.gpu.transfers import Beside
-
-Array = npt.NDArray[Any]
+from server.model.gpu.transfers import Array, Beside
 
 _CPU_SLAB = 8192  # vocabulary rows upcast at once where there is no float32-output product
 CHUNK_BYTES = 16 << 20

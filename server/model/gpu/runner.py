@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -42,10 +41,8 @@ from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, narrow_layers
 from server.model.gpu.device import Trials, device_figures
 from server.model.gpu.head import HeadRun, Step, slab_arrays
 from server.model.gpu.lm_head import LmHead, TorchSlices
-from server.model.gpu.transfers import Upload, page_locked
+from server.model.gpu.transfers import Array, Upload, page_locked
 from server.types import DeviceFigures, ModelInfo, NarrowForm
-
-Array = npt.NDArray[Any]
 
 HEAD_BYTES = 512 << 20
 FEW_SLOTS = MAX_GRAPH_ROWS

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from server.engine.batch import Batch, Int32
 from server.model.draws import adjustments, noise_key
+from server.model.gpu.transfers import Array
 from server.types import DRAW_NUMBERS
-
-Array = npt.NDArray[Any]
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1

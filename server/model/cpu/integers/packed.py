@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from server.model.cpu.head import HeadInFile, PackedHead
 from server.model.cpu.integers.amx import tile_rows
@@ -45,6 +44,7 @@ from server.model.cpu.records import (
     Float32,
     Int64,
     Linear,
+    UInt8,
 )
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of
 from server.model.cpu.weights import RunnerWeights, block_table, float_table
@@ -235,8 +235,6 @@ class IntegerWeights(RunnerWeights):
 
 
 # -- The LM head ----------------------------------------------------------------------------------
-
-UInt8 = npt.NDArray[np.uint8]
 
 
 def _runs(form: Form, num_inputs: int) -> Int64:

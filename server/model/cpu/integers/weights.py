@@ -22,9 +22,7 @@ from drafters.json_text import object_in, parsed
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.kernels import lay_out, spread_rows, take_apart
 from server.model.cpu.linear import Arena
-from server.model.cpu.records import Float32
-
-UInt8 = npt.NDArray[np.uint8]
+from server.model.cpu.records import Float32, UInt8
 
 
 @dataclass(frozen=True, slots=True)
