@@ -26,7 +26,7 @@ from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, GrammarSpec, Request, SamplingParams, SpeculationParams
-from tests.engine.scenarios import Collector
+from tests.engine.scenarios import run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter
 from tests.model.cpu_models import cpu_runner
@@ -91,21 +91,18 @@ def drawn(engine: Engine, prompt: Path_, spec: GrammarSpec, *, drafts: int, num:
     """Texts of num choices, in their order, and the forced and drafted tokens accepted for them.
     drafts: nodes that may be drafted for one in a step."""
     at_once = 40
-    for i in range(num // at_once):
-        sampling = SamplingParams(temperature=TEMPERATURE, top_k=top_k, seed=i, max_tokens=24)
-        engine.submit(
-            Request(
-                f"{i:04d}", "task", "tiny", prompt, sampling,
-                SpeculationParams("known", drafts) if drafts else SpeculationParams(),
-                num_choices=at_once, grammar=spec,
-            )
-        )  # fmt: skip
-    collector = Collector()
-    while engine.num_open:
-        collector.take(engine.step())
-    collector.take(engine.take_deltas())
+    sampling = SamplingParams(temperature=TEMPERATURE, top_k=top_k, max_tokens=24)
+    speculation = SpeculationParams("known", drafts) if drafts else SpeculationParams()
+    requests = [
+        Request(
+            f"{i:04d}", "task", "tiny", prompt, replace(sampling, seed=i), speculation,
+            num_choices=at_once, grammar=spec,
+        )
+        for i in range(num // at_once)
+    ]  # fmt: skip
+    found = run_requests(engine, [(0, request) for request in requests])
     assert not engine.recovery.num_failed_steps
-    results = [collector.results[key] for key in sorted(collector.results)]
+    results = [found[key] for key in sorted(found)]
     assert not any(result.error_code for result in results)
     accepted = sum(n for r in results for c in r.counts for _, _, n in c.by_source)
     return [

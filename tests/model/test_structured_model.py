@@ -20,7 +20,7 @@ from server.engine.grammar import GrammarCompiler
 from server.engine.plan import EngineSettings
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
-from tests.engine.scenarios import Collector, Result
+from tests.engine.scenarios import Result, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.model.cpu_models import cpu_runner
 from tests.model.tiny_models import tiny_config
@@ -89,8 +89,8 @@ def _run(
     whitespaces: tuple[str, ...] = ("", r" |\n ?"),
     max_tokens: int = 110,
 ) -> dict[tuple[str, int], Result]:
-    for i, whitespace in enumerate(whitespaces):
-        request = Request(
+    requests = [
+        Request(
             f"r{i}",
             "task",
             "tiny",
@@ -100,11 +100,9 @@ def _run(
             num_choices=2,
             grammar=GrammarSpec("json_schema", json.dumps(SCHEMA), whitespace),
         )
-        engine.submit(request)
-    collector = Collector()
-    while engine.num_open:
-        collector.take(engine.step())
-    return collector.results
+        for i, whitespace in enumerate(whitespaces)
+    ]
+    return run_requests(engine, [(0, request) for request in requests])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: "-".join(map(str, s.values()))[:40])

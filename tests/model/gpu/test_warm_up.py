@@ -19,7 +19,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.gpu.runner import TorchRunner
 from server.types import Request, SamplingParams, SpeculationParams
-from tests.engine.scenarios import Collector
+from tests.engine.scenarios import run_requests
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
@@ -69,12 +69,12 @@ def _repeat(tokens: list[int], _budget: int, max_depth: int) -> DraftTree:
     return DraftTree.chain(tokens[-1:] * num, [0.9, 0.8][:num])
 
 
-def _serve(runner: TorchRunner) -> Engine:
+def _serve(runner: TorchRunner) -> None:
     """Greedy and sampled requests of each kind, with drafts that are right or wrong."""
     drafter = FakeDrafter(_repeat)
     settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=16)
     engine = Engine(runner, {"fake": drafter}, settings)
-    collector = Collector()
+    requests = []
     samplings = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.9, seed=1),
@@ -86,12 +86,9 @@ def _serve(runner: TorchRunner) -> Engine:
         speculation = SpeculationParams("fake" if i < 3 else "off", 3)
         sampling = replace(sampling, max_tokens=5, ignore_eos=True)
         prompt = tuple(5 + (3 * i + j) % 40 for j in range(4 + 5 * i))
-        engine.submit(Request(str(i), "task", "tiny", prompt, sampling, speculation=speculation))
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-    assert engine.recovery.num_failed_steps == 0 and len(collector.results) == len(samplings)
-    return engine
+        requests.append(Request(str(i), "task", "tiny", prompt, sampling, speculation=speculation))
+    results = run_requests(engine, [(0, request) for request in requests])
+    assert engine.recovery.num_failed_steps == 0 and len(results) == len(samplings)
 
 
 @needs_interpreter
