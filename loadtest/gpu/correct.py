@@ -35,7 +35,7 @@ import torch
 import transformers
 
 from server.engine.batch import Batch, Drawn, DrawParams
-from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
+from server.model.gpu.runner import TorchModel, TorchRunner
 from server.types import ModelInfo, SamplingParams
 
 BLOCK_SIZE = 16
@@ -113,7 +113,7 @@ def runner_of(
     **options: Any,
 ) -> TorchRunner:
     """A runner with so much room; the module is its own from now on. model: what it runs, where
-    that is not all of the module. options: GpuOptions'."""
+    that is not all of the module. options: TorchRunner's."""
     dtype = str(module.dtype).removeprefix("torch.")
     info = ModelInfo(
         name=module.config.model_type, vocab_size=module.config.vocab_size,
@@ -121,7 +121,7 @@ def runner_of(
         block_size=BLOCK_SIZE, device=str(device), dtype=dtype, fingerprint="",
         max_num_seqs=num_seqs, max_num_batched_tokens=num_rows, kv_dtype=dtype,
     )  # fmt: skip
-    return TorchRunner(model or TorchModel(module), info, GpuOptions(**options))
+    return TorchRunner(model or TorchModel(module), info, **options)
 
 
 def weight_bytes(module: transformers.PreTrainedModel) -> int:

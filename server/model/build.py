@@ -305,7 +305,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     from server.model.adapter import EMBEDDING, HEAD
     from server.model.gpu.body import kept_by
     from server.model.gpu.generic import take_over
-    from server.model.gpu.runner import FEW_SLOTS, GpuOptions, TorchModel, TorchRunner
+    from server.model.gpu.runner import FEW_SLOTS, TorchModel, TorchRunner
     from server.model.kv_memory import num_blocks_for
     from server.model.loader import build_module, finish_module, open_model
     from server.model.shape import generic_shape, shape_of
@@ -351,9 +351,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     )  # fmt: skip
     if measures:
         info = replace(info, num_blocks=-(-FEW_SLOTS // sizes.block_size))
-    ways = GpuOptions(cuda_graphs=spec.cuda_graphs and device.type == "cuda", weights=narrow)
+    graphs = spec.cuda_graphs and device.type == "cuda"
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
-    runner = TorchRunner(model, info, ways)
+    runner = TorchRunner(model, info, cuda_graphs=graphs, weights=narrow)
     if measures:
         _fit_kv(spec, shape, runner)
     _log.info("weights: %s", runner.info.dtype)

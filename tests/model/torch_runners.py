@@ -1,11 +1,11 @@
-"""TorchRunners over small modules, by keywords: fields of ModelInfo, TorchModel or GpuOptions; and
-what tests read of their parts, each in one place."""
+"""TorchRunners over small modules, by keywords: TorchRunner's own, and fields of ModelInfo and
+TorchModel; and what tests read of their parts, each in one place."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from server.model.gpu.runner import GpuOptions, TorchModel, TorchRunner
+from server.model.gpu.runner import TorchModel, TorchRunner
 from server.types import ModelInfo
 from tests.model.batches import BLOCK_SIZE
 from tests.model.families import MAX_LEN
@@ -20,12 +20,12 @@ SIZES: dict[str, Any] = {
 def runner_over(module: Any, **options: Any) -> TorchRunner:
     """Its device and ids are the module's, unless they are given."""
     own = {"vocab_size": module.config.vocab_size, "dtype": str(module.dtype)}
-    model, ways = (
-        {name: options.pop(name) for name in kind._fields if name in options}
-        for kind in (TorchModel, GpuOptions)
+    model, sizes = (
+        {name: options.pop(name) for name in names if name in options}
+        for names in (TorchModel._fields, ModelInfo.__dataclass_fields__)
     )
-    info = ModelInfo(**(SIZES | own | options))
-    return TorchRunner(TorchModel(module, **model), info, GpuOptions(**ways))
+    info = ModelInfo(**(SIZES | own | sizes))
+    return TorchRunner(TorchModel(module, **model), info, **options)
 
 
 def body_of(runner: TorchRunner) -> Any:

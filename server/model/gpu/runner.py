@@ -66,27 +66,14 @@ class TorchModel(NamedTuple):
     verify_on_cpu: bool = False
 
 
-class GpuOptions(NamedTuple):
-    """How a step is computed.
-
-    attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs:
-    captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
-    memory that a slab of logits and the work on it may take; more rows go through the head in
-    several slabs. weights: of the layers, in 8 bits (body.narrow_layers), or None as they are
-    loaded.
-    """
-
-    attention: paged.AttentionName | None = None
-    cuda_graphs: bool = False
-    head_bytes: int = HEAD_BYTES
-    weights: NarrowForm | None = None
-
-
 class TorchRunner:
     """server.engine.batch.SlicingRunner and AdaptingRunner on torch.
 
     model: the weights, which it takes over. info: the sizes; ids from vocab_size on are padding.
-    ways: how a step is computed.
+    attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs: captured graphs are
+    replayed for steps of few rows, trees included; needs "triton". head_bytes: memory that a slab
+    of logits and the work on it may take; more rows go through the head in several slabs. weights:
+    of the layers, in 8 bits (body.narrow_layers), or None as they are loaded.
 
     Raises ValueError when a number does not fit the model, MemoryError when CPU memory cannot be
     page-locked.
@@ -96,7 +83,11 @@ class TorchRunner:
         self,
         model: TorchModel,
         info: ModelInfo,
-        ways: GpuOptions = GpuOptions(),  # noqa: B008  (immutable)
+        *,
+        attention: paged.AttentionName | None = None,
+        cuda_graphs: bool = False,
+        head_bytes: int = HEAD_BYTES,
+        weights: NarrowForm | None = None,
     ) -> None:
         module, embedding = model.module, model.embedding
         if info.max_model_len > module.config.max_position_embeddings:
@@ -109,8 +100,8 @@ class TorchRunner:
         self.info = info
         self._device = device = torch.device(info.device)
         self._on_gpu = device.type == "cuda"
-        self._attention = ways.attention or ("triton" if self._on_gpu else "torch")
-        if ways.cuda_graphs and self._attention != "triton":
+        self._attention = attention or ("triton" if self._on_gpu else "torch")
+        if cuda_graphs and self._attention != "triton":
             raise ValueError("CUDA graphs need the triton attention")
         paged.register()
         module.config._attn_implementation = paged.NAME
@@ -125,15 +116,15 @@ class TorchRunner:
         self._max_blocks = -(-info.max_model_len // info.block_size)
         self._slices = TorchSlices(self._head, device)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
-        if ways.weights is not None:
+        if weights is not None:
             narrow_layers(module)
         self._body = BodyRun(
             module, info, dtype, attention=self._attention, embedding=embedding,
-            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
+            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if cuda_graphs else 0,
         )  # fmt: skip
         self._cache = self._body.cache
         own, head_size = self._body.own, self._head.vocab_size
-        self._head_run = HeadRun(self._slices, head_size, ways.head_bytes, own, self._on_gpu)
+        self._head_run = HeadRun(self._slices, head_size, head_bytes, own, self._on_gpu)
         # Room for a step's arrays, and for its rows of the embedding where they travel along: as
         # much as most steps need, since graphs are captured again when it moves.
         row_bytes = 256 + self.head_row_bytes * (embedding is not None)
