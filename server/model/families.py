@@ -114,31 +114,30 @@ class Family:
 
 # --- parts that several families share ------------------------------------------------------------
 
-_SANDWICH = WeightNames(
-    norms=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
-)
-_AFTER = WeightNames(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
-
-
-def _granite_attention(config: Any) -> float:
-    return float(config.attention_multiplier)
-
-
-def _granite_embedding(config: Any) -> float:
-    return float(config.embedding_multiplier)
-
-
-def _gemma_attention(config: Any) -> float:
-    return float(config.query_pre_attn_scalar**-0.5)
-
-
-def _gemma_embedding(config: Any) -> float:
-    return float(config.hidden_size**0.5)
+_GEMMA: dict[str, Any] = {
+    "names": WeightNames(
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+    ),
+    "norms": "both",
+    "norm_offset": 1.0,
+    "embedding_scale": lambda config: config.hidden_size**0.5,
+    "attention_scale": lambda config: config.query_pre_attn_scalar**-0.5,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_scale": lambda config: config.embedding_multiplier,
+    "attention_scale": lambda config: config.attention_multiplier,
+}
+_AFTER: dict[str, Any] = {
+    "names": WeightNames(
+        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    ),
+    "norms": "after",
+}
 
 
 def _lfm2_inner(config: Any) -> int:
@@ -176,11 +175,7 @@ _ROWS = (
         "Gemma2ForCausalLM",
         ("Gemma 2",),
         gguf=("gemma2",),
-        names=_SANDWICH,
-        norms="both",
-        norm_offset=1.0,
-        embedding_scale=_gemma_embedding,
-        attention_scale=_gemma_attention,
+        **_GEMMA,
         keys=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
     ),
     Family(
@@ -190,13 +185,9 @@ _ROWS = (
         wrappers=("Gemma3ForConditionalGeneration",),
         gguf=("gemma3",),
         real_weights="Gemma 3 270M",
-        names=_SANDWICH,
-        norms="both",
-        norm_offset=1.0,
+        **_GEMMA,
         qk_norm="head",
         ropes_differ=True,
-        embedding_scale=_gemma_embedding,
-        attention_scale=_gemma_attention,
         text_defaults={"vocab_size": 262208, "max_position_embeddings": 131072},
     ),
     Family(
@@ -224,8 +215,7 @@ _ROWS = (
         "GraniteForCausalLM",
         ("Granite 3.0 to 3.3",),
         gguf=("granite",),
-        embedding_scale=_granite_embedding,
-        attention_scale=_granite_attention,
+        **_GRANITE,
     ),
     Family(
         "granitemoehybrid",
@@ -235,16 +225,14 @@ _ROWS = (
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
         intermediate_size=lambda config: int(config.shared_intermediate_size),
         rotary=lambda c: (c.position_embedding_type == "rope",) * c.num_hidden_layers,
-        embedding_scale=_granite_embedding,
-        attention_scale=_granite_attention,
+        **_GRANITE,
     ),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
         ("OLMo 2",),
         gguf=("olmo2",),
-        names=_AFTER,
-        norms="after",
+        **_AFTER,
         qk_norm="whole",
     ),
     Family(
@@ -252,8 +240,7 @@ _ROWS = (
         "Olmo3ForCausalLM",
         ("OLMo 3",),
         gguf=("olmo2",),
-        names=_AFTER,
-        norms="after",
+        **_AFTER,
         qk_norm="whole",
         ropes_differ=True,
     ),
@@ -287,8 +274,7 @@ _ROWS = (
         "Exaone4ForCausalLM",
         ("EXAONE 4.0",),
         gguf=("exaone4",),
-        names=_AFTER,
-        norms="after",
+        **_AFTER,
         qk_norm="head",
         rotary=lambda c: tuple(
             c.sliding_window is None or kind == "sliding_attention" for kind in c.layer_types
