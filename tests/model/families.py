@@ -49,8 +49,16 @@ def own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
     return make
 
 
-_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-_GRANITE = {
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.4,
@@ -64,14 +72,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         "LlamaForCausalLM",
         num_attention_heads=6,
         head_dim=16,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
+        rope_parameters=LLAMA3,
         tie_word_embeddings=False,
     ),
     # q/k/v biases, tied head, the upper layers with a sliding window.
@@ -91,7 +92,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         head_dim=32,
         query_pre_attn_scalar=24,
         sliding_window=WINDOW,
-        layer_types=_MIXED,
+        layer_types=MIXED,
         tie_word_embeddings=True,
     ),
     # A sliding window in every layer.
@@ -100,7 +101,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         "Gemma2ForCausalLM",
         query_pre_attn_scalar=24,
         sliding_window=WINDOW,
-        layer_types=_MIXED,
+        layer_types=MIXED,
         attn_logit_softcapping=4.0,
         final_logit_softcapping=6.0,
         tie_word_embeddings=True,
@@ -125,7 +126,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         max_position_embeddings=4 * MAX_LEN,
         original_max_position_embeddings=MAX_LEN,
     ),
-    "granite": own("GraniteForCausalLM", **_GRANITE),
+    "granite": own("GraniteForCausalLM", **GRANITE),
     "granitemoehybrid": own(
         "GraniteMoeHybridForCausalLM",
         num_local_experts=0,
@@ -133,10 +134,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         layer_types=["full_attention"] * 3,
         position_embedding_type=None,
         mamba_n_heads=4,
-        **_GRANITE,
+        **GRANITE,
     ),
     "olmo2": own("Olmo2ForCausalLM"),
-    "olmo3": own("Olmo3ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+    "olmo3": own("Olmo3ForCausalLM", sliding_window=WINDOW, layer_types=MIXED),
     # A scale on q that grows with the position.
     "ministral3": own(
         "Ministral3ForCausalLM",
@@ -158,7 +159,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             "alpha": 20.0,
         },
     ),
-    "exaone4": own("Exaone4ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+    "exaone4": own("Exaone4ForCausalLM", sliding_window=WINDOW, layer_types=MIXED),
     "glm4": own(
         "Glm4ForCausalLM",
         rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},

@@ -8,10 +8,7 @@ from functools import cache, partial
 import torch
 from transformers import PreTrainedModel
 
-from tests.model.families import WINDOW, own, own_copy
-
-_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-
+from tests.model.families import MIXED, WINDOW, own, own_copy
 
 of = partial(own, hidden_size=64, head_dim=16)
 """A maker of a model by its class name, as families.own."""
@@ -23,7 +20,7 @@ GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
     "cohere": ("Command R", of("CohereForCausalLM")),
     "cohere2": (
         "Command R7B, Command A",
-        of("Cohere2ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+        of("Cohere2ForCausalLM", sliding_window=WINDOW, layer_types=MIXED),
     ),
     "gemma": ("Gemma 1", of("GemmaForCausalLM")),
     "gpt2": ("GPT-2", of("GPT2LMHeadModel")),

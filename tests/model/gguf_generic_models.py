@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.model.gguf_models import WINDOW, GgufModel, Writer
+from tests.model.families import WINDOW
+from tests.model.gguf_models import GgufModel, Writer
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 

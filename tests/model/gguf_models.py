@@ -16,11 +16,9 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from tests.model.families import randomised
+from tests.model.families import GRANITE, LLAMA3, MAX_LEN, WINDOW, randomised
 
 VOCAB_SIZE = 320
-MAX_LEN = 256
-WINDOW = 8
 
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -35,21 +33,7 @@ _SIZES = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-_GRANITE = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 1.7,
-}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -174,7 +158,7 @@ MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(
         "LlamaForCausalLM",
         "llama",
-        {"rope_parameters": _LLAMA3, "num_key_value_heads": 1},
+        {"rope_parameters": LLAMA3, "num_key_value_heads": 1},
         permuted=True,
         about=_rotated,
     ),
@@ -241,7 +225,7 @@ MODELS: dict[str, GgufModel] = {
         },
         about=_phi3,
     ),
-    "granite": GgufModel("GraniteForCausalLM", "granite", _GRANITE, permuted=True, about=_granite),
+    "granite": GgufModel("GraniteForCausalLM", "granite", GRANITE, permuted=True, about=_granite),
     # Dense, it is written as a Granite 3.
     "granitemoehybrid": GgufModel(
         "GraniteMoeHybridForCausalLM",
@@ -253,7 +237,7 @@ MODELS: dict[str, GgufModel] = {
             "position_embedding_type": "rope",
             "mamba_n_heads": 4,
             "tie_word_embeddings": True,
-            **_GRANITE,
+            **GRANITE,
         },
         permuted=True,
         about=_granite,

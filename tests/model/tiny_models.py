@@ -11,6 +11,7 @@ import transformers
 
 from server.model.cache_folder import MARKER
 from server.model.catalog import CONVERTER_VERSION
+from tests.model.families import LLAMA3
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -28,20 +29,7 @@ _SIZES: dict[str, Any] = {
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "llama-scaled": (
-        "LlamaConfig",
-        {
-            "tie_word_embeddings": False,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
+    "llama-scaled": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": LLAMA3}),
     "qwen2": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
