@@ -389,26 +389,6 @@ def _llama3_factors(config: Any) -> np.ndarray:
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
-def _write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], *forms: str) -> None:
-    """The file's end: matrices take turns through forms of ggml, vectors and convolutions are in
-    float32."""
-    turns = cycle(forms)
-    for name, values in tensors.items():
-        if values.ndim == 1 or "conv.weight" in name or "conv1d" in name:
-            form = "F32"
-        else:
-            form = next(turns)
-        kind = gguf.GGMLQuantizationType[form]
-        if form == "F32":
-            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def converted(model: GgufModel, module: Any) -> dict[str, np.ndarray]:
     """The tensors under llama.cpp's names, float32."""
     config = module.config
@@ -449,20 +429,46 @@ def write(
     model: GgufModel,
     module: Any,
     path: Path,
-    form: str = "F32",
+    *forms: str,
+    pre: str = "smollm",
     extra: Mapping[str, int] = MappingProxyType({}),
-) -> None:
-    """The file, its matrices in a form of ggml. extra: vectors that the model has not, by size;
-    those of a layer behind its last one draft."""
+) -> dict[str, np.ndarray]:
+    """The file; its tensors by llama.cpp's names.
+
+    forms: of ggml, through which matrices take turns, F32 when none is given; vectors and
+    convolutions are in float32. pre: its pre-tokenizer. extra: vectors that the model has not, by
+    size; those of a layer behind its last one draft.
+    """
     writer, config = Writer(path, model.kind), module.config
     num_more = int(any(name.startswith(f"blk.{config.num_hidden_layers}.") for name in extra))
     if num_more:
         writer.add_uint32(f"{model.kind}.nextn_predict_layers", num_more)
     _common(writer, config, num_more)
     model.about(writer, config)
-    add_tokenizer(writer, config.vocab_size)
-    more = {name: np.zeros(size, np.float32) for name, size in extra.items()}
-    _write_tensors(writer, converted(model, module) | more, form)
+    add_tokenizer(writer, config.vocab_size, pre)
+    tensors = converted(model, module)
+    tensors |= {name: np.zeros(size, np.float32) for name, size in extra.items()}
+    turns = cycle(forms or ("F32",))
+    for name, values in tensors.items():
+        if values.ndim == 1 or "conv.weight" in name or "conv1d" in name:
+            form = "F32"
+        else:
+            form = next(turns)
+        kind = gguf.GGMLQuantizationType[form]
+        if form == "F32":
+            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def _two_ends(writer: Writer, config: Any) -> None:
+    _rotated(writer, config)
+    writer.add_eot_token_id(260)
 
 
 _LLAMA = GgufModel(
@@ -473,22 +479,14 @@ _LLAMA = GgufModel(
         "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
     },
     permuted=True,
-    about=_rotated,
+    about=_two_ends,
 )  # fmt: skip
 
 
 def write_llama(path: Path, *forms: str, pre: str = "smollm") -> dict[str, np.ndarray]:
-    """A tiny Llama of 300 ids with two ends, 0 and 260; its tensors by llama.cpp's names. forms: of
-    ggml, through which its matrices take turns."""
-    module = _LLAMA.build()
-    writer = Writer(path, _LLAMA.kind)
-    _common(writer, module.config)
-    _rotated(writer, module.config)
-    add_tokenizer(writer, module.config.vocab_size, pre)
-    writer.add_eot_token_id(260)
-    tensors = converted(_LLAMA, module)
-    _write_tensors(writer, tensors, *forms)
-    return tensors
+    """A tiny Llama of 300 ids with two ends, 0 and 260. Arguments and result: as `write` has
+    them."""
+    return write(_LLAMA, _LLAMA.build(), path, *forms, pre=pre)
 
 
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
