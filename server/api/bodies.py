@@ -424,27 +424,24 @@ class GenerationBody(BodyPart):
 _B = TypeVar("_B", bound=BodyPart)
 
 
-def validate(model: type[_B], body: dict[str, Any], at: str = "") -> _B:
-    """`body` as a `model`. Raises InvalidRequestError and its kin, naming the field.
-
-    at: where the object lies in the body ("questions[3]"), for the error's param.
-    """
+def validate(model: type[_B], body: dict[str, Any]) -> _B:
+    """`body` as a `model`. Raises InvalidRequestError and its kin, naming the field."""
     spelled: dict[Path, str] = {}
     if not body.keys() <= model.model_fields.keys() or not body.keys().isdisjoint(model.NEUTRAL):
-        body = _translated(model, body, spelled, at)
+        body = _translated(model, body, spelled)
     try:
         made = model.model_validate(body)
     except ValidationError as error:
         # The first one is enough, and a list of 10^5 wrong items must not become a page of errors.
         first = error.errors(include_url=False, include_input=False)[0]
-        raise _invalid(first, body, at, spelled) from None
+        raise _invalid(first, body, spelled) from None
     if spelled:
         made._spelled = spelled
     return made
 
 
 def _translated(
-    model: type[BodyPart], body: dict[str, Any], spelled: dict[Path, str], at: str
+    model: type[BodyPart], body: dict[str, Any], spelled: dict[Path, str]
 ) -> dict[str, Any]:
     """The body in the model's own names, without neutral fields. spelled: gets the aliases."""
     ours: dict[str, Any] = {}
@@ -453,19 +450,19 @@ def _translated(
         if value is None:
             continue
         if name in model.NEUTRAL:
-            _check_neutral(model, name, value, at)
+            _check_neutral(model, name, value)
         elif name in model.model_fields:
             ours[name] = value
         elif name not in model.ALIASES:
             unknown.append(name)
     if unknown:
-        raise _unknown(model, unknown, at)
+        raise _unknown(model, unknown)
     for name, path in model.ALIASES.items():
         value = body.get(name)
         if value is None or name in model.model_fields:
             continue
         if path[0] in model.NEUTRAL:
-            _check_neutral(model, path[0], value, at, name)
+            _check_neutral(model, path[0], value, name)
             continue
         inside = ours
         for part in path[:-1]:
@@ -474,15 +471,13 @@ def _translated(
         if before is not value and (before != value or type(before) is not type(value)):
             other = spelled.get(path, ".".join(path))
             raise InvalidRequestError(
-                f"this and {other} are two names of one field; give one.", at=_joined(at, name)
+                f"this and {other} are two names of one field; give one.", at=name
             )
         spelled.setdefault(path, name)
     return ours
 
 
-def _check_neutral(
-    model: type[BodyPart], field: str, value: Any, at: str, name: str | None = None
-) -> None:
+def _check_neutral(model: type[BodyPart], field: str, value: Any, name: str | None = None) -> None:
     values, reason = model.NEUTRAL[field]
     if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
         return
@@ -490,10 +485,10 @@ def _check_neutral(
     if values:
         told += f"; only {' and '.join(map(json.dumps, values))} is taken, got {echoed(value)}"
     hint = model.ELSEWHERE.get(name or field, "")
-    raise UnsupportedFieldError(f"{told}.{hint and ' '}{hint}", at=_joined(at, name or field))
+    raise UnsupportedFieldError(f"{told}.{hint and ' '}{hint}", at=name or field)
 
 
-def _unknown(model: type[BodyPart], names: list[str], at: str) -> UnknownFieldError:
+def _unknown(model: type[BodyPart], names: list[str]) -> UnknownFieldError:
     shown = ", ".join(echoed(name, 40) for name in names[:_SHOWN_NAMES])
     if len(names) > _SHOWN_NAMES:
         shown += f" and {len(names) - _SHOWN_NAMES} more"
@@ -504,7 +499,7 @@ def _unknown(model: type[BodyPart], names: list[str], at: str) -> UnknownFieldEr
         hint = f"Did you mean {near}?" if near else ""
     return UnknownFieldError(
         f"Unknown field{'s' if len(names) > 1 else ''}: {shown}.{hint and ' '}{hint}",
-        param=_joined(at, echoed(names[0], 64).strip("'")),
+        param=echoed(names[0], 64).strip("'"),
     )
 
 
@@ -531,7 +526,7 @@ _PLAIN = {
 
 
 def _invalid(
-    problem: ErrorDetails, body: Mapping[str, Any], at: str, spelled: Mapping[Path, str]
+    problem: ErrorDetails, body: Mapping[str, Any], spelled: Mapping[Path, str]
 ) -> InvalidRequestError:
     path = tuple(p for p in problem["loc"] if not str(p).startswith("="))  # kinds are no members
     value: Any = body
@@ -540,7 +535,7 @@ def _invalid(
             value = value[part]
         except (KeyError, IndexError, TypeError):
             value = None
-    param = at
+    param = ""
     for part in _respelled(path, spelled):
         if isinstance(part, int):
             param += f"[{part}]"
