@@ -129,18 +129,18 @@ class KeyUse(Protocol):
 class OwnUse:
     """The account of a key that is used in this process alone. A KeyUse that never waits."""
 
-    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey) -> None:
         self._key = key
-        self._clock = clock
         self._num_open = 0
-        self._requests = Bucket(key.requests_per_minute, clock())
-        self._tokens = Bucket(key.tokens_per_minute, clock())
+        now_s = time.monotonic()
+        self._requests = Bucket(key.requests_per_minute, now_s)
+        self._tokens = Bucket(key.tokens_per_minute, now_s)
 
     async def enter(self) -> None:
         most = self._key.max_concurrent_requests
         if most is not None and self._num_open >= most:
             raise too_many_open(most)
-        wait_s = self._requests.wait_s(1, self._clock())
+        wait_s = self._requests.wait_s(1, time.monotonic())
         if wait_s > 0:
             raise too_many_requests(self._key, wait_s)
         self._requests.take(1)
@@ -150,7 +150,7 @@ class OwnUse:
         self._num_open -= 1
 
     async def reserve(self, amount: int) -> None:
-        wait_s = self._tokens.wait_s(amount, self._clock())
+        wait_s = self._tokens.wait_s(amount, time.monotonic())
         if wait_s > 0:
             raise too_many_tokens(wait_s)
         self._tokens.take(amount)
@@ -189,9 +189,9 @@ class Caller:
     time-outs. task, model: what it asked for, for the log.
     """
 
-    def __init__(self, request_id: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.started_s = clock()
+        self.started_s = time.monotonic()
         self.key: ApiKey | None = None  # written by Keyring.enter, as _use
         self.task = ""
         self.model = ""

@@ -2,7 +2,7 @@
 
     client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics, ...)
     app = create_app(config, tasks=tasks, models=models, client=client, ...)
-    status = await serve(app, client, host=..., port=..., drain_s=config.limits.drain_s)
+    status = await serve(app, client, limits=config.limits, sockets=[listen(host, port)])
 
 - Both calls stand inside one coroutine, run by `run_loop(main())`, which is asyncio.run on uvloop
   where that is installed.
@@ -159,10 +159,8 @@ async def serve(
     app: FastAPI,
     client: EngineClient,
     *,
-    limits: LimitsConfig | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    sockets: Sequence[socket.socket] | None = None,
+    limits: LimitsConfig,
+    sockets: Sequence[socket.socket],
     certificate: tuple[str, str | None] | None = None,
     leave_s: Callable[[], float] = lambda: 0.0,
     on_ready: Callable[[int], None] | None = None,
@@ -170,8 +168,8 @@ async def serve(
 ) -> int:
     """Run the app and its engines; returns the exit status.
 
-    limits: drain_s, and those of each Connection. sockets: listening sockets to use instead of host
-    and port. certificate: files of a chain and its key, for HTTPS (check_certificate).
+    limits: drain_s, and those of each Connection. sockets: that listen. certificate: files of a
+    chain and its key, for HTTPS (check_certificate).
     leave_s: asked when the server is told to end: for how many seconds it goes on to serve the
     connections that are open, because others listen on its port; it takes no new ones then.
     on_ready: called once with the port, when everything is loaded. stop: ends the server like
@@ -183,7 +181,6 @@ async def serve(
     restarted, the status is 1.
     SIGHUP reloads the tasks; when the terminal was closed, it ends the server.
     """
-    limits = limits or LimitsConfig()
     stop = stop or asyncio.Event()
     chain, key = certificate or (None, None)
     connection: Any = functools.partial(
@@ -196,8 +193,6 @@ async def serve(
         uvicorn.Config(
             app,
             http=connection,
-            host=host,
-            port=port,
             access_log=False,
             log_config=None,
             ws="none",
@@ -212,7 +207,7 @@ async def serve(
     hurry = asyncio.Event()
     with _signals(app, stop, hurry):
         await client.start()
-        running = asyncio.create_task(server.serve(list(sockets) if sockets else None))
+        running = asyncio.create_task(server.serve(list(sockets)))
         tasks = [
             asyncio.create_task(stop.wait()),
             asyncio.create_task(client.gave_up.wait()),

@@ -128,7 +128,6 @@ class LiveServer:
             metrics=self.metrics,
             restart=self.restart,
             limits=limits,
-            stop_timeout_s=5.0,
         )
         app = create_app(
             self.config,

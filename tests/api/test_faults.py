@@ -136,7 +136,7 @@ def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() ->
 PROGRAM = """
 import asyncio, sys
 from server.api.app import create_app
-from server.api.serving import run_loop, serve
+from server.api.serving import listen, run_loop, serve
 from server.api.engines.client import EngineClient
 from server.config import LimitsConfig, ServerConfig
 from server.engine.process import start_process
@@ -148,7 +148,8 @@ async def main():
     metrics = Metrics()
     client = EngineClient([spec(start_process, step_s=0.01, drafts=False)], metrics=metrics)
     app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client)
-    return await serve(app, client, port=0, limits=LimitsConfig(drain_s=60.0),
+    return await serve(app, client, sockets=[listen("127.0.0.1", 0)],
+                       limits=LimitsConfig(drain_s=60.0),
                        on_ready=lambda port: print(port, flush=True))
 
 if __name__ == "__main__":

@@ -57,6 +57,9 @@ _QUIET_S = 2.0
 """From this age on an engine's threads are asked how long they have waited for a core."""
 _FRESH_S = 0.01
 """What engines told so shortly ago is not asked again."""
+_FIGURES_S = 1.0
+_STOP_S = 10.0
+"""An engine that was told to end is killed after so long."""
 
 
 class Pulse:
@@ -325,7 +328,6 @@ class EngineClient:
         metrics: Metrics,
         restart: RestartConfig | None = None,
         limits: LimitsConfig | None = None,
-        stop_timeout_s: float = 10.0,
     ) -> None:
         if not specs:
             raise ValueError("no engine")
@@ -343,7 +345,6 @@ class EngineClient:
         ]
         limits = limits or LimitsConfig()
         self._max_queued = (limits.max_queued_requests, limits.max_queued_tokens)
-        self._stop_timeout_s = stop_timeout_s
         self.is_draining = False
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -531,22 +532,20 @@ class EngineClient:
         slot.send(("stop",))
         slot.close_outbox()
         if reader is not None:
-            await asyncio.to_thread(reader.join, self._stop_timeout_s)
+            await asyncio.to_thread(reader.join, _STOP_S)
         await self._reap(slot, handle)
         self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
         slot.handle = None
 
     async def _reap(
-        self, slot: EngineSlot, handle: EngineHandle, timeout_s: float | None = None
+        self, slot: EngineSlot, handle: EngineHandle, timeout_s: float = _STOP_S
     ) -> None:
         """Make an engine end and free what its handle holds; a failure to do so is logged.
 
-        timeout_s: after which it is killed (stop_timeout_s).
+        timeout_s: after which it is killed.
         """
         try:
-            await asyncio.to_thread(
-                handle.stop, self._stop_timeout_s if timeout_s is None else timeout_s
-            )
+            await asyncio.to_thread(handle.stop, timeout_s)
         except Exception as error:
             log.error("engine %s does not stop: %s", slot.spec.name, error)
 
@@ -625,22 +624,22 @@ class EngineClient:
         answers = await asyncio.gather(*map(one, engines))
         return dict(zip(engines, answers, strict=True))
 
-    async def ask_figures(self, timeout_s: float = 1.0) -> None:
+    async def ask_figures(self) -> None:
         """Have the engines tell the metrics how they are; those that are busy for longer keep what
         they told last. Whoever asks at the same time is answered with one question, and so is
         whoever asks again at once: a flood of scrapes takes no steps' time."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(self._ask_figures(timeout_s))
+            self._asking = asyncio.ensure_future(self._ask_figures())
         await asyncio.shield(self._asking)
 
-    async def _ask_figures(self, timeout_s: float) -> None:
+    async def _ask_figures(self) -> None:
         now_s = time.monotonic()
         slots = [
             slot
             for slot in self.slots
             if slot.state == "ready" and not slot.is_on_loop and now_s > slot.told_s + _FRESH_S
         ]
-        answers = await self.ask([s.spec.name for s in slots], "figures", None, timeout_s)
+        answers = await self.ask([s.spec.name for s in slots], "figures", None, _FIGURES_S)
         for slot in slots:
             answer = answers[slot.spec.name]
             if slot.state == "ready" and not problem_of(answer):
@@ -710,7 +709,7 @@ class EngineClient:
         slot.generation += 1
         slot.close_outbox()
         log.error("engine %s died: %s", slot.spec.name, reason)
-        self._spawn(self._reap(slot, handle, 0.0 if hangs else None))
+        self._spawn(self._reap(slot, handle, 0.0 if hangs else _STOP_S))
         for called, answer in self._calls.values():
             if called is slot and not answer.done():
                 answer.set_exception(NoEngineError(f"The engine {slot.spec.name} died."))
