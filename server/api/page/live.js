@@ -248,7 +248,6 @@ function drawTasks(span, wanted) {
       };
     })
     .filter((row) => row.tokens > 0 || row.answered > 0 || row.failed > 0);
-  byId("tasks").classList.add("cards");
   fill(
     byId("tasks"),
     [
@@ -269,75 +268,53 @@ function drawTasks(span, wanted) {
   );
 }
 
-function drawDrafts(drafts) {
-  const keys = (object) => Object.keys(object ?? {});
-  const offered = drafts.offered_by_position ?? {};
-  const positions = keys(offered)
-    .map(Number)
-    .sort((a, b) => a - b)
-    .filter((position) => offered[position] > 0)
-    .map((position) => ({
-      name: String(position + 1),
-      offered: offered[position],
-      share: ratio(drafts.accepted_by_position?.[position], offered[position]),
-    }));
-  fill(
-    byId("positions"),
-    [
-      { title: "Position", of: (r) => r.name },
-      { title: "Drafts", of: (r) => number(r.offered) },
-      { title: "Accepted", of: (r) => percent(r.share) },
-      { title: "Share", meter: true, of: (r) => bar(r.share) },
-    ],
-    positions,
-    "No drafts in this time.",
-  );
-
-  const drafted = drafts.drafted_by_source ?? {};
-  const sources = keys(drafted)
+/** A table of the drafted rows by one label. titles: of the label, the rows and the accepted share. */
+function drawShares(id, titles, drafted = {}, accepted = {}, shown, sorted = (a, b) => a - b) {
+  const rows = Object.keys(drafted)
     .filter((name) => drafted[name] > 0)
-    .sort((a, b) => drafted[b] - drafted[a])
-    .map((name) => ({
-      name,
-      rows: drafted[name],
-      share: ratio(drafts.accepted_by_source?.[name], drafted[name]),
-    }));
+    .sort(sorted)
+    .map((name) => ({ name, rows: drafted[name], share: ratio(accepted[name], drafted[name]) }));
   fill(
-    byId("sources"),
+    byId(id),
     [
-      {
-        title: "Source",
-        // One index holds a task's corpus and what it has learned.
-        of: (r) => element("span", { class: `drafted ${r.name}` },
-          r.name === "corpus" ? "corpus, learned answers" : r.name),
-      },
-      { title: "Rows", of: (r) => number(r.rows) },
-      { title: "Accepted", of: (r) => percent(r.share) },
+      { title: titles[0], of: (r) => shown(r.name) },
+      { title: titles[1], of: (r) => number(r.rows) },
+      { title: titles[2], of: (r) => percent(r.share) },
       { title: "Share", meter: true, of: (r) => bar(r.share) },
     ],
-    sources,
+    rows,
     "No drafts in this time.",
   );
+}
 
-  const claimed = drafts.drafted_by_survival ?? {};
-  const tenths = keys(claimed)
-    .filter((tenth) => claimed[tenth] > 0)
-    .sort()
-    .map((tenth) => ({
-      name: `${(Number(tenth) * 100).toFixed(0)}–${(Number(tenth) * 100 + 10).toFixed(0)}\u00a0%`,
-      rows: claimed[tenth],
-      share: ratio(drafts.accepted_by_survival?.[tenth], claimed[tenth]),
-    }));
-  fill(
-    byId("survivals"),
-    [
-      { title: "Claimed", of: (r) => r.name },
-      { title: "Rows", of: (r) => number(r.rows) },
-      { title: "Observed", of: (r) => percent(r.share) },
-      { title: "Share", meter: true, of: (r) => bar(r.share) },
-    ],
-    tenths,
-    "No drafts in this time.",
+function drawDrafts(drafts) {
+  drawShares(
+    "positions",
+    ["Position", "Drafts", "Accepted"],
+    drafts.offered_by_position,
+    drafts.accepted_by_position,
+    (position) => String(Number(position) + 1),
+  );
+  const drafted = drafts.drafted_by_source;
+  drawShares(
+    "sources",
+    ["Source", "Rows", "Accepted"],
+    drafted,
+    drafts.accepted_by_source,
+    // One index holds a task's corpus and what it has learned.
+    (name) => element("span", { class: `drafted ${name}` },
+      name === "corpus" ? "corpus, learned answers" : name),
+    (a, b) => drafted[b] - drafted[a],
+  );
+  drawShares(
+    "survivals",
+    ["Claimed", "Rows", "Observed"],
+    drafts.drafted_by_survival,
+    drafts.accepted_by_survival,
+    (tenth) => {
+      const least = Number(tenth) * 100;
+      return `${least.toFixed(0)}–${(least + 10).toFixed(0)}\u00a0%`;
+    },
   );
 }
 
@@ -350,7 +327,6 @@ function drawSlices(newest, span, wanted) {
     .map((entry) => ({ ...entry, all: entry.steps * sizes.get(entry.model) }));
   byId("no-slices").hidden = rows.length > 0;
   byId("slices").hidden = rows.length === 0;
-  byId("slices").classList.add("cards");
   fill(
     byId("slices"),
     [
@@ -369,7 +345,6 @@ function drawSlices(newest, span, wanted) {
 }
 
 function drawEngines(span) {
-  byId("engines").classList.add("cards");
   fill(
     byId("engines"),
     [
@@ -399,7 +374,6 @@ function drawOpen(newest, wanted) {
     newest.num_open > newest.open.length
       ? `The oldest ${newest.open.length} of ${newest.num_open}.`
       : "";
-  byId("open").classList.add("cards");
   fill(
     byId("open"),
     [
