@@ -16,7 +16,7 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.types import Scope
@@ -52,15 +52,12 @@ class ApiKey:
     max_concurrent_requests: int | None = None
 
     @staticmethod
-    def of(key_id: str, secret: str, *, admin: bool = False) -> ApiKey:
-        """The ApiKey of a secret, without limits."""
-        return ApiKey(key_id, hashlib.sha256(secret.encode()).digest(), admin)
-
-    @staticmethod
     def from_config(config: KeyConfig) -> ApiKey:
         """The ApiKey of one entry of server.yaml. Raises ConfigError when it has no secret."""
-        return replace(
-            ApiKey.of(config.id, config.secret(), admin=config.admin),
+        return ApiKey(
+            config.id,
+            hashlib.sha256(config.secret().encode()).digest(),
+            config.admin,
             tasks=None if config.tasks is None else frozenset(config.tasks),
             requests_per_minute=config.requests_per_minute,
             tokens_per_minute=config.tokens_per_minute,

@@ -621,4 +621,4 @@ def test_key_config_is_not_kept_in_the_clear() -> None:
     from server.api.keys import ApiKey
 
     key = KeyConfig.model_validate({"id": "one", "key": "sk-one"})
-    assert "sk-one" not in repr(ApiKey.of(key.id, key.secret()))
+    assert "sk-one" not in repr(ApiKey.from_config(key))

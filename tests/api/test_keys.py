@@ -65,8 +65,10 @@ def test_giving_back_never_makes_more_than_a_minute_s_worth() -> None:
 
 
 def test_equal_secrets_are_refused() -> None:
+    told = ({"id": name, "key": "sk-1", "admin": name == "b"} for name in "ab")
+    keys = [ApiKey.from_config(KeyConfig.model_validate(one)) for one in told]
     with pytest.raises(ConfigError, match="same secret"):
-        Keyring([ApiKey.of("a", "sk-1"), ApiKey.of("b", "sk-1", admin=True)])
+        Keyring(keys)
 
 
 @pytest.mark.parametrize(
