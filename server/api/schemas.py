@@ -353,7 +353,7 @@ def close_described(schema: Any) -> Any:
     is put together from parts that describe one object (allOf, $ref or anyOf beside properties) no
     part knows the others' members: then nothing is closed.
     """
-    return schema if _is_mixed(schema) else _mapped(schema, _close_one)
+    return schema if _is_mixed(schema) else mapped(schema, _close_one)
 
 
 def close_all(schema: Any) -> Any:
@@ -364,7 +364,7 @@ def close_all(schema: Any) -> Any:
             part.setdefault("additionalProperties", False)
         return part
 
-    return _mapped(schema, close)
+    return mapped(schema, close)
 
 
 def _close_one(part: dict[str, Any]) -> dict[str, Any]:
@@ -373,10 +373,10 @@ def _close_one(part: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """The schema with `change` applied to a copy of each schema in it, inner ones first."""
     if isinstance(schema, (list, tuple)):
-        return [_mapped(item, change) for item in schema]
+        return [mapped(item, change) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     # The branches of an object that describes members itself describe the same object.
@@ -384,11 +384,11 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     changed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
-            changed[key] = {name: _mapped(item, change) for name, item in value.items()}
+            changed[key] = {name: mapped(item, change) for name, item in value.items()}
         elif key in _VALUES or (described and key in _MIXES):
             changed[key] = value
         else:
-            changed[key] = _mapped(value, change)
+            changed[key] = mapped(value, change)
     return change(changed)
 
 

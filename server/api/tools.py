@@ -26,7 +26,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from server.api.schemas import SchemaRules, StrictArguments, prepared
+from server.api.schemas import SchemaRules, StrictArguments, mapped, prepared
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
 
 ToolFormat = Literal["hermes", "mistral", "llama3"]
@@ -666,13 +666,11 @@ def force_call(
 
 def _moved(schema: Any, root: str) -> Any:
     """A schema whose local references point below `root`."""
-    if isinstance(schema, Mapping):
-        return {
-            key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, root)
-            for key, value in schema.items()
-        }
-    if isinstance(schema, (list, tuple)):
-        return [_moved(item, root) for item in schema]
-    return schema
+
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            part["$ref"] = root + reference[1:]
+        return part
+
+    return mapped(schema, move)
