@@ -186,10 +186,9 @@ class EngineSlot:
     on_message: Callable[[EngineSlot, int, channel.Message], None]
     on_idle: Callable[[], None]
     state: SlotState = "loading"
-    info: ModelInfo | None = None
+    info: ModelInfo | None = None  # since it was ready for the first time
     handle: EngineHandle | None = None
     generation: int = 0
-    was_ready: bool = False
     deaths_s: list[float] = field(default_factory=list)
     num_restarts: int = 0
     retry_at_s: float = 0.0
@@ -671,7 +670,7 @@ class EngineClient:
         if slot.handle is None or self._stopping:
             return
         slot.pulse.heard()
-        slot.info, slot.state, slot.was_ready = info, "ready", True
+        slot.info, slot.state = info, "ready"
         self.metrics.engine_ready(slot.spec.name, slot.spec.model, info)
         log.info(
             "engine %s is ready: %s on %s, %d blocks of %d",
@@ -726,11 +725,11 @@ class EngineClient:
         now_s = time.monotonic()
         policy = self._restart
         slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]
-        hopeless = final and not slot.was_ready
+        hopeless = final and slot.info is None
         again = not hopeless and len(slot.deaths_s) < policy.max_restarts and not self.is_draining
         self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=again)
         if again:
-            slot.state = "restarting" if slot.was_ready else "loading"
+            slot.state = "loading" if slot.info is None else "restarting"
             slot.deaths_s.append(now_s)
             slot.num_restarts += 1
             delay_s = min(policy.max_delay_s, policy.first_delay_s * 2 ** (len(slot.deaths_s) - 1))
