@@ -10,18 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server import token_bytes
 from server.api.answer import CharCounter, TextStream
-from tests.api.tiny_tokenizers import byte_level_tokenizer
-
-TOKENIZER = byte_level_tokenizer()
-TABLE = token_bytes.build(TOKENIZER)
-BYTE_IDS = {TABLE.bytes_of(i): i for i in range(TABLE.vocab_size) if len(TABLE.bytes_of(i)) == 1}
-
-
-def as_byte_tokens(text: str) -> list[int]:
-    """One id per byte: the worst case for splitting characters."""
-    return [BYTE_IDS[bytes([b])] for b in text.encode()]
+from tests.api.live import TABLE, TOKENIZER, as_bytes
 
 
 def chunks(ids: list[int], cuts: Sequence[int]) -> list[list[int]]:
@@ -42,7 +32,7 @@ def test_streamed_text_is_the_decoded_text(text: str, cuts: list[int]) -> None:
 def test_no_piece_holds_half_a_character(text: str) -> None:
     stream = TextStream(TABLE)
     shown = ""
-    for token_id in as_byte_tokens(text):
+    for token_id in as_bytes(text):
         piece = stream.push([token_id])
         assert "�" not in piece or "�" in text
         shown += piece
@@ -52,7 +42,7 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
 
 def test_a_cut_off_character_becomes_a_replacement_character() -> None:
     stream = TextStream(TABLE)
-    assert stream.push(as_byte_tokens("a€")[:-1]) == "a"
+    assert stream.push(as_bytes("a€")[:-1]) == "a"
     assert stream.finish([], "length", None) == "�"
 
 
@@ -78,7 +68,7 @@ def test_nothing_that_may_be_a_stop_string_is_shown(
     encoded = [s.encode() for s in stops]
     data = text.encode()
     found = engine_stop(data, encoded)
-    ids = as_byte_tokens(text)
+    ids = as_bytes(text)
     stream = TextStream(TABLE, stop=encoded, include_stop=include)
     shown = ""
     end = len(ids) if found is None else found[0] - 1
@@ -99,9 +89,9 @@ def test_nothing_that_may_be_a_stop_string_is_shown(
 def test_a_match_that_the_engine_ignored_is_shown() -> None:
     """Before min_tokens the engine does not stop: the text goes out, the later match cuts."""
     stream = TextStream(TABLE, stop=[b"ab"])
-    shown = stream.push(as_byte_tokens("ab")) + stream.push(as_byte_tokens("xa"))
+    shown = stream.push(as_bytes("ab")) + stream.push(as_bytes("xa"))
     assert shown == "abx"
-    assert stream.finish(as_byte_tokens("b"), "stop", b"ab") == ""
+    assert stream.finish(as_bytes("b"), "stop", b"ab") == ""
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -109,7 +99,7 @@ def test_the_id_that_ends_a_choice_has_text_only_if_asked(include: bool) -> None
     end = TOKENIZER.token_to_id("<|end|>")
     assert end is not None
     stream = TextStream(TABLE, include_stop=include, skip_special=False)
-    text = stream.push(as_byte_tokens("ok"))
+    text = stream.push(as_bytes("ok"))
     text += stream.finish([end], "stop", None)
     assert text == ("ok<|end|>" if include else "ok")
 
