@@ -46,18 +46,18 @@ def _check(**body: Any) -> None:
     asyncio.run(run())
 
 
-def _nested(depth: int) -> dict[str, Any]:
+def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
-        schema = {"items": schema}
+        schema = {"type": "array", "items": schema}
     return schema
 
 
-def _product(num: int) -> dict[str, Any]:
-    """2^2num alternatives once allOf is multiplied out."""
+def product(num: int, of: int = 4) -> dict[str, Any]:
+    """of^num alternatives once allOf is multiplied out."""
     return {
         "allOf": [
-            {"anyOf": [{"properties": {f"k{i}_{j}": {"type": "string"}}} for j in range(4)]}
+            {"anyOf": [{"properties": {f"k{i}_{j}": {"type": "string"}}} for j in range(of)]}
             for i in range(num)
         ]
     }
@@ -81,8 +81,8 @@ STRUCTURED: list[tuple[str, dict[str, Any], type[RequestError]]] = [
         ".json", {"json": {"type": "integer", "minimum": 2, "maximum": 1}},
         ConstraintUnsatisfiableError,
     ),
-    (".json", {"json": _nested(33)}, LimitExceededError),
-    (".json", {"json": _product(8)}, LimitExceededError),
+    (".json", {"json": nested(33)}, LimitExceededError),
+    (".json", {"json": product(8)}, LimitExceededError),
     (".json", {"json": {"enum": ["x" * 300_000]}}, LimitExceededError),
 ]  # fmt: skip
 FORMATS: list[tuple[str, dict[str, Any]]] = [
@@ -127,7 +127,7 @@ def test_a_slow_grammar_does_not_stall_the_loop() -> None:
         await checker.check(GrammarSpec("regex", "a"), "regex")  # the library is loaded now
         slow = [
             checker.check(
-                GrammarSpec("json_schema", json.dumps({**_product(6), "title": f"{i}"})), "json"
+                GrammarSpec("json_schema", json.dumps({**product(6), "title": f"{i}"})), "json"
             )
             for i in range(8)
         ]
