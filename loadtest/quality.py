@@ -674,7 +674,9 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
     tests = list(ExampleReader(tokenizer, eos).read([options.test]))
     tests = tests[: options.prompts]
     golds = [table.join(ids, skip_special=True).decode(errors="replace") for _, ids in tests]
-    enrichment = Enrichment.load(options.enriched / "enrichment.json", tokenizer=data.fingerprint)
+    enrichment = Enrichment.load(
+        options.enriched / "enrichment.json", tokenizer=data.text.fingerprint
+    )
     train = [*data.train, *data.held_out]
     scored: dict[str, dict[str, list[float]]] = {}
     found: dict[str, Any] = {}
@@ -685,7 +687,7 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
         scored[name] = scores(side.texts, golds)
         prompts = [prompt for prompt, _ in spelled(tests, own)]
         written = list(zip(prompts, side.outputs, strict=True))
-        passes = count_passes(spelled(train, own), written, data.fingerprint, lambda *_: None)
+        passes = count_passes(spelled(train, own), written, data.text.fingerprint, lambda *_: None)
         judged = {metric: asdict(estimate(each)) for metric, each in scored[name].items()}
         found[name] = judged | figures(side, own) | {"passes": passes}
         print(name, found[name], flush=True)

@@ -180,21 +180,14 @@ def corpus_of(
     """
     from drafters.auto.copying import Pieces
     from drafters.auto.held_out import build_calibrated
-    from server.token_bytes import enriched
-    from server.wiring.model import enrichment_of
 
-    text = open_text(model, fields)
-    fingerprint = text.fingerprint
-    spelled: Callable[[list[int]], list[int]] = list
-    own = enrichment_of(adapter, text.table)
-    if own is not None:
-        wide = enriched(text.table, own.ids, own.parts, own.hash)
-        fingerprint, spelled = wide.fingerprint.hex(), own.segment
+    text = open_text(model, fields, adapter=adapter)
+    spelled: Callable[[list[int]], list[int]] = list if text.own is None else text.own.segment
     try:
         corpus = build_calibrated(
             # One by one: as Python's lists a large corpus would take ten times its arrays' memory.
             ((spelled(prompt), spelled(ids)) for prompt, ids in text.reader.read(data)),
-            fingerprint=fingerprint,
+            fingerprint=text.fingerprint,
             n_max=n_max,
             p_min=p_min,
             progress=progress,

@@ -17,6 +17,7 @@ from server.errors import ConfigError, TailorError
 
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
+    from vocab_store.enrichment import Enrichment
 
 _SEED = 20
 _LEAST = 20  # examples
@@ -42,7 +43,8 @@ class ModelText:
     """What a command needs of a model that it does not run.
 
     folder: the model's. tokenizer: a tokenizers.Tokenizer. table: its id -> bytes table. eos: an id
-    that ends a text. reader: of data files.
+    that ends a text. reader: of data files, in the base's ids. own: the tokens of an adapter, which
+    the table has, too; None without any.
     """
 
     folder: Path
@@ -50,20 +52,27 @@ class ModelText:
     table: TokenBytes
     eos: int
     reader: ExampleReader
+    own: Enrichment | None
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokenizer, hex."""
+        """Of the ids, hex."""
         return self.table.fingerprint.hex()
 
 
 def open_text(
-    model: str | Path, fields: FieldOptions, report: Callable[[str], None] | None = None
+    model: str | Path,
+    fields: FieldOptions,
+    *,
+    adapter: str | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> ModelText:
-    """A model's tokenizer, and what reads data files with it. report: told what takes long. Raises
-    ConfigError, ModelError."""
+    """A model's tokenizer, and what reads data files with it. adapter: whose tokens are in its ids.
+    report: told what takes long. Raises ConfigError, ModelError."""
     from server.api.chat_template import load_chat_template
     from server.model.catalog import text_folder
+    from server.token_bytes import enriched
+    from server.wiring.model import enrichment_of
 
     folder = text_folder(str(model), report=report)
     tokenizer, table, eos = open_table(folder)
@@ -77,7 +86,10 @@ def open_text(
         vocab_size=table.vocab_size,
         render=None if chat is None else chat_render(chat),
     )
-    return ModelText(folder, tokenizer, table, eos, reader)
+    own = enrichment_of(adapter, table)
+    if own is not None:
+        table = enriched(table, own.ids, own.parts, own.hash)
+    return ModelText(folder, tokenizer, table, eos, reader, own)
 
 
 def chat_render(chat: Any) -> Render:
@@ -97,16 +109,6 @@ class TaskData:
     train: Sequence[tuple[list[int], list[int]]]
     held_out: Sequence[tuple[list[int], list[int]]]
     text: ModelText
-
-    @property
-    def table(self) -> TokenBytes:
-        """The id -> bytes table."""
-        return self.text.table
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the tokenizer, hex."""
-        return self.text.fingerprint
 
 
 def read_task_data(

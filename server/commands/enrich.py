@@ -39,14 +39,14 @@ def mine_tokens(
     from vocab_store.enrichment import enrich as mine
     from vocab_store.enrichment import may_copy
 
-    settings, table = mining.settings(), data.table
+    settings, table = mining.settings(), data.text.table
     known = set(data.text.tokenizer.get_vocab(with_added_tokens=True).values())
     copied = () if mining.copies else may_copy([prompt for prompt, _ in data.train])
     try:
         return mine(
             (output for _, output in data.train),
             table.bytes_of,
-            tokenizer=data.fingerprint,
+            tokenizer=data.text.fingerprint,
             base_vocab_size=table.vocab_size,
             settings=settings,
             barriers={data.text.eos, *table.special_ids.tolist()},
@@ -132,7 +132,7 @@ def enrich(
     with writing(output):
         enrichment.save(output)
     for parts in enrichment.parts[:show]:
-        print(repr(found.table.join(parts, skip_special=False).decode(errors="replace")))
+        print(repr(found.text.table.join(parts, skip_special=False).decode(errors="replace")))
     told = [f"{len(enrichment)} tokens"]
     for side, of in enumerate(("prompts", "answers")):
         if of == "prompts" and not reads_prompts:
@@ -145,7 +145,7 @@ def enrich(
         )
     print("; ".join(told))
     if export is not None:
-        num_left = export_model(model_folder(model), enrichment, found.table, export)
+        num_left = export_model(model_folder(model), enrichment, found.text.table, export)
         print(f"written: {export}; {num_left} tokens are no text by themselves and are not in it")
     print(f"written: {output}, next: tailor tasks train --enrichment {output}")
     return 0
@@ -232,7 +232,7 @@ def analyze_task(
     from vocab_store.entropy import direction, kendall_tau, measure, ngrams, word_bigrams
 
     def text(ids: Sequence[int]) -> str:
-        return data.table.join(ids, skip_special=True).decode(errors="replace")
+        return data.text.table.join(ids, skip_special=True).decode(errors="replace")
 
     examples = [*data.train, *data.held_out]
     report = Report(
@@ -252,7 +252,7 @@ def analyze_task(
         outputs = [output for _, output in spelled(data.train, own)]
         bodies = [ids[:-1] if ids and ids[-1] in ends else ids for ids in outputs]
         counts = ngrams(bodies, 1).values()
-        report.entropies[budget] = measure(counts, vocab_size=data.table.vocab_size)
+        report.entropies[budget] = measure(counts, vocab_size=data.text.table.vocab_size)
         report.ids_per_answer[budget] = _mean([o for _, o in spelled(data.held_out, own)])
     over = [(report.entropies[b].h2, report.ids_per_answer[b]) for b in spellings]
     report.tau, report.direction = kendall_tau(over), direction(over)
@@ -262,14 +262,14 @@ def analyze_task(
     )
     for name, own in (("base", None), ("enriched", spellings[report.recommended])):
         report.passes[name] = count_passes(
-            spelled(data.train, own), spelled(data.held_out, own), data.fingerprint,
+            spelled(data.train, own), spelled(data.held_out, own), data.text.fingerprint,
             partial(bar, f"Replay, {name} ids"),
         )  # fmt: skip
     for clients in _CLIENTS:
         report.gains[clients] = _gains(report.passes, clients, row_cost)
     if not report.tokens_pay:
         report.lack = what_tokens_lack(data, bar, mining) or "drafts alone are nearly as fast"
-    report.advice = _advice(report, data.table.vocab_size)
+    report.advice = _advice(report, data.text.table.vocab_size)
     return report
 
 

@@ -143,7 +143,7 @@ def train_adapter(
     enrichment = None
     if enrichment_file is not None:
         try:
-            enrichment = Enrichment.load(enrichment_file, tokenizer=found.fingerprint)
+            enrichment = Enrichment.load(enrichment_file, tokenizer=found.text.fingerprint)
         except (EnrichmentFileError, OSError) as error:
             raise ConfigError(str(error)) from None
     if base.threads is not None:
@@ -158,7 +158,9 @@ def train_adapter(
         base.model, base.weights or "auto", dtype=dtype, device=device, threads=base.threads
     )
     shape = LoraOptions(recipe.rank, recipe.rank, recipe.dropout, recipe.start)
-    tuned = prepare(module, matrix_of, enrichment, shape, tokenizer=found.fingerprint, dtype=dtype)
+    tuned = prepare(
+        module, matrix_of, enrichment, shape, tokenizer=found.text.fingerprint, dtype=dtype
+    )
     examples, held_out = _as_examples(found.train), _as_examples(found.held_out)
     random.Random(recipe.seed).shuffle(examples)
     examples = examples[: recipe.max_examples]

@@ -17,7 +17,6 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.commands.data import ModelText
-    from vocab_store.enrichment import Enrichment
 
 
 @Parameter(name="*")
@@ -60,15 +59,11 @@ def profile(
         Path | None, Parameter(metavar="DIR", help="also write vocab_map.safetensors here")
     ] = None,
 ) -> int:
-    from server.token_bytes import enriched
-    from server.wiring.model import enrichment_of
     from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
     from vocab_store.slice import RequiredIds, export_vocab_map
 
     with Bar() as bar:
-        text = open_text(ids.model, fields, bar.stage)
-    own = enrichment_of(ids.adapter, text.table)
-    tokens = text.table if own is None else enriched(text.table, own.ids, own.parts, own.hash)
+        text = open_text(ids.model, fields, adapter=ids.adapter, report=bar.stage)
     with Bar() as bar, _errors():
         settings = ProfileSettings(
             input_aware=not filters.no_input_aware,
@@ -77,18 +72,18 @@ def profile(
             tolerance=filters.tolerance,
         )
         _, hidden_size, eos_ids = model_facts(text.folder)
-        required = RequiredIds.from_tokens(tokens, eos_ids)
-        if own is not None:
-            required = required.with_own(own.ids)
-        examples = _documents(text, data, own, bar)
+        required = RequiredIds.from_tokens(text.table, eos_ids)
+        if text.own is not None:
+            required = required.with_own(text.own.ids)
+        examples = _documents(text, data, bar)
         if heldout is not None:
-            judged = _documents(text, [heldout], own, bar)
+            judged = _documents(text, [heldout], bar)
         else:
             judged = examples[9::10]
             examples = [example for i, example in enumerate(examples) if i % 10 != 9]
         made = build_profile(
             examples,
-            tokens,
+            text.table,
             required,
             settings,
             heldout=judged,
@@ -103,7 +98,7 @@ def profile(
 
 
 def _documents(
-    text: ModelText, files: Sequence[Path], own: Enrichment | None, bar: Bar
+    text: ModelText, files: Sequence[Path], bar: Bar
 ) -> list[tuple[list[int], list[int]]]:
     """The examples of some files as the model reads and writes them, without the id that ends an
     output: it is in every slice. Raises ConfigError with file, line and field."""
@@ -112,8 +107,8 @@ def _documents(
     found = []
     for prompt, output in text.reader.read(files):
         ids = output[:-1] if output[-1:] == [text.eos] else output
-        if own is not None:
-            prompt, ids = own.read(prompt), own.segment(ids)
+        if text.own is not None:
+            prompt, ids = text.own.read(prompt), text.own.segment(ids)
         found.append((prompt, ids))
         if len(found) % TICK == 0:
             bar("tokenize", len(found), None)
