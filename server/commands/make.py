@@ -169,37 +169,6 @@ def _row(turn: Turn) -> dict[str, Any]:
     return {"messages": [*turn.asked["messages"], {"role": "assistant", "content": turn.gold}]}
 
 
-# --- steps that are kept --------------------------------------------------------------------------
-
-
-class Steps:
-    """What was done: step -> the digest of what it was made from, and its figures; in `file`."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._known = file, object_in(file)
-
-    def figures(self, step: str, made_from: str) -> dict[str, Any] | None:
-        """Of a step that was ended and made from this; None for others."""
-        found = self._known.get(step, {})
-        return found.get("figures") if found.get("made_from") == made_from else None
-
-    def begin(self, step: str, made_from: str) -> bool:
-        """Whether the step was begun with this before, so that its parts may be used."""
-        if self._known.get(step, {}).get("made_from") == made_from:
-            return True
-        self._known[step] = {"made_from": made_from}
-        self._save()
-        return False
-
-    def end(self, step: str, made_from: str, figures: dict[str, Any]) -> None:
-        self._known[step] = {"made_from": made_from, "figures": figures}
-        self._save()
-
-    def _save(self) -> None:
-        with replacing(self._file) as out:
-            out.write((json.dumps(self._known, indent=1) + "\n").encode())
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -288,7 +257,7 @@ class _Make:
         self._work = self.output.with_suffix(".make")
         begun = (self._work / "made.json").is_file()
         replace(self.file, force=self.file.force or begun).check()
-        self._steps = Steps(self._work / "made.json")
+        self._known = object_in(self._work / "made.json")
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
         self._read = FieldOptions(joint=found.joint)
@@ -342,8 +311,20 @@ class _Make:
                 break
         return _digest(made)
 
+    # What was done: step -> the digest of what it was made from, and its figures once it has ended.
+
+    def _kept(self, step: str) -> dict[str, Any]:
+        """Of a step that was begun with this before; {} of others."""
+        found: dict[str, Any] = self._known.get(step, {})
+        return found if found.get("made_from") == self._made_from(step) else {}
+
     def _figures(self, step: str) -> dict[str, Any] | None:
-        return self._steps.figures(step, self._made_from(step))
+        return self._kept(step).get("figures")
+
+    def _note(self, step: str, **figures: Any) -> None:
+        self._known[step] = {"made_from": self._made_from(step), **figures}
+        with replacing(self._work / "made.json") as out:
+            out.write((json.dumps(self._known, indent=1) + "\n").encode())
 
     def plan(self) -> Iterator[str]:
         """What will be done and what it takes, in lines for people to read."""
@@ -474,7 +455,7 @@ class _Make:
             return {}
         print(f"{self.file.name}: {step}", file=sys.stderr)
         figures = act()
-        self._steps.end(step, self._made_from(step), figures)
+        self._note(step, figures=figures)
         return figures
 
     def _analyze(self) -> dict[str, Any]:
@@ -501,7 +482,8 @@ class _Make:
 
     def _train_adapter(self) -> dict[str, Any]:
         adapter = self._work / "adapter"
-        if not self._steps.begin("train", self._made_from("train")):
+        if not self._kept("train"):  # else its parts are used
+            self._note("train")
             shutil.rmtree(adapter, ignore_errors=True)
         own = None if "enrich" in self._skip else self._work / "enrichment.json"
         base = BaseOptions(
