@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 
 import httpx
 from rich.console import Console
@@ -102,11 +102,7 @@ class Cell:
 def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
     """Seconds from the start at which requests are due: a Poisson process of `rate` a second."""
     rng = random.Random(seed)
-    now, times = 0.0, []
-    for _ in range(num_requests):
-        now += rng.expovariate(rate)
-        times.append(now)
-    return times
+    return list(accumulate(rng.expovariate(rate) for _ in range(num_requests)))
 
 
 @dataclass(frozen=True, slots=True)

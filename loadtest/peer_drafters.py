@@ -24,6 +24,7 @@ from drafters.session import TextSession
 from drafters.tree import DraftTree, followed
 
 NUM_LIKELY = 8
+LONGEST_MATCH, MOST_COPIED = 3, 8  # of LogitSpec: tokens that are looked up, and behind a match
 RANK_CHANCES = (0.42, 0.13, 0.07, 0.05, 0.035, 0.03, 0.025, 0.02)
 """How often a node of each rank is right, about: the fixed tree holds the likeliest places."""
 
@@ -188,14 +189,10 @@ class TokenRecyclingSession(_LikelySession):
 
 
 class LogitSpec:
-    """ngram: longest match that is looked up. path: most tokens copied behind one."""
+    """What it knows is a request's own."""
 
     name = "logitspec"
     sources = ("logitspec",)
-
-    def __init__(self, ngram: int = 3, path: int = 8) -> None:
-        self.ngram = ngram
-        self.path = path
 
     def open(self, prompt_ids: Sequence[int], **_: Any) -> LogitSpecSession:
         return LogitSpecSession(self, prompt_ids)
@@ -234,12 +231,12 @@ class LogitSpecSession(_LikelySession):
         where = np.flatnonzero(text[num - 1 : -1] == gram[-1])
         for at in where[::-1].tolist():
             if text[at : at + num].tolist() == gram:
-                found: list[int] = text[at + num : at + num + self._drafter.path].tolist()
+                found: list[int] = text[at + num : at + num + MOST_COPIED].tolist()
                 return found
         return []
 
     def _draft(self, budget: int, max_depth: int) -> DraftTree:
-        last = self.text[max(0, self.size - self._drafter.ngram) : self.size].tolist()
+        last = self.text[max(0, self.size - LONGEST_MATCH) : self.size].tolist()
         paths = [self._behind(last[i:]) for i in range(len(last))]
         paths = [next((path for path in paths if path), [])]
         for guess in self._guesses:

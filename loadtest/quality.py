@@ -206,19 +206,12 @@ def scorer(
 
 def read_texts(data: Path, tokenizer: Tokenizer, eos: int, num: int, longest: int) -> list[Text]:
     """The first `num` texts of at most `longest` ids. Raises ValueError when there is none."""
-    texts = []
-    with data.open(encoding="utf-8") as lines:
-        for line in lines:
-            entry = json.loads(line)
-            start = len(tokenizer.encode(entry["prompt"]).ids)
-            ids = (*tokenizer.encode(f"{entry['prompt']} {entry['completion']}").ids, eos)
-            if start < len(ids) <= longest:
-                texts.append(Text(ids, start))
-            if len(texts) == num:
-                break
-    if not texts:
+    examples = ExampleReader(tokenizer, eos).read([data])
+    texts = (Text((*prompt, *output), len(prompt)) for prompt, output in examples)
+    found = list(islice((text for text in texts if 0 < text.start < len(text.ids) <= longest), num))
+    if not found:
         raise ValueError(f"{data} holds no text of at most {longest} tokens")
-    return texts
+    return found
 
 
 @app.command
