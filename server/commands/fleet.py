@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from server.config.cluster import load_cluster_config
 
 if TYPE_CHECKING:
-    from server.config import ServerConfig
     from server.config.cluster import ClusterConfig
     from server.fleet.parts import FleetParts
 
@@ -16,26 +15,22 @@ if TYPE_CHECKING:
 def up(file: Path, /) -> int:
     from server import logs
     from server.fleet.local import up as run
-    from server.fleet.parts import FleetParts
 
-    cluster, server = _checked(file)
-    logs.configure(server.log.format, server.log.level)
-    listen = server.listen
+    cluster, parts = _checked(file)
+    log, listen = parts.server.log, parts.server.listen
+    logs.configure(log.format, log.level)
 
     def on_ready() -> None:
         print(f"The fleet is ready on {listen.url(listen.port)}.", flush=True)
 
-    def again() -> tuple[ClusterConfig, FleetParts]:
-        cluster, server = _checked(file)
-        return cluster, FleetParts(server, cluster.learning)
-
-    return run(cluster, FleetParts(server, cluster.learning), on_ready, again)
+    return run(cluster, parts, on_ready, lambda: _checked(file))
 
 
 def check(file: Path, /) -> int:
     from server.wiring.task_set import server_tasks
 
-    cluster, server = _checked(file)
+    cluster, parts = _checked(file)
+    server = parts.server
     for model in server.models:
         replicas = cluster.replicas_of(model.name)
         num = (
@@ -63,10 +58,11 @@ def check(file: Path, /) -> int:
     return 0
 
 
-def _checked(file: Path) -> tuple[ClusterConfig, ServerConfig]:
+def _checked(file: Path) -> tuple[ClusterConfig, FleetParts]:
     """Both files, and what they name. Raises ConfigError."""
     from server.commands.serve import check_server
+    from server.fleet.parts import FleetParts
 
     cluster, server = load_cluster_config(file)
     check_server(server)
-    return cluster, server
+    return cluster, FleetParts(server, cluster.learning)
