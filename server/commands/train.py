@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from drafters.target import native
 from server.commands.data import DataFiles, FieldOptions, read_task_data
 from server.commands.options import DEFAULT_MODEL, Bar, WeightsForm, writing
 from server.errors import ConfigError
@@ -213,11 +214,7 @@ def has_bfloat16(device: str) -> bool:
 
     if device != "cpu":
         return bool(torch.cuda.is_bf16_supported())
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    return not native().features.isdisjoint(("avx512_bf16", "amx-bf16"))
 
 
 def _show(bar: Bar, progress: TrainProgress) -> None:
