@@ -19,7 +19,7 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
-    from vocab_store.enrichment import Enrichment, EnrichSettings
+    from vocab_store.enrichment import Enrichment
     from vocab_store.entropy import Concentration, WordBigrams
 
 _FIELDS = FieldOptions()
@@ -35,11 +35,11 @@ def mine_tokens(
 ) -> Enrichment:
     """The tokens that Algorithm 1 finds in the examples that are not held back; reads_prompts: in
     their prompts, too, which the model then reads in them. Raises ConfigError where there are
-    none."""
+    none, and for parameters that cannot be."""
+    from vocab_store.enrichment import EnrichSettings, may_copy
     from vocab_store.enrichment import enrich as mine
-    from vocab_store.enrichment import may_copy
 
-    settings, table = mining.settings(), data.text.table
+    table = data.text.table
     known = set(data.text.tokenizer.get_vocab(with_added_tokens=True).values())
     copied = () if mining.copies else may_copy([prompt for prompt, _ in data.train])
     try:
@@ -48,7 +48,7 @@ def mine_tokens(
             table.bytes_of,
             tokenizer=data.text.fingerprint,
             base_vocab_size=table.vocab_size,
-            settings=settings,
+            settings=EnrichSettings(mining.budget, mining.n_max, mining.alpha, least=mining.least),
             barriers={data.text.eos, *table.special_ids.tolist()},
             reserved_ids=[i for i in range(table.vocab_size) if i not in known],
             copied=copied,
@@ -86,15 +86,6 @@ class MiningOptions:
             "copies best what it reads and writes in the same ids",
         ),
     ] = False
-
-    def settings(self) -> EnrichSettings:
-        """Checked. Raises ConfigError."""
-        from vocab_store.enrichment import EnrichSettings
-
-        try:
-            return EnrichSettings(self.budget, self.n_max, self.alpha, least=self.least)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
 
 _MINING = MiningOptions()
