@@ -445,13 +445,10 @@ def unpack(
 def _files_of(task: Path) -> tuple[str, list[Path]]:
     """(the task's name, its YAML and the files it names). Raises ConfigError."""
     from server.config import load_task
-    from server.config.declared import task_files
 
     loaded = load_task(task)
-    named = [loaded.speculation.corpus, loaded.vocabulary.profile]
-    named += [path for _, _, path in task_files(loaded.speculation)]
     files = [task]
-    for path in (Path(name) for name in named if name is not None):
+    for path in (Path(name) for _, name in loaded.files()):
         if not path.is_file():
             raise ConfigError(f"{task}: no file {path}")
         if path.resolve().parent != task.resolve().parent:

@@ -10,7 +10,7 @@ Importing this module imports neither torch nor numpy, nor any drafter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, create_model, model_validator
@@ -62,15 +62,6 @@ def request_sections(base: type[BaseModel]) -> Callable[[type[_Model]], type[_Mo
             section = _section(spec, base, options, doc, with_defaults=False)
             fields[spec.name] = (section | None, None)
     return lambda model: _extended(model, fields)
-
-
-def task_files(model: BaseModel) -> Iterator[tuple[str, Option, str]]:
-    """(drafter, option, file) of the options of a task that are files and were set."""
-    for spec in sections():
-        for one in spec.fields:
-            value = getattr(getattr(model, spec.name), one.name)
-            if one.file is not None and value is not None:
-                yield spec.name, one, value
 
 
 def _title(spec: DrafterSpec) -> str:

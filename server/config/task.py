@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from drafters.catalog import Need, that_use
-from server.config.declared import parameters, sections, task_files, task_sections
+from server.config.declared import parameters, sections, task_sections
 from server.config.yaml_file import (
     Document,
     FilePath,
@@ -235,6 +236,21 @@ class TaskConfig(Section):
             raise ValueError("speculation.max_draft_tokens is above limits.max_draft_tokens")
         return self
 
+    def files(self) -> Iterator[tuple[Path_, str]]:
+        """(key, file) of all that it names."""
+        named: dict[Path_, str | None] = {
+            ("speculation", "corpus"): self.speculation.corpus,
+            ("vocabulary", "profile"): self.vocabulary.profile,
+        }
+        for spec in sections():
+            own = getattr(self.speculation, spec.name)
+            named |= {
+                ("speculation", spec.name, one.key): getattr(own, one.name)
+                for one in spec.fields
+                if one.file is not None
+            }
+        yield from ((at, file) for at, file in named.items() if file is not None)
+
 
 def load_task(path: Path) -> TaskConfig:
     """Read one task file. Paths in it count from the file's folder. Raises ConfigError."""
@@ -298,14 +314,8 @@ def load_tasks(
 
 def _check_named(task: TaskConfig, document: Document, drafters: tuple[str, ...]) -> None:
     """The drafters and the files that a task names are there."""
-    named: list[tuple[Path_, str | None]] = [
-        (("speculation", "corpus"), task.speculation.corpus),
-        (("vocabulary", "profile"), task.vocabulary.profile),
-    ]
-    for drafter, one, file in task_files(task.speculation):
-        named.append((("speculation", drafter, one.key), file))
-    for at, path in named:
-        if path is not None and not Path(path).is_file():
+    for at, path in task.files():
+        if not Path(path).is_file():
             raise document.error(at, f"no file {path}")
     speculation = task.speculation
     chosen: list[tuple[Path_, str]] = [(("speculation", "drafter"), speculation.drafter)]
