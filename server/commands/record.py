@@ -442,10 +442,8 @@ class Kept:
 
     def __enter__(self) -> Kept:
         """Raises ConfigError and BulkError for a file that cannot be written."""
-        try:
+        with writing(self._output):
             self._output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{self._output}: {error.strerror}") from None
         self._file.__enter__()
         try:
             records = self._file.take_up(lambda _: self._key)
