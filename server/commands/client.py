@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,7 +113,6 @@ def stream(
     out: Console,
     note: Console,
     timeout_s: float = 600.0,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
     """Stream a completion to `out` and a line of figures to `note`; what it added up to.
 
@@ -132,7 +130,7 @@ def stream(
     }
     tally, colours = Tally(), dict[str, str]()
     num_drawn = 0
-    started_s = clock()
+    started_s = time.monotonic()
     first_s: float | None = None
     shown = ""
 
@@ -144,7 +142,7 @@ def stream(
     for chunk in events(endpoint, "/completions", body, timeout_s):
         for choice in chunk.get("choices", ()):
             if first_s is None:
-                first_s = clock()
+                first_s = time.monotonic()
             for run in choice.get("token_sources", ()):
                 num_drawn += run["tokens"] if run["source"] is None else 0
                 shown = run["text"] or shown
@@ -160,11 +158,12 @@ def stream(
     if not shown.endswith("\n"):
         out.file.write("\n")
         out.file.flush()
-    wall_s = clock() - started_s
+    ended_s = time.monotonic()
+    wall_s = ended_s - started_s
     rate = tally.num_tokens / wall_s if wall_s > 0 else 0.0
     line = Text(
         f"{tally.num_tokens} tokens in {wall_s:.2f} s (first after "
-        f"{(first_s or clock()) - started_s:.2f} s): {rate:.1f} tokens/s, {tally.summary()}"
+        f"{(first_s or ended_s) - started_s:.2f} s): {rate:.1f} tokens/s, {tally.summary()}"
     )
     if tally.by_source:
         line.append(f"; {num_drawn} drawn without a draft")
