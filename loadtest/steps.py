@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -80,22 +80,18 @@ def runner_of(
     if weights not in (*FORMS, "file"):
         raise ModelError(f"{form!r} is none of {', '.join(FORMS)}, file")
     folder = model_folder(model, "file" if weights == "file" else "float32")
-    runner = build_runner(
-        RunnerSpec(
-            name=form,
-            folder=str(folder),
-            adapter=adapter,
-            weights=weights,
-            kv_dtype=kv_dtype or "auto",
-            sizes=EngineSizes(max_num_seqs=1, max_num_batched_tokens=max_rows, kv_bytes=256 << 20),
-            threads=threads,
-        )
+    spec = RunnerSpec(
+        name=form,
+        folder=str(folder),
+        adapter=adapter,
+        weights=weights,
+        kv_dtype=kv_dtype or "auto",
+        sizes=EngineSizes(max_num_seqs=1, max_num_batched_tokens=max_rows, kv_bytes=256 << 20),
+        threads=threads,
     )
-    assert isinstance(runner, CpuRunner)
-    try:
+    with closing(build_runner(spec)) as runner:
+        assert isinstance(runner, CpuRunner)
         yield runner, folder
-    finally:
-        runner.close()
 
 
 def forms_of(names: str) -> list[str]:

@@ -106,11 +106,9 @@ def own_engine(
     config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
     plan = plan_server(config, {}, {name: ready_folder(model, config.engine)})
     bar("loading the model (the first time here: compiling and measuring too)", 0, None)
-    engine = build_engine(replace(plan.orders[0], drafters=drafters, log_level="WARNING"))
-    try:
+    order = replace(plan.orders[0], drafters=drafters, log_level="WARNING")
+    with contextlib.closing(build_engine(order)) as engine:
         yield plan.models[name], engine
-    finally:
-        engine.close()
 
 
 # --- what is looked at before anything is fetched or loaded ---------------------------------------

@@ -13,6 +13,7 @@ import statistics
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -342,16 +343,13 @@ def _measure(
         sizes=sizes,
         threads=model.threads,
     )
-    runner = build_runner(spec)
-    try:
+    with closing(build_runner(spec)) as runner:
         scores = score(runner, list(texts))
         probe = make_prober(runner)
         steps: dict[int, list[float]] = {1: [], 16: []}
         for _ in range(_NUM_STEPS):
             for rows, taken in steps.items():
                 taken.append(1e3 * probe(rows, 128))
-    finally:
-        runner.close()
     figures = compare(scores, scores)
     return {
         "perplexity": figures["perplexity"],
