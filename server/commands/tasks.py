@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import statistics
 import time
 import zipfile
@@ -119,7 +118,6 @@ def tune_task(
     from drafters.auto.copying import Pieces
     from server.commands.tune import tune as run
     from server.commands.tune_data import Tuning, check_data
-    from server.model.catalog import model_folder
     from server.wiring.drafter import make_task_drafter
     from server.wiring.model import enrichment_of
 
@@ -147,10 +145,6 @@ def tune_task(
             bar.say(f"beside replays, which tell what is left of them, about: {times}")
         # While the model was loaded and its steps were measured.
         busy = busy_share(others, even_if_busy)
-        # Of floats that were rounded to integers, the head to others than the rest, it is unknown.
-        form, share = engine.info.dtype, None
-        if form in ("file", "float32", "bfloat16"):
-            share = head_share(model_folder(model.model, "file" if form == "file" else "float32"))
         table, own = served.table, enrichment_of(model.adapter)
         pieces = Pieces(table.offsets, table.blob)
 
@@ -174,7 +168,7 @@ def tune_task(
                 bar,
                 sampling=drawn,
                 max_tokens=sampling.max_tokens,
-                head_share=share,
+                head_share=head_share(engine.runner),
                 busy=busy,
                 render=None if served.chat is None else chat_render(served.chat),
                 compare_forms=None if skip_forms else partial(compare_forms, model, progress=bar),
@@ -202,7 +196,8 @@ _NUM_HEADS = 3  # measurements of the LM head, of which the median counts
 _NUM_TEXTS, _LONGEST = 24, 512  # examples that a form of the weights is judged by, and their ids
 _NUM_STEPS = 9  # that are timed
 _LIMIT_S = 90.0  # no further form is begun after so many seconds
-_FORMS = ("float32", "bfloat16", "int8", "int8-blocks", "int4")  # of a model that has floats
+_FLOATS = ("float32", "bfloat16")
+_FORMS = (*_FLOATS, "int8", "int8-blocks", "int4")  # of a model that has floats
 
 
 class OtherProcesses:
@@ -249,35 +244,15 @@ def head_seconds(runner: Runner) -> tuple[float, float]:
     return first, further
 
 
-def head_share(folder: Path) -> float | None:
-    """The LM head's share of the weights that a step of one row reads; None where a file does not
-    say. The embedding's rows are looked up and count nothing; a tied head is the embedding's table.
-    """
-    from safetensors import SafetensorError, safe_open
+def head_share(runner: Runner) -> float | None:
+    """The LM head's share of the weights that a step of one row reads; None of a runner that does
+    not tell, and of floats that were rounded to integers: the head to others than the rest, which
+    take another time a byte."""
+    from server.model.cpu.runner import CpuRunner
 
-    from server.model.catalog import gguf_of
-    from server.model.gguf_index import GgufIndex
-
-    gguf = gguf_of(folder)
-    if gguf is not None:
-        held = GgufIndex(gguf).tensors.values()
-        sizes = {t.name: t.data.nbytes for t in held if len(t.shape) == 2}
-        table = sizes.pop("token_embd.weight")
-        in_head = sizes.pop("output.weight", table)
-        return in_head / (in_head + sum(sizes.values()))
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config") or config
-        head = int(text["vocab_size"]) * int(text["hidden_size"])
-        body = 0
-        for file in folder.glob("*.safetensors"):
-            with safe_open(file, "numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    if "embed_tokens" not in name and not name.startswith("lm_head"):
-                        body += math.prod(tensors.get_slice(name).get_shape())
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+    if not isinstance(runner, CpuRunner) or runner.info.dtype not in (*_FLOATS, "file"):
         return None
-    return head / (head + body) if body > 0 else None
+    return runner.head_bytes / runner.weight_bytes
 
 
 def forms_of(model: ModelOptions) -> list[tuple[str, Path]]:

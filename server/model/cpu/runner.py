@@ -256,6 +256,11 @@ class CpuRunner:
         return self._weights.num_bytes
 
     @property
+    def head_bytes(self) -> int:
+        """Those of them that are the LM head's."""
+        return self._weights.packed_head.row_bytes * self.info.vocab_size
+
+    @property
     def slice_bytes(self) -> int:
         """Bytes of head rows that were copied for slices."""
         return self._slices.num_bytes
