@@ -285,16 +285,13 @@ def _models(
             if adapter.name in named:
                 raise ConfigError(f"--served-model-name: {adapter.name!r} is an adapter's name")
         models = (models[0].model_copy(update={"name": called.name, "aliases": called.aliases}),)
-    if what.adapter is not None:
-        if len(models) != 1:
-            raise ConfigError("--adapter needs --model when server.yaml has several models")
-        models = (models[0].model_copy(update={"adapter": what.adapter}),)
-    if what.generation_config is not None:
-        update = {"generation_config": what.generation_config}
-        models = tuple(model.model_copy(update=update) for model in models)
-    if devices is not None:
-        models = tuple(model.model_copy(update={"devices": devices}) for model in models)
-    return models
+    if what.adapter is not None and len(models) != 1:
+        raise ConfigError("--adapter needs --model when server.yaml has several models")
+    options = {
+        "adapter": what.adapter, "generation_config": what.generation_config, "devices": devices
+    }  # fmt: skip
+    update = {key: value for key, value in options.items() if value is not None}
+    return tuple(model.model_copy(update=update) for model in models)
 
 
 def _named(path: str, names: Sequence[str], option: str) -> ModelConfig:
