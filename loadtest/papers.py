@@ -188,14 +188,12 @@ def speculative(sets: Sets, options: PaperOptions) -> Iterator[Table]:
 
 def fine_tuned(sets: Sets) -> Iterator[Table]:
     """TASC-ft as far as it needs no training: entropies, lengths, forward passes."""
-    from server.model.catalog import text_folder
-
     reports: dict[str, Report] = {}
     alphas: dict[str, list[float]] = {}
     with Bar() as bar:
         for name in sets.names:
-            file, folder = sets.folder / name / "train.jsonl", text_folder(sets.model)
-            data = read_task_data(folder, [file], FieldOptions(), max_held_out=100)
+            file = sets.folder / name / "train.jsonl"
+            data = read_task_data(sets.model, [file], FieldOptions(), max_held_out=100)
             reports[name] = analyze_task(data, BUDGETS, 0.06, bar, AS_PRINTED)
             alphas[name] = []
             for alpha in ALPHAS:

@@ -84,10 +84,9 @@ from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsFor
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.record import Prompt, ask_engine
-from server.datasets import ExampleReader, open_table, tokenize_in_place
+from server.datasets import ExampleReader, tokenize_in_place
 from server.engine.batch import AdaptingRunner, Runner
 from server.engine.engine import Engine
-from server.model.catalog import model_folder
 from server.model.scoring import Scores, Text, compare, score
 from server.types import SamplingParams, SpeculationParams, VocabularyParams
 from vocab_store.enrichment import Enrichment
@@ -661,12 +660,10 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
 
     Example: python -m loadtest.quality adapters --base b --enriched e --train a --test t
     """
-    folder = model_folder(options.model)
-    data = read_task_data(folder, [options.train], FieldOptions())
-    tokenizer, table, eos = open_table(folder)
-    tests = list(ExampleReader(tokenizer, eos).read([options.test]))
-    tests = tests[: options.prompts]
-    golds = [table.join(ids, skip_special=True).decode(errors="replace") for _, ids in tests]
+    data = read_task_data(options.model, [options.train], FieldOptions())
+    tests = list(islice(data.text.reader.read([options.test]), options.prompts))
+    join = data.text.table.join
+    golds = [join(ids, skip_special=True).decode(errors="replace") for _, ids in tests]
     enrichment = Enrichment.load(
         options.enriched / "enrichment.json", tokenizer=data.text.fingerprint
     )

@@ -61,7 +61,7 @@ class ModelText:
 
 
 def open_text(
-    model: str | Path,
+    model: str,
     fields: FieldOptions,
     *,
     adapter: str | None = None,
@@ -74,7 +74,7 @@ def open_text(
     from server.token_bytes import enriched
     from server.wiring.model import enrichment_of
 
-    folder = text_folder(str(model), report=report)
+    folder = text_folder(model, report=report)
     tokenizer, table, eos = open_table(folder)
     chat = None  # of a model without a template that can be used
     with contextlib.suppress(TailorError, ValueError):
@@ -112,7 +112,7 @@ class TaskData:
 
 
 def read_task_data(
-    model: str | Path,
+    model: str,
     files: Sequence[Path],
     fields: FieldOptions,
     *,
