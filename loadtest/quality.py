@@ -76,14 +76,14 @@ from loadtest.options import (
 )
 from loadtest.prompts import Example as Document
 from loadtest.prompts import data_sets, read_examples
-from loadtest.recordings import Ids, answered, in_order, open_ids
+from loadtest.recordings import Ids, open_ids
 from loadtest.steps import FORMS, forms_of, runner_of
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.enrich import count_passes, spelled
 from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsForm
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
-from server.commands.record import Prompt, ask_engine
+from server.commands.record import Prompt, answered, ask_engine, in_order
 from server.datasets import ExampleReader, tokenize_in_place
 from server.engine.batch import AdaptingRunner, Runner
 from server.engine.engine import Engine

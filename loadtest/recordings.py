@@ -8,7 +8,6 @@ brings one), so that leading blanks and merges are those a model would emit, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,7 +19,6 @@ from drafters.replay import Recording, read_recordings
 from loadtest.options import listed
 from loadtest.prompts import data_sets, read_examples
 from server.commands.options import DEFAULT_MODEL
-from server.commands.record import Answer, Failure
 from server.datasets import open_table, tokenize_in_place
 from server.token_bytes import TokenBytes
 from vocab_store.profile import model_facts
@@ -62,19 +60,6 @@ def open_ids(model: str) -> Ids:
     tokenizer, table, eos = open_table(folder)
     required = RequiredIds.from_tokens(table, model_facts(folder)[2])
     return Ids(tokenizer, eos, table, required)
-
-
-def answered(found: Iterable[Answer | Failure]) -> Iterator[Answer]:
-    """What `ask_engine` gives. Raises RuntimeError for a failure."""
-    for one in found:
-        if isinstance(one, Failure):
-            raise RuntimeError(one.message)
-        yield one
-
-
-def in_order(found: Iterable[Answer | Failure]) -> list[Answer]:
-    """The same, in the order of the prompts."""
-    return sorted(answered(found), key=lambda answer: answer.prompt.line)
 
 
 @Parameter(name="*")

@@ -111,10 +111,10 @@ from loadtest.options import (
 )
 from loadtest.peer_drafters import ArcticSuffix, LogitSpec, TokenRecycling
 from loadtest.prompts import data_sets, edited, read_examples
-from loadtest.recordings import Ids, SetOptions, in_order, open_ids
+from loadtest.recordings import Ids, SetOptions, open_ids
 from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
-from server.commands.record import Answer, Prompt, ask_engine
+from server.commands.record import Answer, Prompt, ask_engine, in_order
 from server.datasets import tokenize_in_place
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings

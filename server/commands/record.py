@@ -369,6 +369,19 @@ def ask_engine(
         engine.take_deltas()
 
 
+def answered(found: Iterable[Answer | Failure]) -> Iterator[Answer]:
+    """What `ask_engine` gives. Raises RuntimeError for a failure."""
+    for one in found:
+        if isinstance(one, Failure):
+            raise RuntimeError(one.message)
+        yield one
+
+
+def in_order(found: Iterable[Answer | Failure]) -> list[Answer]:
+    """The same, in the order of the prompts."""
+    return sorted(answered(found), key=lambda answer: answer.prompt.line)
+
+
 @dataclass(slots=True)
 class _Open:
     """A prompt that is being answered, and what of its Answer there is."""

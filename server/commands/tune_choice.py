@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from drafters.catalog import Need, catalog, that_use
-from server.commands.record import Answer, Failure, Prompt, ask_engine
+from server.commands.record import Answer, Prompt, ask_engine, in_order
 from server.commands.tune_data import (
     BOTH,
     BUSY,
@@ -492,15 +492,11 @@ def serve(
             for at, ids in enumerate(prompts[first : first + size], first)
         ]
         for side, drafts in enumerate((SpeculationParams(), speculation)):
-            answered: dict[int, Answer] = {}
-            for answer in ask_engine(
+            found = ask_engine(
                 engine, None, turn, sampling, speculation=drafts, num_open=num_clients, task=task,
                 cache_salt=f"{salt}-{side}",
-            ):  # fmt: skip
-                if isinstance(answer, Failure):
-                    raise RuntimeError(answer.message)
-                answered[answer.prompt.line] = answer
-            sides[side].extend(answered[prompt.line] for prompt in turn)
+            )  # fmt: skip
+            sides[side].extend(in_order(found))
     return sides
 
 

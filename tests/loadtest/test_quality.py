@@ -19,11 +19,11 @@ from loadtest.quality import (
     read_texts,
     slots,
 )
-from loadtest.recordings import Ids, in_order
+from loadtest.recordings import Ids
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
 from server.commands.cli import main as tailor
-from server.commands.record import Answer, Failure, Prompt
+from server.commands.record import Answer, Failure, Prompt, in_order
 from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
 from tests.api.tiny_tokenizers import byte_level_tokenizer
