@@ -67,7 +67,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -120,7 +120,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
-from server.types import EngineSizes, SamplingParams, SpeculationParams
+from server.types import EngineSizes, SamplingParams, SpeculationParams, StepCounts
 
 NUM_RESAMPLES = 2000
 BUILD_EVERY = 3
@@ -636,14 +636,10 @@ def live(
                 )  # fmt: skip
                 wanted = [tuple(test.output_ids) for test in tests]
                 same = wanted == [one.output_ids for one in found]
-                counts = [part for one in found for part in one.counts]
-                num_steps = sum(part.num_steps for part in counts) - len(tests)  # after the prompts
+                told = reduce(StepCounts.plus, (part for one in found for part in one.counts))
+                num_steps = told.num_steps - len(tests)  # after the prompts
                 cell[column] = round(num_tokens / num_steps, 3)
-                sources: dict[str, list[int]] = {}
-                for source, drafted, accepted in (of for part in counts for of in part.by_source):
-                    both = sources.setdefault(source, [0, 0])
-                    both[:] = both[0] + drafted, both[1] + accepted
-                cell[f"{column}: sources"] = sources
+                cell[f"{column}: sources"] = {name: both for name, *both in told.by_source}
                 cell["same text"] = cell.get("same text", True) and same
             engine.close()
             cells.append(cell)
