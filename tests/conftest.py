@@ -32,6 +32,8 @@ ssl.create_default_context = functools.cache(  # type: ignore[assignment]
 
 def pytest_configure(config: pytest.Config) -> None:
     """With xdist (-n), make machine code once here, on all cores, instead of once in a worker."""
+    # peft 0.21 asks transformers 5.23 by an old name.
+    config.addinivalue_line("filterwarnings", "ignore:.is_gradient_checkpointing:FutureWarning")
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         gc.disable()  # until all is collected: next to nothing of that is garbage
         return

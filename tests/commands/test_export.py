@@ -19,9 +19,6 @@ from vocab_store.enrichment import Enrichment
 
 pytest.importorskip("peft")
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 
 def test_tokens_become_added_tokens(folder: Path, tmp_path: Path) -> None:
     _, table, _ = open_table(folder)

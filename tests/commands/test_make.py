@@ -74,7 +74,6 @@ def test_equal_prompts_are_on_one_side_and_stay_there() -> None:
 # --- the whole way ---
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
 @pytest.fixture

@@ -140,8 +140,6 @@ def test_slices_of_a_model_with_and_without_its_texts(
 # --- adapters -------------------------------------------------------------------------------------
 
 
-# peft 0.21 asks transformers 5.23 by an old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_intents_and_slots_are_judged_by_themselves() -> None:
     gold = "intent: play_music, slot fills: {song: one, two: and three, artist: u2}"
     assert filled(gold)[1] == {("song", "one"): 1, ("two", "and three"): 1, ("artist", "u2"): 1}

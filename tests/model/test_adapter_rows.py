@@ -18,11 +18,7 @@ from vocab_store.enrichment import Enrichment
 
 peft = pytest.importorskip("peft")
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.usefixtures("own_cache"),
-]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 IDS = torch.arange(20)[None]
 

@@ -19,11 +19,7 @@ from tests.model.tiny_models import save_tiny
 
 pytest.importorskip("peft")
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.usefixtures("own_cache"),
-]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _adapter(model: Any, out: Path, **settings: Any) -> Any:

@@ -46,9 +46,6 @@ from tests.waiting import wait_until
 
 pytest.importorskip("peft")
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 V, NEW, MANY = 128, 5, 12
 PROMPTS = ["ab cd", "12345", "the cat", "x"]
 

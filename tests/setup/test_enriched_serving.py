@@ -31,9 +31,6 @@ from vocab_store.profile import VocabProfile
 
 pytest.importorskip("peft")
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 V, NEW = 128, 6
 PROMPTS = [(5, 9, 40, 8), (60, 61, 62, 60, 61, 62), (100, 7)]
 

@@ -109,8 +109,6 @@ def server(tuned: None, home: Path) -> Iterator[Running]:
     assert running.stop(signal.SIGTERM) == 0
 
 
-# peft 0.21 asks transformers 5.23 by an old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_a_fine_tuned_task(environment: None, home: Path) -> None:
     for what in ("analyze", "enrich", "train"):
         lines = _starting(f"tailor tasks {what}")

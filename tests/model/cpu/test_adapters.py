@@ -27,9 +27,6 @@ from tests.model.peft_adapters import enriched, logprobs, lora
 
 pytest.importorskip("peft")
 
-# peft 0.21 asks transformers 5.23 by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 V, NEW = families.VOCAB_SIZE, 5
 
 _FLOATS = ["llama", "gemma2", "phi3", "glm4", "lfm2"]

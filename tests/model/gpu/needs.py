@@ -19,7 +19,5 @@ needs_triton = pytest.mark.skipif(
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed"
 )
-# peft 0.21 asks transformers 5.23 by an old name.
-of_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 # A bucket's padded rows hold what the memory held, and nobody reads them.
 quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")

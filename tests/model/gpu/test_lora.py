@@ -25,18 +25,9 @@ from tests.model.batches import BatchBuilder, Pages
 from tests.model.families import tokens, truth
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
-from tests.model.gpu.needs import (
-    INTERPRETED,
-    needs_interpreter,
-    needs_peft,
-    needs_triton,
-    of_peft,
-    quiet,
-)
+from tests.model.gpu.needs import INTERPRETED, needs_interpreter, needs_peft, needs_triton, quiet
 from tests.model.peft_adapters import lora, prompt_logprobs
 from tests.model.torch_runners import runner_over
-
-pytestmark = of_peft
 
 V = families.VOCAB_SIZE
 

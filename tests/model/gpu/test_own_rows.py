@@ -29,11 +29,9 @@ from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import tokens, truth
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
-from tests.model.gpu.needs import needs_interpreter, needs_peft, of_peft, quiet
+from tests.model.gpu.needs import needs_interpreter, needs_peft, quiet
 from tests.model.peft_adapters import enriched, lora, prompt_logprobs
 from tests.model.torch_runners import runner_over
-
-pytestmark = of_peft
 
 V, NEW, MORE = families.VOCAB_SIZE, 5, 90
 OWN = {0: 0, 1: NEW, 2: MORE, -1: 0}

@@ -19,12 +19,9 @@ from server.types import EngineSizes
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
-from tests.model.gpu.needs import needs_peft, of_peft
+from tests.model.gpu.needs import needs_peft
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import body_of, cache_of, runner_over
-
-pytestmark = of_peft
-
 
 MIB = 1 << 20
 FREE = 4096 * MIB
