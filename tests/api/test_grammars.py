@@ -119,34 +119,29 @@ def test_what_is_refused_names_its_field(
     assert caught.value.message.isprintable() and len(caught.value.message) < 300
 
 
-def test_a_slow_grammar_does_not_stall_the_loop() -> None:
+async def test_a_slow_grammar_does_not_stall_the_loop() -> None:
     """While grammars that take long are compiled the loop goes on, and others get their turn."""
-
-    async def run() -> tuple[float, int]:
-        checker = GrammarChecker()
-        await checker.check(GrammarSpec("regex", "a"), "regex")  # the library is loaded now
-        slow = [
-            checker.check(
-                GrammarSpec("json_schema", json.dumps({**product(6), "title": f"{i}"})), "json"
-            )
-            for i in range(8)
-        ]
-        work = asyncio.gather(*slow, return_exceptions=True)
-        longest, num = 0.0, 0
-        while not work.done():
-            began = time.thread_time()
-            await asyncio.sleep(0.001)
-            longest, num = max(longest, time.thread_time() - began), num + 1
-        checker.close()
-        return longest, num
-
-    longest, num = asyncio.run(run())
+    checker = GrammarChecker()
+    await checker.check(GrammarSpec("regex", "a"), "regex")  # the library is loaded now
+    slow = [
+        checker.check(
+            GrammarSpec("json_schema", json.dumps({**product(6), "title": f"{i}"})), "json"
+        )
+        for i in range(8)
+    ]
+    work = asyncio.gather(*slow, return_exceptions=True)
+    longest, num = 0.0, 0
+    while not work.done():
+        began = time.thread_time()
+        await asyncio.sleep(0.001)
+        longest, num = max(longest, time.thread_time() - began), num + 1
+    checker.close()
     # A loop that stalled would turn once a grammar at most, or compile in its own thread. How
     # often it turns, and how long it waits for a core, is the machine's.
     assert num > 8 and longest < 0.5
 
 
-def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_turn(
+async def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = threading.Event()
@@ -159,25 +154,22 @@ def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_turn(
     def spec(i: int) -> GrammarSpec:
         return GrammarSpec("regex", f"slow{i}")
 
-    async def run() -> None:
-        checker = GrammarChecker(timeout_s=30.0, max_waiting=8)
-        flood = [asyncio.create_task(checker.check(spec(i), "regex", "a\0")) for i in range(20)]
-        done, waiting = await asyncio.wait(flood, timeout=0.0)
-        while not done:
-            done, waiting = await asyncio.wait(flood, timeout=0.01)
-        assert len(waiting) == 9  # one thread and the queue
-        assert all(isinstance(task.exception(), QueueFullError) for task in done)
-        for i in range(8):
-            await checker.check(GrammarSpec("regex", f"b{i}"), "regex", "b\0")
-        released.set()
-        await asyncio.gather(*waiting)
-        checker.close()
-
     monkeypatch.setattr(grammars, "grammar_problem", hang)
-    asyncio.run(run())
+    checker = GrammarChecker(timeout_s=30.0, max_waiting=8)
+    flood = [asyncio.create_task(checker.check(spec(i), "regex", "a\0")) for i in range(20)]
+    done, waiting = await asyncio.wait(flood, timeout=0.0)
+    while not done:
+        done, waiting = await asyncio.wait(flood, timeout=0.01)
+    assert len(waiting) == 9  # one thread and the queue
+    assert all(isinstance(task.exception(), QueueFullError) for task in done)
+    for i in range(8):
+        await checker.check(GrammarSpec("regex", f"b{i}"), "regex", "b\0")
+    released.set()
+    await asyncio.gather(*waiting)
+    checker.close()
 
 
-def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last eight; of a refusal, the words but not the field that it stood in."""
     compiled: list[str] = []
 
@@ -188,27 +180,24 @@ def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grammars, "grammar_problem", counted)
     sources = [f"a{{{i}}}" for i in range(40)]
 
-    async def run() -> None:
-        checker = GrammarChecker(max_known=8)
-        for source in sources:
-            await checker.check(GrammarSpec("regex", source), "regex")
-        with pytest.raises(InvalidRequestError):
-            await checker.check(GrammarSpec("regex", "("), "first")
-        compiled.clear()
-        with pytest.raises(InvalidRequestError, match="second"):
-            await checker.check(GrammarSpec("regex", "("), "second")
-        for source in sources[-7:]:
-            await checker.check(GrammarSpec("regex", source), "regex")
-        assert not compiled
-        for source in sources[:33]:
-            await checker.check(GrammarSpec("regex", source), "regex")
-        checker.close()
-
-    asyncio.run(run())
+    checker = GrammarChecker(max_known=8)
+    for source in sources:
+        await checker.check(GrammarSpec("regex", source), "regex")
+    with pytest.raises(InvalidRequestError):
+        await checker.check(GrammarSpec("regex", "("), "first")
+    compiled.clear()
+    with pytest.raises(InvalidRequestError, match="second"):
+        await checker.check(GrammarSpec("regex", "("), "second")
+    for source in sources[-7:]:
+        await checker.check(GrammarSpec("regex", source), "regex")
+    assert not compiled
+    for source in sources[:33]:
+        await checker.check(GrammarSpec("regex", source), "regex")
+    checker.close()
     assert compiled == sources[:33]
 
 
-def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def hang(spec: GrammarSpec) -> str:
@@ -216,15 +205,12 @@ def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
             released.wait(60.0)
         return grammar_problem(spec)
 
-    async def run() -> None:
-        checker = GrammarChecker(timeout_s=1.0)  # a thread has this long to begin
-        try:
-            await checker.check(GrammarSpec("regex", "a"), "regex")
-            with pytest.raises(LimitExceededError, match="json: takes longer than 1 seconds"):
-                await checker.check(GrammarSpec("json_schema", "{}"), "json")
-        finally:
-            released.set()
-            checker.close()
-
     monkeypatch.setattr(grammars, "grammar_problem", hang)
-    asyncio.run(run())
+    checker = GrammarChecker(timeout_s=1.0)  # a thread has this long to begin
+    try:
+        await checker.check(GrammarSpec("regex", "a"), "regex")
+        with pytest.raises(LimitExceededError, match="json: takes longer than 1 seconds"):
+            await checker.check(GrammarSpec("json_schema", "{}"), "json")
+    finally:
+        released.set()
+        checker.close()

@@ -338,45 +338,42 @@ def test_a_restart_that_fails_is_tried_again() -> None:
         assert live.client.engines()[0]["restarts"] == 3
 
 
-def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
-    async def scenario() -> None:
-        engines = [ScriptedEngine(saying(IDS), name=f"engine-{i}") for i in range(4)]
-        for engine in engines:
-            engine.gate.clear()
-        client = EngineClient(
-            [EngineSpec(e.name, "tiny", "cpu", e.factory) for e in engines], metrics=Metrics()
-        )
-        await client.start()
-        async with asyncio.timeout(5):
-            await client.wait_ready()
+async def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
+    engines = [ScriptedEngine(saying(IDS), name=f"engine-{i}") for i in range(4)]
+    for engine in engines:
+        engine.gate.clear()
+    client = EngineClient(
+        [EngineSpec(e.name, "tiny", "cpu", e.factory) for e in engines], metrics=Metrics()
+    )
+    await client.start()
+    async with asyncio.timeout(5):
+        await client.wait_ready()
 
-        def request(task: str, i: int) -> Request:
-            return Request(f"{task}-{i}", task, "tiny", (5,), SamplingParams())
+    def request(task: str, i: int) -> Request:
+        return Request(f"{task}-{i}", task, "tiny", (5,), SamplingParams())
 
-        homes = set()
-        for task in ("a", "b", "c", "d", "e", "f", "g", "h"):
-            used = set()
-            for i in range(3):  # one at a time: always the same engine
-                submission = client.submit([request(task, i)])
-                used |= {e["name"] for e in client.engines() if e["open_requests"]}
-                submission.abort()
-            assert len(used) == 1
-            homes |= used
-        assert len(homes) > 1
+    homes = set()
+    for task in ("a", "b", "c", "d", "e", "f", "g", "h"):
+        used = set()
+        for i in range(3):  # one at a time: always the same engine
+            submission = client.submit([request(task, i)])
+            used |= {e["name"] for e in client.engines() if e["open_requests"]}
+            submission.abort()
+        assert len(used) == 1
+        homes |= used
+    assert len(homes) > 1
 
-        for i in range(40):
-            client.submit([request("busy", i)])
-        loads = sorted(e["open_requests"] for e in client.engines())
-        assert sum(loads) == 40 and loads[-1] <= 1.25 * 10 + 1 and loads[0] >= 8
-        for i in range(8):  # a list of prompts is spread too
-            client.submit([request(f"list{i}", k) for k in range(4)])
-        loads = sorted(e["open_requests"] for e in client.engines())
-        assert sum(loads) == 72 and loads[-1] <= 1.25 * 18 + 1
-        client.abort_all(NoEngineError("over"))
-        assert client.num_open == 0 and len(client.waiting) == client.waiting.num_tokens == 0
-        await client.stop()
-
-    asyncio.run(scenario())
+    for i in range(40):
+        client.submit([request("busy", i)])
+    loads = sorted(e["open_requests"] for e in client.engines())
+    assert sum(loads) == 40 and loads[-1] <= 1.25 * 10 + 1 and loads[0] >= 8
+    for i in range(8):  # a list of prompts is spread too
+        client.submit([request(f"list{i}", k) for k in range(4)])
+    loads = sorted(e["open_requests"] for e in client.engines())
+    assert sum(loads) == 72 and loads[-1] <= 1.25 * 18 + 1
+    client.abort_all(NoEngineError("over"))
+    assert client.num_open == 0 and len(client.waiting) == client.waiting.num_tokens == 0
+    await client.stop()
 
 
 # --- stopping ---

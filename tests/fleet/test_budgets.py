@@ -65,129 +65,108 @@ class Fleet:
         return True
 
 
-def test_ingresses_share_a_minute_s_requests_to_the_last_one() -> None:
-    async def run() -> None:
-        fleet = Fleet(requests_per_minute=60)
-        let_in = 0
-        for i in range(90):
-            if await fleet.enters(i % 3):
-                let_in += 1
-                fleet.uses[i % 3].leave()
-        assert let_in == 60
-        fleet.clock.now_s += 10.0
-        assert sum([await fleet.enters(i % 3) for i in range(30)]) == 10
-
-    asyncio.run(run())
+async def test_ingresses_share_a_minute_s_requests_to_the_last_one() -> None:
+    fleet = Fleet(requests_per_minute=60)
+    let_in = 0
+    for i in range(90):
+        if await fleet.enters(i % 3):
+            let_in += 1
+            fleet.uses[i % 3].leave()
+    assert let_in == 60
+    fleet.clock.now_s += 10.0
+    assert sum([await fleet.enters(i % 3) for i in range(30)]) == 10
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_order_of_events_lets_in_more_than_a_bucket_would(seed: int) -> None:
+async def test_no_order_of_events_lets_in_more_than_a_bucket_would(seed: int) -> None:
     """Losses of the desk too: what its loss lets in beyond the bucket is paid back."""
     chance = random.Random(seed)
 
-    async def run() -> None:
-        fleet = Fleet(requests_per_minute=600, tokens_per_minute=60_000)
-        start_s, requests, tokens, num_lost = fleet.clock.now_s, 0, 0, 0
-        for _ in range(3000):
-            fleet.clock.now_s += chance.random() * 0.05
-            i = chance.randrange(3)
-            event = chance.random()
-            if event < 0.002 and fleet.desk is not None:
-                fleet.lose_desk()
-                num_lost += 1
-            elif event < 0.01 and fleet.desk is None:
-                fleet.new_desk()
-            elif event < 0.2:
-                await fleet.uses[i].tell()
-            elif await fleet.enters(i):
-                requests += 1
-                fleet.uses[i].leave()
-                amount = chance.randrange(1, 1500)
-                if await fleet.reserves(i, amount):
-                    unused = chance.randrange(amount) if chance.random() < 0.3 else 0
-                    fleet.uses[i].give_back(unused)
-                    tokens += amount - unused
-            past_s = fleet.clock.now_s - start_s
-            extra = 1 + num_lost
-            assert requests <= 600 * extra + 10.0 * past_s
-            assert tokens <= 60_000 * extra + 1000.0 * past_s + 1500
-            if num_lost == 0:
-                assert requests <= 600 + 10.0 * past_s
-        assert requests > 10.0 * past_s * 0.5  # and it does let in
-
-    asyncio.run(run())
+    fleet = Fleet(requests_per_minute=600, tokens_per_minute=60_000)
+    start_s, requests, tokens, num_lost = fleet.clock.now_s, 0, 0, 0
+    for _ in range(3000):
+        fleet.clock.now_s += chance.random() * 0.05
+        i = chance.randrange(3)
+        event = chance.random()
+        if event < 0.002 and fleet.desk is not None:
+            fleet.lose_desk()
+            num_lost += 1
+        elif event < 0.01 and fleet.desk is None:
+            fleet.new_desk()
+        elif event < 0.2:
+            await fleet.uses[i].tell()
+        elif await fleet.enters(i):
+            requests += 1
+            fleet.uses[i].leave()
+            amount = chance.randrange(1, 1500)
+            if await fleet.reserves(i, amount):
+                unused = chance.randrange(amount) if chance.random() < 0.3 else 0
+                fleet.uses[i].give_back(unused)
+                tokens += amount - unused
+        past_s = fleet.clock.now_s - start_s
+        extra = 1 + num_lost
+        assert requests <= 600 * extra + 10.0 * past_s
+        assert tokens <= 60_000 * extra + 1000.0 * past_s + 1500
+        if num_lost == 0:
+            assert requests <= 600 + 10.0 * past_s
+    assert requests > 10.0 * past_s * 0.5  # and it does let in
 
 
-def test_a_large_limit_asks_seldom_and_what_was_taken_ahead_goes_back() -> None:
-    async def run() -> None:
-        fleet = Fleet(requests_per_minute=6000)
-        for _ in range(1000):
-            assert await fleet.enters(0)
-            fleet.uses[0].leave()
-        assert fleet.num_asked < 40
-        await fleet.uses[0].tell()
-        assert sum([await fleet.enters(1 + i % 2) for i in range(6000)]) == 5000
-
-    asyncio.run(run())
-
-
-def test_seats_are_of_the_whole_fleet() -> None:
-    async def run() -> None:
-        fleet = Fleet(max_concurrent_requests=2)
-        assert await fleet.enters(0) and await fleet.enters(1)
-        assert not await fleet.enters(2) and not await fleet.enters(0)
-        fleet.uses[0].leave()
-        await fleet.uses[0].tell()
-        assert await fleet.enters(2) and not await fleet.enters(1)
-        fleet.clock.now_s += 60.0  # ingresses that are gone hold nothing
-        assert await fleet.enters(0) and await fleet.enters(0)
-
-    asyncio.run(run())
-
-
-def test_a_seat_that_is_on_its_way_back_is_waited_for() -> None:
-    async def run() -> None:
-        fleet = Fleet(2, max_concurrent_requests=1)
+async def test_a_large_limit_asks_seldom_and_what_was_taken_ahead_goes_back() -> None:
+    fleet = Fleet(requests_per_minute=6000)
+    for _ in range(1000):
         assert await fleet.enters(0)
-        telling = asyncio.create_task(fleet.ingresses[0].run())
-        await asyncio.sleep(0)
         fleet.uses[0].leave()
-        assert await fleet.enters(1)
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
-
-    asyncio.run(run())
+    assert fleet.num_asked < 40
+    await fleet.uses[0].tell()
+    assert sum([await fleet.enters(1 + i % 2) for i in range(6000)]) == 5000
 
 
-def test_a_lost_desk_gives_nobody_a_full_bucket_again() -> None:
-    async def run() -> None:
-        fleet = Fleet(requests_per_minute=60)
-        assert sum([await fleet.enters(0) for _ in range(60)]) == 60
-        fleet.lose_desk()
-        fleet.clock.now_s += 1.5
-        assert not any([await fleet.enters(i) for i in range(3)])
-        fleet.clock.now_s += 1.5  # each earns a third of the rate by itself
-        assert sum([await fleet.enters(i % 3) for i in range(9)]) == 0
-        fleet.clock.now_s += 2.0
-        assert sum([await fleet.enters(i % 3) for i in range(9)]) == 3
-        fleet.new_desk()
-        fleet.clock.now_s += 1.1
-        for use in fleet.uses:
-            await use.tell()
-        fleet.clock.now_s += YOUNG_S
-        assert sum([await fleet.enters(i % 3) for i in range(60)]) < 8  # it knows of the sixty
-
-    asyncio.run(run())
+async def test_seats_are_of_the_whole_fleet() -> None:
+    fleet = Fleet(max_concurrent_requests=2)
+    assert await fleet.enters(0) and await fleet.enters(1)
+    assert not await fleet.enters(2) and not await fleet.enters(0)
+    fleet.uses[0].leave()
+    await fleet.uses[0].tell()
+    assert await fleet.enters(2) and not await fleet.enters(1)
+    fleet.clock.now_s += 60.0  # ingresses that are gone hold nothing
+    assert await fleet.enters(0) and await fleet.enters(0)
 
 
-def test_unused_tokens_come_back_to_all() -> None:
-    async def run() -> None:
-        fleet = Fleet(2, tokens_per_minute=1000)
-        assert await fleet.reserves(0, 900)
-        assert not await fleet.reserves(1, 500)
-        fleet.uses[0].give_back(700)
-        await fleet.uses[0].tell()
-        assert await fleet.reserves(1, 700)
-        assert await fleet.reserves(0, 90) and not await fleet.reserves(1, 50)
+async def test_a_seat_that_is_on_its_way_back_is_waited_for() -> None:
+    fleet = Fleet(2, max_concurrent_requests=1)
+    assert await fleet.enters(0)
+    telling = asyncio.create_task(fleet.ingresses[0].run())
+    await asyncio.sleep(0)
+    fleet.uses[0].leave()
+    assert await fleet.enters(1)
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
 
-    asyncio.run(run())
+
+async def test_a_lost_desk_gives_nobody_a_full_bucket_again() -> None:
+    fleet = Fleet(requests_per_minute=60)
+    assert sum([await fleet.enters(0) for _ in range(60)]) == 60
+    fleet.lose_desk()
+    fleet.clock.now_s += 1.5
+    assert not any([await fleet.enters(i) for i in range(3)])
+    fleet.clock.now_s += 1.5  # each earns a third of the rate by itself
+    assert sum([await fleet.enters(i % 3) for i in range(9)]) == 0
+    fleet.clock.now_s += 2.0
+    assert sum([await fleet.enters(i % 3) for i in range(9)]) == 3
+    fleet.new_desk()
+    fleet.clock.now_s += 1.1
+    for use in fleet.uses:
+        await use.tell()
+    fleet.clock.now_s += YOUNG_S
+    assert sum([await fleet.enters(i % 3) for i in range(60)]) < 8  # it knows of the sixty
+
+
+async def test_unused_tokens_come_back_to_all() -> None:
+    fleet = Fleet(2, tokens_per_minute=1000)
+    assert await fleet.reserves(0, 900)
+    assert not await fleet.reserves(1, 500)
+    fleet.uses[0].give_back(700)
+    await fleet.uses[0].tell()
+    assert await fleet.reserves(1, 700)
+    assert await fleet.reserves(0, 90) and not await fleet.reserves(1, 50)

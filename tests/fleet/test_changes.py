@@ -142,110 +142,91 @@ async def _fleet(num: int = 3) -> AsyncIterator[tuple[Files, Desk, list[Ingress]
     await asyncio.gather(*(i.running for i in ingresses), return_exceptions=True)
 
 
-def test_a_reload_is_everywhere_when_it_is_answered() -> None:
-    async def run() -> None:
-        async with _fleet() as (files, _, ingresses):
-            files.names.append("c")
-            assert set(await ingresses[1].shared.reload()) == {"a", "b", "c"}
-            assert all(i.admin.names == ["a", "b", "c"] for i in ingresses)
-            assert ingresses[0].told == [{"a", "b", "c"}] == ingresses[2].told
-            files.is_broken = True
-            with pytest.raises(ConfigError):
-                await ingresses[2].shared.reload()
-            assert len(ingresses[0].told) == 1
-
-    asyncio.run(run())
+async def test_a_reload_is_everywhere_when_it_is_answered() -> None:
+    async with _fleet() as (files, _, ingresses):
+        files.names.append("c")
+        assert set(await ingresses[1].shared.reload()) == {"a", "b", "c"}
+        assert all(i.admin.names == ["a", "b", "c"] for i in ingresses)
+        assert ingresses[0].told == [{"a", "b", "c"}] == ingresses[2].told
+        files.is_broken = True
+        with pytest.raises(ConfigError):
+            await ingresses[2].shared.reload()
+        assert len(ingresses[0].told) == 1
 
 
-def test_changes_at_every_ingress_happen_one_at_a_time() -> None:
-    async def run() -> None:
-        async with _fleet() as (files, _, ingresses):
-            example: dict[str, Any] = {}
-            await asyncio.gather(
-                *(ingresses[i % 3].shared.upload("a", [example], append=True) for i in range(12)),
-                ingresses[0].shared.upload("b", [example] * 2, append=False),
-            )
-            assert files.corpora == {"a": 12, "b": 2}
-            await ingresses[0].shared.delete("b")
-            assert all(i.admin.corpora.get("a") == 12 for i in ingresses)
-            assert not any(i.admin.corpora.get("b") for i in ingresses)
-
-    asyncio.run(run())
+async def test_changes_at_every_ingress_happen_one_at_a_time() -> None:
+    async with _fleet() as (files, _, ingresses):
+        example: dict[str, Any] = {}
+        await asyncio.gather(
+            *(ingresses[i % 3].shared.upload("a", [example], append=True) for i in range(12)),
+            ingresses[0].shared.upload("b", [example] * 2, append=False),
+        )
+        assert files.corpora == {"a": 12, "b": 2}
+        await ingresses[0].shared.delete("b")
+        assert all(i.admin.corpora.get("a") == 12 for i in ingresses)
+        assert not any(i.admin.corpora.get("b") for i in ingresses)
 
 
-def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all() -> None:
-    async def run() -> None:
-        async with _fleet() as (files, desk, ingresses):
-            await ingresses[0].shared.upload("a", [{}], append=True)
-            desk.log = None
-            with pytest.raises(UnavailableError):
-                await ingresses[1].shared.upload("a", [{}], append=True)
-            assert files.corpora == {"a": 1}
-            desk.log = ChangeLog()
-            late = Ingress("late", files, desk)
+async def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all() -> None:
+    async with _fleet() as (files, desk, ingresses):
+        await ingresses[0].shared.upload("a", [{}], append=True)
+        desk.log = None
+        with pytest.raises(UnavailableError):
             await ingresses[1].shared.upload("a", [{}], append=True)
-            followers = (*ingresses, late)
-            await until(lambda: all(i.admin.corpora.get("a") == 2 for i in followers), 10)
-            late.running.cancel()
-            await asyncio.gather(late.running, return_exceptions=True)
+        assert files.corpora == {"a": 1}
+        desk.log = ChangeLog()
+        late = Ingress("late", files, desk)
+        await ingresses[1].shared.upload("a", [{}], append=True)
+        followers = (*ingresses, late)
+        await until(lambda: all(i.admin.corpora.get("a") == 2 for i in followers), 10)
+        late.running.cancel()
+        await asyncio.gather(late.running, return_exceptions=True)
 
-    asyncio.run(run())
 
-
-def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() -> None:
+async def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() -> None:
     now_s = 0.0
 
-    async def run() -> None:
-        nonlocal now_s
-        log = ChangeLog(lambda: now_s)
-        for name in ("a", "b"):
-            await log.follow(name, Changes(number=1))
-        assert await log.begin("a") is not None and await log.begin("b") is None
-        assert not await log.is_followed(2)
-        now_s = 30.0
-        assert await log.begin("b") == Changes(number=1)
-        await log.follow("b", Changes(number=2))
-        assert await log.is_followed(2) and not await log.is_followed(3)
-
-    asyncio.run(run())
+    log = ChangeLog(lambda: now_s)
+    for name in ("a", "b"):
+        await log.follow(name, Changes(number=1))
+    assert await log.begin("a") is not None and await log.begin("b") is None
+    assert not await log.is_followed(2)
+    now_s = 30.0
+    assert await log.begin("b") == Changes(number=1)
+    await log.follow("b", Changes(number=2))
+    assert await log.is_followed(2) and not await log.is_followed(3)
 
 
-def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_ones() -> None:
-    async def run() -> None:
-        async with _fleet() as (files, desk, ingresses):
-            load = LoadAdapterBody(lora_name="new", lora_path="folder")
-            await ingresses[1].routes.load(load)
-            assert all(set(i.catalog.adapters) == {"new"} for i in ingresses)
-            assert all(set(i.admin.adapters.served) == {"new"} for i in ingresses)
-            asked = [i.engines.num_calls > 0 for i in ingresses]
-            assert asked == [False, True, False]  # the replicas are told once
-            assert desk.log is not None
-            assert [order.adapter_id for order in desk.log.orders("tiny")] == ["new@1"]
-            assert not desk.log.orders("another")
-            with pytest.raises(InvalidRequestError, match="already been loaded"):
-                await ingresses[0].routes.load(load)
-            late = Ingress("late", files, desk)
-            await asyncio.sleep(0.01)  # it follows
-            await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
-            assert set(late.catalog.adapters) == {"new", "more"}
-            await ingresses[2].routes.unload(UnloadAdapterBody(lora_name="new"))
-            assert all(set(i.catalog.adapters) == {"more"} for i in (*ingresses, late))
-            assert [order.adapter_id for order in desk.log.orders("tiny")] == ["more@1"]
-            late.running.cancel()
-            await asyncio.gather(late.running, return_exceptions=True)
-
-    asyncio.run(run())
+async def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_ones() -> None:
+    async with _fleet() as (files, desk, ingresses):
+        load = LoadAdapterBody(lora_name="new", lora_path="folder")
+        await ingresses[1].routes.load(load)
+        assert all(set(i.catalog.adapters) == {"new"} for i in ingresses)
+        assert all(set(i.admin.adapters.served) == {"new"} for i in ingresses)
+        asked = [i.engines.num_calls > 0 for i in ingresses]
+        assert asked == [False, True, False]  # the replicas are told once
+        assert desk.log is not None
+        assert [order.adapter_id for order in desk.log.orders("tiny")] == ["new@1"]
+        assert not desk.log.orders("another")
+        with pytest.raises(InvalidRequestError, match="already been loaded"):
+            await ingresses[0].routes.load(load)
+        late = Ingress("late", files, desk)
+        await asyncio.sleep(0.01)  # it follows
+        await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
+        assert set(late.catalog.adapters) == {"new", "more"}
+        await ingresses[2].routes.unload(UnloadAdapterBody(lora_name="new"))
+        assert all(set(i.catalog.adapters) == {"more"} for i in (*ingresses, late))
+        assert [order.adapter_id for order in desk.log.orders("tiny")] == ["more@1"]
+        late.running.cancel()
+        await asyncio.gather(late.running, return_exceptions=True)
 
 
-def test_without_the_desk_no_adapter_is_loaded() -> None:
-    async def run() -> None:
-        async with _fleet() as (_, desk, ingresses):
-            desk.log = None
-            with pytest.raises(UnavailableError):
-                await ingresses[0].routes.load(LoadAdapterBody(lora_name="a", lora_path="folder"))
-            assert not ingresses[0].catalog.adapters and not ingresses[0].engines.num_calls
-
-    asyncio.run(run())
+async def test_without_the_desk_no_adapter_is_loaded() -> None:
+    async with _fleet() as (_, desk, ingresses):
+        desk.log = None
+        with pytest.raises(UnavailableError):
+            await ingresses[0].routes.load(LoadAdapterBody(lora_name="a", lora_path="folder"))
+        assert not ingresses[0].catalog.adapters and not ingresses[0].engines.num_calls
 
 
 def test_states_of_adapters_are_merged_over_replicas() -> None:
@@ -266,29 +247,24 @@ def test_states_of_adapters_are_merged_over_replicas() -> None:
     ]
 
 
-def test_an_engine_that_starts_late_or_again_is_told_of_adapters_once() -> None:
-    async def run() -> None:
-        engine = ScriptedEngine(saying(as_bytes("a")), name="engine-0")
-        replica = EngineReplica(EngineSpec("engine-0", "tiny", "cpu", engine.factory))
-        await replica.start()
-        told: list[tuple[str, Any]] = []
+async def test_an_engine_that_starts_late_or_again_is_told_of_adapters_once() -> None:
+    engine = ScriptedEngine(saying(as_bytes("a")), name="engine-0")
+    replica = EngineReplica(EngineSpec("engine-0", "tiny", "cpu", engine.factory))
+    await replica.start()
+    told: list[tuple[str, Any]] = []
 
-        async def control(
-            name: str, payload: Any, timeout_s: float = 0.0, replica: str = ""
-        ) -> Any:
-            told.append((name, payload if isinstance(payload, str) else payload["adapter_id"]))
-            return {"ok": True, "value": None}
+    async def control(name: str, payload: Any, timeout_s: float = 0.0, replica: str = "") -> Any:
+        told.append((name, payload if isinstance(payload, str) else payload["adapter_id"]))
+        return {"ok": True, "value": None}
 
-        replica.control = control  # type: ignore[method-assign]
-        orders = [AdapterOrder(f"{name}@1", "folder", 64) for name in "ab"]
-        for _ in range(2):
-            await replica.know(orders)
-        assert told == [("adapter_register", "a@1"), ("adapter_register", "b@1")]
-        replica.client.slots[0].generation += 1  # another life: it knows nothing
-        await replica.know(orders[1:])
-        assert told[2:] == [("adapter_register", "b@1")]
-        await replica.know([])
-        assert told[3:] == [("adapter_forget", "b@1")]
-        await replica.stop()
-
-    asyncio.run(run())
+    replica.control = control  # type: ignore[method-assign]
+    orders = [AdapterOrder(f"{name}@1", "folder", 64) for name in "ab"]
+    for _ in range(2):
+        await replica.know(orders)
+    assert told == [("adapter_register", "a@1"), ("adapter_register", "b@1")]
+    replica.client.slots[0].generation += 1  # another life: it knows nothing
+    await replica.know(orders[1:])
+    assert told[2:] == [("adapter_register", "b@1")]
+    await replica.know([])
+    assert told[3:] == [("adapter_forget", "b@1")]
+    await replica.stop()

@@ -62,7 +62,7 @@ class _Halting(ScriptedEngine):
             self.gate.clear()
 
 
-def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
+async def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
     engines: list[ScriptedEngine] = [
         _Halting(_says_its_seed, name="engine-0"),
         _Halting(_says_its_seed, name="engine-1"),
@@ -77,43 +77,40 @@ def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
         for i in range(600)
     ]  # fmt: skip
 
-    async def run() -> None:
-        replicas = LocalReplicas(specs)
-        loop = asyncio.get_running_loop()
-        client = EngineClient(
-            [fleet_spec(replicas, lambda: loop)],
-            metrics=Metrics(),
-            limits=LimitsConfig(max_queued_requests=1000),
-        )
-        await client.start()
-        await client.wait_ready()
-        told: dict[str, list[int]] = {}
+    replicas = LocalReplicas(specs)
+    loop = asyncio.get_running_loop()
+    client = EngineClient(
+        [fleet_spec(replicas, lambda: loop)],
+        metrics=Metrics(),
+        limits=LimitsConfig(max_queued_requests=1000),
+    )
+    await client.start()
+    await client.wait_ready()
+    told: dict[str, list[int]] = {}
 
-        async def collect(request: Request) -> None:
-            ids = told.setdefault(request.request_id, [])
-            async for arrived in client.submit([request]):
-                for _, delta in arrived:
-                    ids.extend(delta.token_ids)
+    async def collect(request: Request) -> None:
+        ids = told.setdefault(request.request_id, [])
+        async for arrived in client.submit([request]):
+            for _, delta in arrived:
+                ids.extend(delta.token_ids)
 
-        collecting = [asyncio.create_task(collect(request)) for request in requests]
+    collecting = [asyncio.create_task(collect(request)) for request in requests]
 
-        async def lose(engine: ScriptedEngine) -> None:
-            await until(lambda: len(told) == len(requests) and not engine.gate.is_set(), 100)
-            assert replicas.num_open[engine.name] > 50  # it has work, and will not end it
-            replicas.kill(engine.name)
-            await until(lambda: not replicas.num_open[engine.name])
+    async def lose(engine: ScriptedEngine) -> None:
+        await until(lambda: len(told) == len(requests) and not engine.gate.is_set(), 100)
+        assert replicas.num_open[engine.name] > 50  # it has work, and will not end it
+        replicas.kill(engine.name)
+        await until(lambda: not replicas.num_open[engine.name])
 
-        for engine in engines[:2]:
-            await lose(engine)
-        await asyncio.gather(*collecting)
-        assert replicas.num_streams > 700  # so many were run again
-        assert client.num_open == 0
-        await client.stop()
-        for request in requests:
-            steps = _says_its_seed(request)
-            assert told[request.request_id] == [i for [d] in steps for i in d.token_ids]
-
-    asyncio.run(run())
+    for engine in engines[:2]:
+        await lose(engine)
+    await asyncio.gather(*collecting)
+    assert replicas.num_streams > 700  # so many were run again
+    assert client.num_open == 0
+    await client.stop()
+    for request in requests:
+        steps = _says_its_seed(request)
+        assert told[request.request_id] == [i for [d] in steps for i in d.token_ids]
 
 
 @pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterator
@@ -432,20 +431,8 @@ def test_a_scope_that_was_put_away_goes_on(fleet: Fleet) -> None:
     assert second.num_learned == 36
 
 
-def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
+async def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
     """An ingress answers once it is forgotten, or says that it is not."""
-
-    async def run() -> None:
-        files, desk = Files(), cast("ChangeLog", Desk())
-        files.corpora["task"] = 5
-        shared = SharedTasks(Admin(files), desk, "i", sharing.forget)
-        await shared.delete("task")
-        assert not files.corpora and not any("state-" in f for f in fleet.storage.files())
-        files.corpora["task"] = 5
-        shared = SharedTasks(Admin(files), desk, "i", away)
-        with pytest.raises(UnavailableError):
-            await shared.delete("task")
-        assert files.corpora == {"task": 5}
 
     def away(task: str) -> None:
         raise UnavailableError("The storage is away.")
@@ -455,7 +442,16 @@ def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
     first.learn()
     fleet.build()
     assert any("state-" in f for f in fleet.storage.files())
-    asyncio.run(run())
+    files, desk = Files(), cast("ChangeLog", Desk())
+    files.corpora["task"] = 5
+    shared = SharedTasks(Admin(files), desk, "i", sharing.forget)
+    await shared.delete("task")
+    assert not files.corpora and not any("state-" in f for f in fleet.storage.files())
+    files.corpora["task"] = 5
+    shared = SharedTasks(Admin(files), desk, "i", away)
+    with pytest.raises(UnavailableError):
+        await shared.delete("task")
+    assert files.corpora == {"task": 5}
 
 
 def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
