@@ -255,6 +255,10 @@ def test_no_module_is_called_utils() -> None:
         (("server.wiring.engine",), ("torch", "transformers", "fastapi", "pydantic", "yaml")),
         (("drafters.catalog", "drafters.atomic_file"), ("numpy", "numba", "pydantic")),
         (
+            ("drafters.corpus_file", "server.model.catalog"),
+            ("numba", "torch", "transformers", "huggingface_hub"),
+        ),
+        (
             ("server.commands.cli", "server.commands.fleet"),
             ("torch", "transformers", "fastapi", "numpy", "ray"),
         ),
