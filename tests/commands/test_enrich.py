@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from drafters.corpus import Corpus
 from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import SpeculationParams
 from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
+from tests.engine.requests import finish, ids_of, request_of
 from vocab_store.enrichment import Enrichment
 
 pytest.importorskip("peft")
@@ -89,14 +90,10 @@ def test_from_data_to_a_served_adapter(
     try:
         assert Corpus.load(corpus, fingerprint=model.table.fingerprint.hex()).num_documents == 60
         prompt = tuple(model.tokenizer.encode("c:", add_special_tokens=False).ids)
-        engine.submit(
-            Request("r", "t", "m", prompt, SamplingParams(temperature=0.0, max_tokens=24),
-                    speculation=SpeculationParams(drafter="auto", corpus=str(corpus)))
-        )  # fmt: skip
-        deltas = engine.take_deltas()
-        while engine.has_work:
-            deltas += engine.step()
-        ids = [i for delta in deltas for i in delta.token_ids]
+        speculation = SpeculationParams(drafter="auto", corpus=str(corpus))
+        asked = request_of("r", prompt, max_tokens=24, ignore_eos=False, speculation=speculation)
+        [deltas] = finish(engine, asked).values()
+        ids = ids_of(deltas)
         assert deltas[-1].finish_reason == "stop"
         assert model.table.join(ids, skip_special=True) == b"!!ok!!x##"  # its alphabet has no blank
         assert len(ids) < 0.6 * len(enrichment.expand(ids))

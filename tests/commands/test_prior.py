@@ -19,6 +19,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
+from tests.engine.requests import finish, ids_of
 
 
 @pytest.fixture
@@ -37,20 +38,16 @@ def _answers(
     sizes = EngineSizes(max_num_seqs=32, kv_bytes=1 << 22)
     runner = build_runner(RunnerSpec("tiny", str(folder), sizes, threads=1))
     engine = Engine(runner, drafters, EngineSettings(max_num_seqs=32, max_draft_rows=256))
-    for i in range(num):
-        how = SpeculationParams(*(("auto", 8) if drafters else ("off", 0)))
-        prompt = (3 + i, 50, 7 + 2 * i, 9)
-        engine.submit(Request(str(i), "t", "tiny", prompt, sampling, how))
-    found: dict[str, list[int]] = {}
-    num_drafted = 0
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            found.setdefault(delta.request_id, []).extend(delta.token_ids)
-            num_drafted += sum(a for name, _, a in delta.counts.by_source if name == "prior")
-    assert engine.drafts.num_errors == 0
+    how = SpeculationParams(*(("auto", 8) if drafters else ("off", 0)))
+    prompts = [(3 + i, 50, 7 + 2 * i, 9) for i in range(num)]
+    told = finish(
+        engine, *(Request(str(i), "t", "tiny", p, sampling, how) for i, p in enumerate(prompts))
+    )
+    deltas = [delta for of_one in told.values() for delta in of_one]
+    assert engine.drafts.num_errors == 0 and not any(delta.error for delta in deltas)
     engine.close()
-    return [tuple(found[str(i)]) for i in range(num)], num_drafted
+    accepted = [a for d in deltas for name, _, a in d.counts.by_source if name == "prior"]
+    return [tuple(ids_of(told[str(i)])) for i in range(num)], sum(accepted)
 
 
 def test_it_drafts_and_changes_no_text(folder: Path, prior: Prior) -> None:

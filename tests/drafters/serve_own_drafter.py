@@ -11,8 +11,9 @@ from server.config import load_task
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.errors import ConfigError
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
+from tests.engine.requests import finish, ids_of, request_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 assert list(catalog())[-1] == "echo", list(catalog())
@@ -47,26 +48,15 @@ def serve(drafter: str) -> tuple[dict[str, list[int]], int]:
     speculation = SpeculationParams()
     if drafter != "off":
         speculation = SpeculationParams(drafter, 8, options)
-    for i in range(3):
-        engine.submit(
-            Request(
-                request_id=str(i),
-                task="t",
-                model="fake",
-                prompt_ids=(1, 2, 3, 4 + i),
-                sampling=SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
-                speculation=speculation,
-            )
-        )
-    texts: dict[str, list[int]] = {}
-    accepted, deltas = 0, engine.take_deltas()
-    while engine.has_work:
-        deltas += engine.step()
-    for delta in deltas:
-        assert delta.finish_reason != "error", delta.error
-        texts.setdefault(delta.request_id, []).extend(delta.token_ids)
-        accepted += delta.counts.num_accepted
-    return texts, accepted
+    asked = [
+        request_of(str(i), (1, 2, 3, 4 + i), max_tokens=60, speculation=speculation)
+        for i in range(3)
+    ]
+    told = finish(engine, *asked)
+    deltas = [delta for of_one in told.values() for delta in of_one]
+    assert all(delta.finish_reason != "error" for delta in deltas)
+    accepted = sum(delta.counts.num_accepted for delta in deltas)
+    return {name: ids_of(of_one) for name, of_one in told.items()}, accepted
 
 
 plain, none = serve("off")

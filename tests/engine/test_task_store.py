@@ -21,7 +21,7 @@ from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SpeculationParams
 from server.wiring.drafter import make_task_drafter
-from tests.engine.requests import ids_of, request_of
+from tests.engine.requests import finish, ids_of, request_of
 from tests.engine.scenarios import open_choices
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -59,19 +59,6 @@ def _request(name: str, prompt: Sequence[int], **fields: Any) -> Request:
 def _wave(name: str, num: int, **fields: Any) -> list[Request]:
     """Requests for so many prompts, always the same."""
     return [_request(f"{name}{i}", [2, 3 + i], **fields) for i in range(num)]
-
-
-def _run(engine: Engine, requests: list[Request]) -> dict[str, list[Delta]]:
-    for request in requests:
-        engine.submit(request)
-    told: dict[str, list[Delta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            told.setdefault(delta.request_id, []).append(delta)
-    for delta in engine.take_deltas():
-        told.setdefault(delta.request_id, []).append(delta)
-    engine.tend()
-    return told
 
 
 def _tokens_per_step(told: dict[str, list[Delta]]) -> float:
@@ -210,8 +197,8 @@ def test_learning_changes_no_text(tmp_path: Path, start: Start) -> None:
             )
             for i in range(20)
         ]
-        told = _run(learning, wave)
-        off = _run(plain, [replace(r, speculation=SpeculationParams()) for r in wave])
+        told = finish(learning, *wave)
+        off = finish(plain, *(replace(r, speculation=SpeculationParams()) for r in wave))
         for request in wave:
             got, want = told[request.request_id], off[request.request_id]
             assert ids_of(got) == ids_of(want)
@@ -223,7 +210,7 @@ def test_learning_changes_no_text(tmp_path: Path, start: Start) -> None:
 
 def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, start: Start) -> None:
     first = start(tmp_path)
-    cold = _tokens_per_step(_run(first, _wave("", 40)))
+    cold = _tokens_per_step(finish(first, *_wave("", 40)))
     drafter = first.drafters.resolve("task", LEARN)
     evidence = drafter.trust.evidence.copy()  # type: ignore[union-attr]
     assert evidence.sum() > 0
@@ -243,9 +230,9 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     assert told["num_steps"] == report["num_steps"] > 0
     assert told["num_tokens"] == report["num_tokens"] == 400
     assert len(told["calibration"]) == len(report["calibration"]) > 0
-    _run(second, [_request("open", [2, 3])])  # what is on disk is read when it is first needed
+    finish(second, _request("open", [2, 3]))  # what is on disk is read when it is first needed
     _memory(second).wait()
-    warm = _tokens_per_step(_run(second, _wave("w", 40)))
+    warm = _tokens_per_step(finish(second, *_wave("w", 40)))
     assert warm > 1.5 * cold
     second.close()
 
@@ -253,27 +240,27 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     for path in tmp_path.glob("*"):
         path.write_bytes(path.read_bytes()[:50])
     third = start(tmp_path)
-    told_third = _run(third, _wave("t", 40))
+    told_third = finish(third, *_wave("t", 40))
     assert _tokens_per_step(told_third) == pytest.approx(cold, rel=0.2)
 
 
 def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start) -> None:
     in_memory = replace(LEARN, persists=False)
     first = start(tmp_path)
-    cold = _tokens_per_step(_run(first, _wave("cold", 40, speculation=in_memory)))
+    cold = _tokens_per_step(finish(first, *_wave("cold", 40, speculation=in_memory)))
     _memory(first).wait()
-    warm = _tokens_per_step(_run(first, _wave("warm", 40, speculation=in_memory)))
+    warm = _tokens_per_step(finish(first, *_wave("warm", 40, speculation=in_memory)))
     assert warm > 1.5 * cold
     first.close()
     assert list(tmp_path.glob("calibration-*")) and not list(tmp_path.glob("learned-*"))
 
     # A file that a task wrote while it said `persist` is not read by one that does not.
     written = start(tmp_path)
-    _run(written, _wave("p", 40))
+    finish(written, *_wave("p", 40))
     written.close()
     assert list(tmp_path.glob("learned-*"))
     second = start(tmp_path)
-    _run(second, [_request("open", [2, 3], speculation=in_memory)])
+    finish(second, _request("open", [2, 3], speculation=in_memory))
     _memory(second).wait()
     assert {task: held for task, held, _ in _memory(second).sizes()}["task"] <= 16
 
@@ -287,7 +274,7 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, start: Start) -> None:
     def rate(name: str, **fields: Any) -> float:
         rates = []
         for turn in range(2):
-            rates.append(_tokens_per_step(_run(engine, _wave(f"{name}-{turn}-", 20, **fields))))
+            rates.append(_tokens_per_step(finish(engine, *_wave(f"{name}-{turn}-", 20, **fields))))
             memory.wait()
         return rates[0]
 
@@ -306,7 +293,7 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, start: Start) -> None:
 def test_calibration_is_kept_per_scope_and_told_as_a_sum(tmp_path: Path, start: Start) -> None:
     first = start(tmp_path)
     for tenant, salt, num in (("a", "", 30), ("b", "", 10), ("a", "salt", 5)):
-        _run(first, _wave(f"{tenant}{salt}", num, tenant=tenant, cache_salt=salt))
+        finish(first, *_wave(f"{tenant}{salt}", num, tenant=tenant, cache_salt=salt))
 
     def evidence(engine: Engine, scope: str) -> float:
         drafter = engine.drafters.resolve("task", replace(LEARN, scope=scope))
@@ -340,22 +327,22 @@ def test_scopes_in_memory_are_bounded_and_come_back_from_disk(tmp_path: Path, st
     engine = start(tmp_path, max_scopes=3)
     memory = _memory(engine)
     for i in range(8):
-        _run(engine, _wave(f"{i}-", 10, tenant=f"t{i}"))
+        finish(engine, *_wave(f"{i}-", 10, tenant=f"t{i}"))
         memory.wait()
         engine.tend()
         assert memory.report("task", None)["num_learned_scopes"] <= 3
-    cold = _tokens_per_step(_run(engine, [_request("new", [2, 3], tenant="new")]))
-    _run(engine, [_request("back", [2, 3], tenant="t0")])
+    cold = _tokens_per_step(finish(engine, _request("new", [2, 3], tenant="new")))
+    finish(engine, _request("back", [2, 3], tenant="t0"))
     memory.wait()
-    back = _tokens_per_step(_run(engine, [_request("back2", [2, 3], tenant="t0")]))
+    back = _tokens_per_step(finish(engine, _request("back2", [2, 3], tenant="t0")))
     assert back > cold
 
 
 def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) -> None:
     engine = start(tmp_path, save_every_s=0.0)
     memory = _memory(engine)
-    cold = _tokens_per_step(_run(engine, _wave("", 20)))
-    _run(engine, [_request("kept", [5, 6], task="kept")])
+    cold = _tokens_per_step(finish(engine, *_wave("", 20)))
+    finish(engine, _request("kept", [5, 6], task="kept"))
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 2
     engine.controls["task_forget"]({"task": "task"})
@@ -363,13 +350,13 @@ def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) 
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 1
     assert [name for name, *_ in memory.sizes() if name != "task"] == ["kept"]
-    told = _run(engine, _wave("n", 20))
+    told = finish(engine, *_wave("n", 20))
     assert _tokens_per_step(told) < 1.2 * cold
 
 
 def test_a_full_queue_drops_outputs_and_holds_nothing_up(start: Start) -> None:
     engine = start(None, max_queued=0)
-    _run(engine, _wave("", 5))
+    finish(engine, *_wave("", 5))
     memory = _memory(engine)
     assert memory.num_dropped == 5
     memory.wait()
@@ -387,7 +374,7 @@ def test_a_reload_leaves_running_sequences_their_drafter(tmp_path: Path, start: 
     engine.step()
     (sequence,) = open_choices(engine, "old")
     session = sequence.session
-    text = ids_of(_run(start(None), [_request("w", [2, 3], max_tokens=40)])["w"])
+    text = ids_of(finish(start(None), _request("w", [2, 3], max_tokens=40))["w"])
     build_corpus([([], text)] * 4, fingerprint="f", p_min=1).save(path)
     engine.controls["drafters_reload"](None)
     engine.submit(_request("new", [2, 3], speculation=spec, max_tokens=40))

@@ -27,8 +27,9 @@ from server.fleet.learning.storage import (
     StorageError,
     forget,
 )
-from server.types import Delta, Request, SamplingParams, SpeculationParams
+from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
+from tests.engine.requests import finish, ids_of, request_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fleet.test_changes import Admin, Desk, Files
 from tests.waiting import wait_until
@@ -56,21 +57,12 @@ class Replica:
 
     def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[int], int]:
         """(ids, drafted tokens that were accepted)."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        self.engine.submit(
-            Request(
-                uuid.uuid4().hex, "task", "fake", tuple(prompt), sampling,
-                **{"speculation": LEARN, **fields},
-            )
-        )  # fmt: skip
-        told: list[Delta] = []
-        while self.engine.has_work:
-            told += self.engine.step()
-        told += self.engine.take_deltas()
-        self.engine.tend()  # as its host does where nothing is left to do
+        asked = request_of(
+            uuid.uuid4().hex, prompt, **{"max_tokens": 12, "speculation": LEARN, **fields}
+        )
+        [told] = finish(self.engine, asked).values()
         assert told[-1].finish_reason == "length"
-        ids = [i for delta in told for i in delta.token_ids]
-        return ids, sum(d.counts.num_accepted for d in told)
+        return ids_of(told), sum(d.counts.num_accepted for d in told)
 
     def learn(self, prompt: list[int] = PROMPT, **fields: Any) -> None:
         """Answer, and send what was learned of it."""

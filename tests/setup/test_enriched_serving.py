@@ -17,12 +17,13 @@ from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.engine.engine import Engine
 from server.errors import ModelError
-from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import SpeculationParams, VocabularyParams
 from server.wiring.drafter import EnrichedDrafter, make_task_drafter
 from server.wiring.engine import build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.engine.requests import finish, ids_of, request_of
 from tests.model.peft_adapters import with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
@@ -96,28 +97,17 @@ def _answers(
     **sampling: Any,
 ) -> list[list[int]]:
     """The ids of every prompt's answer, all prompts at once."""
-    ids: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        settings = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}
-        engine.submit(
-            Request(
-                str(i),
-                "t",
-                "m",
-                prompt,
-                SamplingParams(**settings),
-                speculation=speculation,
-                vocabulary=vocabulary or VocabularyParams(),
-            )
+    asked = [
+        request_of(
+            str(i), prompt, task="t", speculation=speculation,
+            vocabulary=vocabulary or VocabularyParams(), **{"max_tokens": 24, **sampling},
         )
-        ids[str(i)] = []
-    deltas = engine.take_deltas()
-    while engine.has_work:
-        deltas += engine.step()
-    for delta in deltas:
-        assert delta.error is None, delta.error
-        ids[delta.request_id] += delta.token_ids
-    return list(ids.values())
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    told = finish(engine, *asked)
+    for deltas in told.values():
+        assert deltas[-1].error is None, deltas[-1].error
+    return [ids_of(told[request.request_id]) for request in asked]
 
 
 def _theirs(merged: Any, prompt: tuple[int, ...]) -> list[int]:

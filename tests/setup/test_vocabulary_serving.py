@@ -12,9 +12,10 @@ from server import token_bytes
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig, VocabularyConfig
 from server.engine.engine import Engine
 from server.errors import ConfigError
-from server.types import Delta, Request, SamplingParams, VocabularyParams
+from server.types import Delta, VocabularyParams
 from server.wiring.engine import ProfileFiles, build_engine
 from server.wiring.server import plan_server
+from tests.engine.requests import finish, ids_of, request_of
 from tests.model.tiny_models import save_tiny
 from vocab_store.errors import MissingIdsError, ProfileFileError
 from vocab_store.profile import Example, ProfileSettings, VocabProfile, build_profile
@@ -120,24 +121,14 @@ def test_a_plan_names_the_task_whose_profile_is_wrong(
 
 def _answers(engine: Engine, path: Path) -> dict[str, list[Delta]]:
     """By mode."""
-    found = {}
+    found: dict[str, list[Delta]] = {}
     for mode in ("full", "slice", "exact"):
-        engine.submit(
-            Request(
-                mode,
-                "t",
-                "m",
-                (5, 9, 40, 8),
-                SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
-                vocabulary=VocabularyParams(
-                    mode,
-                    None if mode == "full" else str(path),
-                ),
-            )
-        )
-        found[mode] = engine.take_deltas()
-        while engine.has_work:
-            found[mode] += engine.step()
+        vocabulary = VocabularyParams(mode, None if mode == "full" else str(path))
+        asked = request_of(
+            mode, (5, 9, 40, 8), task="t", temperature=1.0, seed=3, max_tokens=20,
+            vocabulary=vocabulary,
+        )  # fmt: skip
+        found |= finish(engine, asked)
     return found
 
 
@@ -163,9 +154,7 @@ def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode_that_it_ho
                 told = answers.pop(mode)[-1].error or ""
                 assert told.startswith(f"vocabulary.mode: {mode}") and "full_head: device" in told
         assert all(deltas[-1].finish_reason == "length" for deltas in answers.values())
-        ids[full_head] = {
-            mode: [t for d in told for t in d.token_ids] for mode, told in answers.items()
-        }
+        ids[full_head] = {mode: ids_of(told) for mode, told in answers.items()}
     assert ids["device"] == ids["stream"] and ids["device"]["exact"] == ids["device"]["full"]
     assert ids["auto"] == {"slice": ids["device"]["slice"]}
     allowed = set(_full_profile(folder).slice.ids.tolist()) | {5, 9, 40, 8}
