@@ -13,16 +13,14 @@ Exits 1 when a check failed; the last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import add_options, environment, run, served_model, work_folder
+from environment import environment, options_of, run, served_model, work_folder
 
 PROGRAMS = Path(__file__).parent / "clients"
 LIBRARIES = {
@@ -41,13 +39,6 @@ LIBRARIES = {
 NODE_PACKAGES = ["openai@7.57.0", "zod@4.6.7"]
 
 
-def answers_chat(base_url: str) -> bool:
-    """Whether the server has the chat route at all."""
-    root = base_url.rstrip("/").removesuffix("/v1")
-    with urllib.request.urlopen(f"{root}/openapi.json", timeout=30) as response:
-        return "/v1/chat/completions" in json.load(response)["paths"]
-
-
 def run_node(folder: Path, base_url: str, model: str) -> int:
     """The checks of OpenAI's Node client; the exit status of npm or of the checks.
 
@@ -64,14 +55,10 @@ def run_node(folder: Path, base_url: str, model: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = options_of(__doc__)
     parser.add_argument("--only", choices=sorted([*LIBRARIES, "node"]), help="one library")
     options = parser.parse_args(arguments)
     model = options.model or served_model(options.base_url)
-    chat = answers_chat(options.base_url)
     statuses: dict[str, int] = {}
     with work_folder(options.work_dir) as folder:
         for name, requirements in LIBRARIES.items():
@@ -80,15 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             python = environment(folder, name, requirements)
             statuses[name] = run(
                 [python, PROGRAMS / f"{name}_checks.py"], folder,
-                BASE_URL=options.base_url.rstrip("/"), MODEL=model, CHAT="1" if chat else "0",
+                BASE_URL=options.base_url.rstrip("/"), MODEL=model,
                 LITELLM_LOCAL_MODEL_COST_MAP="True",
             )  # fmt: skip
         if options.only in (None, "node"):
-            if shutil.which("npm") and shutil.which("node") and chat:
+            if shutil.which("npm") and shutil.which("node"):
                 statuses["node"] = run_node(folder, options.base_url.rstrip("/"), model)
             else:
-                print("left out: node: it needs node, npm and the chat route")
-    print(json.dumps({"tool": "client_libraries", "model": model, "chat": chat, **statuses}))
+                print("left out: node: it needs node and npm")
+    print(json.dumps({"tool": "client_libraries", "model": model, **statuses}))
     return max(statuses.values(), default=0)
 
 

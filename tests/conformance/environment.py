@@ -19,11 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every script has."""
+def options_of(told: str | None) -> argparse.ArgumentParser:
+    """The options that every script has, and what it tells of itself."""
+    parser = argparse.ArgumentParser(
+        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base-url", required=True, help="of the running server, with /v1")
     parser.add_argument("--model", help="default: the first that GET /v1/models lists")
     parser.add_argument("--work-dir", type=Path, help="keep environments and reports here")
+    return parser
 
 
 @contextmanager
@@ -60,10 +64,15 @@ def run(words: Sequence[str | Path], folder: Path, **variables: str) -> int:
     return subprocess.run([str(w) for w in words], cwd=folder, env={**kept, **variables}).returncode
 
 
-def served_model(base_url: str, key: str = "none") -> str:
-    """The first model that GET /v1/models lists."""
+def served_models(base_url: str, key: str = "none") -> list[str]:
+    """What GET /v1/models lists."""
     request = urllib.request.Request(
         f"{base_url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"}
     )
     with urllib.request.urlopen(request, timeout=30) as response:
-        return str(json.load(response)["data"][0]["id"])
+        return [model["id"] for model in json.load(response)["data"]]
+
+
+def served_model(base_url: str, key: str = "none") -> str:
+    """The first of them."""
+    return served_models(base_url, key)[0]

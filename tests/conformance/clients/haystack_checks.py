@@ -24,7 +24,7 @@ def generator(**options: Any) -> OpenAIChatGenerator:
     )  # fmt: skip
 
 
-@check("haystack two turns", needs_chat=True)
+@check("haystack two turns")
 def _() -> None:
     messages = [ChatMessage.from_user("Say hello.")]
     [first] = generator().run(messages=messages)["replies"]
@@ -33,7 +33,7 @@ def _() -> None:
     assert generator().run(messages=again)["replies"]
 
 
-@check("haystack tool, then its result", needs_chat=True)
+@check("haystack tool, then its result")
 def _() -> None:
     tool = Tool(
         name="get_weather", description="The weather in a city.", function=weather,
@@ -47,7 +47,7 @@ def _() -> None:
     assert generator(tools=[tool]).run(messages=[*messages, answer, result])["replies"]
 
 
-@check("haystack stream", needs_chat=True)
+@check("haystack stream")
 def _() -> None:
     chunks: list[Any] = []
     generator(streaming_callback=chunks.append).run(messages=[ChatMessage.from_user("Hello.")])

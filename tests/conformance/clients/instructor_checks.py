@@ -32,17 +32,17 @@ def ask(mode: instructor.Mode) -> Person:
     )
 
 
-@check("instructor JSON_SCHEMA", needs_chat=True)
+@check("instructor JSON_SCHEMA")
 def _() -> None:
     assert isinstance(ask(instructor.Mode.JSON_SCHEMA), Person)
 
 
-@check("instructor TOOLS", needs_chat=True)
+@check("instructor TOOLS")
 def _() -> None:
     assert isinstance(ask(instructor.Mode.TOOLS), Person)
 
 
-@check("instructor TOOLS, a second turn on the first one's call", needs_chat=True)
+@check("instructor TOOLS, a second turn on the first one's call")
 def _() -> None:
     client = instructor.from_openai(
         openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0), mode=instructor.Mode.TOOLS

@@ -49,20 +49,20 @@ async def _() -> None:
     assert await OpenAI(max_tokens=3, **OPTIONS).ainvoke("Hello")
 
 
-@check("langchain ChatOpenAI invoke", needs_chat=True)
+@check("langchain ChatOpenAI invoke")
 def _() -> None:
     answer = ChatOpenAI(max_tokens=8, **OPTIONS).invoke("Say hello.")
     assert answer.content and answer.usage_metadata is not None
     assert answer.usage_metadata["output_tokens"] > 0
 
 
-@check("langchain ChatOpenAI stream", needs_chat=True)
+@check("langchain ChatOpenAI stream")
 def _() -> None:
     model = ChatOpenAI(max_tokens=8, stream_usage=True, **OPTIONS)
     assert "".join(str(chunk.content) for chunk in model.stream("Say hello."))
 
 
-@check("langchain ChatOpenAI with_structured_output", needs_chat=True)
+@check("langchain ChatOpenAI with_structured_output")
 def _() -> None:
     model = ChatOpenAI(max_tokens=60, temperature=0, **OPTIONS)
     city = model.with_structured_output(City, method="json_schema").invoke("Name a city.")
@@ -91,7 +91,7 @@ def _() -> None:
     assert 0 <= answers.scores["anger"].score <= 2
 
 
-@check("langchain two turns with a tool", needs_chat=True)
+@check("langchain two turns with a tool")
 def _() -> None:
     model = ChatOpenAI(max_tokens=40, temperature=0, **OPTIONS)
     forced = model.bind_tools([TOOL], tool_choice="required")
@@ -103,7 +103,7 @@ def _() -> None:
     assert model.invoke([*messages, second, HumanMessage("Thank you.")]).content is not None
 
 
-@check("langchain ChatOpenAI through responses", needs_chat=True)
+@check("langchain ChatOpenAI through responses")
 def _() -> None:
     model = ChatOpenAI(max_tokens=8, use_responses_api=True, **OPTIONS)
     first = model.invoke("Say hello.")

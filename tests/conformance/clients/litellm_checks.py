@@ -59,25 +59,25 @@ def _() -> None:
         raise AssertionError("no error")
 
 
-@check("litellm completion", needs_chat=True)
+@check("litellm completion")
 def _() -> None:
     answer = litellm.completion(max_tokens=8, **CHAT)
     assert answer.choices[0].message.content and answer.usage.total_tokens > 0
 
 
-@check("litellm completion stream", needs_chat=True)
+@check("litellm completion stream")
 def _() -> None:
     chunks = litellm.completion(max_tokens=8, stream=True, **CHAT)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-@check("litellm acompletion", needs_chat=True)
+@check("litellm acompletion")
 async def _() -> None:
     answer = await litellm.acompletion(max_tokens=4, **CHAT)
     assert answer.choices[0].finish_reason in ("stop", "length")
 
 
-@check("litellm two turns with a tool, its own messages sent back", needs_chat=True)
+@check("litellm two turns with a tool, its own messages sent back")
 def _() -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     options = {**CHAT, "max_tokens": 40, "temperature": 0, "tools": [TOOL]}
@@ -92,7 +92,7 @@ def _() -> None:
     assert litellm.completion(**{**options, "messages": messages}).choices
 
 
-@check("litellm responses", needs_chat=True)
+@check("litellm responses")
 def _() -> None:
     model = f"openai/{MODEL}"
     answer = litellm.responses(model=model, input="Say hello.", max_output_tokens=8, **COMMON)

@@ -15,7 +15,7 @@ LLM = OpenAILike(
 )  # fmt: skip
 
 
-@check("llama-index two turns", needs_chat=True)
+@check("llama-index two turns")
 def _() -> None:
     messages = [ChatMessage(role="user", content="Say hello.")]
     first = LLM.chat(messages)
@@ -24,7 +24,7 @@ def _() -> None:
     assert LLM.chat(messages).message.content
 
 
-@check("llama-index stream", needs_chat=True)
+@check("llama-index stream")
 def _() -> None:
     assert (
         list(LLM.stream_chat([ChatMessage(role="user", content="Say hello.")]))[-1].delta
@@ -32,7 +32,7 @@ def _() -> None:
     )
 
 
-@check("llama-index tool, then its result", needs_chat=True)
+@check("llama-index tool, then its result")
 def _() -> None:
     tool = FunctionTool.from_defaults(weather)
     messages = [ChatMessage(role="user", content=QUESTION)]

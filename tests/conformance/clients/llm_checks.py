@@ -20,14 +20,14 @@ def model() -> Chat:
     return made
 
 
-@check("llm conversation of two turns", needs_chat=True)
+@check("llm conversation of two turns")
 def _() -> None:
     conversation = model().conversation()
     assert conversation.prompt("Say hello.", max_tokens=8).text()
     assert conversation.prompt("And again.", max_tokens=8).text()
 
 
-@check("llm prompt without a stream, with a schema", needs_chat=True)
+@check("llm prompt without a stream, with a schema")
 def _() -> None:
     schema = {
         "type": "object",
@@ -38,7 +38,7 @@ def _() -> None:
     assert set(json.loads(answer.text())) == {"name"}
 
 
-@check("llm chain of two turns with a tool there", needs_chat=True)
+@check("llm chain of two turns with a tool there")
 def _() -> None:
     # `llm` forces no call: whether a model of this size makes one is its own affair.
     conversation = model().conversation()

@@ -52,17 +52,17 @@ async def two_turns(model: Any) -> None:
     assert (await Runner.run(plain, history)).final_output
 
 
-@check("openai-agents two turns with a tool, chat completions", needs_chat=True)
+@check("openai-agents two turns with a tool, chat completions")
 async def _() -> None:
     await two_turns(OpenAIChatCompletionsModel(model=MODEL, openai_client=client()))
 
 
-@check("openai-agents two turns with a tool, responses", needs_chat=True)
+@check("openai-agents two turns with a tool, responses")
 async def _() -> None:
     await two_turns(OpenAIResponsesModel(model=MODEL, openai_client=client()))
 
 
-@check("openai-agents stream, responses", needs_chat=True)
+@check("openai-agents stream, responses")
 async def _() -> None:
     model = OpenAIResponsesModel(model=MODEL, openai_client=client())
     settings = ModelSettings(max_tokens=400, temperature=0)

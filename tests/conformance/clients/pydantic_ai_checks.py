@@ -20,7 +20,7 @@ class City(BaseModel):
     name: str
 
 
-@check("pydantic-ai two turns", needs_chat=True)
+@check("pydantic-ai two turns")
 async def _() -> None:
     agent = Agent(OpenAIChatModel(MODEL, provider=PROVIDER), model_settings=SHORT)
     first = await agent.run("Say hello.")
@@ -28,7 +28,7 @@ async def _() -> None:
     assert (await agent.run("And again.", message_history=first.all_messages())).output
 
 
-@check("pydantic-ai output as a forced call, then a second turn", needs_chat=True)
+@check("pydantic-ai output as a forced call, then a second turn")
 async def _() -> None:
     agent = Agent(OpenAIChatModel(MODEL, provider=PROVIDER), output_type=City, model_settings=SHORT)
     first = await agent.run("Name a city.")
@@ -37,7 +37,7 @@ async def _() -> None:
     assert isinstance(second.output, City)
 
 
-@check("pydantic-ai native JSON schema", needs_chat=True)
+@check("pydantic-ai native JSON schema")
 async def _() -> None:
     agent = Agent(
         OpenAIChatModel(MODEL, provider=PROVIDER), output_type=NativeOutput(City),
@@ -46,7 +46,7 @@ async def _() -> None:
     assert isinstance((await agent.run("Name a city.")).output, City)
 
 
-@check("pydantic-ai tool there, responses, two turns", needs_chat=True)
+@check("pydantic-ai tool there, responses, two turns")
 async def _() -> None:
     agent = Agent(
         OpenAIResponsesModel(MODEL, provider=PROVIDER), tools=[weather], model_settings=SHORT
