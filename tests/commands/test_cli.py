@@ -229,28 +229,9 @@ def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "no model 'other'" in capsys.readouterr().err
 
 
-def test_models_list_names_licences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path))
-    assert main(["models", "list"]) == 0
-    out = capsys.readouterr().out
-    assert "smollm2-135m-instruct" in out and "Apache-2.0" in out and "93 MB to fetch" in out
-
-
 def test_fetch_of_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "fetch", "nothing"]) == 1
     assert "no model 'nothing'" in capsys.readouterr().err
-
-
-def test_as_a_program(tmp_path: Path) -> None:
-    words = ["serve", "--port", "0", "--model", str(tmp_path / "none.gguf")]
-    failed = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", *words],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert failed.returncode == 1
-    assert "no such file or folder" in failed.stderr and "Traceback" not in failed.stderr
 
 
 # --- serve's options over server.yaml ---
@@ -381,4 +362,4 @@ def test_training_takes_its_share_of_a_busy_machine(tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"},
     )  # fmt: skip
     assert done.returncode == 1 and str(data) in done.stderr
-    assert "GOMP_SPINCOUNT = '10000'" in done.stderr
+    assert "GOMP_SPINCOUNT = '10000'" in done.stderr and "Traceback" not in done.stderr

@@ -53,6 +53,7 @@ def test_models_are_listed_shown_and_removed(
     out = capsys.readouterr().out
     assert str(cache / "cache" / "models") in out and " here " in out
     assert "org/tiny" in out and "3 MB here" in out and "239 MB to fetch" in out
+    assert "smollm2-135m-instruct" in out and "Apache-2.0" in out
     assert main(["models", "show", "smollm2-135m-instruct"]) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM" in out and "supported      yes" in out and "2048" in out
