@@ -21,7 +21,7 @@ from server.fleet.learning.builder import Sharing
 from server.fleet.parts import FleetParts, Front, version_of
 from server.machine_code import make_ready
 from server.wiring.task_set import TaskSet
-from tests.api.live import PLAIN_TASK, served
+from tests.api.live import PLAIN_TASK, LiveServer, served
 from tests.api.real_engine import (
     CONTEXT,
     FINGERPRINT,
@@ -134,6 +134,14 @@ class FakeParts(FleetParts):
             factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
         start_one = start_process if self.processes else start_thread
         return EngineSpec(f"{model}/{rank}", model, "cpu", partial(start_one, factory))
+
+    def single(self, config: ServerConfig | None = None) -> LiveServer:
+        """One server with the same engine, which a fleet must equal."""
+        front = self.front()
+        return LiveServer(
+            [self.engine("tiny", 0, 1.0, 0.0)], config=config, max_model_len=CONTEXT,
+            tasks=front.tasks, drafters=front.drafters,
+        )  # fmt: skip
 
     def make(self, step_s: float) -> Engine:
         """One engine."""

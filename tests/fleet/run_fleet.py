@@ -38,8 +38,6 @@ import psutil
 from server.config import ListenConfig, ServerConfig
 from server.config.cluster import ClusterConfig
 from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
-from tests.api.live import LiveServer
-from tests.api.real_engine import CONTEXT
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
 from tests.waiting import wait_until
 
@@ -116,17 +114,13 @@ def main() -> None:
             _say("READY")
             for line in sys.stdin:
                 command, _, rest = line.strip().partition(" ")
-                if command == "deploy":
+                if command in ("deploy", "become"):
                     asked = _parser().parse_args([str(options.port), *shlex.split(rest)])
                     cluster, parts = _fleet_of(asked, address)
-                    _take_away()
+                    if command == "deploy":
+                        _take_away()
                     fleet.update(cluster, parts)
-                    _say("READY")
-                elif command == "become":
-                    asked = _parser().parse_args([str(options.port), *shlex.split(rest)])
-                    cluster, parts = _fleet_of(asked, address)
-                    fleet.update(cluster, parts)
-                    _say("BECAME")
+                    _say("READY" if command == "deploy" else "BECAME")
                 elif command == "update":
                     parts = replace(parts, weights=parts.weights + 1)
                     fleet.update(cluster, parts)
@@ -230,15 +224,7 @@ def _obey(command: str, rest: str, nodes: Any) -> bool:
 
 def _single(parts: FakeParts) -> None:
     """One server with the fleet's engine, on a port that READY tells, until its input ends."""
-    front = parts.front()
-    engine = parts.engine("tiny", 0, 1.0, 0.0)
-    with LiveServer(
-        [engine],
-        config=ServerConfig.model_validate({"limits": LIMITS}),
-        max_model_len=CONTEXT,
-        tasks=front.tasks,
-        drafters=front.drafters,
-    ) as live:
+    with parts.single(ServerConfig.model_validate({"limits": LIMITS})) as live:
         _say(f"READY {live.port}")
         sys.stdin.read()
 

@@ -18,7 +18,6 @@ import pytest
 
 from loadtest.fleet import FleetProcess
 from tests.api.live import LiveServer
-from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts, free_port
 from tests.waiting import wait_until
 
@@ -54,11 +53,7 @@ def _get(url: str) -> httpx.Response:
 @pytest.fixture(scope="module")
 def single() -> Iterator[LiveServer]:
     """One server with the same engine, which the fleet must equal."""
-    front = FakeParts().front()
-    engine = spec(drafts=False)
-    with LiveServer(
-        [engine], max_model_len=CONTEXT, tasks=front.tasks, drafters=front.drafters
-    ) as live:
+    with FakeParts().single() as live:
         yield live
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from loadtest.fleet import NUM_TEXTS, FleetProcess, Flight, expected
-from tests.api.live import LiveServer
-from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts
 from tests.waiting import wait_until
 
@@ -23,10 +21,7 @@ NUM_REQUESTS = NUM_TEXTS + 60  # a stream each of the last 60
 @pytest.fixture(scope="module")
 def wanted() -> list[str]:
     """What a single server with the same engine answers."""
-    front, engine = FakeParts().front(), spec(drafts=False)
-    with LiveServer(
-        [engine], max_model_len=CONTEXT, tasks=front.tasks, drafters=front.drafters
-    ) as live:
+    with FakeParts().single() as live:
         return asyncio.run(expected(live.url))
 
 
