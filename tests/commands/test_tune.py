@@ -509,10 +509,7 @@ def server(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[[], Running]]
 
     yield start
     for one in running:
-        one.process.kill()
-        one.process.wait()
-        if one.process.stdout is not None:
-            one.process.stdout.close()
+        one.kill()
 
 
 def test_from_data_to_answers(

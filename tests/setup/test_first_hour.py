@@ -89,7 +89,4 @@ def test_the_first_hour(
         assert server.stop(signal.SIGTERM) == 0
     finally:
         if server is not None:
-            server.process.kill()
-            server.process.wait()
-            if server.process.stdout is not None:
-                server.process.stdout.close()
+            server.kill()

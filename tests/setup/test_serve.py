@@ -56,8 +56,7 @@ class Running:
             self.url = self.wait_for(r"ready on (http://\S+) after")[1]
         except AssertionError:
             # Nobody else has this object yet, and what it leaves would fail a later test.
-            self.process.kill()
-            self.process.communicate()
+            self.kill()
             raise
 
     def wait_for(self, pattern: str) -> re.Match[str]:
@@ -89,6 +88,13 @@ class Running:
             with self.process.stdout as told:
                 self.lines += told.readlines()
 
+    def kill(self) -> None:
+        """End it, where nobody has yet."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
 
 @pytest.fixture(scope="module")
 def start(tiny_folder: Path) -> Iterator[Callable[..., Running]]:
@@ -102,10 +108,7 @@ def start(tiny_folder: Path) -> Iterator[Callable[..., Running]]:
 
     yield start
     for one in running:
-        one.process.kill()
-        one.process.wait()
-        if one.process.stdout is not None:
-            one.process.stdout.close()
+        one.kill()
 
 
 @pytest.fixture(scope="module")
