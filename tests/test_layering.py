@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 OURS = ("server", "drafters", "vocab_store")
@@ -274,7 +275,4 @@ def test_importing_pulls_in_no_more(prefixes: tuple[str, ...], absent: tuple[str
         f"for name in {names!r}: importlib.import_module(name)\n"
         f"print([m for m in {absent!r} if m in sys.modules])\n"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert out.stdout.strip() == "[]"
+    assert run_python("-c", code).strip() == "[]"

@@ -17,6 +17,7 @@ from server.commands.serve import EngineOptions, ModelChoice, Place, server_conf
 from server.config.yaml_file import MemorySize
 from server.errors import ConfigError
 from tests.commands.command_line import ALL as COMMANDS
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,17 +194,10 @@ def test_completion_knows_commands_and_options(
 
 
 def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(**more: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "server.commands.cli", "serve", "--help"],
-            capture_output=True, text=True, cwd=ROOT, env=os.environ | more,
-        )  # fmt: skip
-        assert done.returncode == 0
-        return done.stdout
-
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[" in told(FORCE_COLOR="1")
-    assert "\x1b[3" not in told(FORCE_COLOR="1", NO_COLOR="1")
+    words = ("-m", "server.commands.cli", "serve", "--help")
+    assert "\x1b[" in run_python(*words, FORCE_COLOR="1")
+    assert "\x1b[3" not in run_python(*words, FORCE_COLOR="1", NO_COLOR="1")
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -212,8 +206,7 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'numpy', 'torch', 'pydantic', 'tokenizers', 'httpx', 'yaml'}\n"
         "print('heavy:', *sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1].strip() == "heavy:", done.stderr
+    assert run_python("-c", code).splitlines()[-1].strip() == "heavy:"
 
 
 def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import pytest
 
 from drafters.catalog import OURS, RESERVED, DrafterSpec, Need, catalog, make_drafter
 from drafters.options import OptionError, check_options, option, options_of
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adding-a-drafter.md"
@@ -111,15 +110,7 @@ _SERVED = Path(__file__).with_name("serve_own_drafter.py")
 
 
 def _run(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-W", "error", *arguments, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
 
 
 def test_the_page_s_drafter_is_found_configured_and_served(tmp_path: Path) -> None:

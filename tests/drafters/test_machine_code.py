@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from drafters import library
 from drafters.library import Door
 from drafters.slow_door import Door as SlowDoor
 from drafters.target import chosen
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -87,12 +86,7 @@ def _write(folder: Path) -> Path:
 def _run(folder: Path, code: Path, words: str = RUN) -> str:
     """What another process prints that finds the rooms in a folder."""
     words = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; {words}"
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", words], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "TAILOR_CODE_DIR": str(code)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_python("-B", "-c", words, cwd=folder, TAILOR_CODE_DIR=str(code)).strip()
 
 
 @pytest.fixture(scope="module")

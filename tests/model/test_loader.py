@@ -13,6 +13,7 @@ from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import cache_folder
 from server.model.loader import build_module, open_model
 from tests.model.tiny_models import FAMILIES, save_tiny
+from tests.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -191,9 +192,6 @@ def test_index_may_not_leave_the_folder(folder: Path) -> None:
 
 def test_peak_memory_is_one_copy(folder: Path) -> None:
     """Loading allocates the model once, plus at most one tensor and small change."""
-    import subprocess
-    import sys
-
     save_tiny(folder, "llama", vocab_size=128, hidden_size=512, intermediate_size=4096)
     size = (folder / "model.safetensors").stat().st_size
     script = (
@@ -215,14 +213,8 @@ def test_peak_memory_is_one_copy(folder: Path) -> None:
         "done.append(1); thread.join()\n"
         "print(peak[0] - before)\n"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", script, str(folder)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     largest = 4096 * 512 * 4
-    assert int(out.stdout) < size + 2 * largest + (32 << 20)
+    assert int(run_python("-c", script, folder)) < size + 2 * largest + (32 << 20)
 
 
 def test_real_model(real_model_folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from server.model.loader import open_model
 from server.model.scoring import Text, score
 from server.types import EngineSizes
 from tests.model.gguf_models import BLOCKS, write_llama
+from tests.processes import run_python
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +70,7 @@ def test_what_was_fetched_is_opened_without_torch(model: Path) -> None:
         "assert found.ropes(16)[0].shape[1] and found.num_token_ids;"
         "print(*{'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stdout.strip(), done.stdout + done.stderr
+    assert run_python("-c", code).split() == []
 
 
 def test_it_runs_near_the_dequantised_model(model: Path) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +19,7 @@ from server.model.shape import shape_of
 from tests.model import families
 from tests.model.gguf_models import write_llama
 from tests.model.tiny_models import save_tiny
+from tests.processes import run_python
 from tests.setup.second_start import digest
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -40,10 +38,7 @@ def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(tmp_path: P
         "    print(digest(folder)); assert 'transformers' not in sys.modules, folder\n"
         "    assert nth or 'torch' not in sys.modules"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == first
+    assert run_python("-c", code).split() == first
 
 
 def test_a_converted_file_s_first_start_imports_no_transformers(tmp_path: Path) -> None:
@@ -54,17 +49,12 @@ def test_a_converted_file_s_first_start_imports_no_transformers(tmp_path: Path) 
         "import sys; from tests.setup.second_start import digest; "
         f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules"
     )
-    env = {
-        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]),
-        "TAILOR_CACHE_DIR": str(tmp_path / "new"),
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    told = run_python("-c", code, TAILOR_CACHE_DIR=str(tmp_path / "new"))
     for kept in folder.glob("*.ropes"):
         known = kept.with_suffix(".json")
         kept.unlink()
         known.unlink()
-    assert done.stdout.strip() == digest(str(folder))  # transformers' own
+    assert told.strip() == digest(str(folder))  # transformers' own
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

@@ -13,6 +13,7 @@ import pytest
 
 from server.machine import Machine
 from server.model.kv_memory import num_blocks_for
+from tests.processes import run_python
 
 GIB = 1 << 30
 CORES = len(os.sched_getaffinity(0))
@@ -158,10 +159,7 @@ def test_a_process_in_a_real_cgroup_sees_its_limit(
         f"from server.machine import Machine; print(Machine().{expression})"
     )
     with real_cgroup(controller, limits) as folder:
-        run = subprocess.run(
-            [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
-        )
-        assert run.stdout.strip() == told, run.stderr
+        assert run_python("-c", code, folder).strip() == told
 
 
 def test_a_server_opens_as_many_files_as_it_may_and_tells_where_those_are_few() -> None:

@@ -22,6 +22,7 @@ import pytest
 from server.commands.cli import main
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION
 from tests.model.tiny_models import save_built_in
+from tests.processes import run_python
 from tests.setup import pages
 from tests.setup.test_serve import Running
 
@@ -198,11 +199,6 @@ def test_a_load_test_and_its_page(server: Running, home: Path) -> None:
     for option, value in less.items():
         words[words.index(option) + 1] = value
     words += ["--pause", "0", "--max-load", "1000", "--key", "tailor-off=TAILOR_ADMIN_KEY"]
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True, text=True, timeout=120, cwd=home,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, (line, done.stdout, done.stderr)
+    run_python(*words, cwd=home)
     page = home / words[words.index("--html") + 1]
     assert "<html" in page.read_text(encoding="utf-8")

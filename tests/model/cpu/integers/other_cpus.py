@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,20 +10,14 @@ import llvmlite.binding as llvm
 
 from drafters.target import TARGETS
 from server.model.cpu.integers.forms import FORMS
-
-ROOT = Path(__file__).parents[4]
+from tests.processes import run_python
 
 
 def said(module: str, code: str, cpu: str) -> str:
     """What code prints in a process that compiles for a CPU. module: of this folder, which the code
     calls by its name."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from tests.model.cpu.integers import {module}; {code}"],
-        env={**os.environ, "TAILOR_CPU": cpu, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+    code = f"from tests.model.cpu.integers import {module}; {code}"
+    return run_python("-c", code, TAILOR_CPU=cpu).strip()
 
 
 def compile_kernels(

@@ -7,10 +7,6 @@ which AVX2 machines have. So ids *and* logprobs are equal to the last bit.
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +17,7 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu.test_kernels import digest
 from tests.model.cpu_models import cpu_runner
+from tests.processes import run_python
 
 _PROMPT, _NEW = 90, 12  # more rows at once than half a span: each thread fills its buffer
 
@@ -54,13 +51,9 @@ def test_avx2_gives_the_products_and_the_text_of_the_widest_kernel() -> None:
     """Also the float products of registers of 256 bits, whose weights are laid out for them."""
     if not runs_here(TARGETS["avx2"]) or chosen().name == "avx2":
         pytest.skip("this CPU has no AVX2, or nothing wider to compare it with")
-    env = {**os.environ, "TAILOR_CPU": "avx2", "PYTHONPATH": str(Path(__file__).parents[4])}
     code = (
         "from tests.model.cpu.integers.test_same_text import KERNEL, digest, greedy; "
         "assert KERNEL == 'avx2'; print(digest()); print(greedy())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [digest(), greedy()], f"AVX2 and {KERNEL} differ"
+    told = run_python("-c", code, TAILOR_CPU="avx2").splitlines()
+    assert told == [digest(), greedy()], f"AVX2 and {KERNEL} differ"
