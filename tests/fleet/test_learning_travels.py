@@ -38,6 +38,11 @@ VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
 LEARN = SpeculationParams("auto", 5, (("auto.logits", 0),), learn_tokens=1000, persists=True)
 PROMPT = [7, 9, 4, 7, 9, 12]
+INFO = fake_info(
+    vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
+    max_num_seqs=8, max_num_batched_tokens=200,
+)  # fmt: skip
+SETTINGS = EngineSettings(max_num_seqs=8, max_num_batched_tokens=200)
 EVERY_STORAGE = pytest.mark.parametrize("fleet", ["folder", "memory", "s3"], indirect=True)
 """Of tests that together do all that Storage can."""
 
@@ -100,10 +105,6 @@ class Fleet:
         return Storage(self.url)
 
     def add(self, storage: Storage | None = None, max_scopes: int = 64, **numbers: Any) -> Replica:
-        info = fake_info(
-            vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
-            max_num_seqs=8, max_num_batched_tokens=200,
-        )  # fmt: skip
         own = self.folder / f"engine-{len(self.replicas)}"
         exchange = SegmentExchange(
             storage or self.storage, "fake",
@@ -114,11 +115,10 @@ class Fleet:
             exchange=exchange,
         )  # fmt: skip
         drafters = {
-            name: partial(make_task_drafter, name, "f", info.eos_token_ids, memory=memory)
+            name: partial(make_task_drafter, name, "f", INFO.eos_token_ids, memory=memory)
             for name in ("auto", "mix")
         }
-        settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=200)
-        engine = Engine(FakeRunner(MODEL, info), drafters, settings, memory=memory)
+        engine = Engine(FakeRunner(MODEL, INFO), drafters, SETTINGS, memory=memory)
         self.replicas.append(Replica(engine, exchange, memory))
         return self.replicas[-1]
 
@@ -163,12 +163,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[Callable[[list[int]], list[int]]]:
     """What an engine that learns nothing writes."""
-    info = fake_info(
-        vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
-        max_num_seqs=8, max_num_batched_tokens=200,
-    )  # fmt: skip
-    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=200)
-    engine = Engine(FakeRunner(MODEL, info), {}, settings)
+    engine = Engine(FakeRunner(MODEL, INFO), {}, SETTINGS)
     replica = Replica(engine, None, None)  # type: ignore[arg-type]
     yield lambda prompt: replica.ask(prompt, speculation=SpeculationParams())[0]
     engine.close()
