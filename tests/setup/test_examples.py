@@ -7,16 +7,14 @@ answer a page tells are asked of the real one, smollm2-135m-instruct.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_bash
 from tests.setup import pages
 from tests.setup.test_serve import Running
 
@@ -75,16 +73,9 @@ def test_python_prints_what_the_page_says(
 def test_the_first_request_says_paris(server: Running) -> None:
     (line,) = [c for c in pages.commands() if "The capital of France is" in c]
     line = line.replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run(["bash", "-c", f"{line} -sS"], capture_output=True, text=True, timeout=60)
-    assert json.loads(done.stdout)["choices"][0]["text"] == " Paris"
+    assert json.loads(run_bash(f"{line} -sS"))["choices"][0]["text"] == " Paris"
 
 
 def test_the_one_in_the_terminal_says_london(server: Running) -> None:
     (line,) = [c for c in pages.commands() if c.startswith("printf")]
-    done = subprocess.run(
-        ["bash", "-c", f'tailor() {{ "{sys.executable}" -m server.commands.cli "$@"; }}\n'
-         f"{line} --url {server.url}"],
-        capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(pages.ROOT), "NO_COLOR": "1"},
-    )  # fmt: skip
-    assert done.stdout.strip() == "London", done.stderr
+    assert run_bash(f"{line} --url {server.url}", NO_COLOR="1").strip() == "London"

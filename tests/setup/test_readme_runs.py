@@ -7,12 +7,9 @@ the port is a free one, and a load test asks less. What a test elsewhere runs is
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ import pytest
 from server.commands.cli import main
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION
 from tests.model.tiny_models import save_built_in
-from tests.processes import run_python
+from tests.processes import run_bash, run_python
 from tests.setup import pages
 from tests.setup.test_serve import Running
 
@@ -142,14 +139,7 @@ def test_curl_gets_an_answer_everywhere(server: Running) -> None:
         line = line.replace("http://127.0.0.1:8000", server.url)
         if "/corpus" not in line:
             line += f" -H 'authorization: Bearer {KEY}'"
-        done = subprocess.run(
-            ["bash", "-c", f"{line} -sS --fail-with-body"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        answer = json.loads(done.stdout)
+        answer = json.loads(run_bash(f"{line} -sS --fail-with-body"))
         if '"slots"' in line:
             assert answer["speculation"]["mean_tokens_per_step"] >= 1
         elif "/systemone" in line:
@@ -163,13 +153,7 @@ def test_a_file_of_prompts_and_one_in_the_terminal(server: Running, home: Path) 
     lines = _starting("tailor run") + _starting("printf")
     assert len(lines) == 2
     for line in lines:
-        done = subprocess.run(
-            ["bash", "-c", f'tailor() {{ "{sys.executable}" -m server.commands.cli "$@"; }}\n'
-             f"{line} --url {server.url}"],
-            capture_output=True, text=True, timeout=120, cwd=home,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TAILOR_API_KEY": KEY},
-        )  # fmt: skip
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        run_bash(f"{line} --url {server.url}", cwd=home, TAILOR_API_KEY=KEY)
     assert len((home / "answers.jsonl").read_text().splitlines()) == 60
 
 
