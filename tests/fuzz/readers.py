@@ -300,7 +300,7 @@ def mutate_gguf(chance: random.Random, data: bytes) -> bytes:
 def _gguf_files() -> Sequence[bytes]:
     from tests.model.gguf_models import MODELS, write
 
-    def writes(name: str) -> Callable[[Path], None]:
+    def writes(name: str) -> Callable[[Path], object]:
         return lambda file: write(MODELS[name], MODELS[name].build(), file, "Q8_0")
 
     names = ("llama", "qwen3", "gemma3_text", "phi3", "lfm2", "olmo3", "granite")
