@@ -12,6 +12,7 @@ import torch
 
 from server.errors import ConfigError
 from server.training import loop
+from server.training.examples import Microbatch
 from server.training.loop import TrainOptions, TrainProgress, evaluate_loss, train
 from server.training.lora import Tuned
 from tests.training.tiny import V, examples, next_id, tuned
@@ -43,6 +44,24 @@ def test_training_learns_the_task_and_the_enriched_ids(tmp_path: Path) -> None:
     assert not result.ended_by_clock
     assert not list(tmp_path.glob("checkpoint*"))
     assert {next_id(given, e.prompt_ids) for e in examples()} == {V}  # (7, 8, 9), not 7
+
+
+def test_outputs_are_spelled_out_at_first_and_no_more_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, shares, whole = tuned(), list[float](), Tuned.loss
+
+    def loss(self: Tuned, batch: Microbatch) -> torch.Tensor:
+        shares.append(float((batch.targets >= V).float().mean()))
+        return whole(self, batch)
+
+    monkeypatch.setattr(Tuned, "loss", loss)
+    options = replace(OPTIONS, epochs=50, batch_size=10, max_tokens=1024, spell_out=1.0)
+    train(given, examples(), [], options, tmp_path, report=lambda _: None)
+    assert len(shares) == 50 and shares[0] == 0.0
+    first, middle, last = (sum(shares[at : at + 10]) / 10 for at in (0, 20, 40))
+    # 2 q of 7 - 3 q targets are own tokens where q of them are not spelled out.
+    assert first < 0.06 and 0.12 < middle < 0.24 and 0.34 < last < 0.5
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
