@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import (
@@ -118,63 +119,50 @@ class TaskSeries:
     generation_size: Histogram = _tokens("request_generation_tokens", "Emitted tokens per choice")
 
 
-def _sliced(name: str, text: str) -> Any:
-    return _series(Counter, name, text, _MODE)
+_TASK_FAMILIES: Mapping[str, tuple[Any, ...]] = {
+    one.name: one.metadata["family"] for one in fields(TaskSeries) if one.metadata
+}
 
-
-@dataclass(frozen=True, slots=True)
-class SliceSeries:
-    """The series of LM-head slices of one (task, mode, model). Counters are called like the fields
-    of VocabularyCounts that they sum."""
-
-    num_slice_steps: Counter = _sliced(
-        "vocab_slice_steps", "Decode steps drawn from a slice of the LM head"
-    )
-    num_full_steps: Counter = _sliced(
-        "vocab_full_steps", "Decode steps of sliced requests drawn from the full head"
-    )
-    head_rows: Counter = _sliced("vocab_head_rows", "LM-head rows computed for sliced requests")
-    num_loaded: Counter = _sliced("vocab_row_loads", "LM-head rows copied for requests")
-    num_verifications: Counter = _sliced("vocab_verify_windows", "Verifications of a choice")
-    num_checked: Counter = _sliced("vocab_verified_tokens", "Tokens that were verified")
-    num_missed: Counter = _sliced("vocab_slice_misses", "Tokens the full head replaced")
-    num_dropped: Counter = _sliced("vocab_dropped_tokens", "Tokens taken back, never sent")
-    num_ids: Gauge = _series(Gauge, "vocab_slice_ids", "Ids of the last slice", _MODE)
-    verify_s: Histogram = _series(
-        Histogram,
-        "vocab_verify_time_seconds",
+_BY_SLICE: Mapping[str, tuple[Any, str, str]] = {
+    "num_slice_steps": (
+        Counter, "vocab_slice_steps", "Decode steps drawn from a slice of the LM head",
+    ),
+    "num_full_steps": (
+        Counter, "vocab_full_steps", "Decode steps of sliced requests drawn from the full head",
+    ),
+    "head_rows": (Counter, "vocab_head_rows", "LM-head rows computed for sliced requests"),
+    "num_loaded": (Counter, "vocab_row_loads", "LM-head rows copied for requests"),
+    "num_verifications": (Counter, "vocab_verify_windows", "Verifications of a choice"),
+    "num_checked": (Counter, "vocab_verified_tokens", "Tokens that were verified"),
+    "num_missed": (Counter, "vocab_slice_misses", "Tokens the full head replaced"),
+    "num_dropped": (Counter, "vocab_dropped_tokens", "Tokens taken back, never sent"),
+    "num_ids": (Gauge, "vocab_slice_ids", "Ids of the last slice"),
+    "verify_s": (
+        partial(Histogram, buckets=SHORT_BUCKETS_S), "vocab_verify_time_seconds",
         "Verifications that a choice waited for",
-        _MODE,
-        *SHORT_BUCKETS_S,
-    )
+    ),
+}  # fmt: skip
+"""Families of LM-head slices, by the field of VocabularyCounts that they tell; counters sum it."""
 
-
-_SLICE_COUNTERS = tuple(
-    one.name for one in fields(SliceSeries) if one.name not in ("num_ids", "verify_s")
-)
-
+_BY_TENTH = "by the tenth of their claimed chance"
+_PAIRS: Mapping[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "position": (
+        ("spec_decode_num_offered_per_pos", "Drafts with a node at this depth"),
+        ("spec_decode_num_accepted_tokens_per_pos", "Draft tokens kept, by depth (0 = the first)"),
+    ),
+    "source": (
+        ("spec_decode_num_draft_tokens_by_source", "Verified draft rows, by source"),
+        ("spec_decode_num_accepted_tokens_by_source", "Draft tokens kept, by source"),
+    ),
+    "survival": (
+        ("spec_decode_num_draft_tokens_by_survival", f"Verified draft rows, {_BY_TENTH}"),
+        ("spec_decode_num_accepted_tokens_by_survival", f"Draft tokens kept, {_BY_TENTH}"),
+    ),
+}
+"""Counters of draft rows and of those that were kept, by the label that they have beside a
+task's drafter."""
 
 _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
-    "spec_decode_num_offered_per_pos": (
-        Counter, "Drafts with a node at this depth", (*_DRAFTED, "position"),
-    ),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        Counter, "Draft tokens kept, by depth (0 = the first)", (*_DRAFTED, "position"),
-    ),
-    "spec_decode_num_draft_tokens_by_source": (
-        Counter, "Verified draft rows, by source", (*_DRAFTED, "source"),
-    ),
-    "spec_decode_num_accepted_tokens_by_source": (
-        Counter, "Draft tokens kept, by source", (*_DRAFTED, "source"),
-    ),
-    "spec_decode_num_draft_tokens_by_survival": (
-        Counter, "Verified draft rows, by the tenth of their claimed chance",
-        (*_DRAFTED, "survival"),
-    ),
-    "spec_decode_num_accepted_tokens_by_survival": (
-        Counter, "Draft tokens kept, by the tenth of their claimed chance",
-        (*_DRAFTED, "survival"),
-    ),
     "spec_decode_num_no_draft": (
         Counter, "Steps without a draft, by reason (docs/no-drafts.md)", (*_DRAFTED, "reason"),
     ),
@@ -205,17 +193,7 @@ _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Families whose series are looked up by a label that comes with each count."""
 
-_PAIRS = {
-    "position": ("spec_decode_num_offered_per_pos", "spec_decode_num_accepted_tokens_per_pos"),
-    "source": (
-        "spec_decode_num_draft_tokens_by_source", "spec_decode_num_accepted_tokens_by_source",
-    ),
-    "survival": (
-        "spec_decode_num_draft_tokens_by_survival", "spec_decode_num_accepted_tokens_by_survival",
-    ),
-}  # fmt: skip
 _TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
-_T = TypeVar("_T")
 
 
 class Metrics:
@@ -228,11 +206,19 @@ class Metrics:
     def __init__(self, *, vllm_aliases: bool = False) -> None:
         r = self.registry = CollectorRegistry(auto_describe=True)
         self._families: dict[str, Any] = {
-            one.name: kind(name, text, labels, registry=r, **options)
-            for cls in (TaskSeries, SliceSeries)
-            for one in fields(cls)
-            if one.metadata
-            for kind, name, text, labels, options in [one.metadata["family"]]
+            field_name: kind(name, text, labels, registry=r, **options)
+            for field_name, (kind, name, text, labels, options) in _TASK_FAMILIES.items()
+        }
+        self._by_slice: dict[str, Any] = {
+            field_name: kind(f"tailor_{name}", text, _MODE, registry=r)
+            for field_name, (kind, name, text) in _BY_SLICE.items()
+        }
+        self._pairs = {
+            label: [
+                Counter(f"tailor_{name}", text, (*_DRAFTED, label), registry=r)
+                for name, text in both
+            ]
+            for label, both in _PAIRS.items()
         }
         self._by_label: dict[str, Any] = {
             name: kind(f"tailor_{name}", text, labels, registry=r)
@@ -241,29 +227,21 @@ class Metrics:
         self._engine_figures = EngineFigures()
         r.register(self._engine_figures)
         self._tasks: dict[tuple[str, str, str], TaskSeries] = {}
-        self._slices: dict[tuple[str, str, str], SliceSeries] = {}
+        self._slices: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._aliases = CollectorRegistry(auto_describe=False)
         self._aliases.register(VllmNames(self.families, all_names=vllm_aliases))
-
-    def _made(self, cls: type[_T], given: Mapping[str, str], **further: Any) -> _T:
-        """The series of one set of labels."""
-        series = {
-            one.name: self._families[one.name].labels(
-                *(given[name] for name in one.metadata["family"][3])
-            )
-            for one in fields(cls)  # type: ignore[arg-type]
-            if one.metadata
-        }
-        return cls(**further, **series)
 
     def task(self, task: str, drafter: str, model: str) -> TaskSeries:
         """The series of a task under a drafter and a model. Made on first use, at 0."""
         labels = (task, drafter, model)
         series = self._tasks.get(labels)
         if series is None:
-            named = dict(zip(_DRAFTED, labels, strict=True))
-            series = self._made(TaskSeries, named, labels=labels, pairs={})
-            self._tasks[labels] = series
+            given = dict(zip(_DRAFTED, labels, strict=True))
+            made = {
+                name: family.labels(*(given[label] for label in _TASK_FAMILIES[name][3]))
+                for name, family in self._families.items()
+            }
+            series = self._tasks[labels] = TaskSeries(labels, {}, **made)
         return series
 
     def count_step(self, series: TaskSeries, num_tokens: int, counts: StepCounts) -> None:
@@ -296,7 +274,7 @@ class Metrics:
     ) -> None:
         pair = series.pairs.get((kind, value))
         if pair is None:
-            offered, kept = (self._by_label[name] for name in _PAIRS[kind])
+            offered, kept = self._pairs[kind]
             labels = (*series.labels, value)
             pair = series.pairs[kind, value] = offered.labels(*labels), kept.labels(*labels)
         pair[0].inc(drafted)
@@ -308,14 +286,14 @@ class Metrics:
         labels = (task, mode, model)
         series = self._slices.get(labels)
         if series is None:
-            series = self._made(SliceSeries, dict(zip(_MODE, labels, strict=True)))
+            series = {name: family.labels(*labels) for name, family in self._by_slice.items()}
             self._slices[labels] = series
-        for name in _SLICE_COUNTERS:
-            if number := getattr(counts, name):
-                getattr(series, name).inc(number)
-        series.num_ids.set(counts.num_ids)
+        for name, one in series.items():
+            if isinstance(one, Counter) and (number := getattr(counts, name)):
+                one.inc(number)
+        series["num_ids"].set(counts.num_ids)
         if counts.num_verifications:
-            series.verify_s.observe(counts.verify_s)
+            series["verify_s"].observe(counts.verify_s)
 
     def count_choice(self, task: str, model: str, finish_reason: str) -> None:
         """A choice ended."""
