@@ -298,28 +298,51 @@ class ExampleReader:
 
     def _examples(self, some: Sequence[tuple[str, dict[str, Any]]]) -> list[Example]:
         """All texts in one call: tokenizers cuts them on several cores."""
-        found: list[Example | None] = [self._without_texts(row, where) for where, row in some]
+        found: list[Example | None] = [self._of_ids(row, where) for where, row in some]
         texts = [
             self._texts(row, where)
             for (where, row), example in zip(some, found, strict=True)
             if example is None
         ]
-        flat = [text for pair in texts for text in pair]
+        flat = [text for _, *pair in texts for text in pair]
         encoded = self._tokenizer.encode_batch_fast(flat, add_special_tokens=False)
-        pairs = zip(encoded[::2], encoded[1::2], strict=True)
+        rest = zip(texts, encoded[::2], encoded[1::2], strict=True)
         for i, example in enumerate(found):
             if example is None:
-                alone, whole = next(pairs)
+                (rendered, *_), alone, whole = next(rest)
                 prompt, output = _cut(alone.ids, whole.ids, self._eos)
-                found[i] = [*(self._opening if alone.ids else ()), *prompt], output
+                if rendered is None:
+                    rendered = [*(self._opening if alone.ids else ()), *prompt]
+                found[i] = rendered, output
         return [example for example in found if example is not None]
 
-    def _texts(self, row: dict[str, Any], where: str) -> tuple[str, str]:
-        """(a row's prompt, prompt and output)."""
-        has_prompt = row.get(self._fields.prompt_field) not in (None, "")
-        prompt = self._fields.prompt_of(row, where) if has_prompt else ""
-        output = self._output(self._fields.output_of(row, where), where)
-        return prompt, _joined(prompt, output, self._fields.joint)
+    def _of_ids(self, row: dict[str, Any], where: str) -> Example | None:
+        """The example of a row of ids; None for others."""
+        if row.get("output_ids") is None:
+            return None
+        size = self._vocab_size
+        prompt = ids_of(row.get("prompt_ids") or [], where, "prompt_ids", size)
+        return prompt, ids_of(row["output_ids"], where, "output_ids", size)
+
+    def _texts(self, row: dict[str, Any], where: str) -> tuple[list[int] | None, str, str]:
+        """(ids of a row's prompt, if a template wrote it, the prompt, prompt and output). Such ids
+        know a client's text from control tokens; of the texts only what stands behind counts."""
+        fields = self._fields
+        if "messages" not in row:
+            has_prompt = row.get(fields.prompt_field) not in (None, "")
+            prompt = fields.prompt_of(row, where) if has_prompt else ""
+            output = self._output(fields.output_of(row, where), where)
+            return None, prompt, _joined(prompt, output, fields.joint)
+        turn = turn_of(row, where, fields)
+        if turn.gold is None:
+            raise ConfigError(f"{where}: messages: the last one must be the assistant's")
+        if self._render is None:
+            raise ConfigError(f"{where}: messages: the model has no chat template")
+        try:
+            text, ids = self._render(turn.asked["messages"])
+        except TailorError as error:
+            raise ConfigError(f"{where}: {error.message}") from None
+        return ids, text, text + self._output(turn.gold, where)
 
     def _output(self, text: str, where: str) -> str:
         """An output without the EOS that may end it. One with a control token would teach the
@@ -333,34 +356,6 @@ class ExampleReader:
                 "model; an output ends by itself and may have none"
             )
         return text
-
-    def _without_texts(self, row: dict[str, Any], where: str) -> Example | None:
-        """The example of a row of ids or of messages; None for others."""
-        if row.get("output_ids") is not None:
-            size = self._vocab_size
-            prompt = ids_of(row.get("prompt_ids") or [], where, "prompt_ids", size)
-            return prompt, ids_of(row["output_ids"], where, "output_ids", size)
-        if "messages" not in row:
-            return None
-        turn = turn_of(row, where, self._fields)
-        if turn.gold is None:
-            raise ConfigError(f"{where}: messages: the last one must be the assistant's")
-        if self._render is None:
-            raise ConfigError(f"{where}: messages: the model has no chat template")
-        try:
-            text, ids = self._render(turn.asked["messages"])
-        except TailorError as error:
-            raise ConfigError(f"{where}: {error.message}") from None
-        output = self._output(turn.gold, where)
-        alone, whole = (
-            encoded.ids
-            for encoded in self._tokenizer.encode_batch_fast(
-                [text, text + output], add_special_tokens=False
-            )
-        )
-        # `ids` know a client's text from control tokens; of these only what stands behind counts.
-        _, tail = _cut(alone, whole, self._eos)
-        return list(ids), tail
 
 
 # --- a model's tokenizer --------------------------------------------------------------------------
