@@ -71,21 +71,19 @@ class _CoreLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = ""
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(None, None, "anchors and aliases are not read", _mark(event))
-        if getattr(event, "tag", None):
-            raise yaml.MarkedYAMLError(None, None, "tags are not read", _mark(event))
+            problem = "anchors and aliases are not read"
+        elif getattr(event, "tag", None):
+            problem = "tags are not read"
+        elif self.depth == MAX_DEPTH:
+            problem = "nested too deeply"
+        if problem:
+            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(None, None, "nested too deeply", _mark(event))
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
-
-
-def _mark(event: Any) -> yaml.Mark:
-    mark: yaml.Mark = event.start_mark
-    return mark
 
 
 for _tag, _regex, _first in (
@@ -252,18 +250,19 @@ def _known_keys(model: type[BaseModel], path: Path_) -> list[str]:
         if isinstance(part, int):
             continue
         field = model.model_fields.get(part)
-        inner = None if field is None else _section_of(field.annotation)
+        inner = None if field is None else section_of(field.annotation)
         if inner is None:
             return []
         model = inner
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds: itself, many of them, or by name; None for none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
-        found = _section_of(argument)
+        found = section_of(argument)
         if found is not None:
             return found
     return None

@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from server.commands.cli import parse
 from server.config import ServerConfig, TaskConfig, load_server_config, load_task
 from server.config.cluster import ClusterConfig
-from server.config.yaml_file import MemorySize, read_yaml, validate
+from server.config.yaml_file import MemorySize, read_yaml, section_of, validate
 from tests.commands.command_line import ALL as COMMANDS
 from tests.setup import pages
 
@@ -30,21 +30,7 @@ CONFIGURATION = pages.DOCS / "configuration.md"
 BEGIN, END = "<!-- reference:begin", "<!-- reference:end -->"
 
 
-def _text() -> str:
-    return pages.text()
-
-
 # --- the configuration reference ---
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in get_args(annotation):
-        found = _section(argument)
-        if found is not None:
-            return found
-    return None
 
 
 def _shown(value: Any) -> str:
@@ -92,7 +78,7 @@ def _bounds(field: Any) -> str:
 def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        inner = _section(field.annotation)
+        inner = section_of(field.annotation)
         many = "tuple" in str(field.annotation)
         named = "Mapping" in str(field.annotation)
         if inner is not None:
@@ -143,7 +129,7 @@ def test_every_environment_variable_is_in_the_reference() -> None:
 def test_every_key_says_what_it_is() -> None:
     def bare(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
-            inner = _section(field.annotation)
+            inner = section_of(field.annotation)
             if inner is not None:
                 assert inner.__doc__
                 yield from bare(inner, f"{prefix}{name}.")
@@ -174,7 +160,7 @@ def test_every_command_is_in_the_documents() -> None:
 
 
 def test_commands_and_options_of_the_documents_exist() -> None:
-    quoted = re.findall(r"`(tailor [^`]+)`", _text())
+    quoted = re.findall(r"`(tailor [^`]+)`", pages.text())
     assert len(quoted) >= 5
     for line in quoted:
         words = shlex.split(line)
@@ -182,12 +168,12 @@ def test_commands_and_options_of_the_documents_exist() -> None:
         assert found, line
         options = COMMANDS[max(found, key=len)].options
         assert all(w.split("=")[0] in options for w in words if w.startswith("--")), line
-    for option in re.findall(r"`(--[a-z-]+)[^`]*`", _text()):
+    for option in re.findall(r"`(--[a-z-]+)[^`]*`", pages.text()):
         assert any(option in c.options for c in COMMANDS.values()), option
 
 
 def test_commands_in_blocks_parse() -> None:
-    lines = re.findall(r"^(?:    )?tailor (.*)$", _text(), re.M)
+    lines = re.findall(r"^(?:    )?tailor (.*)$", pages.text(), re.M)
     assert len(lines) >= 4
     for line in lines:
         assert callable(parse(shlex.split(line))), line
@@ -195,7 +181,7 @@ def test_commands_in_blocks_parse() -> None:
 
 def test_make_targets_of_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^    make (\w+)|`make (\w+)`", _text(), re.M):
+    for target in re.findall(r"^    make (\w+)|`make (\w+)`", pages.text(), re.M):
         assert re.search(rf"^{''.join(target)}:", makefile, re.M), target
 
 
@@ -255,4 +241,4 @@ def test_task_example_is_a_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["TODO", "FIXME", "/work/", "/root/", "../shared", "pypi.org"])
 def test_documents_have_no_leftovers(word: str) -> None:
-    assert word not in _text()
+    assert word not in pages.text()
