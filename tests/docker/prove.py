@@ -99,6 +99,12 @@ def exec_form(text: str) -> list[str]:
     return [str(word) for word in words]
 
 
+def rules() -> list[str]:
+    """Those of the repository's .dockerignore."""
+    lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
 def ignored(path: str, rules: Sequence[str]) -> bool:
     """Whether .dockerignore keeps `path` (relative, with /) out: the last rule that fits."""
     out = False
@@ -134,12 +140,7 @@ class Proof:
         self.binds: list[Path] = args.bind
         self.build_args = dict(pair.split("=", 1) for pair in args.build_arg)
         self.pass_env = {name: os.environ[name] for name in args.env if name in os.environ}
-        rules = REPOSITORY / ".dockerignore"
-        self.rules = [
-            line.strip()
-            for line in (rules.read_text().splitlines() if rules.exists() else [])
-            if line.strip() and not line.startswith("#")
-        ]
+        self.rules = rules()
         self.stages: list[Stage] = []
         self.num_steps = 0
 

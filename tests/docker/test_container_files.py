@@ -14,11 +14,14 @@ from tests.docker import prove, resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("Dockerfile*"))
+UNIT = REPOSITORY / "docker" / "tailor.service"
 
 
-def rules() -> list[str]:
-    lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+def unit() -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(strict=False, interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read(UNIT)
+    return parsed
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
@@ -29,7 +32,7 @@ def test_every_copy_has_its_source_and_the_server_is_not_root(file: Path) -> Non
         if name == "COPY" and not rest.startswith("--from"):
             for source in rest.split()[:-1]:
                 assert (REPOSITORY / source).exists(), source
-                assert not prove.ignored(source, rules()), source
+                assert not prove.ignored(source, prove.rules()), source
     last = dict(found)  # the last of each kind is what counts
     user = last["USER"].split(":")
     assert user[0].isdigit() and int(user[0]) > 0
@@ -128,17 +131,13 @@ def test_compose_mounts_what_is_there_and_waits_for_health() -> None:
 
 def test_the_unit_installs_the_build_of_torch_for_a_cpu() -> None:
     """pip's usual index has CUDA's build alone."""
-    text = (REPOSITORY / "docker" / "tailor.service").read_text()
-    head = text.partition("[Unit]")[0].replace("\\\n#", "")
+    head = UNIT.read_text().partition("[Unit]")[0].replace("\\\n#", "")
     assert "uv pip install --python /opt/tailor/bin/python --torch-backend cpu" in head
     assert "/opt/tailor/bin/pip install -c constraints.txt torch" not in head
 
 
 def test_the_unit_restarts_after_failure_and_drains_before_it_is_killed() -> None:
-    unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read(REPOSITORY / "docker" / "tailor.service")
-    service = unit["Service"]
+    service = unit()["Service"]
     assert service["Restart"] == "on-failure" and service["KillMode"] == "mixed"
     assert service["User"] == "tailor" and service["NoNewPrivileges"] == "yes"
     assert int(service["TimeoutStopSec"]) >= 60

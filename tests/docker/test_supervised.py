@@ -7,7 +7,6 @@ needs to be the first process of a machine; here its own checker reads the unit,
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
 import re
@@ -26,20 +25,13 @@ import pytest
 import yaml
 
 from loadtest.peer import free_port
+from tests.docker.test_container_files import UNIT, unit
 from tests.model.tiny_models import save_tiny
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-UNIT = REPOSITORY / "docker" / "tailor.service"
 LIMIT_S = 300.0
 """A first start compiles kernels, on a machine that may be busy."""
-
-
-def unit() -> configparser.ConfigParser:
-    parsed = configparser.ConfigParser(strict=False, interpolation=None)
-    parsed.optionxform = str  # type: ignore[assignment,method-assign]
-    parsed.read(UNIT)
-    return parsed
 
 
 @pytest.fixture(scope="module")
