@@ -105,7 +105,8 @@ class LocalReplicas:
 
     def kill(self, name: str) -> None:
         """The replica is gone with all that it was sending."""
-        self._on_loop(self._kill, name)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._kill, name)
 
     def add(self, spec: EngineSpec) -> None:
         """A new replica comes up."""
@@ -117,10 +118,6 @@ class LocalReplicas:
         self.routing.set_replicas(self.there)
         self._killed[name].set()
         self._ending = asyncio.create_task(replica.stop())
-
-    def _on_loop(self, call: Callable[[str], None], name: str) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(call, name)
 
 
 def fleet_spec(

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from server.fleet.routing import CHUNK, Job, Pace, ReplicaView, TaskRouting, prefix_chain
 from server.fleet.scaling import CostMeter, StepCosts, TaskHabit
 from server.types import Delta, StepCounts
+from tests.fleet.test_budgets import Clock
 
 COSTS = StepCosts(0.02, 0.001, 16)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _routing(replicas: list[str], clock: Clock | None = None, **numbers: float) -> TaskRouting:

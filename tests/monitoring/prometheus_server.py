@@ -7,7 +7,6 @@ five) and the folder. `apt-get install prometheus` brings the binaries; without 
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from loadtest.peer import free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +49,7 @@ class Prometheus:
         job["file_sd_configs"] = [{"files": ["target.yml"]}]
         (folder / "target.yml").write_text(yaml.safe_dump([{"targets": [target]}]))
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,7 @@ def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(served: S
     folder, adapter, enrichment, merged = served
     plan = plan_server(_config(adapter), {}, {"m": folder})
     [order] = plan.orders
-    engine = build_engine(order)
-    try:
+    with closing(build_engine(order)) as engine:
         off = SpeculationParams(drafter="off")
         plain = _answers(engine, off)
         assert plain == [_theirs(merged, prompt) for prompt in PROMPTS]
@@ -138,8 +138,6 @@ def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(served: S
             drafts = SpeculationParams(drafter=drafter, max_draft_tokens=8)
             assert _answers(engine, drafts) == plain
             assert _answers(engine, drafts, **sampled) == plain_sampled
-    finally:
-        engine.close()
 
     model = plan.models["m"]
     assert model.vocab_size == V + NEW
@@ -160,13 +158,10 @@ def test_prompts_in_the_models_own_ids_are_answered_as_the_merged_model_does(
     prompts = [tuple(model.prompt_ids(list(prompt))) for prompt in PROMPTS]
     assert sum(i >= V for prompt in prompts for i in prompt) >= 3
     theirs = [_theirs(merged, prompt) for prompt in prompts]
-    engine = build_engine(order)
-    try:
+    with closing(build_engine(order)) as engine:
         for drafter in ("off", "auto", "trie"):
             answers = _answers(engine, SpeculationParams(drafter=drafter), prompts)
             assert answers == theirs, drafter
-    finally:
-        engine.close()
 
 
 def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
@@ -190,8 +185,7 @@ def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
     profile = VocabProfile.load(own, fingerprint=table.fingerprint)
     assert profile.slice.vocab_size == size + NEW and profile.slice.num_ids < 0.9 * size
     assert set(enrichment.ids) <= set(profile.slice.ids.tolist())
-    engine = build_engine(order)
-    try:
+    with closing(build_engine(order)) as engine:
         off = SpeculationParams(drafter="off")
         drafts = SpeculationParams(drafter="auto", max_draft_tokens=8)
         exact, cut = (VocabularyParams(mode, str(own)) for mode in ("exact", "slice"))
@@ -202,8 +196,6 @@ def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
         for prompt, answer in zip(PROMPTS, plain, strict=True):
             assert set(answer) <= {*profile.slice.ids.tolist(), *prompt}
         assert any(i >= size for answer in plain for i in answer)
-    finally:
-        engine.close()
 
 
 def test_a_corpus_of_base_ids_is_not_taken_for_one_of_enriched_ids(

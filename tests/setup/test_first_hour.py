@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from server.commands.cli import main
 from server.model.catalog import CONVERTER_VERSION
 from tests.model.tiny_models import save_built_in
+from tests.processes import run_bash
 from tests.setup import pages
 from tests.setup.test_serve import Running
 
@@ -75,12 +75,7 @@ def test_the_first_hour(
                     line += f" --url {server.url}"
                 if server is not None:
                     line = line.replace("http://127.0.0.1:8000", server.url)
-                done = subprocess.run(
-                    ["bash", "-o", "pipefail", "-c", WORDS + line],
-                    capture_output=True, text=True, timeout=240,
-                )  # fmt: skip
-                assert done.returncode == 0, (line, done.stdout, done.stderr)
-                told = done.stdout
+                told = run_bash(f"set -o pipefail\n{WORDS}{line}", tmp_path)
                 if line.startswith("tailor "):
                     assert main(told.split("\0")[:-1]) == 0, line
                     told = capsys.readouterr().out

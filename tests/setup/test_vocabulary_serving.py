@@ -3,6 +3,7 @@ again when their file is replaced."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -141,14 +142,11 @@ def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode_that_it_ho
     for full_head in ("device", "stream", "auto"):
         config = _config(full_head=full_head)
         [order] = plan_server(config, _task(path, "slice"), {"m": folder}).orders
-        engine = build_engine(order)
-        try:
+        with closing(build_engine(order)) as engine:
             assert engine.slices.num_bytes > 0
             assert len(engine.slices._tables) == (1 if full_head == "auto" else 2)
             assert (engine.info.head_bytes_in_file > 0) == (full_head != "device")
             answers = _answers(engine, path)
-        finally:
-            engine.close()
         if full_head == "auto":  # all tasks are slices: the head stays in its file
             for mode in ("full", "exact"):
                 told = answers.pop(mode)[-1].error or ""
