@@ -173,18 +173,12 @@ class TaskRouting:
         later = [name for name in there if name not in at_home and name != longest][2:]
         asked = [name for name in there if name not in later]
         usual = _usual([there[name].costs for name in asked])
-        costs = {
-            name: self.cost_s(
-                job,
-                there[name],
-                usual,
-                is_home=name in at_home,
-                matched=matched.get(name, 0),
-            )
-            for name in asked
-        }
-        ranked = sorted(asked, key=lambda name: costs[name])  # stable: homes first, in their order
-        return ranked + later
+
+        def cost_s(name: str) -> float:
+            known = matched.get(name, 0)
+            return self.cost_s(job, there[name], usual, is_home=name in at_home, matched=known)
+
+        return sorted(asked, key=cost_s) + later  # stable: homes first, in their order
 
     def cost_s(
         self, job: Job, view: ReplicaView, usual: StepCosts, *, is_home: bool, matched: int = 0
