@@ -135,20 +135,16 @@ class DeskDeployment:
         return await answer if inspect.isawaitable(answer) else answer
 
 
-class BuilderDeployment:
-    """learning.builder.BuilderLoop of the tasks that are this replica's by its rank."""
+class BuilderDeployment(BuilderLoop):
+    """Of the tasks that are this replica's by its rank."""
 
     def __init__(self, sharing: Sharing, num_builders: int) -> None:
         rank = serve.get_replica_context().rank.rank
-        self._loop = BuilderLoop(sharing, (rank % num_builders, num_builders))
-
-    def check_health(self) -> None:
-        """Raises when it is to be replaced."""
-        self._loop.check()
+        super().__init__(sharing, (rank % num_builders, num_builders))
 
     async def __del__(self) -> None:
-        if hasattr(self, "_loop"):
-            await asyncio.to_thread(self._loop.stop)
+        if hasattr(self, "_thread"):
+            await asyncio.to_thread(self.stop)
 
 
 class EngineDeployment(EngineReplica):

@@ -446,10 +446,10 @@ def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
     first.learn()
     loop = BuilderLoop(Sharing(fleet.url, LearningConfig(publish_s=0.01)))
     wait_until(lambda: any(f.endswith(MANIFEST) for f in fleet.storage.files()))
-    loop.check()
+    loop.check_health()
     loop.stop()
     with pytest.raises(RuntimeError, match="has ended"):
-        loop.check()
+        loop.check_health()
 
 
 def test_what_is_kept_is_bounded(fleet: Fleet) -> None:

@@ -273,7 +273,7 @@ class BuilderLoop:
         self._thread = threading.Thread(target=self._work, name="builder", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def check_health(self) -> None:
         """Raises RuntimeError when the thread has ended: the builder is to be replaced."""
         if not self._thread.is_alive():
             raise RuntimeError("the builder has ended")
