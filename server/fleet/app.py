@@ -69,17 +69,14 @@ class ServeReplicas:
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         """One run of a Request on the replica that the router chose."""
         response = self._streams.stream.remote(request, age_s, job)
-        over = False
         try:
             async for message in response:
                 yield message
-            over = True
         except _LOST as error:
-            over = True
             raise ReplicaLostError(f"{type(error).__name__}: {str(error)[:120]}") from None
-        finally:
-            if not over:
-                response.cancel()
+        except BaseException:  # it was aborted
+            response.cancel()
+            raise
 
     async def state(self) -> FleetState:
         """What the desk knows of the replicas now."""
