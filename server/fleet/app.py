@@ -36,7 +36,7 @@ from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetState, ReplicaLostError
 from server.fleet.ingress import IngressApp
 from server.fleet.learning.builder import BuilderLoop, Sharing
-from server.fleet.parts import FleetParts, Front, version_of
+from server.fleet.parts import FleetParts, version_of
 from server.fleet.replica import CONTROL_S, EngineReplica
 from server.fleet.routing import Job
 
@@ -279,14 +279,14 @@ async def _ingress(
     own_id = serve.get_replica_context().replica_id.unique_id
     take = DeskLine(desk, "budgets").take
     uses = FleetUses(own_id, num_ingresses=cluster.ingress.replicas, take=take)
-    front: Front = await asyncio.to_thread(parts.front)
+    plan = await asyncio.to_thread(parts.plan)
     changes: Any = DeskLine(desk, "changes")
     forget = None if parts.sharing is None else parts.sharing.forget
-    shared = SharedTasks(front.task_admin, changes, own_id, forget)
+    shared = SharedTasks(plan.task_set, changes, own_id, forget)
     # On the loop, because their routers run on it: a request changes threads as seldom as it can.
     replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
     max_runs = cluster.routing.max_runs
-    return IngressApp(parts.server, front, replicas, max_runs, uses, shared, requests_only_port)
+    return IngressApp(plan, replicas, max_runs, uses, shared, requests_only_port)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:

@@ -8,20 +8,23 @@ import re
 import socket
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
 
+from drafters import DRAFTER_NAMES
 from server.api.app import create_app
 from server.api.engines.client import EngineClient, EngineSpec
 from server.api.gate import open_traces
 from server.api.serving import serve
-from server.config import ServerConfig
 from server.errors import DrainingError
 from server.fleet.budgets import FleetUses
 from server.fleet.changes import SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState, Replicas
-from server.fleet.parts import Front
 from server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from server.wiring.server import ServerPlan
 
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
 
@@ -30,24 +33,23 @@ class IngressApp:
     """The application, to be run by `run` on a socket of its own, or as an ASGI application, whose
     engines are there between the lifespan's start and its end.
 
-    replicas: of each model. max_runs: of a request, as FleetHandle's. uses, shared: keys' limits
-    and changes of tasks, which it has in common with the other ingresses. The metrics of each
-    replica have its engine's name, `model/rank`, so that dashboards and alerts of a single server
-    hold for a fleet.
+    plan: of a single server. replicas: of each model. max_runs: of a request, as FleetHandle's.
+    uses, shared: keys' limits and changes of tasks, which it has in common with the other
+    ingresses. The metrics of each replica have its engine's name, `model/rank`, so that dashboards
+    and alerts of a single server hold for a fleet.
     requests_only_port: where /metrics leaves engines to another ingress (FleetMetrics).
     """
 
     def __init__(
         self,
-        config: ServerConfig,
-        front: Front,
+        plan: ServerPlan,
         replicas: Mapping[str, Replicas],
         max_runs: int,
         uses: FleetUses,
         shared: SharedTasks,
         requests_only_port: int | None = None,
     ) -> None:
-        self._config = config
+        config = self._config = plan.config
         self._uses = uses
         self._shared = shared
         self._stop = asyncio.Event()
@@ -68,7 +70,7 @@ class IngressApp:
                         on_state=partial(self._note, name),
                     ),
                 )
-                for name in front.models
+                for name in plan.models
             ],
             metrics=self._metrics,
             limits=config.limits,
@@ -76,10 +78,10 @@ class IngressApp:
         self._traces = open_traces(config.tracing)
         self._app = create_app(
             config,
-            tasks=front.tasks,
-            models=front.models,
+            tasks=plan.tasks,
+            models=plan.models,
             client=self.client,
-            drafters=front.drafters,
+            drafters=DRAFTER_NAMES,
             task_admin=self._shared,
             traces=self._traces,
             key_use=self._uses.of,

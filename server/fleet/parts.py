@@ -14,29 +14,18 @@ import functools
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from server.config import ServerConfig, TaskConfig
+from server.config import ServerConfig
 
 if TYPE_CHECKING:
     from server.api.engines.client import EngineSpec
-    from server.api.served_model import ServedModel
     from server.config.cluster import LearningConfig
-    from server.fleet.changes import FollowedAdmin
     from server.fleet.learning.builder import Sharing
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """What an ingress needs beside its engines: see create_app."""
-
-    tasks: Mapping[str, TaskConfig]
-    models: Mapping[str, ServedModel]
-    drafters: tuple[str, ...]
-    task_admin: FollowedAdmin
+    from server.wiring.server import ServerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +55,19 @@ class FleetParts:
             ready_folder(model, self.server.engine)
         subprocess.run([sys.executable, "-m", "server.machine_code"], stdin=subprocess.DEVNULL)
 
-    def front(self) -> Front:
-        """For an ingress: tokenizers, chat templates and tasks of every model."""
-        from drafters import DRAFTER_NAMES
+    def plan(self, threads: int | None = None) -> ServerPlan:
+        """What a single server would be made of. threads: of an engine, if server.yaml says
+        nothing."""
+        from server.wiring.model import ready_folder
+        from server.wiring.server import plan_server
+        from server.wiring.task_set import server_tasks
 
-        plan = self._plan(self.server)
-        return Front(plan.tasks, plan.models, DRAFTER_NAMES, plan.task_set)
+        config = self.server
+        if config.engine.threads is None:
+            engine = config.engine.model_copy(update={"threads": threads})
+            config = config.model_copy(update={"engine": engine})
+        folders = {m.name: ready_folder(m, config.engine) for m in config.models}
+        return plan_server(config, server_tasks(config), folders, lambda: server_tasks(config))
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         """For the replica of a model with this rank, which has so much of its machine: a process of
@@ -81,10 +77,7 @@ class FleetParts:
         from server.engine.process import start_process
         from server.wiring.engine import build_engine
 
-        engine = self.server.engine
-        if engine.threads is None and num_cpus >= 1:
-            engine = engine.model_copy(update={"threads": int(num_cpus)})
-        plan = self._plan(self.server.model_copy(update={"engine": engine}))
+        plan = self.plan(int(num_cpus) or None)
         name, device = f"{model}/{rank}", "cuda" if num_gpus > 0 else "cpu"
         mine = (order for order in plan.orders if order.runner.name == model)
         order = next(order for order in mine if order.runner.device.startswith(device))
@@ -111,14 +104,6 @@ class FleetParts:
         paths = [Path(name) for name in named if name is not None and Path(name).exists()]
         told = [part.model_dump_json() for part in (chosen, self.server.engine, self.server.limits)]
         return version_of(told, self.learning, files_id(paths))
-
-    def _plan(self, config: ServerConfig) -> Any:
-        from server.wiring.model import ready_folder
-        from server.wiring.server import plan_server
-        from server.wiring.task_set import server_tasks
-
-        folders = {m.name: ready_folder(m, config.engine) for m in config.models}
-        return plan_server(config, server_tasks(config), folders, lambda: server_tasks(config))
 
 
 _FOR_INGRESS = (".json", ".jinja", ".model", ".txt", ".yaml")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from drafters import DRAFTER_NAMES
 from server.api.engines.client import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig, LearningConfig
@@ -18,8 +19,10 @@ from server.engine.engine import Engine
 from server.engine.process import start_process
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import Sharing
-from server.fleet.parts import FleetParts, Front, version_of
+from server.fleet.parts import FleetParts, version_of
 from server.machine_code import make_ready
+from server.wiring.model import AdapterSet
+from server.wiring.server import ServerPlan
 from server.wiring.task_set import TaskSet
 from tests.api.live import PLAIN_TASK, LiveServer, served
 from tests.api.real_engine import (
@@ -101,9 +104,8 @@ class FakeParts(FleetParts):
     def engine_version(self, model: str) -> str:
         return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights, self.text)
 
-    def front(self) -> Front:
+    def plan(self, threads: int | None = None) -> ServerPlan:
         tasks = self.tasks()
-        drafters = ("off",) if self.shared is None and not self.drafts else ("off", "auto")
         model = served("tiny", CONTEXT)
         admin = TaskSet(
             tasks,
@@ -111,7 +113,7 @@ class FakeParts(FleetParts):
             models={"tiny": (Path(), FINGERPRINT)},
             kept=Path("nowhere") if self.more_tasks is None else self.more_tasks.parent,
         )
-        return Front(tasks, {"tiny": model}, drafters, admin)
+        return ServerPlan(self.server, tasks, {"tiny": model}, (), admin, AdapterSet({}, {}))
 
     def tasks(self) -> Mapping[str, TaskConfig]:
         """As they are in the files now."""
@@ -137,10 +139,9 @@ class FakeParts(FleetParts):
 
     def single(self, config: ServerConfig | None = None) -> LiveServer:
         """One server with the same engine, which a fleet must equal."""
-        front = self.front()
         return LiveServer(
             [self.engine("tiny", 0, 1.0, 0.0)], config=config, max_model_len=CONTEXT,
-            tasks=front.tasks, drafters=front.drafters,
+            tasks=self.tasks(), drafters=DRAFTER_NAMES,
         )  # fmt: skip
 
     def make(self, step_s: float) -> Engine:
