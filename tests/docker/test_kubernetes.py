@@ -61,7 +61,8 @@ def _pods(resource: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kustomization_names_every_file(kind: str) -> None:
     read = _kustomization(kind)
-    named = {*read["resources"], *(f for m in read["configMapGenerator"] for f in m["files"])}
+    of_maps = (file for generator in read["configMapGenerator"] for file in generator["files"])
+    named = {*read["resources"], *read.get("configurations", ()), *of_maps}
     assert named | {"kustomization.yaml"} == {path.name for path in (FOLDER / kind).iterdir()}
     maps = {generator["name"] for generator in read["configMapGenerator"]}
     used = {
@@ -72,6 +73,22 @@ def test_a_kustomization_names_every_file(kind: str) -> None:
         if "configMap" in volume
     }
     assert used == maps
+
+
+def test_a_ray_service_names_the_config_map_as_kustomize_does() -> None:
+    """kustomize gives a map's name a digest, and knows the places of built-in kinds alone."""
+    told = yaml.safe_load((FOLDER / "ray" / "name-references.yaml").read_text())
+    (reference,) = told["nameReference"]
+    assert reference["kind"] == "ConfigMap"
+    service, found = _one("ray", "RayService"), list[Any]()
+    for place in reference["fieldSpecs"]:
+        assert place["kind"] == "RayService"
+        there: list[Any] = [service]
+        for part in place["path"].split("/"):
+            inner = [node[part] for node in there if part in node]
+            there = [n for one in inner for n in (one if isinstance(one, list) else [one])]
+        found += there
+    assert found == ["tailor-fleet"] * len(list(_pods(service)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
