@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64x2, UInt8
+from drafters.arrays import Float32, Float64, Int32, Int32x2, Int64x2, UInt8
 from drafters.auto.automaton import automaton_step
 from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
@@ -30,16 +30,14 @@ HEAP_SIZE = 4096
 class Nodes(NamedTuple):
     """The grown nodes in the order they were popped, so a parent comes before its children.
 
-    int32 [N] each: token, parent (-1: the root), source and bucket of the leading context, depth;
-    state and length of the corpus after the node; first_child, next_sibling (-1: none) and place
-    in the final order. float32 [N]: survival of the path, chance given the parent.
-    cursor: int64 [N, 5], the Cursor after the node.
+    int32 [N] each: token, parent (-1: the root), source of the leading context, depth; state and
+    length of the corpus after the node; first_child, next_sibling (-1: none) and place in the final
+    order. float32 [N]: survival of the path. cursor: int64 [N, 5], the Cursor after the node.
     """
 
     token: Int32
     parent: Int32
     source: Int32
-    bucket: Int32
     depth: Int32
     state: Int32
     length: Int32
@@ -47,29 +45,25 @@ class Nodes(NamedTuple):
     next_sibling: Int32
     place: Int32
     survival: Float32
-    chance: Float32
     cursor: Int64x2
 
 
 class Candidates(NamedTuple):
     """What waits in the heap: drafters.heap's keys (survivals) and places, and at each place
-    token, parent, source and bucket (int32) and chance (float32)."""
+    token, parent and source (int32)."""
 
     keys: Float32
     places: Int32
     token: Int32
     parent: Int32
     source: Int32
-    bucket: Int32
-    chance: Float32
 
 
 class Tree(NamedTuple):
-    """The result, in preorder: int32 [4, N] token, parent, source, bucket; float32 [2, N]:
-    survival, chance given the parent."""
+    """The result, in preorder: int32 [3, N] token, parent, source; float32 [N] survival."""
 
     ints: Int32x2
-    chances: Float32x2
+    survival: Float32
 
 
 @inlined
@@ -132,8 +126,6 @@ def _offer(
         waiting.token[place] = token
         waiting.parent[place] = node
         waiting.source[place] = level // NUM_BUCKETS
-        waiting.bucket[place] = level % NUM_BUCKETS
-        waiting.chance[place] = chance
     return size
 
 
@@ -147,8 +139,6 @@ def _take(
     nodes.token[node] = token
     nodes.parent[node] = parent
     nodes.source[node] = waiting.source[place]
-    nodes.bucket[node] = waiting.bucket[place]
-    nodes.chance[node] = waiting.chance[place]
     nodes.survival[node] = survival
     nodes.depth[node] = 1 if parent < 0 else nodes.depth[parent] + 1
     corpus = context.corpus
@@ -195,9 +185,7 @@ def _write_preorder(num: int, nodes: Nodes, tree: Tree) -> None:
         tree.ints[0, place] = nodes.token[at]
         tree.ints[1, place] = -1 if parent < 0 else nodes.place[parent]
         tree.ints[2, place] = nodes.source[at]
-        tree.ints[3, place] = nodes.bucket[at]
-        tree.chances[0, place] = nodes.survival[at]
-        tree.chances[1, place] = nodes.chance[at]
+        tree.survival[place] = nodes.survival[at]
         place += 1
         if nodes.first_child[at] >= 0:
             at = nodes.first_child[at]
@@ -276,14 +264,11 @@ class Workspace:
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth
         self.gathered = new_gathered(max_depth)
-        ints, floats = np.zeros((10, max_budget), np.int32), np.zeros((2, max_budget), np.float32)
-        self._nodes = Nodes._make((*ints, *floats, np.zeros((max_budget, 5), np.int64)))
-        ints, floats = np.zeros((4, HEAP_SIZE), np.int32), np.zeros((2, HEAP_SIZE), np.float32)
-        places = np.arange(HEAP_SIZE, dtype=np.int32)
-        self._waiting = Candidates._make((floats[0], places, *ints, floats[1]))
-        self._tree = Tree(
-            np.zeros((4, max_budget), np.int32), np.zeros((2, max_budget), np.float32)
-        )
+        ints, survival = np.zeros((9, max_budget), np.int32), np.zeros(max_budget, np.float32)
+        self._nodes = Nodes._make((*ints, survival, np.zeros((max_budget, 5), np.int64)))
+        keys, places = np.zeros(HEAP_SIZE, np.float32), np.arange(HEAP_SIZE, dtype=np.int32)
+        self._waiting = Candidates._make((keys, places, *np.zeros((3, HEAP_SIZE), np.int32)))
+        self._tree = Tree(np.zeros((3, max_budget), np.int32), np.zeros(max_budget, np.float32))
 
     def grow(self, limits: Limits, context: Context, trusts: Trusts) -> DraftTree:
         """The DraftTree of a step."""
@@ -295,8 +280,8 @@ class Workspace:
         )
         if num == 0:
             return DraftTree.empty()
-        ints, chances = self._tree
+        ints, survival = self._tree
         block = ints[:2, :num].copy()
         return DraftTree(
-            block[0], block[1], chances[0, :num].copy(), ints[2, :num].astype(np.uint8), _NO_CELLS
+            block[0], block[1], survival[:num].copy(), ints[2, :num].astype(np.uint8), _NO_CELLS
         )
