@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafters.arrays import Int32, Int32x2, Int64
+from drafters.auto.text_index import find_child
 from drafters.corpus_file import MAX_TOP, START
 from drafters.jit import compiled, entry
 
@@ -43,25 +44,10 @@ def automaton_step(
 
 
 @compiled
-def _edge_slot(table: Int32, owners: Int32, edges: Int32, state: int, token: int) -> int:
-    mask = table.shape[0] - 1
-    mixed = (np.uint64(state) << np.uint64(32)) ^ np.uint64(np.uint32(token))
-    mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
-    slot = int(np.int64((mixed >> np.uint64(20)) & np.uint64(mask)))
-    while table[slot] >= 0:
-        edge = table[slot]
-        if owners[edge] == state and edges[0, edge] == token:
-            break
-        slot = (slot + 1) & mask
-    return slot
-
-
-@compiled
 def _clone(
     states: Int32,
     heads: Int32,
     edges: Int32,
-    owners: Int32,
     table: Int32,
     which: tuple[int, int, int, int],
 ) -> int:
@@ -76,13 +62,12 @@ def _clone(
     heads[clone] = -1
     edge = heads[target]
     while edge >= 0:
-        table[_edge_slot(table, owners, edges, clone, edges[0, edge])] = num_edges
-        owners[num_edges] = clone
-        edges[0, num_edges], edges[1, num_edges] = edges[0, edge], edges[1, edge]
-        edges[2, num_edges] = heads[clone]
+        table[find_child(edges, table, clone, edges[0, edge])] = num_edges
+        edges[0, num_edges], edges[1, num_edges] = edges[0, edge], clone
+        edges[2, num_edges], edges[3, num_edges] = edges[2, edge], heads[clone]
         heads[clone] = num_edges
         num_edges += 1
-        edge = edges[2, edge]
+        edge = edges[3, edge]
     return num_edges
 
 
@@ -94,11 +79,10 @@ def _build(
     states: Int32x2,
     heads: Int32,
     edges: Int32x2,
-    owners: Int32,
     table: Int32,
 ) -> tuple[int, int]:
-    """states: int32 [3, S] link, length, count. edges: int32 [3, E] token, target, next edge of
-    the same state; owners: their states. heads: a state's newest edge. Returns (states, edges)."""
+    """states: int32 [3, S] link, length, count. edges: int32 [4, E] token, state, target, next edge
+    of the same state. heads: a state's newest edge. Returns (states, edges)."""
     num_states, num_edges = 1, 0
     states[0, 0], states[1, 0], states[2, 0] = -1, 0, 0
     heads[0] = -1
@@ -111,7 +95,7 @@ def _build(
         last = 0
         for i in range(first - 1, end):
             token = START if i < first else int(ids[i])
-            slot = _edge_slot(table, owners, edges, last, token)
+            slot = find_child(edges, table, last, token)
             current = -1
             state = last
             if table[slot] < 0:
@@ -123,29 +107,27 @@ def _build(
                 heads[current] = -1
                 while state >= 0 and table[slot] < 0:
                     table[slot] = num_edges
-                    owners[num_edges] = state
-                    edges[0, num_edges], edges[1, num_edges] = token, current
-                    edges[2, num_edges] = heads[state]
+                    edges[0, num_edges], edges[1, num_edges] = token, state
+                    edges[2, num_edges], edges[3, num_edges] = current, heads[state]
                     heads[state] = num_edges
                     num_edges += 1
                     state = states[0, state]
                     if state >= 0:
-                        slot = _edge_slot(table, owners, edges, state, token)
+                        slot = find_child(edges, table, state, token)
             if state >= 0:
-                target = edges[1, table[slot]]
+                target = edges[2, table[slot]]
                 if states[1, target] != states[1, state] + 1:
                     # Split: the clone takes the contexts that occur here too.
                     clone = num_states
                     num_states += 1
-                    num_edges = _clone(
-                        states, heads, edges, owners, table, (target, state, clone, num_edges)
-                    )
+                    which = target, state, clone, num_edges
+                    num_edges = _clone(states, heads, edges, table, which)
                     states[0, target] = clone
                     while state >= 0:
-                        slot = _edge_slot(table, owners, edges, state, token)
-                        if table[slot] < 0 or edges[1, table[slot]] != target:
+                        slot = find_child(edges, table, state, token)
+                        if table[slot] < 0 or edges[2, table[slot]] != target:
                             break
-                        edges[1, table[slot]] = clone
+                        edges[2, table[slot]] = clone
                         state = states[0, state]
                     target = clone
                 if current >= 0:
@@ -239,21 +221,21 @@ def build_automaton(token_ids: Int32, document_starts: Int64) -> Automaton:
         return Automaton.empty()
     states = np.empty((3, 2 * total + 2), np.int32)
     heads = np.empty(2 * total + 2, np.int32)
-    edges = np.empty((3, 3 * total + 4), np.int32)
-    owners = np.empty(3 * total + 4, np.int32)
+    edges = np.empty((4, 3 * total + 4), np.int32)
     slots = 1024
     while slots < 6 * total:
         slots *= 2
     table = np.full(slots, -1, np.int32)
-    num_states, num_edges = _build(ids, starts, states, heads, edges, owners, table)
+    num_states, num_edges = _build(ids, starts, states, heads, edges, table)
     del table, heads
+    edges = edges[:, :num_edges]
     _propagate(states, np.argsort(states[1, :num_states], kind="stable"))
     states = states[:, :num_states]
-    key = (owners[:num_edges].astype(np.int64) << 32) + edges[0, :num_edges] - START
+    key = (edges[1].astype(np.int64) << 32) + edges[0] - START
     order = np.argsort(key)
     packed_edges = np.empty((num_edges, 3), np.int32)
-    packed_edges[:, :2] = edges[:2, order].T
-    degrees = np.bincount(owners[:num_edges], minlength=num_states)
+    packed_edges[:, :2] = edges[::2, order].T
+    degrees = np.bincount(edges[1], minlength=num_states)
     packed = np.zeros((num_states + 1, 5), np.int32)
     packed[:num_states, :3] = states.T
     packed[1:, 3] = np.cumsum(degrees)

@@ -30,6 +30,23 @@ def find_slot(table: Int64, key: int) -> int:
     return slot
 
 
+@entry
+@compiled
+def find_child(nodes: Int32x2, table: Int32, parent: int, token: int) -> int:
+    """The slot of a parent's child by `token` in an open-addressing table int32 [2^k] of columns of
+    `nodes`, whose rows begin with token and parent, or the free one (below 0) for it."""
+    mask = table.shape[0] - 1
+    mixed = (np.uint64(parent) << np.uint64(32)) ^ np.uint64(np.uint32(token))
+    mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
+    slot = int(np.int64((mixed >> np.uint64(20)) & np.uint64(mask)))
+    while table[slot] >= 0:
+        child = table[slot]
+        if nodes[1, child] == parent and nodes[0, child] == token:
+            break
+        slot = (slot + 1) & mask
+    return slot
+
+
 @compiled
 def triple_key(a: int, b: int, c: int) -> int:
     """A key for three token ids (c the last), apart from every single id's own key."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.arrays import Int32, Int32x2, Int64
+from drafters.auto.text_index import find_child
 from drafters.calibration import Calibration
 from drafters.catalog import TrieOptions
 from drafters.heap import pop, push
@@ -32,27 +33,9 @@ HeapFields = tuple[Int64, Int32, Int32, Int32]
 
 @entry
 @compiled
-def find_child(nodes: Int32x2, table: Int32, node: int, token: int) -> int:
-    """Slot of (node, token) in the hash int32 [2^k] of node ids, or the free slot for it.
-
-    nodes: int32 [6, capacity]: token, parent, frequency, first child, next sibling, depth.
-    """
-    mask = table.shape[0] - 1
-    mixed = (np.uint64(node) << np.uint64(32)) ^ np.uint64(token)
-    mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
-    slot = int(np.int64((mixed >> np.uint64(24)) & np.uint64(mask)))
-    while table[slot] >= 0:
-        child = table[slot]
-        if nodes[1, child] == node and nodes[0, child] == token:
-            break
-        slot = (slot + 1) & mask
-    return slot
-
-
-@entry
-@compiled
 def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32x2, table: Int32) -> int:
-    """Insert all n-grams of `context`; returns the number of nodes (node 0 is the root)."""
+    """Insert all n-grams of `context`; returns the number of nodes (node 0 is the root). nodes,
+    table: see NGramTrie and find_child."""
     size = context.shape[0]
     nodes[:, 0] = -1
     nodes[2, 0] = 0
