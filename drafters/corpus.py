@@ -12,7 +12,7 @@ propose both the first token of an answer and its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,7 @@ class Corpus:
             "trust.outcomes": self.outcomes,
         }
         for prefix in _PARTS:
-            part = getattr(self, prefix)
-            values = {field.name: getattr(part, field.name) for field in fields(part)}
+            values = getattr(self, prefix)._asdict()
             arrays |= {f"{prefix}.{n}": v for n, v in values.items() if isinstance(v, np.ndarray)}
         write_arrays(
             path,

@@ -8,7 +8,7 @@ So the state after the last tokens gives the longest match, and its links all sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -180,8 +180,7 @@ def _commonest(packed: Int32x2, edges: Int32x2, tops: Int32x2) -> int:
     return used
 
 
-@dataclass(frozen=True, slots=True)
-class Automaton:
+class Automaton(NamedTuple):
     """Frozen. states: int32 [num_states + 1, 5]: suffix link (-1 for the root), length of the
     longest context, occurrences, first edge (the next row's ends them), index in tops or -1.
     edges: int32 [num_edges, 3]: token, target and the target's occurrences, by token inside a

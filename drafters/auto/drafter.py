@@ -122,7 +122,6 @@ class AutoDrafter:
             if corpus is not None and corpus.evidence.shape[1]:
                 trust.start_from(corpus.evidence, corpus.outcomes)
         self.trust = trust
-        self.corpus_arrays = (self.automaton.states, self.automaton.edges, self.automaton.tops)
         self.min_survival = min_survival
         self.num_retrieved = NUM_RETRIEVED
         self.templates = True
@@ -386,7 +385,7 @@ class AutoSession(TextSession):
         place = self._places[num_output].tolist()
         if follows:
             marks, texts = self._prompt_marks, NO_TEXT if docs is None else docs.view(self._marks)
-            corpus: CorpusView = (*drafter.corpus_arrays, *place[:2])  # type: ignore[assignment]
+            corpus: CorpusView = (*drafter.automaton, *place[:2])  # type: ignore[assignment]
             forms = self._forms
         else:
             (marks, texts, corpus), forms = self._plain_fields(), NO_TEXT

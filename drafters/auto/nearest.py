@@ -10,7 +10,7 @@ prompt, so it weighs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,8 +77,7 @@ def _mark_template(ids: Int32, template: Int64, weight: float, out: Float32x2) -
             out[0, i - 1] = weight
 
 
-@dataclass(frozen=True, slots=True)
-class Nearest:
+class Nearest(NamedTuple):
     """An inverted index. keys: int64 [terms] ascending; starts: int64 [terms + 1] into postings:
     int32, example numbers; weights: float32 [terms] squared idf; norms: float32 [examples];
     template: int64, ascending keys of the pairs that most prompts hold."""

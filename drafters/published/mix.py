@@ -22,7 +22,7 @@ from drafters.catalog import MixOptions
 from drafters.corpus import Corpus
 from drafters.jit import compiled, entry
 from drafters.options import check_options
-from drafters.published.ngram_tables import context_hash, count_ngrams
+from drafters.published.ngram_tables import NGramTables, context_hash, count_ngrams
 from drafters.session import TextSession
 from drafters.sorted_keys import find_row
 from drafters.tree import DraftTree
@@ -52,16 +52,6 @@ class OwnText(NamedTuple):
     table: Int64x2
     modes: Int32x2
     size: int
-
-
-class Rows(NamedTuple):
-    """The arrays of an NGramTables."""
-
-    first_row: Int64
-    keys: Int64
-    starts: Int64
-    tokens: Int32
-    counts: Int32
 
 
 @compiled
@@ -105,7 +95,7 @@ def count_seen(
 
 
 @compiled
-def find_longest(rows: Rows, context: Int32, end: int, n_max: int) -> tuple[int, int]:
+def find_longest(rows: NGramTables, context: Int32, end: int, n_max: int) -> tuple[int, int]:
     """p_corp: (row of the longest end of context[:end] that the tables hold, its length), or -1."""
     for n in range(min(rows.first_row.shape[0] - 1, n_max, end + 1), 0, -1):
         key = context_hash(context, end, n - 1)
@@ -117,7 +107,7 @@ def find_longest(rows: Rows, context: Int32, end: int, n_max: int) -> tuple[int,
 
 @compiled
 def likeliest(
-    rows: Rows, row: int, weight: float, tokens: Int32, own: Float64
+    rows: NGramTables, row: int, weight: float, tokens: Int32, own: Float64
 ) -> tuple[int, float, int]:
     """(token, p_mixed, source) of the highest p_mixed; ties go to the lowest id.
 
@@ -155,7 +145,7 @@ def likeliest(
 @entry
 @compiled
 def draft_chain(
-    n_max: int, mixing: float, own: OwnText, rows: Rows, out: Int32x2, shares: Float64
+    n_max: int, mixing: float, own: OwnText, rows: NGramTables, out: Int32x2, shares: Float64
 ) -> int:
     """Draft up to shares.shape[0] tokens. out: int32 [3, num]: token, match length, source
     (0 corpus, 1 prompt); shares: float64 [num], p_mixed of each. Returns how many there are."""
@@ -260,10 +250,9 @@ class MixSession(TextSession):
             return DraftTree.empty()
         out = np.empty((3, num), np.int32)
         shares = np.empty(num, np.float64)
-        tables, index = drafter.tables, self._index
+        index = self._index
         own = OwnText(index.text, index.table, self._modes, index.size)
-        rows = Rows(tables.first_row, tables.keys, tables.starts, tables.tokens, tables.counts)
-        num = draft_chain(drafter.n_max, drafter.mixing, own, rows, out, shares)
+        num = draft_chain(drafter.n_max, drafter.mixing, own, drafter.tables, out, shares)
         if num == 0:
             return DraftTree.empty()
         parents = np.arange(-1, num - 1, dtype=np.int32)

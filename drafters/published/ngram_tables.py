@@ -8,7 +8,7 @@ memory is about 40 bytes a token of corpus.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,7 @@ def _hash_contexts(ids: Int32, ends: Int64, length: int, out: Int64) -> None:
         out[i] = context_hash(ids, ends[i], length)
 
 
-@dataclass(frozen=True, slots=True)
-class NGramTables:
+class NGramTables(NamedTuple):
     """The tables of all n in flat arrays.
 
     first_row: int64 [n_max + 1]: rows of M_n are first_row[n-1]:first_row[n]. keys: int64 [rows],
