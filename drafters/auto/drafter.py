@@ -14,7 +14,7 @@ first token follows START as those of other outputs do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,14 +176,10 @@ class AutoDrafter:
         return self.has_corpus or (self.seen is not None and len(self.seen.recent) > 0)
 
     def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
+        self, prompt_ids: Sequence[int], *, prediction_ids: Sequence[int] = (), **_: Any
     ) -> AutoSession:
-        """A session over the whole prompt; `context_span` is not used. prediction_ids: the output
-        the client expects, tokenized after the prompt."""
+        """A session over the whole prompt. prediction_ids: the output the client expects, tokenized
+        after the prompt."""
         return AutoSession(self, prompt_ids, prediction_ids)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -144,14 +144,8 @@ class GrammysDrafter:
         self.query = query
         self.calibration = calibration or Calibration(self.sources)
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> GrammysSession:
-        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> GrammysSession:
+        """A session over the whole prompt; nothing else is used."""
         return GrammysSession(self, prompt_ids)
 
 

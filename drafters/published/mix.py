@@ -11,7 +11,7 @@ Without a corpus only p_prompt is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -211,14 +211,8 @@ class MixDrafter:
             else count_ngrams(np.empty(0, np.int32), np.empty(0, np.int64), n_max=1, p_min=1)
         )
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> MixSession:
-        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> MixSession:
+        """A session over the whole prompt; nothing else is used."""
         return MixSession(self, prompt_ids)
 
 

@@ -9,6 +9,7 @@ defaults). The draft ends before an EOS id, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -64,14 +65,8 @@ class PromptDrafter:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.calibration = calibration or Calibration(self.sources)
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> PromptSession:
-        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> PromptSession:
+        """A session over the whole prompt; nothing else is used."""
         return PromptSession(self, prompt_ids)
 
 

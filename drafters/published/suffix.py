@@ -9,6 +9,7 @@ of the budget that long ones leave.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,14 +45,8 @@ class SuffixDrafter:
         self.trust = trust if trust is not None else Trust()
         self.workspace = Workspace()
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> SuffixSession:
-        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> SuffixSession:
+        """A session over the whole prompt; nothing else is used."""
         return SuffixSession(self, prompt_ids)
 
 

@@ -15,6 +15,7 @@ kept. (The authors' code drops the longest branches first and so keeps fewer.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -192,15 +193,11 @@ class TrieDrafter:
         self.calibration = calibration or Calibration(self.sources)
 
     def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
+        self, prompt_ids: Sequence[int], *, context_span: tuple[int, int] | None = None, **_: Any
     ) -> TrieSession:
         """A session over prompt_ids[context_span], or over the whole prompt.
 
-        Raises ValueError for a span outside the prompt. `prediction_ids` are not used.
+        Raises ValueError for a span outside the prompt.
         """
         if context_span is not None:
             start, end = context_span

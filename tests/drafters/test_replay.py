@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,7 @@ class Scripted:
         self.trees = trees
         self.told: list[object] = []
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> DraftSession:
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> DraftSession:
         return ScriptedSession(self)
 
 

@@ -313,11 +313,7 @@ class OwnLogits(AutoDrafter):
         self.sessions: list[AutoSession] = []
 
     def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
+        self, prompt_ids: Sequence[int], *, prediction_ids: Sequence[int] = (), **_: Any
     ) -> AutoSession:
         self.sessions.append(super().open(prompt_ids, prediction_ids=prediction_ids))
         return self.sessions[-1]
