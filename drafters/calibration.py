@@ -73,10 +73,6 @@ class Calibration:
         cells = (np.asarray(source) * num_lengths + length) * num_shares + share_bucket
         return np.asarray(cells, np.int32)
 
-    def chances(self, cells: Int32) -> Float64:
-        """Chance of each node given that its parent was accepted."""
-        return self._chances[cells]
-
     def survival(self, parents: Int32, cells: Int32) -> npt.NDArray[np.float32]:
         """float32 [num_nodes]: products of chances along the paths; parents come first."""
         chances = self._chances[cells].tolist()
@@ -84,6 +80,21 @@ class Calibration:
         for parent, chance in zip(parents.tolist(), chances, strict=True):
             out.append(chance if parent < 0 else out[parent] * chance)
         return np.asarray(out, np.float32)
+
+    def tree(
+        self,
+        token_ids: Int32,
+        parents: Int32,
+        source: npt.ArrayLike,
+        match_length: npt.ArrayLike,
+        share: npt.ArrayLike,
+    ) -> DraftTree:
+        """The tree of these nodes with survival and cells as said here. The last three are as of
+        `cells`, one of them at least of each node."""
+        cells = self.cells(source, match_length, share)
+        sources = np.empty(token_ids.shape, np.uint8)
+        sources[:] = source
+        return DraftTree(token_ids, parents, self.survival(parents, cells), sources, cells)
 
     def record(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Count an outcome: every node whose parent was accepted was offered.

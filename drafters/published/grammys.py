@@ -192,33 +192,16 @@ class GrammysSession(TextSession):
     def _merge(self, drafts: list[tuple[list[int], int, list[float]]]) -> DraftTree:
         """One tree of the drafts; a shared node keeps its first source, siblings by survival."""
         children: dict[tuple[int, int], int] = {}
-        token_ids: list[int] = []
-        parents: list[int] = []
-        sources: list[int] = []
-        cells: list[int] = []
-        survival: list[float] = []
-        calibration = self._drafter.calibration
+        nodes: list[tuple[int, int, int, int, float]] = []
         for tokens, source, shares in drafts:
-            if not tokens:
-                continue
-            draft_cells = calibration.cells(source, np.arange(len(tokens)), np.asarray(shares))
-            chances = calibration.chances(draft_cells).tolist()
             parent = -1
-            for i, token in enumerate(tokens):
-                node = children.get((parent, token))
-                if node is None:
-                    node = len(token_ids)
-                    children[(parent, token)] = node
-                    token_ids.append(token)
-                    parents.append(parent)
-                    sources.append(source)
-                    cells.append(int(draft_cells[i]))
-                    survival.append(chances[i] * (1.0 if parent < 0 else survival[parent]))
+            for depth, (token, share) in enumerate(zip(tokens, shares, strict=True)):
+                node = children.setdefault((parent, token), len(nodes))
+                if node == len(nodes):
+                    nodes.append((token, parent, source, depth, share))
                 parent = node
-        return DraftTree(
-            np.asarray(token_ids, np.int32),
-            np.asarray(parents, np.int32),
-            np.asarray(survival, np.float32),
-            np.asarray(sources, np.uint8),
-            np.asarray(cells, np.int32),
-        ).preorder()
+        if not nodes:
+            return DraftTree.empty()
+        token_ids, parents, *cells = zip(*nodes, strict=True)
+        ids, above = np.asarray(token_ids, np.int32), np.asarray(parents, np.int32)
+        return self._drafter.calibration.tree(ids, above, *cells).preorder()

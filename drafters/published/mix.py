@@ -250,13 +250,8 @@ class MixSession(TextSession):
         if num == 0:
             return DraftTree.empty()
         parents = np.arange(-1, num - 1, dtype=np.int32)
-        cells = drafter.calibration.cells(out[2, :num], out[1, :num], shares[:num])
-        return DraftTree(
-            out[0, :num],
-            parents,
-            drafter.calibration.survival(parents, cells),
-            out[2, :num].astype(np.uint8),
-            cells,
+        return drafter.calibration.tree(
+            out[0, :num], parents, out[2, :num], out[1, :num], shares[:num]
         )
 
     def extend(self, token_ids: Sequence[int]) -> None:

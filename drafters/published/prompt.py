@@ -94,14 +94,7 @@ class PromptSession(TextSession):
             num = len(chosen)
             if num == 0:
                 return DraftTree.empty()
-            parents = np.arange(-1, num - 1, dtype=np.int32)
+            tokens, parents = np.asarray(chosen, np.int32), np.arange(-1, num - 1, dtype=np.int32)
             # The rule gives no chances; the calibration learns them by match length and depth.
-            cells = drafter.calibration.cells(0, length + np.arange(num), 0.75)
-            return DraftTree(
-                np.asarray(chosen, np.int32),
-                parents,
-                drafter.calibration.survival(parents, cells),
-                np.zeros(num, np.uint8),
-                cells,
-            )
+            return drafter.calibration.tree(tokens, parents, 0, length + np.arange(num), 0.75)
         return DraftTree.empty()

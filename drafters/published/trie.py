@@ -248,20 +248,12 @@ class TrieSession(TextSession):
             if node <= 0 or trie.nodes[3, node] < 0:
                 continue
             kept = trie.subtree(node, min(budget, drafter.num_draft), max_depth)
-            frequency = trie.nodes[2, kept[0]].astype(np.float64)
-            parents = kept[1].copy()
+            tokens, frequency, parents = trie.nodes[0, kept[0]], trie.nodes[2, kept[0]], kept[1]
             below = np.where(parents < 0, trie.nodes[2, node], frequency[parents])
             # An n-gram's last tokens belong to fewer spans, so shares fall there by rule, not by
             # evidence; the calibration sees the share and the match's length with the path.
-            share = frequency / below
-            cells = drafter.calibration.cells(0, length + kept[2] - 1, share)
-            return DraftTree(
-                trie.nodes[0, kept[0]],
-                parents,
-                drafter.calibration.survival(parents, cells),
-                np.zeros(parents.shape[0], np.uint8),
-                cells,
-            ).preorder()
+            share, lengths = frequency / below, length + kept[2] - 1
+            return drafter.calibration.tree(tokens, parents, 0, lengths, share).preorder()
         return DraftTree.empty()
 
     def frequencies(self) -> dict[tuple[int, ...], int]:
