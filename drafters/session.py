@@ -19,8 +19,6 @@ class TextSession:
     calibration: what learns from trees, or None.
     """
 
-    __slots__ = ("_calibration", "_closed", "_index", "num_prompt")
-
     def __init__(self, prompt_ids: Sequence[int], calibration: Calibration | None = None) -> None:
         self.num_prompt = len(prompt_ids)
         self._index = TextIndex(self.num_prompt + 256)

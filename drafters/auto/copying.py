@@ -152,8 +152,6 @@ class Pieces:
     offsets: int64 [V + 1], blob: uint8: the bytes of id i are blob[offsets[i] : offsets[i + 1]].
     """
 
-    __slots__ = ("blob", "ids", "offsets")
-
     def __init__(self, offsets: Int64, blob: UInt8) -> None:
         slots = 1024
         while 2 * slots < 3 * offsets.shape[0]:

@@ -76,8 +76,6 @@ class CorpusFit:
 class Rivals:
     """The trees of one step, and the tokens that came since."""
 
-    __slots__ = ("_children", "_tokens")
-
     def __init__(self, trees: Sequence[DraftTree], num_nodes: int) -> None:
         """num_nodes: of each tree at most, its likeliest."""
         self._children = [tree.prune(num_nodes).children() for tree in trees]

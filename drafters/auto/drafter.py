@@ -186,29 +186,6 @@ class AutoDrafter:
 class AutoSession(TextSession):
     """One Sequence's own text, retrieved outputs and prediction, and its place in the corpus."""
 
-    __slots__ = (
-        "_anchors",
-        "_copy",
-        "_drafter",
-        "_echo",
-        "_forms",
-        "_grown",
-        "_likely",
-        "_marks",
-        "_noted",
-        "_noted_state",
-        "_num_learned",
-        "_places",
-        "_prediction",
-        "_prompt_marks",
-        "_retrieved",
-        "_rivals",
-        "_settled",
-        "_state",
-        "num_likely",
-        "wants_state",
-    )
-
     def __init__(
         self, drafter: AutoDrafter, prompt_ids: Sequence[int], prediction_ids: Sequence[int]
     ) -> None:

@@ -201,8 +201,6 @@ class LikelyTable:
     and how many rows there were, both decayed.
     """
 
-    __slots__ = ("_max_slots", "_most_held", "arrays", "ids", "keys", "sums")
-
     def __init__(self, max_slots: int = MAX_SLOTS) -> None:
         """max_slots: a power of two."""
         self._max_slots = max_slots

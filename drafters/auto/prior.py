@@ -158,8 +158,6 @@ NO_PRIOR = PriorView(
 class PriorScratch:
     """A Prior's arrays and the scratch of its drafter's sessions, of which there is one thread."""
 
-    __slots__ = ("_most", "_prior", "_scratch", "hidden_size")
-
     def __init__(self, prior: Prior, most: int = MOST_FOLLOWED, num_nodes: int = 128) -> None:
         """most: ids that are followed. num_nodes: of a tree that it says something of."""
         self._prior, self._most = prior.arrays, most

@@ -32,8 +32,6 @@ RECENT_WEIGHT = 0.2
 class RecentOutputs:
     """The last NUM_RECENT outputs that finished in a scope. One writer; any session reads."""
 
-    __slots__ = ("_outputs",)
-
     def __init__(self) -> None:
         self._outputs: deque[Int32] = deque(maxlen=NUM_RECENT)
 

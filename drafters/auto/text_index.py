@@ -112,8 +112,6 @@ class TextIndex:
     how many more tokens fit.
     """
 
-    __slots__ = ("room", "size", "table", "text")
-
     def __init__(self, num_expected: int = 256) -> None:
         capacity = 256
         while capacity < num_expected:

@@ -237,11 +237,6 @@ class Workspace:
     thread may take turns with: made anew it costs a scope's first draft a tenth of a millisecond.
     """
 
-    __slots__ = (
-        "_chances", "_learns", "_max_budget", "_max_depth", "_nodes", "_tree", "_waiting",
-        "gathered",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self._resize(64, 64)
         self._make_room(64)

@@ -152,8 +152,6 @@ class GrammysDrafter:
 class GrammysSession(TextSession):
     """Merges the drafts of a step into one tree; the budget goes to the likeliest nodes."""
 
-    __slots__ = ("_drafter",)
-
     def __init__(self, drafter: GrammysDrafter, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids, drafter.calibration)
         self._drafter = drafter

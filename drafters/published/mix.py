@@ -220,8 +220,6 @@ class MixSession(TextSession):
     """Drafts for one Sequence: one chain of at most `horizon` tokens. Its TextIndex gives the
     counts of p_prompt at every length."""
 
-    __slots__ = ("_drafter", "_modes")
-
     def __init__(self, drafter: MixDrafter, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids, drafter.calibration)
         self._drafter = drafter

@@ -73,8 +73,6 @@ class PromptDrafter:
 class PromptSession(TextSession):
     """Looks its own text up. O(text) a propose, about a microsecond for a thousand tokens."""
 
-    __slots__ = ("_drafter",)
-
     def __init__(self, drafter: PromptDrafter, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids, drafter.calibration)
         self._drafter = drafter

@@ -55,8 +55,6 @@ class SuffixSession(TextSession):
     Nothing is learned across requests. Survival is the estimated chance; no node below min_survival
     is in a tree."""
 
-    __slots__ = ("_drafter",)
-
     def __init__(self, drafter: SuffixDrafter, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids)
         self._drafter = drafter

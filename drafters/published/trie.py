@@ -133,8 +133,6 @@ class NGramTrie:
     node 0 is the root.
     """
 
-    __slots__ = ("_heap", "_table", "nodes", "num_nodes")
-
     def __init__(self, context_ids: Sequence[int] | Int32, n: int, prefix_length: int) -> None:
         context = np.asarray(context_ids, np.int32)
         capacity = min(context.shape[0] * n + 1, 1 << 30)
@@ -208,8 +206,6 @@ class TrieDrafter:
 
 class TrieSession(TextSession):
     """Drafts from the prompt's trie. The trie is built in settle(), or at the first draft."""
-
-    __slots__ = ("_drafter", "_span", "_trie")
 
     def __init__(
         self,
