@@ -183,7 +183,7 @@ def learning(corpus: Corpus | None, ids: Ids, *, templates: bool = True, **optio
             result = replay(made, [test], budget=budget)
             counts += zip(result.num_tokens, result.num_steps, strict=True)
             outputs.add(np.asarray(test.prompt_ids), np.asarray(test.output_ids))
-            seen.recent.add(test.output_ids)
+            seen.add(test.output_ids)
             if number % BUILD_EVERY == 0:
                 layer = build_corpus(outputs.examples(), base=corpus, fingerprint="replay")
         return counts

@@ -173,7 +173,7 @@ class AutoDrafter:
     @property
     def knows_starts(self) -> bool:
         """Whether it knows other outputs."""
-        return self.has_corpus or (self.seen is not None and len(self.seen.recent) > 0)
+        return self.has_corpus or (self.seen is not None and bool(self.seen.recent))
 
     def open(
         self, prompt_ids: Sequence[int], *, prediction_ids: Sequence[int] = (), **_: Any
@@ -261,7 +261,7 @@ class AutoSession(TextSession):
             drafter.layers,
             self._index.text[0, : self.num_prompt],
             drafter.num_retrieved,
-            () if drafter.seen is None else drafter.seen.recent.newest_last(),
+            () if drafter.seen is None else drafter.seen.recent,
         ):
             documents.append(output)
             weights.append(weight)

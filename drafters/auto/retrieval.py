@@ -1,13 +1,12 @@
 """Which earlier outputs stand beside a request: those of the nearest prompts, and the newest ones.
 
 An example's weight is its likeness over the greatest, to the power of SHARPNESS. The newest outputs
-of a scope (`RecentOutputs`) are there before a layer is built of them, and weigh RECENT_WEIGHT at
+of a scope (`Seen.recent`) are there before a layer is built of them, and weigh RECENT_WEIGHT at
 least: requests of one kind often come in a row.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,41 +28,27 @@ MAX_RECENT = 1024  # tokens of a recent output, its first ones, that are kept
 RECENT_WEIGHT = 0.2
 
 
-class RecentOutputs:
-    """The last NUM_RECENT outputs that finished in a scope. One writer; any session reads."""
-
-    def __init__(self) -> None:
-        self._outputs: deque[Int32] = deque(maxlen=NUM_RECENT)
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def add(self, output_ids: Sequence[int] | Int32) -> None:
-        """Take a finished output; the oldest goes, and an equal one, so that there are no two."""
-        output = np.array(output_ids[:MAX_RECENT], np.int32)
-        if output.shape[0]:
-            others = [own for own in self._outputs if not np.array_equal(own, output)]
-            self._outputs = deque([*others, output], NUM_RECENT)
-
-    def newest_last(self) -> tuple[Int32, ...]:
-        """int32 arrays of token ids; the caller must not write them."""
-        return tuple(self._outputs)
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What the requests of one scope leave behind in memory, for those after them.
 
     likely: what the model held likely, and entered: behind which tokens copies went on
-    (drafters.auto.copying), written by the scope's sessions. recent: the outputs that finished
-    last, which no layer may hold yet; added by whoever owns this. workspace: of all scopes that one
-    thread drafts for.
+    (drafters.auto.copying), written by the scope's sessions. recent: the last NUM_RECENT outputs
+    that finished, the newest last, which no layer may hold yet; nobody writes to them. workspace:
+    of all scopes that one thread drafts for.
     """
 
     likely: LikelyTable = field(default_factory=LikelyTable)
-    recent: RecentOutputs = field(default_factory=RecentOutputs)
+    recent: list[Int32] = field(default_factory=list)
     entered: Float32 = field(default_factory=no_entries)
     workspace: Workspace = field(default_factory=Workspace)
+
+    def add(self, output_ids: Sequence[int] | Int32) -> None:
+        """Take a finished output; the oldest goes, and an equal one, so that there are no two."""
+        output = np.array(output_ids[:MAX_RECENT], np.int32)
+        if output.shape[0]:
+            others = [own for own in self.recent if not np.array_equal(own, output)]
+            self.recent[:] = [*others, output][-NUM_RECENT:]
 
 
 def retrieve(

@@ -326,7 +326,7 @@ class TaskStore:
         key = (task, scope)
         self._opened[key] = corpus
         self._num_learned[task] = self._num_learned.get(task, 0) + 1
-        self.seen(task, scope).recent.add(output_ids)
+        self.seen(task, scope).add(output_ids)
         wanted = Wanted(key, self._generations.get(task, 0), corpus, max_tokens, persist)
         example = prompt_ids[-MAX_PROMPT:].copy(), output_ids.copy()
         self._put(partial(self._take, wanted, example, is_wanted=not rests))

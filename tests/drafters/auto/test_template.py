@@ -49,7 +49,7 @@ def test_a_form_is_no_longer_than_its_room() -> None:
 def test_behind_a_value_that_no_output_holds_the_field_ends_as_it_did_in_others() -> None:
     pieces, seen = _pieces(), Seen()
     for first in (100, 110, 120, 130):
-        seen.recent.add(_output(first, first + 1))
+        seen.add(_output(first, first + 1))
     drafter = AutoDrafter(eos_token_ids=(EOS,), seen=seen, pieces=pieces)
 
     def sources(emitted: list[int]) -> dict[int, str]:
@@ -66,7 +66,7 @@ def test_behind_a_value_that_no_output_holds_the_field_ends_as_it_did_in_others(
     # Which field comes next is known from the form too: CLOSE alone might be anything.
     assert sources([OPEN, 140, CLOSE])[NEXT] == "template"
     # Nothing shared, no forms.
-    seen.recent.add(_output(100))
+    seen.add(_output(100))
     alone = AutoDrafter(eos_token_ids=(EOS,), pieces=pieces).open([0])
     alone.settle_once()
     alone.extend([OPEN, 140])
