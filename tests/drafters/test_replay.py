@@ -9,47 +9,37 @@ from typing import Any
 
 import pytest
 
-from drafters.base import DraftSession
 from drafters.replay import Recording, main, read_recordings, replay
 from drafters.tree import DraftTree, followed
 from tests.drafters.trees import tree_of
+from tests.fakes.fake_drafters import FakeDrafter, FakeSession
 
 
-class Scripted:
-    """Proposes the trees it is given, one a step; records what it is told."""
+class ScriptedSession(FakeSession):
+    """Records what it is told."""
 
-    name = "scripted"
-    sources = ("script",)
-
-    def __init__(self, trees: list[DraftTree]) -> None:
-        self.trees = trees
-        self.told: list[object] = []
-
-    def open(self, prompt_ids: Sequence[int], **_: Any) -> DraftSession:
-        return ScriptedSession(self)
-
-
-class ScriptedSession:
-    def __init__(self, owner: Scripted) -> None:
-        self.owner = owner
-
-    def propose(self, budget: int, max_depth: int) -> DraftTree:
-        return self.owner.trees.pop(0)
+    told: list[object]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        self.owner.told.append(list(token_ids))
+        super().extend(token_ids)
+        self.told.append(list(token_ids))
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        self.owner.told.append(("accepted", list(accepted)))
+        super().feedback(tree, accepted)
+        self.told.append(("accepted", list(accepted)))
 
-    def settle(self) -> None: ...
 
-    def checkpoint(self) -> int:
-        return 0
+class Scripted(FakeDrafter):
+    """Proposes the trees it is given, one a step; has what its sessions are told."""
 
-    def rollback(self, mark: int) -> None: ...
+    def __init__(self, trees: list[DraftTree]) -> None:
+        super().__init__(lambda *_: trees.pop(0))
+        self.told: list[object] = []
 
-    def close(self) -> None: ...
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> FakeSession:
+        session = ScriptedSession(prompt_ids, self.propose_from)
+        session.told = self.told
+        return session
 
 
 def test_steps_are_counted_drafted_or_not() -> None:
