@@ -372,8 +372,8 @@ def _gather_prior(prior: PriorView, row: int, level: int, found: Gathered) -> fl
     highest = np.float32(0.0)
     least = np.float32(LEAST_CHANCE) * total
     for output in range(prior.scores.shape[0]):
-        if prior.scores[output] > least and prior.ids[output] >= 0:
-            candidate = _candidate(prior.ids[output], found)
+        if prior.scores[output] > least and prior.head.ids[output] >= 0:
+            candidate = _candidate(prior.head.ids[output], found)
             if candidate >= 0:
                 chance = prior.scores[output] / total
                 found.counts[level, candidate] = chance

@@ -16,7 +16,6 @@ A node costs the product of `output`, integers of 8 bits: ids x WIDTH, which lie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -55,13 +54,12 @@ COLUMNS = {
 }
 
 
-class PriorView(NamedTuple):
-    """A Prior's arrays as compiled code reads them, and where a text stands.
+class Prior(NamedTuple):
+    """The head of one model. Immutable; shared by all that draft for the model.
 
-    hidden: float32 [hidden size], a row of the model, or [0]: there is none. at: index of the token
-    that was drawn from it. most: ids behind it that are followed. states: float32 [nodes + 1,
-    WIDTH], scratch: behind the text, then behind each node; NaN where it is not known. scores:
-    float32 [outputs], sums: float32 [WIDTH], numbers: int16 [WIDTH], scratch.
+    ids: int32 [outputs], what each output is of; -1: any other id, or a pad. embed: int8
+    [vocabulary, WIDTH], each row times its embed_scale. output: int8 [outputs, WIDTH], the same; a
+    state is 127 at most there.
     """
 
     ids: Int32
@@ -74,6 +72,46 @@ class PriorView(NamedTuple):
     output: Int8x2
     output_scale: Float32
     output_bias: Float32
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.project.shape[0])
+
+    def save(self, path: Path | str, *, fingerprint: str) -> None:
+        """Write atomically. fingerprint: of the model, without the types of its weights."""
+        arrays = self._asdict()
+        for name in ("embed", "output"):
+            arrays[name] = arrays[name].view(np.uint8)
+        write_arrays(
+            path, kind=KIND, version=VERSION, fingerprint=fingerprint, meta={}, arrays=arrays
+        )
+
+    @classmethod
+    def load(cls, path: Path | str, *, fingerprint: str | None) -> Prior:
+        """Map what save() wrote. Raises as drafters.array_file.read_arrays does."""
+        arrays = read_arrays(
+            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
+        ).arrays
+        for name, array in arrays.items():
+            if array.dtype == np.float32 and array.size and np.abs(array).max() > _LARGEST:
+                raise ArrayFileError(f"{path} is damaged: {name} has values that cannot be")
+        if arrays["ids"].shape[0] % LANES:
+            raise ArrayFileError(f"{path} is damaged, or of a model of another size")
+        for name in ("embed", "output"):
+            arrays[name] = arrays[name].view(np.int8)
+        return cls(**arrays)
+
+
+class PriorView(NamedTuple):
+    """A Prior, and where a text stands.
+
+    hidden: float32 [hidden size], a row of the model, or [0]: there is none. at: index of the token
+    that was drawn from it. most: ids behind it that are followed. states: float32 [nodes + 1,
+    WIDTH], scratch: behind the text, then behind each node; NaN where it is not known. scores:
+    float32 [outputs], sums: float32 [WIDTH], numbers: int16 [WIDTH], scratch.
+    """
+
+    head: Prior
     hidden: Float32
     at: int
     most: int
@@ -81,62 +119,6 @@ class PriorView(NamedTuple):
     scores: Float32
     sums: Float32
     numbers: Int16
-
-
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """The head of one model. Immutable; shared by all that draft for the model.
-
-    fingerprint: of the model, without the types of its weights. ids: int32 [outputs], what each
-    output is of; -1: any other id, or a pad. embed: int8 [vocabulary, WIDTH], each row times its
-    embed_scale. output: int8 [outputs, WIDTH], the same; a state is 127 at most there.
-    """
-
-    fingerprint: str
-    ids: Int32
-    project: Float32
-    project_bias: Float32
-    embed: Int8
-    embed_scale: Float32
-    recur: Float32
-    recur_bias: Float32
-    output: Int8
-    output_scale: Float32
-    output_bias: Float32
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.project.shape[0])
-
-    @property
-    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """In the order of PriorView."""
-        return tuple(getattr(self, one.name) for one in fields(self)[1:])
-
-    def save(self, path: Path | str) -> None:
-        """Write atomically."""
-        arrays = {name: getattr(self, name) for name in COLUMNS}
-        for name in ("embed", "output"):
-            arrays[name] = arrays[name].view(np.uint8)
-        write_arrays(
-            path, kind=KIND, version=VERSION, fingerprint=self.fingerprint, meta={}, arrays=arrays
-        )
-
-    @classmethod
-    def load(cls, path: Path | str, *, fingerprint: str | None, hidden_size: int = 0) -> Prior:
-        """Map what save() wrote. hidden_size: of the model that it is for, if that is known.
-        Raises as drafters.array_file.read_arrays does."""
-        meta, arrays, _ = read_arrays(
-            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
-        )
-        for name, array in arrays.items():
-            if array.dtype == np.float32 and array.size and np.abs(array).max() > _LARGEST:
-                raise ArrayFileError(f"{path} is damaged: {name} has values that cannot be")
-        if arrays["ids"].shape[0] % LANES or hidden_size not in (0, arrays["project"].shape[0]):
-            raise ArrayFileError(f"{path} is damaged, or of a model of another size")
-        for name in ("embed", "output"):
-            arrays[name] = arrays[name].view(np.int8)
-        return cls(str(meta["fingerprint"]), **{name: arrays[name] for name in COLUMNS})
 
 
 def integers_of(rows: Float32) -> tuple[Int8, Float32]:
@@ -148,11 +130,13 @@ def integers_of(rows: Float32) -> tuple[Int8, Float32]:
 NO_HIDDEN: Float32 = np.empty(0, np.float32)
 """The state of a text of which none is known."""
 _NO_ROWS, _NO_BYTES = np.empty((0, WIDTH), np.float32), np.empty((0, WIDTH), np.int8)
-NO_PRIOR = PriorView(
+_NO_HEAD = Prior(
     np.empty(0, np.int32), _NO_ROWS, NO_HIDDEN, _NO_BYTES, NO_HIDDEN, _NO_ROWS, NO_HIDDEN,
-    _NO_BYTES, NO_HIDDEN, NO_HIDDEN, NO_HIDDEN, 0, 0, _NO_ROWS, NO_HIDDEN, NO_HIDDEN,
-    np.empty(0, np.int16),
+    _NO_BYTES, NO_HIDDEN, NO_HIDDEN,
 )  # fmt: skip
+NO_PRIOR = PriorView(
+    _NO_HEAD, NO_HIDDEN, 0, 0, _NO_ROWS, NO_HIDDEN, NO_HIDDEN, np.empty(0, np.int16)
+)
 
 
 class PriorScratch:
@@ -160,7 +144,7 @@ class PriorScratch:
 
     def __init__(self, prior: Prior, most: int = MOST_FOLLOWED, num_nodes: int = 128) -> None:
         """most: ids that are followed. num_nodes: of a tree that it says something of."""
-        self._prior, self._most = prior.arrays, most
+        self._prior, self._most = prior, most
         self.hidden_size = prior.hidden_size
         self._scratch = (
             np.zeros((num_nodes + 1, WIDTH), np.float32),
@@ -171,7 +155,7 @@ class PriorScratch:
 
     def view(self, hidden: Float32, at: int) -> PriorView:
         """See PriorView; a plain tuple of the same items."""
-        return (*self._prior, hidden, at, self._most, *self._scratch)  # type: ignore[return-value]
+        return (self._prior, hidden, at, self._most, *self._scratch)  # type: ignore[return-value]
 
 
 @inlined
@@ -187,9 +171,9 @@ def _settle(sums: Float32, states: Float32x2, row: int) -> None:
 
 @inlined
 def _add_id(prior: PriorView, token: int) -> None:
-    scale = prior.embed_scale[token]
+    scale = prior.head.embed_scale[token]
     for i in range(WIDTH):
-        prior.sums[i] += scale * np.float32(prior.embed[token, i])
+        prior.sums[i] += scale * np.float32(prior.head.embed[token, i])
 
 
 @inlined
@@ -205,15 +189,15 @@ def go_on(prior: PriorView, parent: int, token: int, row: int, followed: int) ->
     if row >= states.shape[0]:
         return -1
     known = 0 <= followed < prior.most and parent < states.shape[0] and _is_known(states, parent)
-    if not known or not 0 <= token < prior.embed.shape[0]:
+    if not known or not 0 <= token < prior.head.embed.shape[0]:
         states[row, 0] = np.nan
         return -1
     for i in range(WIDTH):
-        prior.sums[i] = prior.recur_bias[i]
+        prior.sums[i] = prior.head.recur_bias[i]
     for j in range(WIDTH):
         value = states[parent, j]
         for i in range(WIDTH):
-            prior.sums[i] += value * prior.recur[j, i]
+            prior.sums[i] += value * prior.head.recur[j, i]
     _add_id(prior, token)
     _settle(prior.sums, states, row)
     return followed + 1
@@ -227,14 +211,14 @@ def begin(prior: PriorView, text: Int32x2, size: int) -> int:
     if prior.hidden.shape[0] == 0 or not 0 <= size - 1 - at <= prior.most:
         return -1
     token = text[0, at]
-    if not 0 <= token < prior.embed.shape[0]:
+    if not 0 <= token < prior.head.embed.shape[0]:
         return -1
     for i in range(WIDTH):
-        prior.sums[i] = prior.project_bias[i]
+        prior.sums[i] = prior.head.project_bias[i]
     for j in range(prior.hidden.shape[0]):
         value = prior.hidden[j]
         for i in range(WIDTH):
-            prior.sums[i] += value * prior.project[j, i]
+            prior.sums[i] += value * prior.head.project[j, i]
     _add_id(prior, token)
     _settle(prior.sums, prior.states, 0)
     followed = 0
@@ -260,15 +244,16 @@ def _exp(value: np.float32) -> np.float32:
 def score(prior: PriorView, row: int) -> float:
     """scores[f] = e^(logit - the highest) of states[row]: the chance of an output, but for the sum
     of all, which is returned."""
-    scores, sums, num = prior.scores, prior.sums, prior.output.shape[0]
+    head, scores, sums = prior.head, prior.scores, prior.sums
+    num = head.output.shape[0]
     for i in range(WIDTH):
         prior.numbers[i] = np.int16(np.rint(prior.states[row, i] * np.float32(127.0)))
     for f in range(num):
         total = np.int32(0)
         for i in range(WIDTH):
-            total += np.int32(prior.numbers[i]) * np.int32(prior.output[f, i])
+            total += np.int32(prior.numbers[i]) * np.int32(head.output[f, i])
         # A sum of int32 is one of int64 to the compiler, unless only 32 bits of it are asked for.
-        scores[f] = np.float32(np.int32(total)) * prior.output_scale[f] + prior.output_bias[f]
+        scores[f] = np.float32(np.int32(total)) * head.output_scale[f] + head.output_bias[f]
     # A loop for each: one that keeps its numbers and adds them up is not compiled to vectors.
     for i in range(LANES):
         sums[i] = scores[i]
@@ -300,6 +285,6 @@ def chances_of(text: Int32x2, prior: PriorView, chances: Float32) -> int:
     depth = begin(prior, text, text.shape[1])
     if depth >= 0:
         total = score(prior, 0)
-        for f in range(prior.output.shape[0]):
+        for f in range(prior.head.output.shape[0]):
             chances[f] = prior.scores[f] / total
     return depth

@@ -220,14 +220,11 @@ def prior(
             texts = list(read_texts(runner, parts, bar))
         file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
         try:
-            made = fit(
-                texts, embeddings_of(runner), fingerprint=model_fingerprint(fingerprint),
-                num_steps=steps, seed=seed, progress=bar,
-            )  # fmt: skip
+            made = fit(texts, embeddings_of(runner), num_steps=steps, seed=seed, progress=bar)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         with writing_to_cache():
-            made.save(file)
+            made.save(file, fingerprint=model_fingerprint(fingerprint))
     num = sum(one.ids.shape[0] for one in texts)
     print(json.dumps({"file": str(file), "bytes": file.stat().st_size, "tokens": num}))
     return 0

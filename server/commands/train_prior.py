@@ -1,7 +1,7 @@
 """Trains a model's prior (drafters.auto.prior) on what the model itself holds likely.
 
     texts = own_texts(runner, 100_000, seed=0)          # needs no text of anybody
-    prior = fit(texts, embeddings_of(runner), fingerprint=...)
+    prior = fit(texts, embeddings_of(runner))
 
 A text begins with any id of the vocabulary. Half of the texts are drawn from the model's likeliest
 ids to their end; the others are drawn for a few ids and are then what the model writes greedily, as
@@ -183,7 +183,7 @@ class _Head(nn.Module):
         matrix: Tensor = self.write(self._output_rows) + 3.0 * self.own
         return matrix
 
-    def prior(self, ids: Int32, fingerprint: str) -> Prior:
+    def prior(self, ids: Int32) -> Prior:
         """As integers, padded to whole groups of outputs."""
         with torch.no_grad():
             embed, embed_scale = integers_of(self.read(self._embeddings).numpy())
@@ -194,7 +194,6 @@ class _Head(nn.Module):
             )
             weights = (self.project.weight * self._scale).T.contiguous().numpy()
             return Prior(
-                fingerprint,
                 np.concatenate((ids, np.full(1 + pad, -1, np.int32))),
                 weights,
                 self.project.bias.numpy().copy(),
@@ -212,7 +211,6 @@ def fit(
     texts: Sequence[Written],
     embeddings: Float32,
     *,
-    fingerprint: str,
     num_steps: int = 1500,
     batch_size: int = 256,
     seed: int = 0,
@@ -260,7 +258,7 @@ def fit(
             schedule.step()
             if step % 20 == 19 or step + 1 == num_steps:
                 progress("training", step + 1, num_steps)
-        return head.prior(frequent.astype(np.int32), fingerprint)
+        return head.prior(frequent.astype(np.int32))
 
 
 def _loss(head: _Head, rows: Tensor, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ def prior(folder: Path, capsys: pytest.CaptureFixture[str]) -> Prior:
     assert main([*command, "--threads", "1"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["tokens"] >= 3000 and told["bytes"] == Path(told["file"]).stat().st_size
-    return Prior.load(told["file"], fingerprint=None, hidden_size=32)
+    return Prior.load(told["file"], fingerprint=None)
 
 
 def _answers(

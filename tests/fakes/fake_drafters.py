@@ -221,7 +221,7 @@ def random_prior(
     ids[ids >= vocab_size] = -1
     ids[-1] = -1
     return Prior(
-        "model", ids, numbers(hidden_size, WIDTH), numbers(WIDTH), embed, embed_scale,
+        ids, numbers(hidden_size, WIDTH), numbers(WIDTH), embed, embed_scale,
         numbers(WIDTH, WIDTH), numbers(WIDTH), output, output_scale / np.float32(127),
         numbers(num_outputs),
     )  # fmt: skip

@@ -132,7 +132,7 @@ def _use_bigrams(data: bytes, folder: Path) -> None:
 def _prior_files() -> Sequence[bytes]:
     from tests.fakes.fake_drafters import random_prior
 
-    return _written(random_prior(50).save)
+    return _written(functools.partial(random_prior(50).save, fingerprint="model"))
 
 
 def _use_prior(data: bytes, folder: Path) -> None:
