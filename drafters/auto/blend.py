@@ -201,9 +201,9 @@ def advance(
     for as many more. Returns the asks that the evidence of `trust` and of `without` got, and how
     many ids `echo` holds.
 
-    learns: uint8 [2, n or more], whether `trust` learns from each token, and whether `without`
+    learns: uint8 [2, n], whether `trust` learns from each token, and whether `without`
     does, which is that of the same context with `plain` in place of what the corpus says. found:
-    scratch. chances: float64 [2, n or more], filled with the two that were given to each token
+    scratch. chances: float64 [2, n], filled with the two that were given to each token
     (0 where nobody learns). places: int64 [outputs, 7], of which the row of each number of output
     tokens is filled: state and length of the corpus behind the last of them, and the cursor. told:
     what the rows of the step held likely, or none; it is noted once all tokens were learned from,

@@ -394,13 +394,14 @@ class AutoSession(TextSession):
     ) -> tuple[Int32, Float32]:
         """Append tokens, and learn from each how far its contexts could be trusted, and whether the
         corpus helps. told, root: see blend.advance, whose echo is returned."""
-        index, num, work = self._index, len(token_ids), drafter.workspace
+        index, num = self._index, len(token_ids)
         num_output = index.size - self.num_prompt
         # A token drawn again after a rollback is not evidence twice.
         first = max(0, self._num_learned - num_output)
         if not (learns and drafter.learn and self._settled):
             first = num
-        who, chances = work.learning(num, first)
+        who, chances = np.zeros((2, num), np.uint8), np.empty((2, num))
+        who[0, first:] = 1
         without, plain = drafter.trust, NO_PLAIN
         compared: list[int] = []
         if first < num:
@@ -420,8 +421,8 @@ class AutoSession(TextSession):
             echo = np.empty(NUM_LIKELY, np.int32), np.empty(NUM_LIKELY, np.float32)
         asked, asked_without, num_echo = advance(
             np.array(token_ids, np.int32), self._context(drafter), plain, who,
-            drafter.trust.learned_fields, without.learned_fields, work.gathered, chances,
-            self._places, told, root, echo,
+            drafter.trust.learned_fields, without.learned_fields, drafter.workspace.gathered,
+            chances, self._places, told, root, echo,
         )  # fmt: skip
         drafter.trust.num_news += asked
         without.num_news += asked_without

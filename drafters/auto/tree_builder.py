@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.arrays import Float32, Float64, Int32, Int32x2, Int64x2, UInt8
+from drafters.arrays import Float32, Int32, Int32x2, Int64x2
 from drafters.auto.automaton import automaton_step
 from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
@@ -239,22 +239,6 @@ class Workspace:
 
     def __init__(self) -> None:
         self._resize(64, 64)
-        self._make_room(64)
-
-    def _make_room(self, num: int) -> None:
-        self._learns: UInt8 = np.zeros((2, num), np.uint8)
-        self._chances: Float64 = np.zeros((2, num), np.float64)
-
-    def learning(self, num: int, first: int) -> tuple[UInt8, Float64]:
-        """`learns` and `chances` of advance, for num tokens: learned from the first-th on, and by
-        `without` from none."""
-        if num > self._learns.shape[1]:
-            self._make_room(2 * num)
-        learns = self._learns
-        learns[:, :first] = 0
-        learns[0, first:num] = 1
-        learns[1, first:num] = 0
-        return learns, self._chances
 
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth
