@@ -63,20 +63,14 @@ DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
 
 
 @functools.cache
-def _default_trust() -> Trusts:
-    """Those of the package; never written to."""
+def _defaults() -> tuple[Float64, Float64, Float64]:
+    """(weights within bounds, their log odds, factors) of the package; never written to. Each scope
+    has a trust of its own, which is made while its first request waits."""
     body = parsed(DEFAULT_TRUST.read_text(encoding="utf-8"))
     weights = np.asarray(body["weights_per_mille"], np.float64).reshape(NUM_CELLS) / 1000.0
     factors = np.asarray(body["factors_per_cent"], np.float64).reshape(NUM_FACTORS) / 100.0
-    return Trusts(weights, factors)
-
-
-@functools.cache
-def _default_start() -> tuple[Float64, Float64]:
-    """(weights within bounds, their log odds) of the package; never written to. Each scope has a
-    trust of its own, which is made while its first request waits."""
-    weights = _bounded(_default_trust().weights)
-    return weights, _odds(weights)
+    weights = _bounded(weights)
+    return weights, _odds(weights), factors
 
 
 _NEWTON_STEPS = 5
@@ -164,11 +158,9 @@ class Trust:
         *,
         memory: float = 20_000.0,
     ) -> None:
-        if factors is None:
-            factors = _default_trust().factors
-        if weights is None:
-            start, odds = _default_start()
-        else:
+        start, odds, usual = _defaults()
+        factors = usual if factors is None else factors
+        if weights is not None:
             start = _bounded(weights)
             odds = _odds(start)
         if start.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
@@ -240,22 +232,19 @@ class Trust:
         shape = (3, NUM_SOURCES, NUM_BINS, NUM_SITUATIONS, NUM_SHARES)
         claimed, accepted, offered = self.outcomes.reshape(shape).sum(axis=3)
         rows: list[dict[str, Any]] = []
-        for source, name in enumerate(SOURCES):
-            for length in range(NUM_BINS):
-                for share in range(NUM_SHARES):
-                    at = (source, length, share)
-                    if offered[at] > 0.0:
-                        rows.append(
-                            {
-                                "source": name,
-                                "min_match_length": length,
-                                "min_share": _MIN_SHARES[share],
-                                "offered": round(float(offered[at]), 1),
-                                "accepted": round(float(accepted[at]), 1),
-                                "mean_claim": round(float(claimed[at] / offered[at]), 4),
-                                "chance": round(float((accepted[at] + 1) / (offered[at] + 2)), 4),
-                            }
-                        )
+        for at in map(tuple, np.argwhere(offered > 0.0).tolist()):
+            source, length, share = at
+            rows.append(
+                {
+                    "source": SOURCES[source],
+                    "min_match_length": length,
+                    "min_share": _MIN_SHARES[share],
+                    "offered": round(float(offered[at]), 1),
+                    "accepted": round(float(accepted[at]), 1),
+                    "mean_claim": round(float(claimed[at] / offered[at]), 4),
+                    "chance": round(float((accepted[at] + 1) / (offered[at] + 2)), 4),
+                }
+            )
         return sorted(rows, key=lambda row: -float(row["offered"]))
 
     def counts(self) -> Counts:
