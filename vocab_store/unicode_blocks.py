@@ -58,11 +58,6 @@ class BlockSet:
     starts: tuple[int, ...]
     ends: tuple[int, ...]
 
-    def has_code_point(self, code_point: int) -> bool:
-        """Whether the character lies in one of the blocks."""
-        i = bisect_right(self.starts, code_point) - 1
-        return i >= 0 and code_point < self.ends[i]
-
     def meets_range(self, first: int, last: int) -> bool:
         """Whether any code point of [first, last] lies in one of the blocks."""
         i = bisect_right(self.starts, last) - 1
@@ -83,7 +78,7 @@ class BlockSet:
         if open_range is not None and not self.meets_range(*open_range):
             return False
         text = whole.decode("utf-8", errors="ignore")
-        return all(self.has_code_point(ord(char)) for char in text)
+        return all(self.meets_range(ord(char), ord(char)) for char in text)
 
 
 def _split_open_character(data: bytes) -> tuple[bytes, tuple[int, int] | None]:
