@@ -122,9 +122,6 @@ class TextIndex:
         # Keys outlive a truncation: tokens indexed since the table was made fill it, not `size`.
         self.room = capacity
 
-    def __len__(self) -> int:
-        return self.size
-
     def view(self, marks: Float32) -> TextView:
         """Its text with marks, as compiled code takes it; a plain tuple."""
         return self.text, self.table, marks, self.size  # type: ignore[return-value]
