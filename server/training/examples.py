@@ -13,10 +13,12 @@ from vocab_store.enrichment import Enrichment
 
 @dataclass(frozen=True, slots=True)
 class TrainExample:
-    """A prompt and its output in ids; output_ids end with EOS."""
+    """A prompt and its output in ids; output_ids end with EOS. spelled: of each output id,
+    whether it begins a token's long form; empty where none does."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
+    spelled: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
@@ -43,8 +45,8 @@ class Microbatch:
 
     input_ids, positions: int64 [1, T] with a layout; else [b, t], an example a line, padded on the
     right. rows: int64 [n], places in the flattened ids whose hidden state predicts an output id;
-    targets: int64 [n], those ids. The loss is on the outputs alone, so the head is computed for
-    these rows only.
+    targets: int64 [n], those ids; spelled: bool [n], where tokens of the task's own are not to
+    be chosen. The loss is on the outputs alone, so the head is computed for these rows only.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +54,7 @@ class Microbatch:
     layout: Layout | None
     rows: torch.Tensor
     targets: torch.Tensor
+    spelled: torch.Tensor
 
 
 def segmented(
@@ -65,21 +68,20 @@ def segmented(
 
     spell_out: chance that a token of the enrichment is written in its base ids instead, drawn from
     `chooser`. A model that now and then sees the long form can still write around a token that a
-    grammar, a bias or a stop forbids. The prompt keeps its base ids, unless the enrichment says
-    that prompts are read in its tokens.
+    grammar, a bias or a stop forbids. Where one begins, the loss leaves the enrichment's tokens
+    out: it is learned as what follows without them, and never as better than one of them. The
+    prompt keeps its base ids, unless the enrichment says that prompts are read in its tokens.
     """
     if enrichment is None:
         return example
-    ids = enrichment.segment(example.output_ids)
-    if chooser is not None and spell_out > 0.0:
-        ids = [
-            part
-            for token_id in ids
-            for part in (
-                enrichment.parts_of(token_id) if chooser.random() < spell_out else (token_id,)
-            )
-        ]
-    return TrainExample(tuple(enrichment.read(example.prompt_ids)), tuple(ids))
+    ids: list[int] = []
+    begins: list[bool] = []
+    for token_id in enrichment.segment(example.output_ids):
+        spelled = chooser is not None and spell_out > 0.0 and chooser.random() < spell_out
+        parts = enrichment.parts_of(token_id) if spelled else (token_id,)
+        ids += parts
+        begins += [parts[0] != token_id, *[False] * (len(parts) - 1)]
+    return TrainExample(tuple(enrichment.read(example.prompt_ids)), tuple(ids), tuple(begins))
 
 
 def shared_prefix(examples: Sequence[TrainExample]) -> int:
@@ -137,13 +139,16 @@ def collate(group: Sequence[TrainExample], device: torch.device, *, packed: bool
     back: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
+    spelled: list[bool] = []
     for b, example in enumerate(group):
         text = (*example.prompt_ids, *example.output_ids)
         own = len(text) - prefix
         first = len(ids)  # of its own ids
-        for at in range(max(1, len(example.prompt_ids)), len(text)):
+        num = len(example.prompt_ids)
+        for at in range(max(1, num), len(text)):
             rows.append(first + at - prefix - 1)
             targets.append(text[at])
+            spelled.append(bool(example.spelled) and example.spelled[at - num])
         pad = 0 if packed else longest - own
         ids += [*text[prefix:], *[0] * pad]
         positions += range(prefix, len(text) + pad)
@@ -157,5 +162,5 @@ def collate(group: Sequence[TrainExample], device: torch.device, *, packed: bool
     shape = (1, -1) if packed else (len(group), longest)
     return Microbatch(
         tensor(ids).view(shape), tensor(positions).view(shape), layout, tensor(rows),
-        tensor(targets),
+        tensor(targets), tensor(spelled).bool(),
     )  # fmt: skip

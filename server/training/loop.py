@@ -41,11 +41,9 @@ nats and 50.8 % of 500 answers exact, the last step 3.06 and 57.4 %."""
 class TrainOptions:
     """How to train. epochs: passes over the examples. batch_size: examples a step. max_tokens:
     ids of one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new rows.
-    warm_up: share of the run with a rising rate. spell_out: see examples.segmented; the chance at
-    first, which falls to nothing: greedy answers take the long form more often than the last steps
-    had it. time_limit_s: everything ends by then, decayed; None is none. validations: how often the
-    held-back loss is measured, the last time at the end. save_every_s: seconds. seed: of everything
-    random."""
+    warm_up: share of the run with a rising rate. spell_out: see examples.segmented. time_limit_s:
+    everything ends by then, decayed; None is none. validations: how often the held-back loss is
+    measured, the last time at the end. save_every_s: seconds. seed: of everything random."""
 
     epochs: float = 3.0
     batch_size: int = 16
@@ -246,11 +244,10 @@ class _Run:
         chooser = random.Random(f"{options.seed} step {state.step}")
         chosen = [
             segmented(
-                self._examples[i], tuned.enrichment, chooser=chooser,
-                spell_out=options.spell_out * (1.0 - done),
+                self._examples[i], tuned.enrichment, chooser=chooser, spell_out=options.spell_out
             )
             for i in order[at * options.batch_size : (at + 1) * options.batch_size]
-        ]  # fmt: skip
+        ]
         warm = options.warm_up
         factor = done / warm if done < warm else (1.0 - done) / (1.0 - warm)
         for group in self._optimizer.param_groups:

@@ -156,16 +156,21 @@ class OwnHead(nn.Module):
     def __init__(self, base: Matrix, own_ids: list[int], rows: torch.Tensor, cap: float) -> None:
         super().__init__()
         self.base, self._cap = base, cap
-        self._own_ids = torch.tensor(own_ids, dtype=torch.int64, device=rows.device)
+        self.own_ids = torch.tensor(own_ids, dtype=torch.int64, device=rows.device)
         self.num_ids = max([base.shape[0], *(i + 1 for i in own_ids)])
         self.rows = nn.Parameter(rows) if own_ids else None
 
-    def loss(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The sum of -ln p(target): states [n, width], in the dtype that is computed in."""
+    def loss(
+        self, states: torch.Tensor, targets: torch.Tensor, spelled: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum of -ln p(target): states [n, width], in the dtype that is computed in; targets
+        int64 [n]; spelled bool [n], where own_ids have no chance."""
         rows = states.new_zeros((0, states.shape[1])) if self.rows is None else self.rows
         most = max(8, _CHUNK_BYTES // (4 * self.num_ids))
         parts = [
-            _Loss.apply(states[at : at + most], rows, targets[at : at + most], self)  # type: ignore[no-untyped-call]
+            _Loss.apply(  # type: ignore[no-untyped-call]
+                states[at : at + most], rows, targets[at : at + most], spelled[at : at + most], self
+            )
             for at in range(0, states.shape[0], most)
         ]
         return torch.stack(parts).sum()
@@ -176,7 +181,7 @@ class OwnHead(nn.Module):
         for first, last in self.chunks():
             out[:, first:last] = states @ self.base.widened(first, last).T
         if rows.shape[0]:
-            out[:, self._own_ids] = states @ rows.to(states.dtype).T
+            out[:, self.own_ids] = states @ rows.to(states.dtype).T
         logits = out.float()
         return logits if not self._cap else self._cap * torch.tanh(logits / self._cap)
 
@@ -196,10 +201,10 @@ class OwnHead(nn.Module):
         to_states = torch.zeros_like(states)
         to_rows = torch.zeros_like(rows)
         if rows.shape[0]:
-            own = narrow[:, self._own_ids]
+            own = narrow[:, self.own_ids]
             to_states += own @ rows.to(states.dtype)
             to_rows = (own.T @ states).to(rows.dtype)
-            narrow[:, self._own_ids] = 0
+            narrow[:, self.own_ids] = 0
         for first, last in self.chunks():
             to_states += narrow[:, first:last] @ self.base.widened(first, last)
         return to_states, to_rows
@@ -211,10 +216,18 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, head: OwnHead
+        ctx: Any,
+        states: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        spelled: torch.Tensor,
+        head: OwnHead,
     ) -> torch.Tensor:
         logits = head.logits(states, rows)
+        at = spelled.nonzero(), head.own_ids
+        kept, logits[at] = logits[at], -math.inf
         chances = torch.log_softmax(logits, dim=-1)
+        logits[at] = kept  # a cap's slope is taken of them
         loss = -chances.gather(1, targets[:, None]).sum()
         if any(ctx.needs_input_grad):
             grad = chances.exp_()
@@ -225,7 +238,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         to_states, to_rows = ctx.saved_tensors
-        return to_states * grad, to_rows * grad, None, None
+        return to_states * grad, to_rows * grad, None, None, None
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -361,7 +374,7 @@ class Tuned:
         ).last_hidden_state
         scale = _logit_scale(self.module.config)
         states = states.flatten(0, 1).index_select(0, batch.rows) * scale
-        return self.head.loss(states.to(self.dtype), batch.targets)
+        return self.head.loss(states.to(self.dtype), batch.targets, batch.spelled)
 
 
 def _logit_scale(config: Any) -> float:

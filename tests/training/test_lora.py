@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from server.commands.enrich import give_rows
@@ -24,6 +25,7 @@ from server.training.lora import (
     ENRICHMENT_FILE,
     LoraLinear,
     LoraOptions,
+    OwnHead,
     Tuned,
     initial_rows,
     plan_memory,
@@ -213,6 +215,28 @@ def test_peft_reads_the_adapter_and_gives_the_same_loss(tmp_path: Path) -> None:
     assert found == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_where_a_long_form_begins_own_ids_have_no_chance_and_no_gradient(cap: float) -> None:
+    torch.manual_seed(4)
+    table, states = torch.randn(V, 8), torch.randn(6, 8, requires_grad=True)
+    head = OwnHead(Floats(table, torch.float32), list(ENRICHMENT.ids), torch.randn(2, 8), cap)
+    assert head.rows is not None
+    targets = torch.tensor([7, 5, 7, V, 3, V + 1])
+    spelled = torch.tensor([True, True, False, False, False, False])
+    loss = head.loss(states, targets, spelled)
+    loss.backward()
+    rows = head.rows.detach().requires_grad_()
+    given = states.detach().requires_grad_()
+    logits = given @ torch.cat((table, rows)).T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    without = functional.cross_entropy(logits[:2, :V], targets[:2], reduction="sum")
+    want = without + functional.cross_entropy(logits[2:], targets[2:], reduction="sum")
+    want.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(states.grad, given.grad)
+    torch.testing.assert_close(head.rows.grad, rows.grad)
+
+
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ConfigError, match="another tokenizer"):
         over(base(), Enrichment("other", V, (V,), ((1, 2),)))
@@ -262,11 +286,18 @@ def test_outputs_are_spelled_out_now_and_then_and_batches_hold_everything_once()
     example = TrainExample((1,), (7, 8, 9, 5, 6, EOS))
     assert segmented(example, ENRICHMENT).output_ids == (V, V + 1, EOS)
     drawn = {
-        segmented(example, ENRICHMENT, chooser=random.Random(i), spell_out=0.5).output_ids
-        for i in range(40)
+        (made.output_ids, made.spelled)
+        for made in (
+            segmented(example, ENRICHMENT, chooser=random.Random(i), spell_out=0.5)
+            for i in range(40)
+        )
     }
-    assert len(drawn) == 4
-    assert all(ENRICHMENT.expand(ids) == list(example.output_ids) for ids in drawn)
+    assert drawn == {
+        ((V, V + 1, EOS), (False, False, False)),
+        ((7, 8, 9, V + 1, EOS), (True, False, False, False, False)),
+        ((V, 5, 6, EOS), (False, True, False, False)),
+        ((7, 8, 9, 5, 6, EOS), (True, False, False, True, False, False)),
+    }
     data = examples(30)
     for packed in (False, True):
         groups = list(microbatches(data, 40, random.Random(1), packed=packed))
@@ -276,8 +307,12 @@ def test_outputs_are_spelled_out_now_and_then_and_batches_hold_everything_once()
 
 
 def test_rows_and_targets_of_a_batch() -> None:
-    group = [TrainExample((1, 2), (3, 4)), TrainExample((), (5, 6, 7))]
+    group = [
+        TrainExample((1, 2), (3, 4), (True, False)),
+        TrainExample((), (5, 6, 7), (True, False, True)),
+    ]
     batch = collate(group, CPU, packed=False)
+    assert batch.spelled.tolist() == [True, False, False, True]
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     assert batch.rows.tolist() == [1, 2, 4, 5]
     assert batch.targets.tolist() == [3, 4, 6, 7]

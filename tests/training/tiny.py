@@ -52,8 +52,8 @@ def shake(given: Tuned, seed: int = 3, scale: float = 0.1) -> Tuned:
     return given
 
 
-def next_id(given: Tuned, prompt: Sequence[int]) -> int:
-    """The likeliest id behind a prompt."""
+def next_id(given: Tuned, prompt: Sequence[int], but: int | None = None) -> int:
+    """The likeliest id behind a prompt, which is not `but`."""
     given.module.eval()
     given.holder.layout = None
     with torch.no_grad():
@@ -62,7 +62,10 @@ def next_id(given: Tuned, prompt: Sequence[int]) -> int:
         ).last_hidden_state
         rows = given.head.rows
         assert rows is not None
-        return int(given.head.logits(states[0, -1:], rows).argmax())
+        logits = given.head.logits(states[0, -1:], rows)[0]
+        if but is not None:
+            logits[but] = -torch.inf
+        return int(logits.argmax())
 
 
 def examples(num: int = 10) -> list[TrainExample]:
