@@ -184,6 +184,16 @@ class Turn:
     asked: dict[str, Any]
     gold: str | None
 
+    def rendered(self, where: str, render: Render | None) -> tuple[str, list[int]]:
+        """Its messages as the model's template writes them, and their ids. Raises ConfigError that
+        names `where`: there is no template (None), or it does not take them."""
+        if render is None:
+            raise ConfigError(f"{where}: messages: the model has no chat template")
+        try:
+            return render(self.asked["messages"])
+        except TailorError as error:
+            raise ConfigError(f"{where}: {error.message}") from None
+
 
 def turn_of(row: dict[str, Any], where: str, fields: Fields) -> Turn:
     """A row's prompt or messages, and its output. Raises ConfigError that names `where`."""
@@ -336,12 +346,7 @@ class ExampleReader:
         turn = turn_of(row, where, fields)
         if turn.gold is None:
             raise ConfigError(f"{where}: messages: the last one must be the assistant's")
-        if self._render is None:
-            raise ConfigError(f"{where}: messages: the model has no chat template")
-        try:
-            text, ids = self._render(turn.asked["messages"])
-        except TailorError as error:
-            raise ConfigError(f"{where}: {error.message}") from None
+        text, ids = turn.rendered(where, self._render)
         return ids, text, text + self._output(turn.gold, where)
 
     def _output(self, text: str, where: str) -> str:

@@ -26,8 +26,8 @@ from server.commands.record import (
     prompt_of,
 )
 from server.config import DEFAULT_TASKS, TaskConfig
-from server.datasets import ExampleReader, Fields, rows, turn_of
-from server.errors import ConfigError, TailorError
+from server.datasets import ExampleReader, Fields, Render, rows, turn_of
+from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Tuning:
     budgets: tuple[int, ...] = (4, 8, 16, 32)
     head_share: float | None = None
     busy: float = 0.0
-    render: Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None = None
+    render: Render | None = None
     compare_forms: Callable[[Sequence[Example]], dict[str, dict[str, float]]] | None = None
     enrichment: Enrichment | None = None
     material: Material = field(default_factory=Material)
@@ -355,12 +355,7 @@ def _plain(row: dict[str, Any], where: str, run: Tuning) -> dict[str, Any]:
     if "messages" not in row:
         return row
     turn = turn_of(row, where, run.fields)
-    if run.render is None:
-        raise ConfigError(f"{where}: messages: the model has no chat template")
-    try:
-        prompt, ids = run.render(turn.asked["messages"])
-    except TailorError as error:
-        raise ConfigError(f"{where}: {error.message}") from None
+    prompt, ids = turn.rendered(where, run.render)
     output = {} if turn.gold is None else {run.fields.field: turn.gold}
     return {run.fields.prompt_field: prompt, "prompt_ids": ids, **output}
 
