@@ -7,12 +7,11 @@ A data folder holds one folder per task with `test.jsonl` and `train.jsonl`: a J
 with at least `id` and `prompt`, mostly with `completion`.
 
 A TaskSet is what servers are measured on end to end: it is a folder of the data (`test.jsonl`,
-`train.jsonl`), or one category of it. `prepare` makes what a server needs for it: tasks NAME-cold
-and NAME-learned (`auto` without a corpus) and NAME-warm (`auto` with the model's own outputs for
-the first train prompts). They are not one task with three kinds of requests, because what a task
-learns about its drafts (calibration) must not pass from one to another. With `profiles` each task
-has a vocabulary profile of the train part too, so that a request may ask for `slice` or `exact`. A
-set without a train part has no warm task and no profile.
+`train.jsonl`), or one category of it. `prepare` makes what a server needs for it: a task of each
+kind of TASKS that is asked for. They are not one task with several kinds of requests, because what
+a task learns about its drafts (calibration) must not pass from one to another. With `profiles` each
+task has a vocabulary profile of the train part too, so that a request may ask for `slice` or
+`exact`. A set without a train part has no profile and no task with a corpus.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -250,6 +249,14 @@ SETS = {
 """The sets that are measured unless others are named; the name of any other folder is a set too."""
 
 
+TASKS = {
+    "cold": ("auto", False), "learned": ("auto", False), "warm": ("auto", True),
+    "mix": ("mix", True), "trie": ("trie", False), "grammys": ("grammys", False),
+}  # fmt: skip
+"""Kind of task -> its drafter, and whether it has a corpus: the model's own outputs for the first
+train prompts. `grammys` has the model's bigrams."""
+
+
 def set_of(name: str) -> TaskSet:
     """The set of a name."""
     return SETS.get(name) or TaskSet(name)
@@ -280,14 +287,16 @@ def tailor(*arguments: str) -> str:
 
 
 def write_task(
-    folder: Path, name: str, *, corpus: Path | None = None, profile: Path | None = None,
-    max_nodes: int = 16,
+    folder: Path, name: str, *, drafter: str = "auto", corpus: Path | None = None,
+    table: Path | None = None, profile: Path | None = None, max_nodes: int = 16,
 ) -> None:  # fmt: skip
-    """A greedy task with `auto`: its YAML file in `folder`."""
-    text = f"name: {name}\nsampling:\n  temperature: 0\nspeculation:\n  drafter: auto\n"
+    """A greedy task: its YAML file in `folder`. table: bigrams of the model, for `grammys`."""
+    text = f"name: {name}\nsampling:\n  temperature: 0\nspeculation:\n  drafter: {drafter}\n"
     text += f"  max_draft_tokens: {max_nodes}\n"
     if corpus is not None:
         text += f"  corpus: {json.dumps(str(corpus.resolve()))}\n"
+    if table is not None:
+        text += f"  grammys:\n    table: {json.dumps(str(table.resolve()))}\n"
     if profile is not None:
         text += f"vocabulary:\n  profile: {json.dumps(str(profile.resolve()))}\n"
         text += "  allowed_modes: [full, slice, exact]\n"
@@ -329,6 +338,7 @@ class Places(NamedTuple):
 def prepare(
     sets: Sequence[TaskSet],
     places: Places,
+    kinds: Collection[str],
     *,
     model: str,
     num_train: int,
@@ -337,17 +347,22 @@ def prepare(
     profiles: bool,
     report: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Build the corpora and profiles that are missing, and write the tasks.
+    """Build the corpora and profiles that are missing, and write the tasks of these kinds.
 
-    Sets whose outputs are not in `recorded` are recorded now, num_train prompts each; 0 makes no
-    corpora. Returns the corpus of each set that has one. Raises PeerFailed when a command fails.
+    Sets whose outputs are not in `recorded` are recorded now, num_train prompts each, where a kind
+    has a corpus. Returns the corpus of each set that has one. Raises PeerFailed when a command
+    fails.
     """
     found: dict[str, Path] = {}
+    table = places.work / "bigrams" if "grammys" in kinds else None
+    if table is not None and not table.is_file():
+        places.work.mkdir(parents=True, exist_ok=True)
+        tailor("corpus", "bigrams", "--model", model, "-o", str(table))
     for task_set in sets:
         folder, profile = places.tasks(task_set.adapter), None
         folder.mkdir(parents=True, exist_ok=True)
         train = places.data / task_set.folder / "train.jsonl"
-        if train.is_file() and num_train:
+        if train.is_file() and any(TASKS[kind][1] for kind in kinds):
             corpus = found[task_set.name] = places.work / "corpora" / f"{task_set.name}.corpus"
             if not corpus.is_file():
                 data = places.recording(task_set)
@@ -368,11 +383,13 @@ def prepare(
             report(f"the vocabulary profile of {task_set.name}")
             profile = places.work / "profiles" / f"{task_set.name}.vocab"
             make_profile(model, train, profile, 4000)
-        for kind in ("cold", "learned"):
-            write_task(folder, f"{task_set.name}-{kind}", profile=profile, max_nodes=max_nodes)
-        if task_set.name in found:
-            write_task(
-                folder, f"{task_set.name}-warm",
-                corpus=found[task_set.name], profile=profile, max_nodes=max_nodes,
-            )  # fmt: skip
+        for kind in kinds:
+            drafter, has_corpus = TASKS[kind]
+            if not has_corpus or task_set.name in found:
+                write_task(
+                    folder, f"{task_set.name}-{kind}", drafter=drafter,
+                    corpus=found[task_set.name] if has_corpus else None,
+                    table=table if kind == "grammys" else None,
+                    profile=profile, max_nodes=max_nodes,
+                )  # fmt: skip
     return found

@@ -14,6 +14,8 @@ Starts Tailor itself, with tasks for each way of answering a data set (loadtest.
     warm        drafts from a corpus of the model's own outputs for train prompts, too
     slice       no drafts; the LM head of the task's vocabulary slice (its text may differ)
     exact       the slice verified by the full head; exact-warm: and drafts as in `warm`
+    mix, trie   the drafters of the papers: `mix` with the corpus of `warm`, `trie` from the prompt
+    grammys     the model's own bigrams behind the request's n-grams (N-Grammys)
 
 In every round each way, in an order drawn anew, answers --prompts test prompts, greedy, one request
 at a time or with --clients at once; no prompt comes back in another round, so that nothing learns
@@ -69,6 +71,7 @@ from loadtest.options import (
 from loadtest.peer import SETTLE_S, Peer, bring_up, tailor_peer
 from loadtest.prompts import (
     SETS,
+    TASKS,
     Example,
     Places,
     TaskSet,
@@ -91,6 +94,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "slice": ("cold", NO_DRAFTS | SLICE),
     "exact": ("cold", NO_DRAFTS | EXACT),
     "exact-warm": ("warm", EXACT),
+    "mix": ("mix", {}),
+    "trie": ("trie", {}),
+    "grammys": ("grammys", {}),
 }
 """Way -> (the task that is asked, fields of the body)."""
 
@@ -206,7 +212,7 @@ async def run_group(
         for task_set in sets:
             began = time.perf_counter()
             ways = [way for way in listed(options.ways)
-                    if WAYS[way][0] != "warm" or task_set.name in corpora]  # fmt: skip
+                    if not TASKS[WAYS[way][0]][1] or task_set.name in corpora]  # fmt: skip
             variants = variants_of(server, task_set, ways)
             for learner in (variant for variant in variants if variant.name == "learned"):
                 prompts = train_prompts(options.data, task_set, options.learned)
@@ -294,8 +300,8 @@ def sets_of(options: SpeedupOptions) -> list[TaskSet]:
         raise ValueError(f"no way {sorted(unknown)}; there are {', '.join(WAYS)}")
     if ways[:1] != ["off"]:
         raise ValueError("--ways begins with off, which all others are compared with")
-    if min(options.rounds, options.prompts, options.tokens, options.nodes) < 1:
-        raise ValueError("--rounds, --prompts, --tokens and --nodes want at least 1")
+    if min(options.rounds, options.prompts, options.tokens, options.nodes, options.train) < 1:
+        raise ValueError("--rounds, --prompts, --tokens, --nodes and --train want at least 1")
     sets = [set_of(name) for name in listed(options.sets)]
     for task_set in sets:
         if not (options.data / task_set.folder / "test.jsonl").is_file():
@@ -327,9 +333,8 @@ def speedup(
             results.refuse_busy_machine()
         ways = [WAYS[way] for way in listed(options.ways)]
         corpora = prepare(
-            sets, places, model=options.tailor_model,
-            num_train=options.train if any(task == "warm" for task, _ in ways) else 0,
-            max_tokens=options.tokens, max_nodes=options.nodes,
+            sets, places, dict.fromkeys(task for task, _ in ways), model=options.tailor_model,
+            num_train=options.train, max_tokens=options.tokens, max_nodes=options.nodes,
             profiles=any("vocabulary" in fields for _, fields in ways), report=console.print,
         )  # fmt: skip
         if options.prepare:
