@@ -248,7 +248,8 @@ class CpuRunner:
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy KV of blocks src[i] to dst[i]. No step may be in flight."""
-        kernels.copy_blocks(src, dst, self._cache)
+        for array in self._cache[1:]:  # each [..., blocks, x, y]
+            array[..., dst, :, :] = array[..., src, :, :]
 
     @property
     def weight_bytes(self) -> int:

@@ -429,31 +429,3 @@ def move_slots(src: Int32, dst: Int32, cache: Cache) -> None:
     for layer in range(cache.inputs.shape[0]):
         num = cache.inputs.shape[3]
         _move_plane(src, dst, cache.inputs[layer], 4 * num, num, 4, 0, buffer)
-
-
-@compiled
-def _copy_blocks(src, dst, planes):
-    """Blocks src[i] to dst[i], planes [layers, heads, blocks, x, y]."""
-    for layer in range(planes.shape[0]):
-        for h in range(planes.shape[1]):
-            for i in range(src.shape[0]):
-                source, target = planes[layer, h, src[i]], planes[layer, h, dst[i]]
-                for j in range(source.shape[0]):
-                    for k in range(source.shape[1]):
-                        target[j, k] = source[j, k]
-
-
-@entry
-@compiled
-def copy_blocks(src: Int32, dst: Int32, cache: Cache) -> None:
-    """KV of whole blocks src[i] to dst[i], all layers."""
-    _copy_blocks(src, dst, cache.keys)
-    _copy_blocks(src, dst, cache.values)
-    _copy_blocks(src, dst, cache.key_scales)
-    _copy_blocks(src, dst, cache.value_scales)
-    for layer in range(cache.inputs.shape[0]):
-        for i in range(src.shape[0]):
-            source, target = cache.inputs[layer, src[i]], cache.inputs[layer, dst[i]]
-            for j in range(source.shape[0]):
-                for k in range(source.shape[1]):
-                    target[j, k] = source[j, k]
