@@ -6,20 +6,21 @@ from position 0 gives, in one order, so that it has the same bits whoever comput
 keeps some states, each under the slot of the last position in it, so that little is replayed: a
 sequence's own after its last row (the accepted path is replayed on it), and block boundaries, which
 requests with the same prompt begin from. A lost state is computed again, with the same bits.
-DeltaNet is transformers' own net (Qwen3.5) with a device's recurrence.
+DeltaNet is transformers' own net (Qwen3.5) with a step's recurrence.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from server.engine.batch import Int32, Int64
+from server.model.interface import StepHolder, put_in_place
 
 if TYPE_CHECKING:
     from server.model.cpu.records import Rows
@@ -183,11 +184,9 @@ def num_states(max_num_seqs: int) -> int:
     return 2 * max_num_seqs + 4
 
 
-Net = TypeVar("Net", bound="DeltaNet")
-
-
 class DeltaNet(nn.Module):
-    """Projections, norm and gate are the net's own; `recur` is a device's.
+    """transformers' own gated delta net with the recurrence of the step that it runs in:
+    projections, norm and gate are the net's.
 
     layer: its place among the recurrent layers. taps: float32 [taps, channels of q, k, v], the
     oldest first. rate, shift: float32 [heads], exp(A_log) and dt_bias. key_heads, dk, dv: sizes.
@@ -197,6 +196,7 @@ class DeltaNet(nn.Module):
     taps: torch.Tensor
     rate: torch.Tensor
     shift: torch.Tensor
+    tailor_holder: StepHolder
 
     def __init__(self, net: Any, layer: int) -> None:
         super().__init__()
@@ -222,28 +222,17 @@ class DeltaNet(nn.Module):
         """Numbers that are kept of a position."""
         return int(self.taps.shape[1] + 2 * self.rate.shape[0])
 
-    def recur(self, mixed: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        """[R, heads dv]: the reading of every row. mixed: [R, channels + 2 heads], q, k, v, b and
-        a. given: further keywords of the forward."""
-        raise NotImplementedError
-
-    def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """[1, R, H] to [1, R, H]."""
         parts = [self.in_proj_qkv, self.in_proj_b, self.in_proj_a]
         mixed = torch.cat([part(hidden_states)[0] for part in parts], dim=-1)
-        read = self.recur(mixed, given)
+        read = self.tailor_holder.step.recur(self, mixed)
         gate = self.in_proj_z(hidden_states).reshape(-1, self.dv)
         normed = self.norm(read.reshape(-1, self.dv), gate)
         out: torch.Tensor = self.out_proj(normed.reshape(1, hidden_states.shape[1], -1))
         return out
 
 
-def replace_delta_nets(body: nn.Module, make: Callable[[Any, int], Net]) -> list[Net]:
-    """Put what `make` gives of a net and its place in the place of every gated delta net."""
-    found: list[Net] = []
-    for name, module in list(body.named_modules()):
-        if type(module).__name__ == "Qwen3_5GatedDeltaNet":
-            owner, _, leaf = name.rpartition(".")
-            found.append(make(module, len(found)))
-            setattr(body.get_submodule(owner), leaf, found[-1])
-    return found
+def replace_delta_nets(body: nn.Module) -> list[DeltaNet]:
+    """Put a DeltaNet in the place of every gated delta net of transformers; these."""
+    return put_in_place(body, "Qwen3_5GatedDeltaNet", DeltaNet)

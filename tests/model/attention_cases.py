@@ -14,6 +14,7 @@ import torch
 from server.engine.batch import Batch
 from server.model.gpu import attention
 from server.model.gpu.attention import Kept, KvCache
+from server.model.interface import Call
 from tests.model.batches import BatchBuilder, Pages
 
 
@@ -150,7 +151,7 @@ def expected(p: Problem) -> torch.Tensor:
 
 def run_torch(p: Problem) -> torch.Tensor:
     """The reference implementation."""
-    return _run(p, attention.TorchAttention(p.batch, p.step, 16))
+    return _run(p, attention.TorchAttention(p.batch, 16, p.query.device))
 
 
 def run_triton(
@@ -187,8 +188,8 @@ def _run(p: Problem, made: attention.Attention) -> torch.Tensor:
     keys, values = p.cache.write(0, p.step.slots, p.key, p.value)
     slots = p.step.slots.long()
     assert torch.equal(keys[slots], p.key) and torch.equal(values[slots], p.value)
-    masked = attention.Masked(p.scaling, p.shape.window, p.shape.cap)
-    return made.attend(p.query, keys, values, masked)
+    call = Call(0, p.scaling, p.shape.window or 0, p.shape.cap)
+    return made.attend(p.query, keys, values, call)
 
 
 def rows_alone(batch: Batch) -> list[tuple[slice, Batch]]:

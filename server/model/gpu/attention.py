@@ -1,9 +1,8 @@
 """Paged attention of the GPU path and its memory: each row over exactly its own keys.
 
-`register()` puts `paged_attention_forward` into transformers' AttentionInterface under NAME. A
-module whose config names it calls us in every layer with this step's queries, keys and values and
-with whatever extra keyword its forward got; ours is `paged`, a PagedStep. We write K and V of the
-step's rows to their slots and then let row r attend to the keys that server.engine.batch defines:
+interface.py says how a module's layers reach a PagedStep, with queries, keys and values. It writes
+K and V of the step's rows to their slots and then lets row r attend to the keys that
+server.engine.batch defines:
 
     slots of positions [0, prefix_len[r]) of its sequence through its block table, then
     path_slots[path_start[r] : path_start[r] + path_len[r]]
@@ -12,7 +11,7 @@ where a layer with sliding window W keeps the keys whose position is above posit
 i-th of n path keys is at positions[r] - (n - 1 - i)). Softmax and sums are in float32.
 
 Two implementations, one contract, one parametrized test:
-- "torch": the reference. Any device; syncs nothing, but loops over sequences on the host.
+- "torch": the reference. Any device; reads the keys of every row by themselves.
 - "triton": server.model.gpu.triton_kernels; tiles and splits planned by `plan_tiles` below.
 
 KvCache is the paged key and value memory of one model on one device: a tensor of shape [num_layers,
@@ -33,9 +32,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from server.engine.batch import Batch, Int32
+from server.model.interface import Call
 
 
 class Kept(NamedTuple):
@@ -123,8 +122,6 @@ class KvCache:
         return (blocks[:, None] * self.block_size + each).reshape(-1)
 
 
-NAME = "tailor_paged"
-
 AttentionName = Literal["torch", "triton"]
 
 # Fields of a tile, int32 each. A tile is up to block_m // group_size consecutive rows of one
@@ -145,7 +142,9 @@ MAX_TREE_RUN = 64  # a longer run of rows has large tiles, whose keys are not sp
 # device without, and with small ones its keys would be read too often
 SPLIT_SIZE = 256  # keys of one split
 WORD = 32  # tree rows of one word of `ancestor_bits`
-_REFERENCE_ROWS = 64  # rows the reference scores at once: bounds its memory
+_REFERENCE_ROWS = 16  # rows the reference scores at once: bounds its memory
+NOTHING = -1
+"""The slot of a position before the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +304,20 @@ def tree_starts(batch: Batch) -> Int32:
     return starts
 
 
+def key_slots(batch: Batch, num: int, block_size: int) -> Int32:
+    """int32 [R, num]: the slots of a row's last positions on its path, its own last, or
+    NOTHING."""
+    last = batch.prefix_len + batch.path_len - 1
+    at = last[:, None] - np.arange(num - 1, -1, -1, dtype=np.int32)
+    block = np.clip(at // block_size, 0, batch.block_tables.shape[1] - 1)
+    slots = batch.block_tables[batch.seq_ids[:, None], block] * block_size + at % block_size
+    if batch.path_slots.shape[0]:
+        nth = at - batch.prefix_len[:, None]
+        which = np.clip(batch.path_start[:, None] + nth, 0, batch.path_slots.shape[0] - 1)
+        slots = np.where(nth >= 0, batch.path_slots[which], slots)
+    return np.where(at < 0, NOTHING, slots).astype(np.int32)
+
+
 def ancestor_bits(batch: Batch) -> Int32:
     """int32 [R, W]: bit j of a row's words (bit j % 32 of word j // 32) is set when the j-th row of
     its tree is the row itself or an ancestor; W >= 1. It is Batch's path_slots, read as keys of a
@@ -334,150 +347,84 @@ def ancestor_bits(batch: Batch) -> Int32:
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """A Batch's row arrays on the device: names and shapes as in Batch, int32, but slots int64, by
-    which torch writes rows. ancestors: int32 [R, W], of ancestor_bits; the kernels read it, the
-    reference reads the path arrays. sources: int32 [R, taps], of recurrent.input_slots, in models
-    that have short convolutions."""
+    which torch writes rows. ancestors: int32 [R, W], of ancestor_bits, for the kernels. sources:
+    int32 [R, taps], of key_slots, in models that have short convolutions."""
 
     positions: torch.Tensor
     seq_ids: torch.Tensor
     slots: torch.Tensor
     prefix_len: torch.Tensor
     block_tables: torch.Tensor
-    path_start: torch.Tensor | None = None
-    path_len: torch.Tensor | None = None
-    path_slots: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     sources: torch.Tensor | None = None
-
-
-class Masked(NamedTuple):
-    """How a layer's scores are made. scaling: factor of q @ k. window: positions that a row sees,
-    None = all. cap: scores become cap * tanh(score / cap), 0 = none (Gemma 2, section 2)."""
-
-    scaling: float
-    window: int | None
-    cap: float = 0.0
 
 
 class Attention(Protocol):
     """Attends for one step; built once a step, called once a layer."""
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, masked: Masked
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call
     ) -> torch.Tensor:
         """[R, num_heads, head_dim] in query's dtype, contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What a layer's attention needs of the step: the forward keyword `paged`. rows: of the step.
-    recur: what a gated delta net (recurrent.PagedDeltaNet) gives its q, k, v, b and a to, in models
-    that have some."""
+    """A Step on the paged cache (interface.py). rows: of the step. recurrence: what a gated delta
+    net gives its q, k, v, b and a to, in models that have some."""
 
     cache: KvCache
     attention: Attention
     rows: StepTensors
-    recur: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    recurrence: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
+    def attend(
+        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See Step."""
+        layer = self.cache.write(call.layer, self.rows.slots, key, value)
+        return self.attention.attend(query, *layer, call)
 
-def paged_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    paged: PagedStep,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention-function contract. query: [1, num_heads, R, head_dim], key and value
-    [1, num_kv_heads, R, head_dim]; returns ([1, R, num_heads, head_dim], None).
-
-    Raises ValueError on what we don't compute: a mask or sinks. Loading refuses models that would
-    need it, so this guards a wrong allow-list only.
-    """
-    if attention_mask is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("paged attention takes no mask and no sinks")
-    layer_id: int = module.layer_idx  # type: ignore[assignment]
-    layer = paged.cache.write(
-        layer_id, paged.rows.slots, key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
-    masked = Masked(scaling, sliding_window, softcap or 0.0)
-    out = paged.attention.attend(query[0].transpose(0, 1), *layer, masked)
-    return out.unsqueeze(0), None
-
-
-def register() -> None:
-    """Make NAME known to transformers. Idempotent."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention_forward)
+    def recur(self, net: Any, mixed: torch.Tensor) -> torch.Tensor:
+        """See Step."""
+        assert self.recurrence is not None
+        return self.recurrence(net, mixed)
 
 
 class TorchAttention:
-    """The reference: plain torch, a run of rows at a time. Order of sums is torch's, not fixed."""
+    """The reference: plain torch, some rows at a time. Order of sums is torch's, not fixed."""
 
-    def __init__(self, batch: Batch, step: StepTensors, block_size: int) -> None:
-        self._step = step
-        self._block_size = block_size
-        self._slots = step.slots.long()
-        starts = run_starts(batch.seq_ids).tolist()
-        self._runs: list[tuple[slice, int, int, int, int]] = []
-        for start, end in zip(starts, [*starts[1:], batch.num_rows], strict=True):
-            for first in range(start, end, _REFERENCE_ROWS):
-                rows = slice(first, min(end, first + _REFERENCE_ROWS))
-                longest, deepest = batch.prefix_len[rows].max(), batch.path_len[rows].max()
-                lowest, seq_id = batch.positions[rows].min(), batch.seq_ids[first]
-                self._runs.append((rows, int(seq_id), int(longest), int(lowest), int(deepest)))
+    def __init__(self, batch: Batch, block_size: int, device: torch.device) -> None:
+        longest = int((batch.prefix_len + batch.path_len).max())
+        self._slots = torch.from_numpy(key_slots(batch, longest, block_size)).to(device)
 
     def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        masked: Masked,
+        call: Call,
     ) -> torch.Tensor:
         """See Attention."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        window, step, device = masked.window, self._step, query.device
-        assert step.path_start is not None
-        assert step.path_len is not None and step.path_slots is not None
         num_kv_heads, head_dim = keys.shape[1:]
-        for rows, seq_id, max_prefix, min_position, max_path in self._runs:
+        last = self._slots.shape[1]
+        first = max(0, last - call.window) if call.window else 0
+        for start in range(0, query.shape[0], _REFERENCE_ROWS):
+            rows = slice(start, start + _REFERENCE_ROWS)
             own = out[rows]
+            slots = self._slots[rows, first:]
+            seen = slots >= 0
+            # Where there is no key a row reads itself: another row's NaN times 0 is NaN.
+            slots = torch.where(seen, slots, slots[:, -1:]).clamp(min=0)
+            mask = seen[:, None, None]
             q = query[rows].float().reshape(own.shape[0], num_kv_heads, -1, head_dim)
-            position = step.positions[rows, None]
-            path_len = step.path_len[rows, None]
-
-            first = 0 if window is None else max(0, min_position - window + 1)
-            at = torch.arange(first, max(first, max_prefix), device=device)
-            slot = step.block_tables[seq_id, at // self._block_size].long() * self._block_size
-            slot = slot + at % self._block_size
-            visible = at[None, :] < step.prefix_len[rows, None]
-            if window is not None:
-                visible &= position - at[None, :] < window
-            scores = [torch.einsum("nkgd,lkd->nkgl", q, keys[slot].float())]
-
-            nth = torch.arange(max_path, device=device)
-            behind = path_len - 1 - nth[None, :]  # in positions; negative: past the path's end
-            on_path = (behind >= 0) if window is None else ((behind >= 0) & (behind < window))
-            index = torch.where(on_path, step.path_start[rows, None] + nth[None, :], 0).long()
-            path_slot = index
-            if max_path:  # behind its end a row reads itself: another row's NaN times 0 is NaN
-                found = step.path_slots[index].long()
-                path_slot = torch.where(on_path, found, self._slots[rows, None])
-            scores.append(torch.einsum("nkgd,npkd->nkgp", q, keys[path_slot].float()))
-
-            mask = torch.cat([visible, on_path], dim=1)[:, None, None, :]
-            score = torch.cat(scores, dim=-1).mul_(masked.scaling)
-            if masked.cap:
-                score = score.div_(masked.cap).tanh_().mul_(masked.cap)
+            score = torch.einsum("nkgd,nlkd->nkgl", q, keys[slots].float()).mul_(call.scaling)
+            if call.cap:
+                score = score.div_(call.cap).tanh_().mul_(call.cap)
             score.masked_fill_(~mask, float("-inf"))
             # A row without any key (padding) gets zeros, not NaN.
             share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
-            shares = torch.split(share, [at.shape[0], max_path], dim=-1)
-            result = torch.einsum("nkgl,lkd->nkgd", shares[0], values[slot].float())
-            result += torch.einsum("nkgp,npkd->nkgd", shares[1], values[path_slot].float())
+            result = torch.einsum("nkgl,nlkd->nkgd", share, values[slots].float())
             own.copy_(result.reshape(own.shape))
         return out

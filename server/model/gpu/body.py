@@ -1,7 +1,7 @@
 """The body of a step on a GPU: transformers' own modules between token ids and the LM head.
 
 It turns a step's token ids (or their embeddings) into the last hidden states, with paged attention:
-attention.py says how a module's layers reach our cache. Convolutions and gated delta nets read
+interface.py says how a module's layers reach our cache. Convolutions and gated delta nets read
 their own memory, adapters are added by hooks (adapters.py). BodyRun chooses rows and tiles, and
 runs them plainly or by replaying a CUDA graph, for decode steps and for trees alike; head.py has
 the LM head.
@@ -41,23 +41,22 @@ from server.model.gpu.adapters import Grouped, LoraBank, grouped_torch, lora_spa
 from server.model.gpu.attention import Kept, KvCache
 from server.model.gpu.recurrent import (
     ITEMS_A_ROW,
-    NOTHING,
     DeltaItems,
     DeltaRule,
     DeltaStates,
-    PagedDeltaNet,
     delta_torch,
-    input_slots,
     replace_convolutions,
 )
 from server.model.gpu.transfers import Array, gathered
+from server.model.interface import StepHolder
 from server.model.shape import ModelShape, generic_shape, shape_of
+from server.model.states import DeltaNet
 from server.types import ModelInfo
 
 
-def delta_nets(module: nn.Module) -> list[PagedDeltaNet]:
+def delta_nets(module: nn.Module) -> list[DeltaNet]:
     """The gated delta nets of a module that was taken over (generic.take_over)."""
-    return [part for part in module.modules() if isinstance(part, PagedDeltaNet)]
+    return [part for part in module.modules() if isinstance(part, DeltaNet)]
 
 
 def _shape(module: Any) -> ModelShape | None:
@@ -217,7 +216,7 @@ def pad_to_bucket(
     depends on the key alone.
     """
     num_rows, num_splits = key.rows, key.splits
-    fills = {"slots": trash_slot, "sources": NOTHING}
+    fills = {"slots": trash_slot, "sources": paged.NOTHING}
     shapes: dict[str, tuple[int, ...]] = {
         "block_tables": tables_shape,
         "ancestors": (num_rows, -(-num_rows // paged.WORD)),
@@ -257,11 +256,11 @@ class BodyRun:
     """The body of one runner: everything between token ids and the LM head. All runs on the current
     stream.
 
-    module: taken over; its attention must be `paged` already. info: the sizes. dtype: of what is
-    computed. attention: "triton" or "torch", which adapters' products and gated delta nets follow.
-    embedding: the table in CPU memory that rows are gathered from, None where it is on the device.
-    graph_rows: rows of the largest graph, 0 for none. cache: its own KV. shape: how attention is
-    divided. adapters: beside the model; None for models of the generic path. The partial results of
+    module: taken over, its attention is ours. info: the sizes. dtype: of what is computed.
+    attention: "triton" or "torch", which adapters' products and gated delta nets follow. embedding:
+    the table in CPU memory that rows are gathered from, None where it is on the device. graph_rows:
+    rows of the largest graph, 0 for none. cache: its own KV. shape: how attention is divided.
+    adapters: beside the model; None for models of the generic path. The partial results of
     split attention and the states of gated delta nets belong to it.
     """
 
@@ -305,6 +304,7 @@ class BodyRun:
             self.states = DeltaStates(nets, info.max_num_seqs, info.block_size, rule, device)
         if replace_convolutions(self._body):
             place_attention(self._body)
+        self._holder = StepHolder(module)
         self.adapters: LoraBank | None = None
         if of_family is not None:
             self.adapters = LoraBank(module, of_family, dtype, device, product)
@@ -337,18 +337,13 @@ class BodyRun:
             arrays["own_embeds"] = np.zeros((batch.num_rows, own[1].shape[1]), own[1].dtype)
             arrays["own_embeds"][own[0]] = own[1]
         if self._taps:
-            arrays["sources"] = input_slots(batch, self._taps, self.cache.block_size)
+            arrays["sources"] = paged.key_slots(batch, self._taps, self.cache.block_size)
         if self.states is not None:
             arrays |= self.states.plan(batch)._asdict()
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans
         if self._attention == "torch":
-            arrays |= {
-                "path_start": batch.path_start,
-                "path_len": batch.path_len,
-                "path_slots": batch.path_slots,
-            }
             return BodyPlan(arrays, None, None)
         arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
@@ -389,7 +384,7 @@ class BodyRun:
         step = paged.StepTensors(**{name: tensors[name] for name in names if name in tensors})
         attention: paged.Attention
         if plan.tiles is None:
-            attention = paged.TorchAttention(batch, step, self.cache.block_size)
+            attention = paged.TorchAttention(batch, self.cache.block_size, step.slots.device)
         else:
             from server.model.gpu.triton_kernels import TritonAttention
 
@@ -446,11 +441,7 @@ class BodyRun:
         else:
             embeds = embeds if self._scale is None else embeds * self._scale
             given = {"inputs_embeds": embeds[None]}
-        result = self._body(
-            **given, position_ids=step.rows.positions[None], use_cache=False, paged=step
-        )
-        hidden: torch.Tensor = result.last_hidden_state[0]
-        return hidden
+        return self._holder.run(self._body, step, **given, position_ids=step.rows.positions[None])
 
     def steps(self) -> tuple[int, int, int]:
         """Steps since the start: replayed, captured first, and without a graph."""

@@ -16,7 +16,7 @@ from torch import nn
 from server.model.gpu import attention as paged
 from server.model.gpu.body import place_attention
 from server.model.gpu.device import warm_up_batch
-from server.model.gpu.recurrent import DeltaStates, PagedDeltaNet, delta_torch
+from server.model.gpu.recurrent import DeltaStates, delta_torch
 from server.model.inspection import (
     Inspected,
     check_logits,
@@ -25,54 +25,46 @@ from server.model.inspection import (
     probe_ids,
     refusal,
 )
-from server.model.states import replace_delta_nets
+from server.model.interface import Call, StepHolder
+from server.model.states import DeltaNet, replace_delta_nets
 
 # Of log-probabilities: bfloat16 rounds what every layer adds.
 _TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 
 class _Probe:
-    """The cache and the attention of a text in one step: the reference over the keys just given.
+    """A Step of a text alone: the reference over the keys just given.
 
     windows: those that were asked for, in the order of the calls. sizes: kv_heads, head_dim.
     """
 
-    def __init__(self, ids: torch.Tensor, nets: Sequence[PagedDeltaNet]) -> None:
+    def __init__(self, ids: torch.Tensor, nets: Sequence[DeltaNet]) -> None:
         num, device = ids.shape[1], ids.device
         batch = warm_up_batch(1, num, num, 1)  # one block of as many positions
-        names = [n for n in paged.StepTensors.__dataclass_fields__ if hasattr(batch, n)]
-        self.rows = paged.StepTensors(
-            **{n: torch.from_numpy(getattr(batch, n)).to(device) for n in names}
-        )
         self.windows: list[int] = []
         self.sizes = (0, 0)
         self.num_recurrent = 0
-        self._reference = paged.TorchAttention(batch, self.rows, num)
+        self._slots = torch.from_numpy(batch.slots).to(device)
+        self._reference = paged.TorchAttention(batch, num, device)
         if nets:
             self._states = DeltaStates(nets, 1, num, delta_torch, device)
             self._items = self._states.plan(batch)
 
-    def write(
-        self, layer_id: int, _slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KvCache: what is given is all that there is."""
-        if layer_id != len(self.windows):
-            raise ValueError(f"layer {layer_id} attends out of turn")
-        self.sizes = int(key.shape[1]), int(key.shape[2])
-        return key, value
-
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, masked: paged.Masked
+        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See Attention."""
-        self.windows.append(masked.window or 0)
-        return self._reference.attend(query, keys, values, masked)
+        """See Step: what is given is all that there is."""
+        if call.layer != len(self.windows):
+            raise ValueError(f"layer {call.layer} attends out of turn")
+        self.sizes = int(key.shape[1]), int(key.shape[2])
+        self.windows.append(call.window)
+        return self._reference.attend(query, key, value, call)
 
-    def recur(self, net: PagedDeltaNet, mixed: torch.Tensor) -> torch.Tensor:
-        """See PagedStep."""
+    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
+        """See Step."""
         self.num_recurrent += 1
         inputs = {net.layer: torch.empty_like(mixed)}
-        return self._states.recur(self._items, self.rows.slots, inputs, net, mixed)
+        return self._states.recur(self._items, self._slots, inputs, net, mixed)
 
 
 def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
@@ -84,14 +76,11 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     ids = probe_ids(num_token_ids).to(next(module.parameters()).device)
     found = inspected(module, ids)
     with failing_as_refusal(module):
-        nets = replace_delta_nets(model.base_model, PagedDeltaNet)
+        nets = replace_delta_nets(model.base_model)
     windows = found.windows
     if nets:
         windows = (0,) * place_attention(model.base_model)
-    paged.register()
-    model.config._attn_implementation = paged.NAME
-    probe = _Probe(ids, nets)
-    step: Any = paged.PagedStep(probe, probe, probe.rows, probe.recur)  # type: ignore[arg-type]
+    holder, probe = StepHolder(module), _Probe(ids, nets)
     if found.factor != 1.0:  # the last states times what their logits are scaled by
 
         def scale(_module: Any, _args: Any, result: Any) -> Any:
@@ -101,13 +90,10 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         model.base_model.register_forward_hook(scale)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     with torch.no_grad(), failing_as_refusal(module):
-        result = model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, paged=step
-        )
+        hidden = holder.run(model.base_model, probe, input_ids=ids, position_ids=positions)
     if tuple(probe.windows) != windows or probe.num_recurrent != len(nets):
         raise refusal(module, "not every layer asks our attention for its own mask's window")
     # A config may name fewer KV heads than its model computes; the cache reads these.
     model.config.num_key_value_heads, model.config.head_dim = probe.sizes
-    dtype = result.last_hidden_state.dtype
-    check_logits(module, result.last_hidden_state[0], found, _TOLERANCES.get(dtype, 1e-2))
+    check_logits(module, hidden, found, _TOLERANCES.get(hidden.dtype, 1e-2))
     return found

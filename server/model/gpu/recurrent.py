@@ -3,7 +3,7 @@ delta nets (Qwen3.5).
 
 As on a CPU, what a position puts into such a layer is kept in its KV slot, so that a tree row reads
 its own ancestors' and a rejected draft leaves nothing behind. Which slots those are is the same in
-every layer and known on the host: `input_slots` says it once a step.
+every layer and known on the host: `attention.key_slots` says it once a step.
 
 The gated delta rule (Yang et al. 2024, arXiv 2412.06464, section 3), per value head with state S
 [dk, dv], float32:
@@ -33,29 +33,16 @@ from torch.nn import functional
 
 from server.engine.batch import Batch, Int32
 from server.model.draws import batch_rows
+from server.model.gpu.attention import NOTHING, key_slots
+from server.model.interface import StepHolder, put_in_place
 from server.model.states import DeltaNet, StatePlaces, StatePlan, num_states
-
-NOTHING = -1
-"""The slot of a position before the text."""
-
-
-def input_slots(batch: Batch, taps: int, block_size: int) -> Int32:
-    """int32 [R, taps]: the slots of a row's last positions on its path, its own last, or
-    NOTHING."""
-    last = batch.prefix_len + batch.path_len - 1
-    at = last[:, None] - np.arange(taps - 1, -1, -1, dtype=np.int32)
-    block = np.clip(at // block_size, 0, batch.block_tables.shape[1] - 1)
-    slots = batch.block_tables[batch.seq_ids[:, None], block] * block_size + at % block_size
-    if batch.path_slots.shape[0]:
-        nth = at - batch.prefix_len[:, None]
-        which = np.clip(batch.path_start[:, None] + nth, 0, batch.path_slots.shape[0] - 1)
-        slots = np.where(nth >= 0, batch.path_slots[which], slots)
-    return np.where(at < 0, NOTHING, slots).astype(np.int32)
 
 
 class PagedConvolution(nn.Module):
-    """A gated short convolution of transformers (Lfm2ShortConv) over inputs by slot: the forward's
-    keyword `paged` carries them (attention.PagedStep). layer: its place among the convolutions."""
+    """A gated short convolution of transformers (Lfm2ShortConv) over inputs by slot, those of the
+    attention.PagedStep that it runs in. layer: its place among the convolutions."""
+
+    tailor_holder: StepHolder
 
     def __init__(self, net: Any, layer: int) -> None:
         super().__init__()
@@ -64,10 +51,11 @@ class PagedConvolution(nn.Module):
         self.taps = net.conv.weight.detach().float()[:, 0].t().contiguous()  # of [H, 1, taps]
         self.bias = None if net.conv.bias is None else net.conv.bias.detach().float()
 
-    def forward(self, hidden_states: torch.Tensor, *, paged: Any, **_: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """[1, R, H] to [1, R, H]; the rows' own inputs are kept first, and read with the others."""
+        step = self.tailor_holder.step
         gate, scale, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        rows, kept = paged.rows, paged.cache.inputs[self.layer]
+        rows, kept = step.rows, step.cache.inputs[self.layer]
         kept.index_copy_(0, rows.slots.long(), gate * x)
         sources = rows.sources
         read = kept.index_select(0, sources.clamp(min=0).flatten()).float()
@@ -81,13 +69,7 @@ class PagedConvolution(nn.Module):
 
 def replace_convolutions(body: nn.Module) -> int:
     """Put a PagedConvolution in the place of every short convolution of transformers; how many."""
-    num = 0
-    for name, module in list(body.named_modules()):
-        if type(module).__name__ == "Lfm2ShortConv":
-            owner, _, leaf = name.rpartition(".")
-            setattr(body.get_submodule(owner), leaf, PagedConvolution(module, num))
-            num += 1
-    return num
+    return len(put_in_place(body, "Lfm2ShortConv", PagedConvolution))
 
 
 ROW, RELOAD, SAVE, SOURCES = range(4)
@@ -128,7 +110,7 @@ class DeltaRule(Protocol):
 
 def plan_items(batch: Batch, plan: StatePlan, taps: int, block_size: int) -> DeltaItems:
     """The items of a step, as arrays."""
-    of_rows = input_slots(batch, taps, block_size)
+    of_rows = key_slots(batch, taps, block_size)
     items: list[Int32] = []
     lines, at = np.zeros((plan.seqs.shape[0], 2), np.int32), 0
     for i, line in enumerate(plan.seqs):
@@ -243,15 +225,6 @@ class DeltaStates:
         """See DeltaRule. kept: KvCache.inputs."""
         memory = DeltaMemory(slots, kept[net.layer], self.states[net.layer])
         return self._rule(net, mixed, step, memory)
-
-
-class PagedDeltaNet(DeltaNet):
-    """A DeltaNet on what the forward's keyword `paged` carries (attention.PagedStep)."""
-
-    def recur(self, mixed: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        """See DeltaNet."""
-        result: torch.Tensor = given["paged"].recur(self, mixed)
-        return result
 
 
 def delta_torch(

@@ -103,8 +103,6 @@ class TorchRunner:
         self._attention = attention or ("triton" if self._on_gpu else "torch")
         if cuda_graphs and self._attention != "triton":
             raise ValueError("CUDA graphs need the triton attention")
-        paged.register()
-        module.config._attn_implementation = paged.NAME
         self._cpu_head: LmHead | None = None
         self._head = self._make_head(model)
         dtype = self._head.weight.dtype

@@ -31,11 +31,11 @@ from server.model.gpu.attention import (
     SMALL_M,
     TILE_FIELDS,
     WORD,
-    Masked,
     StepTensors,
     TileShape,
 )
 from server.model.gpu.recurrent import DeltaItems, DeltaMemory
+from server.model.interface import Call
 from server.model.states import DeltaNet
 
 # Said aloud because Triton is changing its default.
@@ -313,7 +313,7 @@ class TritonAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        masked: Masked,
+        call: Call,
     ) -> torch.Tensor:
         """See Attention. query may be strided except in its last dimension."""
         num_rows, num_heads, head_dim = query.shape
@@ -325,7 +325,7 @@ class TritonAttention:
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d_of(head_dim),
             "SPLIT_SIZE": self.shape.split_size,
-            "HAS_WINDOW": masked.window is not None,
+            "HAS_WINDOW": call.window > 0,
             **FUSE,
         }
         for tiles, block_m, num_splits in (
@@ -348,9 +348,9 @@ class TritonAttention:
                 step.positions,
                 step.slots,
                 step.ancestors,
-                masked.scaling,
-                masked.cap,
-                masked.window or 0,
+                call.scaling,
+                call.cap,
+                call.window,
                 query.stride(0),
                 query.stride(1),
                 step.block_tables.stride(0),
@@ -359,7 +359,7 @@ class TritonAttention:
                 NUM_KV_HEADS=num_kv_heads,
                 GROUP_SIZE=num_heads // num_kv_heads,
                 BLOCK_SIZE=self.block_size,
-                HAS_CAP=masked.cap > 0.0,
+                HAS_CAP=call.cap > 0.0,
                 SPLIT=num_splits > 1,
                 **tile_options(head_dim, block_m, query.dtype),
                 **common,
@@ -373,7 +373,7 @@ class TritonAttention:
                 self.split_rows,
                 step.prefix_len,
                 step.positions,
-                masked.window or 0,
+                call.window,
                 self.num_splits,
                 NUM_HEADS=num_heads,
                 MAX_SPLITS=self.shape.max_splits,

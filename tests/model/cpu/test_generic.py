@@ -259,7 +259,7 @@ def test_layers_with_a_state_are_refused() -> None:
         _tried(families.build("lfm2"))
 
 
-class _WithoutWindow:
+class WithoutWindow:
     """A layer's view of a config, less the window."""
 
     def __init__(self, config: Any) -> None:
@@ -271,6 +271,6 @@ class _WithoutWindow:
 
 def test_a_window_that_the_attention_is_not_told_of_is_refused() -> None:
     module = _tiny("Starcoder2ForCausalLM", sliding_window=8)
-    module.model.layers[1].self_attn.config = _WithoutWindow(module.config)
+    module.model.layers[1].self_attn.config = WithoutWindow(module.config)
     with pytest.raises(UnsupportedModelError, match="layer 1 asks for the window none and its"):
         _tried(module)

@@ -8,7 +8,7 @@ import pytest
 
 from server.errors import UnsupportedModelError
 from server.model.gpu.generic import take_over
-from tests.model.cpu.test_generic import check_logits
+from tests.model.cpu.test_generic import WithoutWindow, check_logits
 from tests.model.families import MAX_LEN, VOCAB_SIZE
 from tests.model.generic_models import ON_CUDA, build
 from tests.model.torch_runners import runner_over
@@ -24,5 +24,7 @@ def test_logits_are_those_of_transformers_in_chunks_and_trees(name: str) -> None
 
 
 def test_what_cannot_run_there_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="its forward raises"):
-        take_over(build("nemotron"), VOCAB_SIZE)
+    module: Any = build("starcoder2")
+    module.model.layers[1].self_attn.config = WithoutWindow(module.config)
+    with pytest.raises(UnsupportedModelError, match="asks our attention for its own mask's window"):
+        take_over(module, VOCAB_SIZE)

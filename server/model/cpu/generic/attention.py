@@ -1,18 +1,13 @@
-"""Our attention on a CPU as a function of transformers' attention interface.
+"""A Step on a CPU (interface.py): our attention and recurrence for one step on the paged cache.
 
-transformers' modules call it in every layer with rotated queries, keys and values. K and V go to
-the slots of the step's rows, then each row attends as in kernels/attention.py, so that trees,
-shared blocks and chunks give each row the same bits as a row alone.
+K and V go to the slots of the step's rows, then each row attends as in kernels/attention.py, so
+that trees, shared blocks and chunks give each row the same bits as a row alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
-
 import numpy as np
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from server.model.cpu.kernels import attend_layer, delta_rule
 from server.model.cpu.records import (
@@ -26,87 +21,10 @@ from server.model.cpu.records import (
     Shape,
     Work,
 )
+from server.model.interface import Call
 from server.model.states import DeltaNet, StatePlaces
 
-NAME = "tailor_cpu"
-
-_HARMLESS = {"dropout", "is_causal", "output_attentions", "position_ids", "use_cache",
-             "cache_position", "position_embeddings", "target_dtype"}  # fmt: skip
-"""Further keywords that modules hand on and that change no score."""
-
 _NO_VECTOR = np.zeros(0, np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a layer asks for: its index, the factor on scores, its window (0 = all), soft-capping of
-    scores (0 = none)."""
-
-    layer: int
-    scaling: float
-    window: int
-    cap: float
-
-
-class Step(Protocol):
-    """Attends for one step, and carries its recurrent states."""
-
-    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
-        """mixed float32 [R, net.kept_width]; returns [R, heads dv]."""
-
-    def attend(
-        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """query [R, heads, head_dim], key and value [R, kv_heads, head_dim]; returns query's
-        shape."""
-
-
-@dataclass(slots=True)
-class StepHolder:
-    """Where a module's attention finds the step that it runs in, as its `tailor_holder`. Not a
-    keyword of the forward: some modules hand no keywords on. One writer: the function that calls
-    the forward."""
-
-    step: Step | None = None
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' contract: query [1, heads, R, head_dim], key and value [1, kv_heads, R,
-    head_dim]; returns ([1, R, heads, head_dim], None). Raises ValueError on what is not computed,
-    RuntimeError outside a step.
-    """
-    holder: Any = module.tailor_holder
-    if holder.step is None:
-        raise RuntimeError("the module runs outside a step")
-    softcap = kwargs.pop("softcap", None)
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
-    if unknown or attention_mask is not None or kwargs.get("is_causal") is False:
-        what = unknown[0] if unknown else "a mask" if attention_mask is not None else "is_causal"
-        raise ValueError(f"its attention asks for {what}, which is not computed")
-    index: Any = getattr(module, "layer_idx", None)
-    if index is None or query.shape[0] != 1 or value.shape != key.shape:
-        raise ValueError("its attention has values of another size than keys, or no layer_idx")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = Call(int(index), scale, int(sliding_window or 0), float(softcap or 0.0))
-    out = holder.step.attend(
-        call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
-    return out.unsqueeze(0), None
-
-
-def register() -> None:
-    """Make NAME known to transformers. Idempotent."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
 
 class PagedStep:

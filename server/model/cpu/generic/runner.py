@@ -23,8 +23,8 @@ from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
 from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
-from server.model.cpu.generic.attention import PagedStep, StateStore, StepHolder
-from server.model.cpu.generic.soundness import called, check_rows, forward
+from server.model.cpu.generic.attention import PagedStep, StateStore
+from server.model.cpu.generic.soundness import called, check_rows
 from server.model.cpu.head import PackedHead, float_head
 from server.model.cpu.kernels import product
 from server.model.cpu.linear import float_linear, new_work, packed
@@ -51,6 +51,7 @@ from server.model.inspection import (
     inspected,
     probe_ids,
 )
+from server.model.interface import StepHolder
 from server.model.shape import ModelShape, generic_shape
 from server.model.states import DeltaNet, num_states, replace_delta_nets
 from server.types import ModelInfo
@@ -121,26 +122,6 @@ class RotaryTables(nn.Module):
             return getattr(super().__getattr__("_rotary"), name)
 
 
-class HeldDeltaNet(DeltaNet):
-    """A DeltaNet with our recurrence on the step that `holder` has.
-
-    Raises ValueError for sizes that are no whole vectors.
-    """
-
-    def __init__(self, net: Any, layer: int, holder: StepHolder) -> None:
-        super().__init__(net, layer)
-        if self.dk % LANES or self.dv % LANES:
-            raise ValueError("the heads of its delta net are no whole vectors")
-        self._holder = holder
-
-    def recur(self, mixed: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        """See DeltaNet."""
-        step = self._holder.step
-        if step is None:
-            raise RuntimeError("the module runs outside a step")
-        return step.recur(self, mixed)
-
-
 def replace_modules(body: nn.Module, work: Work, num_positions: int, *, bf16: bool) -> None:
     """Put RowLinear and RotaryTables in the place of what they replace, one by one: the peak is one
     matrix above the model."""
@@ -179,7 +160,7 @@ class GenericModel(NamedTuple):
 
     module: nn.Module
     holder: StepHolder
-    nets: list[HeldDeltaNet]
+    nets: list[DeltaNet]
     shape: ModelShape
     weights: _HeadWeights
     found: Inspected
@@ -201,14 +182,12 @@ def generic_model(
     ids = probe_ids(num_token_ids)
     found = inspected(module, ids)
     work = new_work(threads or cores())
-    holder = StepHolder()
     with failing_as_refusal(module):
-        nets = replace_delta_nets(
-            model.base_model, lambda net, layer: HeldDeltaNet(net, layer, holder)
-        )
+        nets = replace_delta_nets(model.base_model)
+        if any(net.dk % LANES or net.dv % LANES for net in nets):
+            raise ValueError("the heads of its delta net are no whole vectors")
     replace_modules(model.base_model, work, num_positions, bf16=bf16)
-    for part in model.base_model.modules():
-        part.tailor_holder = holder
+    holder = StepHolder(module)
     heads, kv_heads, head_dim = called(module, holder, ids, found)
     table = model.get_output_embeddings()
     head: torch.Tensor = table.weight.detach()
@@ -303,8 +282,11 @@ class GenericRunner(CpuRunner):
         torch.set_num_threads(1)
         try:
             with torch.no_grad():
-                tokens = torch.from_numpy(ids)[None]
-                hidden = forward(self._model.module, self._model.holder, tokens, positions, step)
+                model: Any = self._model.module
+                hidden = self._model.holder.run(
+                    model.base_model, step,
+                    input_ids=torch.from_numpy(ids)[None], position_ids=positions,
+                )  # fmt: skip
                 hidden = hidden * self._model.found.factor
         finally:
             torch.set_num_threads(self._torch_threads)

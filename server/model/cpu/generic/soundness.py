@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from server.model.cpu.generic.attention import NAME, Call, Step, StepHolder, register
 from server.model.cpu.records import Rows
 from server.model.families import layer_types
 from server.model.inspection import (
@@ -31,6 +30,7 @@ from server.model.inspection import (
     failing_as_refusal,
     refusal,
 )
+from server.model.interface import Call, StepHolder
 from server.model.states import DeltaNet
 
 VECTOR = 32
@@ -164,17 +164,16 @@ def called(
     """(heads, kv_heads, head_dim) of the attention that a module's layers ask for, after its
     modules are replaced. Raises UnsupportedModelError, also for operations that are not row by
     row."""
-    register()
-    config: Any = module.config
-    config._attn_implementation = NAME
-    positions = torch.arange(ids.shape[1])[None]
+    model: Any = module
+    config, body = model.config, model.base_model
+    inputs = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
     with torch.no_grad(), failing_as_refusal(module):
         # Once for what is computed once (rotary tables).
-        forward(module, holder, ids, positions, _Watching(Recorder(NUM_PROBED)))
+        holder.run(body, _Watching(Recorder(NUM_PROBED)), **inputs)
         recorder = Recorder(NUM_PROBED)
         watching = _Watching(recorder)
         with recorder:
-            forward(module, holder, ids, positions, watching)
+            holder.run(body, watching, **inputs)
     layers = [call.layer for call in watching.calls]
     types = layer_types(config)
     attends = [i for i, kind in enumerate(types) if kind != "linear_attention"]
@@ -193,20 +192,6 @@ def called(
     if sizes[0] % sizes[1]:
         raise refusal(module, f"{sizes[0]} heads cannot share {sizes[1]} key-value heads")
     return sizes
-
-
-def forward(
-    module: nn.Module, holder: StepHolder, ids: torch.Tensor, positions: torch.Tensor, step: Step
-) -> torch.Tensor:
-    """Last hidden states [n, H] of ids and positions int64 [1, n], before the head's factor."""
-    model: Any = module
-    holder.step = step
-    try:
-        result = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
-    finally:
-        holder.step = None
-    hidden: torch.Tensor = result.last_hidden_state[0]
-    return hidden
 
 
 # --- the same bits, and the right ones ------------------------------------------------------------
