@@ -56,10 +56,9 @@ def list_models() -> int:
         print(f"{'':24} {other.folder}")
     print("\nFamilies that --model takes as a folder, a Hugging Face id or a GGUF file:")
     for family in FAMILIES.values():
-        where = "CPU, CUDA, GGUF" if family.gguf else "CPU, CUDA"
         tested = family.real_weights or "random weights of its shape"
         extra = "; the text part of multimodal checkpoints" if family.wrappers else ""
-        print(f"{', '.join(family.known_as):32} {where:24} tested with {tested}{extra}")
+        print(f"{', '.join(family.known_as):32} {'CPU, CUDA, GGUF':24} tested with {tested}{extra}")
     print(
         "\nOther dense decoders whose class in transformers calls its attention interface are\n"
         "tried when they are loaded and run by transformers' own forward, slower:\n"

@@ -67,9 +67,8 @@ class Family:
     """One family: the names of its checkpoints, and its differences from Llama.
 
     model_type, architecture: of the text model, as transformers has them. known_as: the names that
-    people know. wrappers: multimodal classes whose text part it is. gguf: what GGUF files call its
-    architecture (gguf_config.py). real_weights: the trained model that our tests run;
-    "" = models of the family's shape with random weights only.
+    people know. wrappers: multimodal classes whose text part it is. real_weights: the trained
+    model that our tests run; "" = models of the family's shape with random weights only.
 
     The other fields are the differences. The callables take the transformers config: rotary: which
     layers rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are
@@ -85,7 +84,6 @@ class Family:
     architecture: str
     known_as: tuple[str, ...]
     wrappers: tuple[str, ...] = ()
-    gguf: tuple[str, ...] = ()
     real_weights: str = ""
     names: WeightNames = field(default_factory=WeightNames)
     norms: NormPlacement = "before"
@@ -158,23 +156,20 @@ _ROWS = (
         "llama",
         "LlamaForCausalLM",
         ("Llama 2, 3, 3.1, 3.2", "SmolLM2"),
-        gguf=("llama",),
         real_weights="SmolLM2 135M",
     ),
     Family(
         "mistral",
         "MistralForCausalLM",
         ("Mistral 7B", "Mistral Nemo"),
-        gguf=("llama",),
         windows=_same_window_everywhere,
     ),
-    Family("qwen2", "Qwen2ForCausalLM", ("Qwen2, Qwen2.5",), gguf=("qwen2",)),
-    Family("qwen3", "Qwen3ForCausalLM", ("Qwen3",), gguf=("qwen3",), qk_norm="head"),
+    Family("qwen2", "Qwen2ForCausalLM", ("Qwen2, Qwen2.5",)),
+    Family("qwen3", "Qwen3ForCausalLM", ("Qwen3",), qk_norm="head"),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
         ("Gemma 2",),
-        gguf=("gemma2",),
         **_GEMMA,
         keys=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
     ),
@@ -183,7 +178,6 @@ _ROWS = (
         "Gemma3ForCausalLM",
         ("Gemma 3",),
         wrappers=("Gemma3ForConditionalGeneration",),
-        gguf=("gemma3",),
         real_weights="Gemma 3 270M",
         **_GEMMA,
         qk_norm="head",
@@ -194,7 +188,6 @@ _ROWS = (
         "smollm3",
         "SmolLM3ForCausalLM",
         ("SmolLM3",),
-        gguf=("smollm3",),
         rotary=lambda c: tuple(bool(on) for on in c.no_rope_layers[: c.num_hidden_layers]),
         windows=lambda c: (
             _layer_type_windows(c) if c.use_sliding_window else (0,) * c.num_hidden_layers
@@ -204,7 +197,6 @@ _ROWS = (
         "phi3",
         "Phi3ForCausalLM",
         ("Phi-3", "Phi-4, Phi-4-mini"),
-        gguf=("phi3",),
         names=WeightNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
         windows=_same_window_everywhere,
         keys=frozenset({"partial_rotary_factor"}),
@@ -214,14 +206,12 @@ _ROWS = (
         "granite",
         "GraniteForCausalLM",
         ("Granite 3.0 to 3.3",),
-        gguf=("granite",),
         **_GRANITE,
     ),
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         ("Granite 4.0 dense",),
-        gguf=("granite", "granitehybrid"),
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
         intermediate_size=lambda config: int(config.shared_intermediate_size),
         rotary=lambda c: (c.position_embedding_type == "rope",) * c.num_hidden_layers,
@@ -231,7 +221,6 @@ _ROWS = (
         "olmo2",
         "Olmo2ForCausalLM",
         ("OLMo 2",),
-        gguf=("olmo2",),
         **_AFTER,
         qk_norm="whole",
     ),
@@ -239,7 +228,6 @@ _ROWS = (
         "olmo3",
         "Olmo3ForCausalLM",
         ("OLMo 3",),
-        gguf=("olmo2",),
         **_AFTER,
         qk_norm="whole",
         ropes_differ=True,
@@ -248,7 +236,6 @@ _ROWS = (
         "ministral3",
         "Ministral3ForCausalLM",
         ("Ministral 3",),
-        gguf=("mistral3",),
         wrappers=("Mistral3ForConditionalGeneration",),
         windows=_same_window_everywhere,
         text_defaults={"vocab_size": 131072, "max_position_embeddings": 262144},
@@ -257,14 +244,12 @@ _ROWS = (
         "ernie4_5",
         "Ernie4_5ForCausalLM",
         ("ERNIE 4.5 0.3B",),
-        gguf=("ernie4_5",),
         interleaved=True,
     ),
     Family(
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         ("Hunyuan 0.5B to 7B",),
-        gguf=("hunyuan-dense",),
         names=WeightNames(qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
         qk_norm="head_after_rope",
         rope_types=frozenset({"alpha"}),
@@ -273,7 +258,6 @@ _ROWS = (
         "exaone4",
         "Exaone4ForCausalLM",
         ("EXAONE 4.0",),
-        gguf=("exaone4",),
         **_AFTER,
         qk_norm="head",
         rotary=lambda c: tuple(
@@ -284,7 +268,6 @@ _ROWS = (
         "glm4",
         "Glm4ForCausalLM",
         ("GLM-4-0414 9B",),
-        gguf=("glm4",),
         names=WeightNames(
             gate_up=("mlp.gate_up_proj",),
             norms=(
@@ -302,7 +285,6 @@ _ROWS = (
         "lfm2",
         "Lfm2ForCausalLM",
         ("LFM2, LFM2.5 (350M to 2.6B)",),
-        gguf=("lfm2",),
         names=WeightNames(
             out="self_attn.out_proj",
             gate_up=("feed_forward.w1", "feed_forward.w3"),
