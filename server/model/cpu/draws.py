@@ -7,6 +7,7 @@ what one draw needs. The caller gives the logits: of the full head or of a slice
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +16,22 @@ from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits, gather, padded
 from server.model.cpu.records import FAILED, LANES, Float32
 from server.model.draws import Answers, adjustments, noise_key
-from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
 _FIRST = np.zeros(1, np.int64)
 
 SlicedLogits = dict[int, tuple[Float32, Float32]]
 """SlicedHead.logits_of: per draw its row's logits over the table and the dynamic rows."""
+
+
+class _View(NamedTuple):
+    """What a draw sees. logits: float32 of `num` columns, then -inf up to whole vectors. ids: int32
+    of the columns of a slice, ascending; empty: a column is an id. state: its hidden state."""
+
+    logits: Float32
+    num: int
+    ids: Int32
+    state: Float32
 
 
 class Draws:
@@ -51,24 +61,24 @@ class Draws:
         """
         num = batch.num_draws
         result = Answers(batch)
-        empty: list[int] = []
-        if batch.draw_slice is None:
-            rows = [full.places[r] for r in batch.draw_rows.tolist()]
-            self.draw_full(batch, range(num), rows, full, result)
-        else:
-            chosen = batch.draw_slice.tolist()
-            whole = [d for d in range(num) if chosen[d] < 0]
-            rows = [full.places[int(batch.draw_rows[d])] for d in whole]
-            self.draw_full(batch, whole, rows, full, result)
-            for d in range(num):
-                if chosen[d] >= 0:
-                    logits = self._slice_logits(batch, d, sliced.get(d), full)
-                    if not self._draw_sliced(batch, d, logits, hidden, result):
-                        empty.append(d)
+        empty: list[int] = []  # whose constraints leave nothing of their slice
+        chosen = [-1] * num if batch.draw_slice is None else batch.draw_slice.tolist()
+        whole = [d for d in range(num) if chosen[d] < 0]
+        rows = [full.places[r] for r in batch.draw_rows[whole].tolist()]
+        self.draw_full(batch, whole, rows, full, result)
+        for d in range(num):
+            if chosen[d] >= 0:
+                view = self._slice(batch, d, sliced.get(d), full, hidden)
+                plain = batch.params[batch.draw_params[d]].takes_argmax(batch.draw_mask[d])
+                column = self._draw_one(batch, d, view, plain)
+                if column == FAILED and kernels.is_finite_row(view.state):
+                    empty.append(d)
+                else:
+                    self._note(result, batch, d, column, view)
         scores = zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
         for c, (r, target, num_top) in enumerate(scores):
-            logits, size = full.logits[full.places[int(r)]], self._size(batch, int(r))
-            told = self._logprob(logits, size, int(target), int(num_top))
+            view = self._full(batch, int(r), full, full.places[int(r)])
+            told = self._logprob(view, int(target), int(num_top))
             result.score_logprobs[c], result.score_ranks[c], result.score_top[c] = told
         if empty:
             full = full_logits(batch.draw_rows[empty])
@@ -99,40 +109,32 @@ class Draws:
         """
         params = [batch.params[p] for p in batch.draw_params[list(draws)].tolist()]
         plain = [p.takes_argmax(batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)]
-        sizes = [self._size(batch, int(batch.draw_rows[d])) for d in draws]
+        views = [
+            self._full(batch, int(batch.draw_rows[d]), full, row)
+            for d, row in zip(draws, rows, strict=True)
+        ]
         if all(plain):
             drawn = np.empty(len(rows), np.int32)
             kernels.greedy(np.array(rows, np.int64), full.logits, full.states, drawn)
             ids = drawn.tolist()
         else:
             ids = [
-                self._draw_one(
-                    batch, d, full.logits[row], size, _ALL_IDS, full.states[row], is_plain
-                )
-                for d, row, size, is_plain in zip(draws, rows, sizes, plain, strict=True)
+                self._draw_one(batch, d, view, is_plain)
+                for d, view, is_plain in zip(draws, views, plain, strict=True)
             ]
-        for d, row, size, token in zip(draws, rows, sizes, ids, strict=True):
-            view = full.logits[row], size, _ALL_IDS, full.states[row]
+        for d, view, token in zip(draws, views, ids, strict=True):
             self._note(result, batch, d, token, view, keeps=keeps)
 
     def _note(
-        self,
-        result: Answers,
-        batch: Batch,
-        d: int,
-        column: int,
-        view: tuple[Float32, int, Int32, Float32],
-        *,
-        keeps: bool = True,
+        self, result: Answers, batch: Batch, d: int, column: int, view: _View, *, keeps: bool = True
     ) -> None:
-        """What is told of a draw. view: its logits, how many, the ids of their columns (empty: of
-        the full head), and its hidden state."""
-        logits, num, ids, state = view
+        """What is told of a draw of a column."""
+        ids = view.ids
         sliced = ids.shape[0] > 0
         result.token_ids[d] = ids[column] if sliced and column != FAILED else column
         if result.likely is not None:
             kernels.likeliest(
-                np.array([d]), _FIRST, logits[None], state[None], result.likely.ids,
+                np.array([d]), _FIRST, view.logits[None], view.state[None], result.likely.ids,
                 result.likely.chances,
             )  # fmt: skip
             if sliced:
@@ -140,93 +142,58 @@ class Draws:
                 likely[likely >= 0] = ids[likely[likely >= 0]]
         own = batch.params[batch.draw_params[d]].sampling
         if column == FAILED:
-            result.failed.append((d, _reason(state)))
-        elif own.num_logprobs is not None and not (keeps and batch.is_kept(d)):
-            self._tell(result, d, logits, num, column, own, ids)
+            result.failed.append((d, _reason(view.state)))
+        if column == FAILED or own.num_logprobs is None or (keeps and batch.is_kept(d)):
+            return
+        result.logprobs[d], result.ranks[d], top = self._logprob(view, column, own.num_logprobs)
+        if own.logprob_token_ids:
+            columns = np.array(own.logprob_token_ids, np.int32)
+            if sliced:
+                at, found = places_of(ids, columns)
+                columns[found], columns[~found] = at, -1
+            values = np.empty(columns.shape[0], np.float32)
+            kernels.logprobs_at(view.logits, columns, values)
+            top = likeliest_first(own.logprob_token_ids, values.tolist())
+        elif sliced:
+            top = tuple((int(ids[i]), lp) for i, lp in top)
+        result.top[d] = top
 
-    def _size(self, batch: Batch, row: int) -> int:
-        """Real ids of a row of the batch."""
+    def _full(self, batch: Batch, row: int, full: FullLogits, place: int) -> _View:
+        """What a row of the batch sees of the full head, at a place in `full`."""
         adapters = batch.seq_adapters
-        return self._vocab_size(-1 if adapters is None else int(adapters[batch.seq_ids[row]]))
+        num = self._vocab_size(-1 if adapters is None else int(adapters[batch.seq_ids[row]]))
+        return _View(full.logits[place], num, _ALL_IDS, full.states[place])
 
-    def _slice_logits(
-        self, batch: Batch, d: int, view: tuple[Float32, Float32] | None, full: FullLogits
-    ) -> Float32:
-        """The logits of draw d's slice in id order, -inf past its ids up to whole vectors.
+    def _slice(
+        self,
+        batch: Batch,
+        d: int,
+        cached: tuple[Float32, Float32] | None,
+        full: FullLogits,
+        hidden: Float32,
+    ) -> _View:
+        """What draw d sees: the logits of its slice in id order. Logprobs are over the slice.
 
-        view: from SlicedHead, or None: the slice is not cached and its row has full logits.
+        cached: from SlicedHead, or None: its row has full logits.
         """
         assert batch.draw_slice is not None
-        slice_ = batch.slices[int(batch.draw_slice[d])]
+        slice_, row = batch.slices[int(batch.draw_slice[d])], int(batch.draw_rows[d])
         num = slice_.ids.shape[0]
         size = padded(num)
         if size > self._compact.shape[0]:
             self._compact = np.zeros(2 * size, np.float32)
         logits = self._compact[:size]
-        if view is None:
-            place = full.places[int(batch.draw_rows[d])]
-            logits[:num] = full.logits[place][slice_.ids]
+        if cached is None:
+            logits[:num] = full.logits[full.places[row]][slice_.ids]
             logits[num:] = -np.inf
         else:
-            gather(view[0], view[1], slice_, self._compact)
-        return logits
+            gather(*cached, slice_, self._compact)
+        return _View(logits, num, slice_.ids, hidden[row])
 
-    def _draw_sliced(
-        self, batch: Batch, d: int, logits: Float32, hidden: Float32, result: Answers
-    ) -> bool:
-        """A draw from a slice; False when the request's constraints leave nothing of it.
-
-        The sampler works on the slice's columns; the result is a vocabulary id. Logprobs are over
-        the slice: log-softmax of its raw logits alone.
-        """
-        assert batch.draw_slice is not None
-        slice_ = batch.slices[int(batch.draw_slice[d])]
-        num = slice_.ids.shape[0]
-        state = hidden[int(batch.draw_rows[d])]
-        plain = batch.params[batch.draw_params[d]].takes_argmax(batch.draw_mask[d])
-        column = self._draw_one(batch, d, logits, num, slice_.ids, state, plain)
-        if column == FAILED and kernels.is_finite_row(state):
-            return False
-        self._note(result, batch, d, column, (logits, num, slice_.ids, state))
-        return True
-
-    def _tell(
-        self,
-        result: Answers,
-        d: int,
-        logits: Float32,
-        num: int,
-        column: int,
-        asked: SamplingParams,
-        ids: Int32,
-    ) -> None:
-        """The logprobs of a draw of one of `num` columns. ids: empty, or those of the columns."""
-        value, rank, top = self._logprob(logits, num, column, asked.num_logprobs or 0)
-        result.logprobs[d], result.ranks[d] = value, rank
-        if asked.logprob_token_ids:
-            columns = np.array(asked.logprob_token_ids, np.int32)
-            if ids.shape[0]:
-                at, found = places_of(ids, columns)
-                columns[found], columns[~found] = at, -1
-            values = np.empty(columns.shape[0], np.float32)
-            kernels.logprobs_at(logits, columns, values)
-            top = likeliest_first(asked.logprob_token_ids, values.tolist())
-        elif ids.shape[0]:
-            top = tuple((int(ids[i]), lp) for i, lp in top)
-        result.top[d] = top
-
-    def _draw_one(
-        self,
-        batch: Batch,
-        d: int,
-        logits: Float32,
-        num: int,
-        ids: Int32,
-        hidden: Float32,
-        plain: bool,
-    ) -> int:
-        """The column drawn from `num` logits; ids: empty, or the ids of the columns (a slice)."""
-        if not kernels.is_finite_row(hidden):
+    def _draw_one(self, batch: Batch, d: int, view: _View, plain: bool) -> int:
+        """The column that is drawn, or FAILED."""
+        logits, num, ids, state = view
+        if not kernels.is_finite_row(state):
             return FAILED
         if plain:
             return int(kernels.argmax(logits))
@@ -242,12 +209,12 @@ class Draws:
         return int(kernels.draw(logits, self._wide[:num], s.numbers, constraints, counts, key, ids))
 
     def _logprob(
-        self, logits: Float32, num: int, column: int, num_top: int
+        self, view: _View, column: int, num_top: int
     ) -> tuple[float, int, tuple[tuple[int, float], ...]]:
-        """(logprob, rank, top) of a column of `num` logits that end in -inf pads."""
-        num_top = min(num_top, num)
+        """(logprob, rank, top) of a column: of a log-softmax of the raw logits that are seen."""
+        num_top = min(num_top, view.num)
         ids, logprobs = np.empty(num_top, np.int64), np.empty(num_top, np.float32)
-        value, rank = kernels.logprob(logits, num, column, num_top, ids, logprobs)
+        value, rank = kernels.logprob(view.logits, view.num, column, num_top, ids, logprobs)
         top = zip(ids.tolist(), logprobs.tolist(), strict=True)
         return float(value), int(rank), tuple(top)
 
