@@ -401,19 +401,21 @@ def token_rows(
 
 
 def own_embeddings(
-    batch: Batch, held: Mapping[int, TokenRows]
+    batch: Batch, held: Mapping[int, Any]
 ) -> Iterator[tuple[TokenRows, Int64, Int64]]:
     """(an adapter's own rows of the embedding, rows of the batch with ids that it has, their places
-    among its rows), of the adapters that `held` has by place."""
+    among its rows). held: a runner's packed adapters by place, whose `embedding` has these rows or
+    is None."""
     if batch.seq_adapters is None:
         return
     of_rows = batch.seq_adapters[batch.seq_ids]
     for place in np.unique(of_rows).tolist():
-        if place in held:
+        own = None if place < 0 else held[place].embedding
+        if own is not None:
             rows = np.flatnonzero(of_rows == place)
-            at, found = places_of(held[place].ids, batch.token_ids[rows])
+            at, found = places_of(own.ids, batch.token_ids[rows])
             if at.shape[0]:
-                yield held[place], rows[found], at
+                yield own, rows[found], at
 
 
 def _rows_of(lora: LoraAdapter, name: str, width: int) -> TokenRows | None:

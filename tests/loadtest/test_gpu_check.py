@@ -18,7 +18,7 @@ import torch
 from loadtest import gpu_check
 from loadtest.gpu import correct, options, parts, steps
 from loadtest.gpu.correct import SHAPES, Asked, build, weight_bytes
-from server.model.gpu.adapters import OwnRows
+from server.model.gpu.adapters import LoraBank
 
 CPU = torch.device("cpu")
 
@@ -80,9 +80,9 @@ def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
 
 def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter that is not added, rows that are zeros."""
-    embeds = OwnRows.embeds
+    embeds = LoraBank.embeds
 
-    def zeros(own: OwnRows, batch: Any) -> Any:
+    def zeros(own: LoraBank, batch: Any) -> Any:
         found = embeds(own, batch)
         return None if found is None else (found[0], 0 * found[1])
 
@@ -90,7 +90,7 @@ def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(options, "_merge", lambda *_: None)
         assert not found("adapters", "tiny")[0]["ok"]
     with monkeypatch.context() as patch:
-        patch.setattr(OwnRows, "embeds", zeros)
+        patch.setattr(LoraBank, "embeds", zeros)
         assert not found("own-tokens", "tiny")[0]["ok"]
 
 

@@ -263,20 +263,15 @@ class AdapterBank:
         spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ADAPTER_ROWS)
         return np.array(spans, np.int64).reshape(-1, 3)
 
-    def _embeddings(self) -> dict[int, TokenRows]:
-        """Own rows of the embedding, by place."""
-        own = ((place, adapter.embedding) for place, adapter in self._held.items())
-        return {place: rows for place, rows in own if rows is not None}
-
     def brings_embeddings(self, batch: Batch) -> bool:
         """Whether an adapter of the batch has rows of the embedding of its own."""
-        places = None if batch.seq_adapters is None else batch.seq_adapters.tolist()
-        return places is not None and not self._embeddings().keys().isdisjoint(places)
+        places = () if batch.seq_adapters is None else batch.seq_adapters.tolist()
+        return any(p >= 0 and self._held[p].embedding is not None for p in places)
 
     def embed(self, batch: Batch, x: Float32) -> None:
         """Put adapters' own rows of the embedding over x[r], that of row r's id."""
         scale = np.float32(self._shape.embedding_scale)
-        for own, rows, at in own_embeddings(batch, self._embeddings()):
+        for own, rows, at in own_embeddings(batch, self._held):
             x[rows] = own.rows[at] * scale
 
     def put_head(self, batch: Batch, full: FullLogits) -> None:

@@ -8,7 +8,7 @@ the device, by place, and adds them behind the linear layers of transformers' mo
 x @ A is kept in float32; the sum is rounded once, to the model's dtype. A row without an adapter
 is not touched, so it has the bits that it has in a step without adapters.
 
-Rows of the embedding and of the LM head that adapters bring (OwnRows):
+Rows of the embedding and of the LM head that adapters bring:
 
     embedding   a row whose adapter has a row of its own for its id takes that one, which travels in
                 the step's upload, else the base's
@@ -106,83 +106,6 @@ def _larger(table: torch.Tensor, *size: int) -> torch.Tensor:
     return larger
 
 
-class OwnRows:
-    """The own rows of the adapters that are held, by place. Changed between steps alone.
-
-    embeddings: in CPU memory, from which a step's rows are put into its upload. heads: (ids, rows)
-    on the device, int64 [n] and [n, hidden_size] in the model's dtype. num_base: rows of the base's
-    tables.
-    """
-
-    def __init__(self, num_base: int, device: torch.device) -> None:
-        self._num_base, self._device = num_base, device
-        self.embeddings: dict[int, TokenRows] = {}
-        self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.width = num_base
-        """Columns of logits with own rows: the ids of every adapter that was held."""
-
-    def hold(self, place: int, embedding: TokenRows | None, head: TokenRows | None) -> None:
-        """Put an adapter's rows at a free place."""
-        if embedding is not None:
-            self.embeddings[place] = embedding
-        if head is not None:
-            ids = torch.from_numpy(head.ids).to(self._device)
-            self.heads[place] = ids, head.rows.to(self._device)
-            self.width = max(self.width, int(head.ids[-1]) + 1)
-
-    def drop(self, place: int) -> None:
-        """Forget what is at a place; an empty one is fine."""
-        self.embeddings.pop(place, None)
-        self.heads.pop(place, None)
-
-    def embeds(self, batch: Batch) -> tuple[Int64, Array] | None:
-        """(rows of a batch whose adapter has a row of the embedding for their ids, these rows as
-        transfers.gathered has them), or None where there is none."""
-        found = [
-            (rows, gathered(own.rows, at))
-            for own, rows, at in own_embeddings(batch, self.embeddings)
-        ]
-        if not found:
-            return None
-        rows, values = zip(*found, strict=True)
-        return np.concatenate(rows), np.concatenate(values)
-
-    def base_ids(self, ids: Int32) -> Int32:
-        """The ids, with those that the base's tables lack as 0."""
-        return np.where(ids < self._num_base, ids, 0).astype(np.int32)
-
-    def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
-        """int32 [n]: the place of each of these rows of the batch whose adapter has head rows, else
-        -1; None where no row has one."""
-        of_seq = batch.seq_adapters
-        if of_seq is None or not self.heads:
-            return None
-        of_rows = np.where(np.isin(of_seq, list(self.heads)), of_seq, -1)[batch.seq_ids[rows]]
-        return of_rows.astype(np.int32) if (of_rows >= 0).any() else None
-
-    def widened(
-        self,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        held: Iterable[int],
-        places: torch.Tensor,
-        cap: float,
-    ) -> torch.Tensor:
-        """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
-
-        places: int32 [n], of head_places; held: which there are among them. cap: soft-capping of
-        logits, 0 = none.
-        """
-        out = logits.new_full((logits.shape[0], self.width), float("-inf"))
-        out[:, : logits.shape[1]] = logits
-        for place in held:
-            ids, rows = self.heads[place]
-            own = soft_capped(product(hidden, rows), cap)
-            mine = (places == place)[:, None]
-            out.index_copy_(1, ids, torch.where(mine, own, out.index_select(1, ids)))
-        return out
-
-
 class LoraTable(NamedTuple):
     """One linear layer's adapters, in the model's dtype: a [P, inputs, C] and b [P, C, outputs] of
     P places and C columns; what an adapter does not use is 0."""
@@ -254,9 +177,10 @@ def lora_spans(batch: Batch) -> Int32:
 class LoraBank:
     """The adapters on a device, by place. Changed between steps alone.
 
-    module: whose linear layers they change, of this shape. product: how. own: their rows of
-    embedding and head. The tables grow for a higher place (to a power of two) and a higher rank,
-    and stay: CUDA graphs read them where they are. A step's spans are set before its forward.
+    module: whose linear layers they change, of this shape. product: how. The tables grow for a
+    higher place (to a power of two) and a higher rank, and stay: CUDA graphs read them where they
+    are. A step's spans are set before its forward. Own rows of embeddings stay in CPU memory, from
+    which a step's are put into its upload; those of heads are copied to the device.
     """
 
     def __init__(
@@ -268,12 +192,15 @@ class LoraBank:
         product: Grouped,
     ) -> None:
         self.shape = shape
-        self.own = OwnRows(shape.vocab_size, device)
         self.dtype = dtype
+        self.width = shape.vocab_size
+        """Columns of logits with own rows: the ids of every adapter that was held."""
         self.spans: torch.Tensor | None = None
         self._product = product
         self._sizes = linear_sizes(shape)
+        self._device = device
         self._held: dict[int, GpuAdapter] = {}
+        self._heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (ids, rows), of _held
         none = torch.zeros((0, 0, 0), dtype=dtype, device=device)
         self._tables = {name: LoraTable(none, none) for name in self._sizes}
         self._places = self._columns = 0
@@ -336,13 +263,17 @@ class LoraBank:
                 table.a[place, :, : a.shape[1]] = a.to(table.a.device)
                 table.b[place, : a.shape[1]] = b.to(table.b.device)
         self._held[place] = adapter
-        self.own.hold(place, adapter.embedding, adapter.head)
+        head = adapter.head
+        if head is not None:
+            ids = torch.from_numpy(head.ids).to(self._device)
+            self._heads[place] = ids, head.rows.to(self._device)
+            self.width = max(self.width, int(head.ids[-1]) + 1)
         return moves
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine. No step may be in flight."""
         self._held.pop(place, None)
-        self.own.drop(place)
+        self._heads.pop(place, None)
 
     def num_ids(self, batch: Batch, of_base: int) -> Int32 | int:
         """Ids that each row may have, int32 [R]; of_base: a row without adapter. Raises ValueError
@@ -355,3 +286,48 @@ class LoraBank:
                 raise ValueError(f"no adapter is held at place {place}")
         nums = [of_base if place < 0 else self._held[place].vocab_size for place in places]
         return np.array(nums, np.int32)[batch.seq_ids]
+
+    def embeds(self, batch: Batch) -> tuple[Int64, Array] | None:
+        """(rows of a batch whose adapter has a row of the embedding for their ids, these rows as
+        transfers.gathered has them), or None where there is none."""
+        own_rows = own_embeddings(batch, self._held)
+        found = [(rows, gathered(own.rows, at)) for own, rows, at in own_rows]
+        if not found:
+            return None
+        rows, values = zip(*found, strict=True)
+        return np.concatenate(rows), np.concatenate(values)
+
+    def base_ids(self, ids: Int32) -> Int32:
+        """The ids, with those that the base's tables lack as 0."""
+        return np.where(ids < self.shape.vocab_size, ids, 0).astype(np.int32)
+
+    def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
+        """int32 [n]: the place of each of these rows of the batch whose adapter has head rows, else
+        -1; None where no row has one."""
+        of_seq = batch.seq_adapters
+        if of_seq is None or not self._heads:
+            return None
+        of_rows = np.where(np.isin(of_seq, list(self._heads)), of_seq, -1)[batch.seq_ids[rows]]
+        return of_rows.astype(np.int32) if (of_rows >= 0).any() else None
+
+    def widened(
+        self,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        held: Iterable[int],
+        places: torch.Tensor,
+        cap: float,
+    ) -> torch.Tensor:
+        """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
+
+        places: int32 [n], of head_places; held: which there are among them. cap: soft-capping of
+        logits, 0 = none.
+        """
+        out = logits.new_full((logits.shape[0], self.width), float("-inf"))
+        out[:, : logits.shape[1]] = logits
+        for place in held:
+            ids, rows = self._heads[place]
+            own = soft_capped(product(hidden, rows), cap)
+            mine = (places == place)[:, None]
+            out.index_copy_(1, ids, torch.where(mine, own, out.index_select(1, ids)))
+        return out

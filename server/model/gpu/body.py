@@ -308,7 +308,6 @@ class BodyRun:
         self.adapters: LoraBank | None = None
         if of_family is not None:
             self.adapters = LoraBank(module, of_family, dtype, device, product)
-        self.own = None if self.adapters is None else self.adapters.own
         self._attention = attention
         self._max_seqs = info.max_num_seqs
         self._max_blocks = -(-info.max_model_len // info.block_size)
@@ -325,9 +324,9 @@ class BodyRun:
             "prefix_len": batch.prefix_len,
             "block_tables": batch.block_tables,
         }
-        own = None if self.own is None else self.own.embeds(batch)
-        if self.own is not None and own is not None:
-            arrays["token_ids"] = self.own.base_ids(batch.token_ids)
+        own = None if self.adapters is None else self.adapters.embeds(batch)
+        if self.adapters is not None and own is not None:
+            arrays["token_ids"] = self.adapters.base_ids(batch.token_ids)
         if self.embedding is not None:
             arrays["embeds"] = gathered(self.embedding, arrays["token_ids"])
             if own is not None:

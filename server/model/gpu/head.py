@@ -27,7 +27,7 @@ from server.engine.batch import (
 )
 from server.model.draws import Answers, Top, allowed_words
 from server.model.gpu import sampler
-from server.model.gpu.adapters import OwnRows
+from server.model.gpu.adapters import LoraBank
 from server.model.gpu.lm_head import LmHead, SliceView, TorchSlices
 from server.model.gpu.sampler import NAN_LOGITS, DrawPlan, plan_draws, token_logprobs
 from server.model.gpu.transfers import Array
@@ -45,7 +45,7 @@ class Part:
 
     plan: its rows begin at `first`; where draws see slices, draw i reads a row i of its own.
     arrays: to copy to the device, by name: the plan's; those of `_told`; score_rows, score_targets:
-    int32 of each score; own_places: int32 of the rows, of OwnRows.head_places, where what is read
+    int32 of each score; own_places: int32 of the rows, of LoraBank.head_places, where what is read
     are the rows' wide logits; slice_rows, slice_places: int32 of each draw that sees a slice: its
     row of the slab, its place in the slab's view.
     """
@@ -74,13 +74,13 @@ class HeadRun:
     """Divides a step's head rows into slabs, and runs them.
 
     vocab_size: of the head. head_bytes: memory that the work on the logits of a part may take; a
-    quarter of it may be their slab's. own: adapters' own rows, if there may be some.
+    quarter of it may be their slab's. adapters: with own rows of the head, if there may be some.
     """
 
     slices: TorchSlices
     vocab_size: int
     head_bytes: int
-    own: OwnRows | None
+    adapters: LoraBank | None
     on_gpu: bool
 
     def plan(self, batch: Batch) -> list[Slab]:
@@ -106,11 +106,11 @@ class HeadRun:
         what it is without them."""
         all_rows = np.unique(np.concatenate([batch.draw_rows[draws], batch.score_rows]))
         places = None
-        if self.own is not None:
-            places = self.own.head_places(batch, all_rows)
+        if self.adapters is not None:
+            places = self.adapters.head_places(batch, all_rows)
         draw_at = np.searchsorted(all_rows, batch.draw_rows[draws])
         score_at = np.searchsorted(all_rows, batch.score_rows)
-        wide = 0 if self.own is None or places is None else self.own.width
+        wide = 0 if self.adapters is None or places is None else self.adapters.width
         at_once = max(1, self.head_bytes // ((self.vocab_size + wide) * bytes_per_logit(batch)))
         together = max(1, self.head_bytes // (16 * self.vocab_size) // at_once) * at_once
         slabs: list[Slab] = []
@@ -186,10 +186,10 @@ class HeadRun:
                     seen = logits.index_select(0, own["slice_rows"]).masked_fill_(
                         ~view.seen.index_select(0, own["slice_places"]), float("-inf")
                     )
-                elif self.own is not None and "own_places" in own:
+                elif self.adapters is not None and "own_places" in own:
                     places = part.arrays["own_places"]
                     held = np.unique(places[places >= 0]).tolist()
-                    seen = self.own.widened(
+                    seen = self.adapters.widened(
                         states[part.first : part.last], seen, held, own["own_places"], head.cap
                     )
                 self._finish(step, part, seen, view, own)

@@ -121,8 +121,8 @@ class TorchRunner:
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if cuda_graphs else 0,
         )  # fmt: skip
         self._cache = self._body.cache
-        own, head_size = self._body.own, self._head.vocab_size
-        self._head_run = HeadRun(self._slices, head_size, head_bytes, own, self._on_gpu)
+        bank, head_size = self._body.adapters, self._head.vocab_size
+        self._head_run = HeadRun(self._slices, head_size, head_bytes, bank, self._on_gpu)
         # Room for a step's arrays, and for its rows of the embedding where they travel along: as
         # much as most steps need, since graphs are captured again when it moves.
         row_bytes = 256 + self.head_row_bytes * (embedding is not None)
