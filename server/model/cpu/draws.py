@@ -13,7 +13,7 @@ import numpy as np
 
 from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, places_of
 from server.model.cpu import kernels
-from server.model.cpu.head import FullLogits, gather, padded
+from server.model.cpu.head import FullLogits, padded
 from server.model.cpu.records import FAILED, LANES, Float32
 from server.model.draws import Answers, adjustments, noise_key
 
@@ -187,7 +187,7 @@ class Draws:
             logits[:num] = full.logits[full.places[row]][slice_.ids]
             logits[num:] = -np.inf
         else:
-            gather(*cached, slice_, self._compact)
+            kernels.gather_logits(*cached, slice_.columns, slice_.num_static, logits)
         return _View(logits, num, slice_.ids, hidden[row])
 
     def _draw_one(self, batch: Batch, d: int, view: _View, plain: bool) -> int:

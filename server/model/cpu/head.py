@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, HeadSlice, Int32
-from server.model.cpu.kernels import copy_bytes, gather_logits, greedy, likeliest, product
+from server.engine.batch import Batch, Int32
+from server.model.cpu.kernels import copy_bytes, greedy, likeliest, product
 from server.model.cpu.linear import aligned, float_linear
 from server.model.cpu.records import (
     FAILED,
@@ -332,12 +332,3 @@ class SlicedHead:
             weights = self._head.record(held.panels, num_panels)
             product(states, num, weights, held.logits, self._cap, self._work)
         return held.logits
-
-
-def gather(static: Float32, pool: Float32, slice_: HeadSlice, out: Float32) -> None:
-    """The logits of a slice in id order into out[:padded(n)], -inf past its n ids.
-
-    static, pool: one row each, as logits_of gives them.
-    """
-    size = padded(slice_.ids.shape[0])
-    gather_logits(static, pool, slice_.columns, slice_.num_static, out[:size])

@@ -261,11 +261,6 @@ class CpuRunner:
         """Those of them that are the LM head's."""
         return self._weights.packed_head.row_bytes * self.info.vocab_size
 
-    @property
-    def slice_bytes(self) -> int:
-        """Bytes of head rows that were copied for slices."""
-        return self._slices.num_bytes
-
     def load_table(self, table: int, token_ids: Int32) -> None:
         """Pack the head rows of ascending ids. No step may be in flight."""
         self._slices.load_table(table, token_ids)

@@ -268,11 +268,6 @@ class TorchRunner:
             "served only when it is merged (`adapter:` of a model of its own)"
         )
 
-    @property
-    def slice_bytes(self) -> int:
-        """Bytes of head rows that slices keep beside the full head."""
-        return self._slices.num_bytes
-
     def device_figures(self) -> DeviceFigures | None:
         """See MeasuredRunner."""
         if not self._on_gpu:

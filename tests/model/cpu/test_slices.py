@@ -12,8 +12,8 @@ import torch
 
 from server.engine.batch import HeadSlice
 from server.model.cpu.draws import takes_argmax
-from server.model.cpu.head import SlicedHead, float_head, gather, padded
-from server.model.cpu.kernels import argmax
+from server.model.cpu.head import SlicedHead, float_head, padded
+from server.model.cpu.kernels import argmax, gather_logits
 from server.model.cpu.linear import new_work, pack_panels
 from server.model.cpu.records import PANEL
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
@@ -179,14 +179,14 @@ def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlic
 
 
 def test_a_table_is_dropped_and_its_number_is_free(runner: CpuRunner) -> None:
-    before = runner.slice_bytes
+    before = runner._slices.num_bytes
     runner.load_table(9, ids_of(5, 30))
-    assert runner.slice_bytes > before
+    assert runner._slices.num_bytes > before
     with pytest.raises(ValueError, match="table 9 is loaded already"):
         runner.load_table(9, ids_of(6, 30))
     runner.drop_table(9)
     runner.drop_table(9)
-    assert runner.slice_bytes == before
+    assert runner._slices.num_bytes == before
 
 
 @pytest.mark.parametrize("num", [1, 15, 16, 17, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL + 5])
@@ -211,7 +211,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     row = builder.add_rows(Pages(1).sequence(1), [5], 0)[0]
     builder.draw(row, builder.add_params(draw_params()))
     batch = replace(builder.build(), draw_slice=np.zeros(1, np.int32), slices=(slice_,))
-    gather(*sliced.logits_of(batch, states)[0], slice_, out)
+    gather_logits(*sliced.logits_of(batch, states)[0], slice_.columns, slice_.num_static, out)
     best, best_id = np.float32(-np.inf), -1
     for i in ids.tolist():
         want = np.float32(0)
