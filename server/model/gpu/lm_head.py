@@ -74,10 +74,7 @@ class LmHead:
         *,
         is_streamed: bool = False,
     ) -> None:
-        num_rows = int(weight.shape[0])
-        size = num_rows if num_token_ids is None else num_token_ids
-        if not 0 < size <= num_rows:
-            raise ValueError(f"{num_token_ids} token ids, but the head has {num_rows} rows")
+        size = int(weight.shape[0]) if num_token_ids is None else num_token_ids
         self.weight, self.vocab_size, self.cap = weight, size, cap
         self.bias = None if bias is None else bias.float()
         self.is_streamed = is_streamed

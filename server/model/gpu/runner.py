@@ -73,10 +73,10 @@ class TorchRunner:
     attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs: captured graphs are
     replayed for steps of few rows, trees included; needs "triton". head_bytes: memory that a slab
     of logits and the work on it may take; more rows go through the head in several slabs. weights:
-    of the layers, in 8 bits (body.narrow_layers), or None as they are loaded.
+    of the layers, in 8 bits (body.narrow_layers), or None as they are loaded. Whether the numbers
+    fit the model and each other is build.py's and the configuration's to say.
 
-    Raises ValueError when a number does not fit the model, MemoryError when CPU memory cannot be
-    page-locked.
+    Raises MemoryError when CPU memory cannot be page-locked.
     """
 
     def __init__(
@@ -90,27 +90,16 @@ class TorchRunner:
         weights: NarrowForm | None = None,
     ) -> None:
         module, embedding = model.module, model.embedding
-        if info.max_model_len > module.config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len {info.max_model_len} is above the model's "
-                f"{module.config.max_position_embeddings} positions"
-            )
-        if info.block_size & (info.block_size - 1) or info.block_size < 1:
-            raise ValueError(f"block_size must be a power of two, not {info.block_size}")
         self.info = info
         self._device = device = torch.device(info.device)
         self._on_gpu = device.type == "cuda"
         self._attention = attention or ("triton" if self._on_gpu else "torch")
-        if cuda_graphs and self._attention != "triton":
-            raise ValueError("CUDA graphs need the triton attention")
         self._cpu_head: LmHead | None = None
         self._head = self._make_head(model)
         dtype = self._head.weight.dtype
         self.head_row_bytes = int(self._head.weight.shape[1]) * dtype.itemsize
         if embedding is not None and embedding is model.head:
             embedding = self._head.weight
-        if embedding is not None and embedding.dtype != dtype:
-            raise ValueError(f"the embedding is {embedding.dtype}, the head {dtype}")
         self._max_blocks = -(-info.max_model_len // info.block_size)
         self._slices = TorchSlices(self._head, device)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
@@ -138,14 +127,10 @@ class TorchRunner:
 
     def _make_head(self, model: TorchModel) -> LmHead:
         own: Any = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        if own is None:
-            raise ValueError(f"{type(model.module).__name__} has no LM head")
         bias = getattr(own, "bias", None)
         num_token_ids = self.info.vocab_size
         cap = float(getattr(model.module.config, "final_logit_softcapping", None) or 0.0)
         if model.head is None:
-            if model.verify_on_cpu:
-                raise ValueError("verify_on_cpu needs a head in CPU memory")
             return LmHead(own.weight, bias, num_token_ids, cap)
         table = page_locked(model.head, self._device)
         if model.verify_on_cpu:

@@ -204,15 +204,6 @@ def test_life_cycle() -> None:
         made.launch(batch)
 
 
-def test_what_does_not_fit_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="positions"):
-        make(max_model_len=families.MAX_LEN + 1)
-    with pytest.raises(ValueError, match="power of two"):
-        make(block_size=12)
-    with pytest.raises(ValueError, match="CUDA graphs"):
-        make(cuda_graphs=True)
-
-
 def test_kv_memory_from_bytes() -> None:
     kept = Kept(3, 2, 16)
     per_block = kept.block_bytes(16, torch.float32)

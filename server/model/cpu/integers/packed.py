@@ -66,32 +66,25 @@ def integer_linear(layers: Sequence[Sequence[Part]], rows: Activations, factors:
     """The record of matrices of the same sizes, one a layer, whose outputs are cut into parts, each
     in a form of its own; a layer without has none. It points into their panels.
 
-    The parts have the same inputs. Raises ValueError when per-output forms stand beside others.
+    The parts have the same inputs, and those of a layer are all `int8` or none. factors: float32
+    [layers, inputs] where one is, else [layers, 0].
     """
     some = next((parts for parts in layers if parts), [])
     inputs = some[0].inputs if some else 0
     table = np.zeros((len(layers), max(1, len(some)), 6), np.int64)
     per_row = np.zeros(len(layers), np.bool_)
-    known: set[bool] = set()
     for layer, parts in enumerate(layers):
-        forms = {part.form.per_output for part in parts}
-        if len(forms) > 1:
-            raise ValueError("int8 with one scale an output does not mix with forms in blocks")
-        per_row[layer] = True in forms
-        known |= forms
+        per_row[layer] = any(part.form.per_output for part in parts)
         first = 0
         for i, part in enumerate(parts):
-            if part.inputs != inputs:
-                raise ValueError(f"parts have {inputs} and {part.inputs} inputs")
             table[layer, i] = (
                 part.panels.ctypes.data, kernel_address(part.form), part.form.panel_bytes(inputs),
                 count_of(part.form, inputs), first, part.outputs,
             )  # fmt: skip
             first += part.outputs
-    if per_row.any() and factors.shape != (len(layers), inputs):
-        raise ValueError(f"factors are {factors.shape}, not {(len(layers), inputs)}")
     outputs = sum(part.outputs for part in some)
-    least = max(tile_rows(kind) for kind in known or {False})
+    kinds = {part.form.per_output for parts in layers for part in parts} or {False}
+    least = max(tile_rows(kind) for kind in kinds)
     return Linear(INTEGERS, table, inputs, outputs, per_row, rows, factors, least)
 
 

@@ -7,9 +7,8 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from server.model.cpu.integers.forms import BY_NAME, CHANNEL, FORMS
-from server.model.cpu.integers.packed import integer_linear
 from server.model.cpu.integers.weights import dequantised, from_ggml, pack, quantised
-from server.model.cpu.linear import Arena, activations
+from server.model.cpu.linear import Arena
 from tests.model.cpu.integers.cases import GGML, ggml_rows, stored
 
 
@@ -60,9 +59,6 @@ def test_memory_is_the_files() -> None:
         assert own <= size <= own * 1.03, form.name
 
 
-def test_rows_that_are_cut_short_and_forms_that_do_not_mix_are_refused() -> None:
+def test_rows_that_are_cut_short_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 34"):
         from_ggml("q8_0", np.zeros((2, 35), np.uint8))
-    parts = [pack(stored(name, 32, 64), Arena()) for name in ("int8", "q8_0")]
-    with pytest.raises(ValueError, match="does not mix"):
-        integer_linear([parts], activations(1, 64), np.ones((1, 64), np.float32))
