@@ -1,8 +1,9 @@
 """What a module of the generic path computes, by transformers' own eager forward on a short text.
 
 Both devices inspect a module before they put our attention into it: its own log-probabilities to
-compare with, how its logits differ from its LM head's product, and the windows of its masks. Raises
-UnsupportedModelError with the reason for what we do not compute.
+compare with, how its logits differ from its LM head's product, and the windows of its masks; and
+behind that, what its layers ask of our attention (heads_asked_for). Raises UnsupportedModelError
+with the reason for what we do not compute.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from server.errors import UnsupportedModelError
+from server.model.families import layer_types
 from server.model.generic import RECURRENT
+from server.model.interface import Call, StepHolder
 
 NUM_PROBED = 29
 """Tokens of the text that is tried; a prime (cpu/generic/soundness.py)."""
@@ -129,6 +132,56 @@ def inspected(module: nn.Module, ids: torch.Tensor) -> Inspected:
         if float((own - logits).abs().max()) > rounding * float(logits.abs().max()):
             raise refusal(module, "its logits are not its LM head's product")
     return Inspected(torch.log_softmax(logits, -1), factor, cap, _windows(module, kinds))
+
+
+@dataclass(slots=True)
+class _Watching:
+    """A Step that gives zeros and notes what it is asked for."""
+
+    calls: list[Call] = field(default_factory=list)
+    sizes: set[tuple[int, int, int]] = field(default_factory=set)
+    num_recurrent: int = 0
+
+    def attend(
+        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See Step."""
+        self.calls.append(call)
+        self.sizes.add((query.shape[1], key.shape[1], query.shape[2]))
+        return torch.zeros_like(query).contiguous()
+
+    def recur(self, net: Any, mixed: torch.Tensor) -> torch.Tensor:
+        """See Step."""
+        self.num_recurrent += 1
+        return mixed.new_zeros((mixed.shape[0], net.rate.shape[0] * net.dv))
+
+
+def heads_asked_for(
+    module: nn.Module, holder: StepHolder, ids: torch.Tensor, found: Inspected
+) -> tuple[int, int, int]:
+    """(heads, kv_heads, head_dim) of the attention that a module's layers ask for, each of them
+    once and for its own mask's window. Raises UnsupportedModelError."""
+    model: Any = module
+    watching = _Watching()
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    with torch.no_grad(), failing_as_refusal(module):
+        holder.run(model.base_model, watching, input_ids=ids, position_ids=positions)
+    layers = [call.layer for call in watching.calls]
+    types = layer_types(model.config)
+    attends = [i for i, kind in enumerate(types) if kind != "linear_attention"]
+    if sorted(layers) != attends or watching.num_recurrent != len(types) - len(attends):
+        told = f"{len(set(layers))} of {model.config.num_hidden_layers} layers"
+        raise refusal(module, f"{told} call the attention interface once")
+    if len(watching.sizes) != 1:
+        raise refusal(module, "its layers differ in their heads")
+    for call in watching.calls:
+        if call.window != found.windows[call.layer]:
+            told = f"{call.window or 'none'} and its mask {found.windows[call.layer] or 'none'}"
+            raise refusal(module, f"layer {call.layer} asks for the window {told}")
+    (sizes,) = watching.sizes
+    if sizes[0] % sizes[1]:
+        raise refusal(module, f"{sizes[0]} heads cannot share {sizes[1]} key-value heads")
+    return sizes
 
 
 def head_logits(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

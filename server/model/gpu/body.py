@@ -77,13 +77,11 @@ def kept_by(module: Any) -> Kept:
     return Kept(sizes.num_layers - num, sizes.num_kv_heads, sizes.head_dim, num, width)
 
 
-def place_attention(body: Any) -> int:
-    """Number the layers that attend, among others that do not, by their place in our cache; how
-    many."""
+def place_attention(body: Any) -> None:
+    """Number the layers that attend, among others that do not, by their place in our cache."""
     attending = [part for part in body.layers if hasattr(part, "self_attn")]
     for place, layer in enumerate(attending):
         layer.self_attn.layer_idx = place
-    return len(attending)
 
 
 class Float8Linear(nn.Module):

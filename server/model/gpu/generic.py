@@ -21,9 +21,9 @@ from server.model.inspection import (
     Inspected,
     check_logits,
     failing_as_refusal,
+    heads_asked_for,
     inspected,
     probe_ids,
-    refusal,
 )
 from server.model.interface import Call, StepHolder
 from server.model.states import DeltaNet, replace_delta_nets
@@ -33,17 +33,12 @@ _TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 
 class _Probe:
-    """A Step of a text alone: the reference over the keys just given.
-
-    windows: those that were asked for, in the order of the calls. sizes: kv_heads, head_dim.
-    """
+    """A Step of a text alone: the reference over the keys just given, which are all that there
+    are."""
 
     def __init__(self, ids: torch.Tensor, nets: Sequence[DeltaNet]) -> None:
         num, device = ids.shape[1], ids.device
         batch = warm_up_batch(1, num, num, 1)  # one block of as many positions
-        self.windows: list[int] = []
-        self.sizes = (0, 0)
-        self.num_recurrent = 0
         self._slots = torch.from_numpy(batch.slots).to(device)
         self._reference = paged.TorchAttention(batch, num, device)
         if nets:
@@ -53,16 +48,11 @@ class _Probe:
     def attend(
         self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See Step: what is given is all that there is."""
-        if call.layer != len(self.windows):
-            raise ValueError(f"layer {call.layer} attends out of turn")
-        self.sizes = int(key.shape[1]), int(key.shape[2])
-        self.windows.append(call.window)
+        """See Step."""
         return self._reference.attend(query, key, value, call)
 
     def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
         """See Step."""
-        self.num_recurrent += 1
         inputs = {net.layer: torch.empty_like(mixed)}
         return self._states.recur(self._items, self._slots, inputs, net, mixed)
 
@@ -77,10 +67,12 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     found = inspected(module, ids)
     with failing_as_refusal(module):
         nets = replace_delta_nets(model.base_model)
-    windows = found.windows
+    holder = StepHolder(module)
+    # A config may name fewer KV heads than its model computes; the cache reads these.
+    sizes = heads_asked_for(module, holder, ids, found)
+    model.config.num_key_value_heads, model.config.head_dim = sizes[1:]
     if nets:
-        windows = (0,) * place_attention(model.base_model)
-    holder, probe = StepHolder(module), _Probe(ids, nets)
+        place_attention(model.base_model)
     if found.factor != 1.0:  # the last states times what their logits are scaled by
 
         def scale(_module: Any, _args: Any, result: Any) -> Any:
@@ -90,10 +82,7 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         model.base_model.register_forward_hook(scale)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     with torch.no_grad(), failing_as_refusal(module):
+        probe = _Probe(ids, nets)
         hidden = holder.run(model.base_model, probe, input_ids=ids, position_ids=positions)
-    if tuple(probe.windows) != windows or probe.num_recurrent != len(nets):
-        raise refusal(module, "not every layer asks our attention for its own mask's window")
-    # A config may name fewer KV heads than its model computes; the cache reads these.
-    model.config.num_key_value_heads, model.config.head_dim = probe.sizes
     check_logits(module, hidden, found, _TOLERANCES.get(hidden.dtype, 1e-2))
     return found

@@ -13,7 +13,6 @@ transformers' own logits to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.model.cpu.records import Rows
-from server.model.families import layer_types
-from server.model.inspection import (
-    NUM_PROBED,
-    Inspected,
-    check_logits,
-    failing_as_refusal,
-    refusal,
-)
-from server.model.interface import Call, StepHolder
-from server.model.states import DeltaNet
+from server.model.inspection import Inspected, check_logits, heads_asked_for, refusal
+from server.model.interface import StepHolder
 
 VECTOR = 32
 """Elements that torch's loops take at once at most (AVX-512, unrolled twice). The rest of an array
@@ -72,7 +63,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_on = True
         self._num_rows = num_rows
         self.reasons: list[str] = []
 
@@ -80,11 +70,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.is_on:
-            name = func.overloadpacket.__name__
-            if any(size % self._num_rows == 0 for size in _sizes(args)):
-                against = _against(name, args, kwargs or {})
-                self.reasons += [f"torch.{name} {why}" for why in against]
+        name = func.overloadpacket.__name__
+        if any(size % self._num_rows == 0 for size in _sizes(args)):
+            against = _against(name, args, kwargs or {})
+            self.reasons += [f"torch.{name} {why}" for why in against]
         return result
 
 
@@ -132,65 +121,16 @@ def _against_along(name: str, first: torch.Tensor, args: tuple[Any, ...]) -> Ite
         yield f"is along {first.shape[-1]} elements that are too many or not neighbours"
 
 
-@dataclass(slots=True)
-class _Watching:
-    """A Step that attends plainly and notes what it is asked for."""
-
-    recorder: Recorder
-    calls: list[Call] = field(default_factory=list)
-    sizes: set[tuple[int, int, int]] = field(default_factory=set)
-    num_recurrent: int = 0
-
-    def attend(
-        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """See Step; key and value are forgotten."""
-        self.calls.append(call)
-        self.sizes.add((query.shape[1], key.shape[1], query.shape[2]))
-        self.recorder.is_on = False
-        out = torch.zeros_like(query).contiguous()
-        self.recorder.is_on = True
-        return out
-
-    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
-        """See Step; the input is forgotten."""
-        self.num_recurrent += 1
-        return torch.zeros((mixed.shape[0], net.rate.shape[0] * net.dv))
-
-
 def called(
     module: nn.Module, holder: StepHolder, ids: torch.Tensor, found: Inspected
 ) -> tuple[int, int, int]:
-    """(heads, kv_heads, head_dim) of the attention that a module's layers ask for, after its
-    modules are replaced. Raises UnsupportedModelError, also for operations that are not row by
-    row."""
-    model: Any = module
-    config, body = model.config, model.base_model
-    inputs = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
-    with torch.no_grad(), failing_as_refusal(module):
-        # Once for what is computed once (rotary tables).
-        holder.run(body, _Watching(Recorder(NUM_PROBED)), **inputs)
-        recorder = Recorder(NUM_PROBED)
-        watching = _Watching(recorder)
-        with recorder:
-            holder.run(body, watching, **inputs)
-    layers = [call.layer for call in watching.calls]
-    types = layer_types(config)
-    attends = [i for i, kind in enumerate(types) if kind != "linear_attention"]
-    if sorted(layers) != attends or watching.num_recurrent != len(types) - len(attends):
-        told = f"{len(set(layers))} of {config.num_hidden_layers} layers"
-        raise refusal(module, f"{told} call the attention interface once")
-    if len(watching.sizes) != 1:
-        raise refusal(module, "its layers differ in their heads")
-    for call in watching.calls:
-        if call.window != found.windows[call.layer]:
-            told = f"{call.window or 'none'} and its mask {found.windows[call.layer] or 'none'}"
-            raise refusal(module, f"layer {call.layer} asks for the window {told}")
+    """See inspection.heads_asked_for, after a module's modules are replaced. Raises
+    UnsupportedModelError, also for operations that are not row by row."""
+    heads_asked_for(module, holder, ids, found)  # once for what is computed once (rotary tables)
+    with Recorder(ids.shape[1]) as recorder:
+        sizes = heads_asked_for(module, holder, ids, found)
     if recorder.reasons:
         raise refusal(module, "; ".join(sorted(set(recorder.reasons))[:3]))
-    (sizes,) = watching.sizes
-    if sizes[0] % sizes[1]:
-        raise refusal(module, f"{sizes[0]} heads cannot share {sizes[1]} key-value heads")
     return sizes
 
 
