@@ -7,16 +7,15 @@ looked at: only that our attention gets all that the module's own masks and scor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from server.model.gpu import attention as paged
-from server.model.gpu.body import place_attention
+from server.model.gpu.body import BodyRun, place_attention
 from server.model.gpu.device import warm_up_batch
-from server.model.gpu.recurrent import DeltaStates, delta_torch
+from server.model.gpu.transfers import Upload
 from server.model.inspection import (
     Inspected,
     check_logits,
@@ -25,36 +24,12 @@ from server.model.inspection import (
     inspected,
     probe_ids,
 )
-from server.model.interface import Call, StepHolder
-from server.model.states import DeltaNet, replace_delta_nets
+from server.model.interface import StepHolder
+from server.model.states import replace_delta_nets
+from server.types import ModelInfo
 
 # Of log-probabilities: bfloat16 rounds what every layer adds.
 _TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.8}
-
-
-class _Probe:
-    """A Step of a text alone: the reference over the keys just given, which are all that there
-    are."""
-
-    def __init__(self, ids: torch.Tensor, nets: Sequence[DeltaNet]) -> None:
-        num, device = ids.shape[1], ids.device
-        batch = warm_up_batch(1, num, num, 1)  # one block of as many positions
-        self._slots = torch.from_numpy(batch.slots).to(device)
-        self._reference = paged.TorchAttention(batch, num, device)
-        if nets:
-            self._states = DeltaStates(nets, 1, num, delta_torch, device)
-            self._items = self._states.plan(batch)
-
-    def attend(
-        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """See Step."""
-        return self._reference.attend(query, key, value, call)
-
-    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
-        """See Step."""
-        inputs = {net.layer: torch.empty_like(mixed)}
-        return self._states.recur(self._items, self._slots, inputs, net, mixed)
 
 
 def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
@@ -67,9 +42,8 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     found = inspected(module, ids)
     with failing_as_refusal(module):
         nets = replace_delta_nets(model.base_model)
-    holder = StepHolder(module)
     # A config may name fewer KV heads than its model computes; the cache reads these.
-    sizes = heads_asked_for(module, holder, ids, found)
+    sizes = heads_asked_for(module, StepHolder(module), ids, found)
     model.config.num_key_value_heads, model.config.head_dim = sizes[1:]
     if nets:
         place_attention(model.base_model)
@@ -80,9 +54,13 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
             return result
 
         model.base_model.register_forward_hook(scale)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    num, device, dtype = ids.shape[1], ids.device, next(module.parameters()).dtype
+    info = ModelInfo("probe", num_token_ids, num, (), 1, num, str(device), "", "", 1, num)
+    token_ids = ids[0].to("cpu", torch.int32).numpy()
+    batch = replace(warm_up_batch(1, num, num, 1), token_ids=token_ids)
     with torch.no_grad(), failing_as_refusal(module):
-        probe = _Probe(ids, nets)
-        hidden = holder.run(model.base_model, probe, input_ids=ids, position_ids=positions)
-    check_logits(module, hidden, found, _TOLERANCES.get(hidden.dtype, 1e-2))
+        body = BodyRun(model, info, dtype, attention="torch", embedding=None, graph_rows=0)
+        plan = body.plan(batch)
+        hidden = body.run(batch, Upload(device, 1 << 16)(plan.arrays), plan)
+    check_logits(module, hidden, found, _TOLERANCES.get(dtype, 1e-2))
     return found
