@@ -61,12 +61,6 @@ class Nf4:
     offset: float
     block: int = BLOCK
 
-    @property
-    def num_bytes(self) -> int:
-        """Of what is kept."""
-        kept = (self.numbers, self.magnitudes, self.map, self.scales)
-        return sum(tensor.nbytes for tensor in kept)
-
     def widened(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows first..last - 1, [rows, inputs]."""
         import torch

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +58,7 @@ class _Product(torch.autograd.Function):
         base: Matrix,
         scale: float,
     ) -> torch.Tensor:
-        out = x @ base.widened(0, base.shape[0]).T
+        out = x @ base.rows(slice(None), x.dtype).T
         low = _seen(x, kept) @ a.to(x.dtype).T
         out.addmm_(low, b.to(x.dtype).T, alpha=scale)
         ctx.save_for_backward(x, low, a, b, kept)
@@ -72,7 +73,7 @@ class _Product(torch.autograd.Function):
         grad_a = (grad_low.T @ _seen(x, kept)).float()
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.base.widened(0, ctx.base.shape[0])
+            grad_x = grad @ ctx.base.rows(slice(None), grad.dtype)
             grad_x += _seen(grad_low @ a.to(grad.dtype), kept)
         return grad_x, grad_a, grad_b, None, None, None
 
@@ -142,7 +143,8 @@ class OwnEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """float32 [..., width]."""
-        found = self.base.rows(input_ids.flatten().clamp(max=self.base.shape[0] - 1))
+        ids = input_ids.flatten().clamp(max=self.base.shape[0] - 1)
+        found = self.base.rows(ids, torch.float32)
         if self.rows is not None:
             places = self._places[input_ids.flatten()]
             own = self.rows[places.clamp(min=0)]
@@ -178,18 +180,18 @@ class OwnHead(nn.Module):
     def logits(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """float32 [n, num_ids]."""
         out = states.new_empty((states.shape[0], self.num_ids))
-        for first, last in self.chunks():
-            out[:, first:last] = states @ self.base.widened(first, last).T
+        for chunk in self.chunks():
+            out[:, chunk] = states @ self.base.rows(chunk, states.dtype).T
         if rows.shape[0]:
             out[:, self.own_ids] = states @ rows.to(states.dtype).T
         logits = out.float()
         return logits if not self._cap else self._cap * torch.tanh(logits / self._cap)
 
-    def chunks(self) -> list[tuple[int, int]]:
+    def chunks(self) -> list[slice]:
         """The base's rows, so many at a time as are widened at once."""
         num, width = self.base.shape
         step = max(32, _CHUNK_BYTES // (4 * width))
-        return [(first, min(first + step, num)) for first in range(0, num, step)]
+        return [slice(first, min(first + step, num)) for first in range(0, num, step)]
 
     def backward(
         self, grad: torch.Tensor, states: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor
@@ -205,8 +207,8 @@ class OwnHead(nn.Module):
             to_states += own @ rows.to(states.dtype)
             to_rows = (own.T @ states).to(rows.dtype)
             narrow[:, self.own_ids] = 0
-        for first, last in self.chunks():
-            to_states += narrow[:, first:last] @ self.base.widened(first, last)
+        for chunk in self.chunks():
+            to_states += narrow[:, chunk] @ self.base.rows(chunk, states.dtype)
         return to_states, to_rows
 
 
@@ -417,8 +419,9 @@ def prepare(
             )
         ids = list(enrichment.ids)
     parts = () if enrichment is None else enrichment.parts
-    inputs = initial_rows(embedding.rows, parts, side="input", start=options.start)
-    heads = initial_rows(head.rows, parts, side="head", start=options.start)
+    of_inputs, of_heads = (partial(m.rows, dtype=torch.float32) for m in (embedding, head))
+    inputs = initial_rows(of_inputs, parts, side="input", start=options.start)
+    heads = initial_rows(of_heads, parts, side="head", start=options.start)
     for name, part in list(module.named_modules()):
         if isinstance(part, nn.Linear) and part is not tables[1]:
             owner, _, leaf = name.rpartition(".")

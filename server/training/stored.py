@@ -34,33 +34,24 @@ _HADAMARD = BLOCK  # inputs that cpu/integers/weights.py mixes
 
 
 class Matrix(Protocol):
-    """A frozen matrix. shape: (outputs, inputs). num_bytes: that are kept of it."""
+    """A frozen matrix. shape: (outputs, inputs)."""
 
     shape: tuple[int, int]
-    num_bytes: int
 
-    def widened(self, first: int, last: int) -> torch.Tensor:
-        """Rows first..last - 1 in the dtype that is computed in, [rows, inputs]."""
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """float32 [n, inputs]: some rows (an embedding's)."""
+    def rows(self, which: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[n, inputs] in a dtype: the rows of a slice, or those of int64 ids [n]."""
 
 
 class Floats:
     """A matrix of floats, kept as it is given."""
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self._tensor, self._dtype = tensor, dtype
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
         self.shape = (int(tensor.shape[0]), int(tensor.shape[1]))
-        self.num_bytes = tensor.nbytes
 
-    def widened(self, first: int, last: int) -> torch.Tensor:
+    def rows(self, which: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See Matrix."""
-        return self._tensor[first:last].to(self._dtype)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """See Matrix."""
-        return self._tensor[ids].float()
+        return self._tensor[which].to(dtype)
 
 
 class Integers:
@@ -68,20 +59,18 @@ class Integers:
 
     stored: taken apart (integers/weights.py). num_inputs: without padding. factors: float32 [padded
     inputs] of a matrix whose inputs are spread (cpu/integers/weights.py), which is undone here:
-    W @ x is stored @ spread(x). dtype: computed in.
+    W @ x is stored @ spread(x).
     """
 
     def __init__(
         self,
         stored: Stored,
         num_inputs: int,
-        dtype: torch.dtype,
         device: torch.device,
         factors: npt.NDArray[np.float32] | None = None,
     ) -> None:
         form, num = stored.form, stored.numbers.shape[0]
         self.shape = (num, num_inputs)
-        self._dtype = dtype
         self._zero, self._packed = form.zero, form.bits == 4
         numbers: npt.NDArray[np.uint8] = stored.numbers.reshape(num, -1, BLOCK)
         if self._packed:  # two a byte: the halves of a block of 32
@@ -96,18 +85,9 @@ class Integers:
         self._scales = torch.from_numpy(scales).to(device)
         self._minima = None if minima is None else torch.from_numpy(minima).to(device)
         self._factors = None if factors is None else torch.from_numpy(factors).to(device)
-        kept = (self._numbers, self._scales, self._minima, self._factors)
-        self.num_bytes = sum(t.nbytes for t in kept if t is not None)
 
-    def widened(self, first: int, last: int) -> torch.Tensor:
+    def rows(self, which: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See Matrix."""
-        return self._numbers_of(slice(first, last), self._dtype)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """See Matrix."""
-        return self._numbers_of(ids, torch.float32)
-
-    def _numbers_of(self, which: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         numbers = self._numbers[which]
         if self._packed:
             numbers = torch.cat((numbers & 0x0F, numbers >> 4), dim=-1)
@@ -130,17 +110,16 @@ class Integers:
 class Normals:
     """A matrix of NF4 numbers."""
 
-    def __init__(self, stored: Nf4, dtype: torch.dtype, device: torch.device) -> None:
-        self._stored, self._dtype, self._device = stored, dtype, device
-        self.shape, self.num_bytes = stored.shape, stored.num_bytes
+    def __init__(self, stored: Nf4, device: torch.device) -> None:
+        self._stored, self._device = stored, device
+        self.shape = stored.shape
 
-    def widened(self, first: int, last: int) -> torch.Tensor:
+    def rows(self, which: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See Matrix."""
-        return self._stored.widened(first, last, self._dtype).to(self._device)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """See Matrix."""
-        some = [self._stored.widened(i, i + 1, torch.float32) for i in ids.tolist()]
+        if isinstance(which, slice):
+            first, last, _ = which.indices(self.shape[0])
+            return self._stored.widened(first, last, dtype).to(self._device)
+        some = [self._stored.widened(i, i + 1, dtype) for i in which.tolist()]
         return torch.cat(some).to(self._device) if some else torch.zeros((0, self.shape[1]))
 
 
@@ -186,7 +165,7 @@ def open_base(
         tied = bool(module.config.tie_word_embeddings)
         return module, lambda name: of_file(EMBEDDING if tied and name == HEAD else name)
     if form in FORM_OF:
-        return module, _rounding(folder, form, dtype, device, threads)
+        return module, _rounding(folder, form, device, threads)
     return module, partial(_of_floats, weights, dtype, device, form)
 
 
@@ -199,29 +178,25 @@ def _of_floats(
     if form == "nf4" and stored is None and name not in (names.embedding, names.head):
         stored = nf4.rounded(weights.get(name))
     if stored is not None:
-        return Normals(stored, dtype, device)
+        return Normals(stored, device)
     tensor = weights.get(name)
     if name == names.embedding:
-        return Floats(tensor.to(device), dtype)
-    return Floats(tensor.to(device=device, dtype=dtype), dtype)
+        return Floats(tensor.to(device))
+    return Floats(tensor.to(device=device, dtype=dtype))
 
 
 def _of_file(weights: GgufWeights, dtype: torch.dtype, device: torch.device, name: str) -> Matrix:
     """As a GGUF has it."""
     if weights.form(name) not in BY_NAME:
         floats = torch.from_numpy(weights.floats(name))
-        return Floats(floats.to(device=device, dtype=dtype), dtype)
+        return Floats(floats.to(device=device, dtype=dtype))
     stored = from_ggml(weights.form(name), weights.get(name).numpy())
     weights.release_pages()
-    return Integers(stored, weights.shape(name)[1], dtype, device)
+    return Integers(stored, weights.shape(name)[1], device)
 
 
 def _rounding(
-    folder: ModelFolder,
-    form: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    threads: int | None,
+    folder: ModelFolder, form: str, device: torch.device, threads: int | None
 ) -> Callable[[str], Matrix]:
     """Floats rounded as they are served (integers/packed.py)."""
     from server.model.packed_folder import measured_inputs
@@ -241,7 +216,7 @@ def _rounding(
 
     def matrix_of(name: str) -> Matrix:
         if name == weights.tensor_names.embedding:
-            return Floats(weights.get(name).to(device), dtype)
+            return Floats(weights.get(name).to(device))
         layer, kind = of.get(name, (0, "head"))
         own = BY_NAME[HEAD_FORM_OF[form] if kind == "head" else FORM_OF[form]]
         if layer in measured.in_blocks.get(kind, ()):
@@ -252,6 +227,6 @@ def _rounding(
             ones = np.ones(padded_inputs(own, weight.shape[1]), np.float32)
             factors = measured.factors.get(kind if kind == "head" else f"{layer}.{kind}", ones)
             weight = spread_weights(weight, factors)
-        return Integers(quantised(own, weight), weights.shape(name)[1], dtype, device, factors)
+        return Integers(quantised(own, weight), weights.shape(name)[1], device, factors)
 
     return matrix_of

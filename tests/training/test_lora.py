@@ -116,7 +116,7 @@ def test_packing_sharing_and_computing_again_change_no_gradient(name: str) -> No
 def dropped(x: torch.Tensor, dropout: float, seed: int) -> torch.Tensor:
     """What a LoRA sees of x in training: through a layer whose A and B change nothing."""
     num = x.shape[-1]
-    nothing = Floats(torch.zeros(num, num), torch.float32)
+    nothing = Floats(torch.zeros(num, num))
     layer = LoraLinear(nothing, None, LoraOptions(num, num, dropout), torch.float32)
     with torch.no_grad():
         layer.lora_A.copy_(torch.eye(num))
@@ -137,7 +137,7 @@ def test_dropout_drops_its_share_and_lifts_the_rest() -> None:
 def test_a_linear_layer_s_gradients_are_those_of_its_formula() -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(7, 5), torch.randn(7)
-    layer = LoraLinear(Floats(weight, torch.float32), bias, LoraOptions(3, 6, 0.4), torch.float32)
+    layer = LoraLinear(Floats(weight), bias, LoraOptions(3, 6, 0.4), torch.float32)
     with torch.no_grad():
         layer.lora_B.normal_()
     x, toward = torch.randn(2, 4, 5, requires_grad=True), torch.randn(2, 4, 7)
@@ -219,7 +219,7 @@ def test_peft_reads_the_adapter_and_gives_the_same_loss(tmp_path: Path) -> None:
 def test_where_a_long_form_begins_own_ids_have_no_chance_and_no_gradient(cap: float) -> None:
     torch.manual_seed(4)
     table, states = torch.randn(V, 8), torch.randn(6, 8, requires_grad=True)
-    head = OwnHead(Floats(table, torch.float32), list(ENRICHMENT.ids), torch.randn(2, 8), cap)
+    head = OwnHead(Floats(table), list(ENRICHMENT.ids), torch.randn(2, 8), cap)
     assert head.rows is not None
     targets = torch.tensor([7, 5, 7, V, 3, V + 1])
     spelled = torch.tensor([True, True, False, False, False, False])

@@ -51,15 +51,15 @@ def test_numbers_of_a_file_are_those_that_are_served(form: object) -> None:
     want = dequantised(stored)
     num = want.shape[1]
     for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        matrix = Integers(stored, num - 3, dtype, CPU)
+        matrix = Integers(stored, num - 3, CPU)
         assert matrix.shape == (6, num - 3)
-        found = matrix.widened(1, 5)
+        found = matrix.rows(slice(1, 5), dtype)
         assert found.dtype == dtype
         size = float(np.nanmax(np.abs(want)))
         np.testing.assert_allclose(
             found.float().numpy(), want[1:5, : num - 3], atol=error * size, equal_nan=True
         )
-        rows = matrix.rows(torch.tensor([4, 0, 4]))
+        rows = matrix.rows(torch.tensor([4, 0, 4]), torch.float32)
         np.testing.assert_allclose(
             rows.numpy(), want[[4, 0, 4], : num - 3], atol=1e-6 * size, equal_nan=True
         )
@@ -72,9 +72,9 @@ def test_a_matrix_whose_inputs_are_spread_is_what_it_makes_of_inputs() -> None:
     form = FORMS[0]
     factors = np.exp(0.3 * rng.normal(size=padded_inputs(form, 80))).astype(np.float32)
     stored = quantised(form, spread_weights(weight, factors))
-    matrix = Integers(stored, 80, torch.float32, CPU, factors)
+    matrix = Integers(stored, 80, CPU, factors)
     want = spread(x, factors) @ dequantised(stored).T
-    found = x @ matrix.widened(0, 9).numpy().T
+    found = x @ matrix.rows(slice(9), torch.float32).numpy().T
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
     assert np.linalg.norm(found - x @ weight.T) < 0.05 * np.linalg.norm(found)  # rounded
 
@@ -83,8 +83,9 @@ def test_a_base_takes_the_bytes_of_its_form() -> None:
     weight = np.random.default_rng(0).normal(size=(256, 512)).astype(np.float32)
     bits = {}
     for form in (BY_NAME[name] for name in ("int8", "q8_0", "q4_1")):
-        matrix = Integers(quantised(form, weight), 512, torch.bfloat16, CPU)
-        bits[form.name] = 8 * matrix.num_bytes / weight.size
+        matrix = Integers(quantised(form, weight), 512, CPU)
+        kept = [value for value in vars(matrix).values() if isinstance(value, torch.Tensor)]
+        bits[form.name] = 8 * sum(tensor.nbytes for tensor in kept) / weight.size
     assert bits == {"int8": 8.0625, "q8_0": 9.0, "q4_1": 6.0}
 
 
@@ -142,12 +143,12 @@ def test_over_a_rounded_base_the_adapter_learns_as_over_its_numbers(
     floats = open_model(saved(family)).floats
     for name, part in given.module.named_modules():
         if isinstance(part, LoraLinear):
-            wide = part.base.widened(0, part.base.shape[0])
-            plain.module.get_submodule(name).base = Floats(wide, torch.float32)
+            wide = part.base.rows(slice(None), torch.float32)
+            plain.module.get_submodule(name).base = Floats(wide)
             exact = floats.get(f"{name}.weight")
             error = float((wide - exact).norm() / exact.norm())
             assert error < {"auto": 1e-7, "int4": 0.1, "nf4": 0.12}.get(form, 0.02), name
-    plain.head.base = Floats(given.head.base.widened(0, 128), torch.float32)
+    plain.head.base = Floats(given.head.base.rows(slice(128), torch.float32))
     assert_learn_alike(given, plain, 1e-6, 1e-4, 1e-5)
 
 

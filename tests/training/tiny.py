@@ -33,7 +33,7 @@ def over(model: Any, enrichment: Enrichment | None, options: LoraOptions | None 
     weights = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
 
     def matrix_of(name: str) -> Matrix:
-        return Floats(weights[name], torch.float32)
+        return Floats(weights[name])
 
     torch.manual_seed(2)
     return prepare(model, matrix_of, enrichment, options or LoraOptions(4, 8), tokenizer="tok")
