@@ -53,6 +53,7 @@ from rich.console import Console
 
 from loadtest.options import ResultOptions, emit, program
 from loadtest.peer import UNBOUNDED, ServerRefused, free_port, stream
+from server.commands.options import as_options
 from server.machine_code import make_ready
 
 ROOT = Path(__file__).parents[1]
@@ -180,8 +181,7 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
 NUM_TASKS = 24
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class FleetOptions:
     """Which parts, and how much of each."""
 

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,13 +72,13 @@ from loadtest.options import (
 )
 from loadtest.peer import SETTLE_S
 from loadtest.prompts import FIXED, Example, distinct_prompts, mixed_examples, parse_mix
+from server.commands.options import as_options
 
 DISTINCT = "distinct"
 app, main = program("load", __doc__)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class LoadOptions:
     """What is asked, how often, and what is written."""
 

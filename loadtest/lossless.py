@@ -62,6 +62,7 @@ from loadtest.prompts import (
     spread_examples,
     write_task,
 )
+from server.commands.options import as_options
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -88,8 +89,7 @@ PREDICTION = "prediction"
 app, main = program("lossless", __doc__)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class LosslessOptions:
     """What is asked."""
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ import httpx
 from cyclopts import App, Parameter
 
 from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, parse_peers
+from server.commands.options import as_options
 from server.errors import TailorError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "fastapi", "uvicorn", "httpx")
@@ -79,8 +79,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class ResultOptions:
     """Where the JSON line goes, and how busy a machine is too busy to measure on."""
 
@@ -102,8 +101,7 @@ class ResultOptions:
             raise SystemExit(2)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class ServerOptions:
     """The servers that are asked; see loadtest.peer."""
 
@@ -129,7 +127,7 @@ class ServerOptions:
         return parse_peers(self.server, models=self.model, extras=self.extra, keys=self.key)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class ModelChoice:
     """The model of a measurement that runs in this process."""
 

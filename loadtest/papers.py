@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ from loadtest.prompts import task_names
 from loadtest.recordings import SetOptions, open_ids
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.enrich import MiningOptions, Report, analyze_task, mine_tokens
-from server.commands.options import Bar
+from server.commands.options import Bar, as_options
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 N_MAX = (2, 3, 4, 5, 6, 8)
@@ -62,8 +62,7 @@ SLICES = {"squad": "0 + [105]", "humaneval_infill": "SAFIM 3,521 + [58]",
 app, main = program("papers", __doc__)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class PaperOptions:
     """N-Grammys' table, and where the JSON line goes too."""
 

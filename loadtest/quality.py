@@ -80,7 +80,7 @@ from loadtest.recordings import Ids, open_ids
 from loadtest.steps import FORMS, forms_of, runner_of
 from server.commands.data import FieldOptions, read_task_data
 from server.commands.enrich import count_passes, spelled
-from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsForm
+from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsForm, as_options
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.record import Prompt, answered, ask_engine, in_order
@@ -176,8 +176,7 @@ def prune_tokenizer(tokenizer_json: str, keep: VocabSlice) -> tuple[str, npt.NDA
 app, main = program("quality", __doc__)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class FormOptions(ModelChoice):
     """The forms and the texts."""
 
@@ -282,8 +281,7 @@ ABLATIONS = (
 )
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class SliceOptions(ModelChoice):
     """The tasks, and what is answered."""
 
@@ -554,8 +552,7 @@ _FILLED = re.compile(r"\s*intent: (\w*)(?:, slot fills: \{(.*)\})?", re.DOTALL)
 _SLOT = re.compile(r"(\w+): (.*?)(?=, \w+: |$)", re.DOTALL)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class AdapterOptions:
     """The adapters and the data."""
 

@@ -8,7 +8,6 @@ brings one), so that leading blanks and merges are those a model would emit, and
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +17,7 @@ from drafters.auto.copying import Pieces
 from drafters.replay import Recording, read_recordings
 from loadtest.options import listed
 from loadtest.prompts import data_sets, read_examples
-from server.commands.options import DEFAULT_MODEL
+from server.commands.options import DEFAULT_MODEL, as_options
 from server.datasets import open_table, tokenize_in_place
 from server.token_bytes import TokenBytes
 from vocab_store.profile import model_facts
@@ -62,8 +61,7 @@ def open_ids(model: str) -> Ids:
     return Ids(tokenizer, eos, table, required)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class SetOptions:
     """Which answers are replayed: the data's, or a model's own."""
 

@@ -66,7 +66,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -112,7 +112,7 @@ from loadtest.options import (
 from loadtest.peer_drafters import ArcticSuffix, LogitSpec, TokenRecycling
 from loadtest.prompts import data_sets, edited, read_examples
 from loadtest.recordings import Ids, SetOptions, open_ids
-from server.commands.options import Bar, ModelOptions
+from server.commands.options import Bar, ModelOptions, as_options
 from server.commands.own_engine import own_engine
 from server.commands.record import Answer, Prompt, ask_engine, in_order
 from server.datasets import tokenize_in_place
@@ -134,8 +134,7 @@ Column = Callable[[Sequence[Recording], int], Counts]
 app, main = program("replay", __doc__)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class TableOptions:
     """What is replayed, and what is printed."""
 
@@ -521,8 +520,7 @@ _OWN_SETS = SetOptions(examples=30)
 _MODEL = ModelOptions()
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class RecordOptions:
     """The prompts, and where the answers go."""
 
@@ -654,8 +652,7 @@ NUM_HELD = 20  # a set
 NUM_REPLAYED = 24
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class CostOptions:
     """The corpus."""
 

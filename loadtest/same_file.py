@@ -76,6 +76,7 @@ from loadtest.options import (
 )
 from loadtest.peer import SETTLE_S, Peer, start, tailor_peer, wait_ready
 from loadtest.prompts import FIXED, SCHEMA
+from server.commands.options import as_options
 from server.commands.own_engine import model_name
 from server.config import EngineConfig, ModelConfig
 from server.wiring.model import ready_folder
@@ -266,8 +267,7 @@ def servers(gguf: Path, binary: Path, args: Mapping[str, str]) -> list[Peer]:
     ]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class SameFileOptions:
     """The file, and what is asked."""
 
@@ -355,8 +355,7 @@ READY_BYTES_A_PLANE = 2 * (64 << 10)
 """KV pages of one head's keys or values in one layer that are ready before the first request."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class StartOptions:
     """What is started, and how often."""
 

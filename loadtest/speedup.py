@@ -44,7 +44,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +80,7 @@ from loadtest.prompts import (
     tailor,
     train_prompts,
 )
+from server.commands.options import as_options
 
 SERVER = "tailor"
 LEARNERS = 4  # requests in flight while a task learns
@@ -103,8 +103,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 app, main = program("speedup", __doc__)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class SpeedupOptions:
     """What is asked, and where things are."""
 

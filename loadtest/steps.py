@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,7 +32,7 @@ from cyclopts import Parameter
 from loadtest.figures import ratio
 from loadtest.options import ResultOptions, emit, listed, numbers
 from loadtest.prompts import distinct_prompts
-from server.commands.options import Bar, ModelOptions
+from server.commands.options import Bar, ModelOptions, as_options
 from server.commands.own_engine import own_engine
 from server.engine.batch import Runner
 from server.engine.engine import Engine
@@ -51,8 +50,7 @@ FORMS = ("float32", "bfloat16", "int8", "int8-blocks", "int4")
 _MEMORY = "memory"  # stands among the forms of a round
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class StepOptions:
     """The model, the step and how often it runs."""
 
@@ -250,8 +248,7 @@ def decode_steps(
     }
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class HostOptions:
     """Whose steps, and how many."""
 

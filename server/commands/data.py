@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from server.commands.options import PromptField
+from server.commands.options import PromptField, as_options
 from server.datasets import ExampleReader, Fields, Render, open_table
 from server.errors import ConfigError, TailorError
 
@@ -26,8 +26,7 @@ _WHAT = "JSON lines, CSV or Parquet with a prompt and a completion, or messages"
 DataFiles = Annotated[tuple[Path, ...], Parameter(metavar="FILE", help=f"{_WHAT}; may be repeated")]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class FieldOptions(Fields):
     """Where a row of the data has what."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
-from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, writing
+from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, as_options, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def reading_pays(data: TaskData, enrichment: Enrichment) -> bool:
     return _mean(prompts) >= _WORTH_TRAINING * _mean([enrichment.segment(ids) for ids in prompts])
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class MiningOptions:
     """Algorithm 1's parameters, and what a model that learns few rows well needs beside it."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from server.commands.data import FieldOptions
-from server.commands.options import CallOptions
+from server.commands.options import CallOptions, as_options
 from server.commands.quality import METRICS, Estimate, estimate, on_a_line
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
@@ -22,8 +22,7 @@ _FIELDS, _CALL = FieldOptions(), CallOptions()
 _MAX_TEXT = 120
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class AnswerOptions:
     """Where the answers come from."""
 

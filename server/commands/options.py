@@ -1,7 +1,7 @@
 """What several commands share: options, under one name each, what is read from them, and progress.
 
-A command takes one or more of these dataclasses; `Parameter(name="*")` puts their fields on the
-command line as they are called here (`max_tokens` is --max-tokens).
+A command takes one or more classes of options (`as_options`); their fields are on the command line
+as they are called there (`max_tokens` is --max-tokens).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from server.client.http import Endpoint
     from server.types import SamplingParams
 
+_T = TypeVar("_T")
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -47,8 +48,13 @@ PromptField = Annotated[str, Parameter(help="where the prompt is (prompt)")]
 OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def as_options(cls: type[_T]) -> type[_T]:
+    """A class of options: a frozen dataclass whose fields a command has as its own."""
+    return Parameter(name="*")(dataclass(frozen=True, kw_only=True, slots=True)(cls))
+
+
+@as_options
 class ModelOptions:
     """Options of the commands that run a model themselves."""
 
@@ -62,8 +68,7 @@ class ModelOptions:
     threads: Annotated[int | None, Parameter(help="CPU threads")] = None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class IdOptions:
     """Whose ids a file holds."""
 
@@ -73,8 +78,7 @@ class IdOptions:
     ] = None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class SamplingOptions:
     """How outputs are drawn. None: the default of the command or task."""
 
@@ -100,8 +104,7 @@ class SamplingOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class CallOptions:
     """How a running server is called."""
 

@@ -35,6 +35,7 @@ from server.commands.options import (
     OutputFile,
     PromptField,
     SamplingOptions,
+    as_options,
     sampling_of,
     writing,
 )
@@ -54,8 +55,7 @@ if TYPE_CHECKING:
     from server.engine.engine import Engine
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class PromptOptions:
     """The prompts, and how many are asked at once."""
 

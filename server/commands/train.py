@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from drafters.target import native
 from server.commands.data import DataFiles, FieldOptions, read_task_data
-from server.commands.options import DEFAULT_MODEL, Bar, WeightsForm, writing
+from server.commands.options import DEFAULT_MODEL, Bar, WeightsForm, as_options, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _FIELDS = FieldOptions()
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class RecipeOptions:
     """How it is trained; the defaults are the recipe of docs/benchmarks/papers.md."""
 
@@ -51,8 +50,7 @@ class RecipeOptions:
     ] = "float32"
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class BaseOptions:
     """The model that the adapter is for."""
 

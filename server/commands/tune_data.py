@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
+from server.commands.options import as_options
 from server.commands.quality import estimate, exact, f1, on_a_line, repetition
 from server.commands.record import (
     Answer,
@@ -78,8 +79,7 @@ class Compared:
     hit_max: bool
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class RecordOptions:
     """Which outputs the drafts are replayed on."""
 
@@ -103,8 +103,7 @@ class RecordOptions:
     ] = 60.0
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class TaskFile:
     """The file that is made."""
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, OutputFile
+from server.commands.options import Bar, IdOptions, OutputFile, as_options
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.commands.data import ModelText
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class FilterOptions:
     """The filters of VocabTailor's Algorithm 1."""
 
