@@ -16,8 +16,8 @@ stop string (the engine matches those on the same bytes, and decides where a cho
 from __future__ import annotations
 
 import codecs
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
@@ -29,7 +29,7 @@ from msgspec import UNSET, UnsetType
 from server import types
 from server.api.engines.submission import RequestAccount, Submission
 from server.api.order import Order
-from server.api.route_context import DONE, error_event, event
+from server.api.route_context import DONE, StreamWriter, event
 from server.api.shapes import (
     Chunk,
     CompletionDetails,
@@ -49,7 +49,6 @@ from server.api.shapes import (
     VocabularyUse,
 )
 from server.api.tools import ToolEvent
-from server.errors import TailorError
 from server.token_bytes import TokenBytes
 from server.types import Delta, StepCounts, TokenLogprob, VocabularyCounts
 
@@ -358,8 +357,8 @@ def _text_by_source(stream: TextStream, delta: Delta) -> tuple[str, list[SourceR
 _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
-class ChunkWriter(ABC, Generic[_Chunk]):
-    """A response as server-sent events; a route says what the chunks of a Delta are.
+class ChunkWriter(StreamWriter, Generic[_Chunk]):
+    """An answer in OpenAI's chunks; a route says what those of a Delta are. [DONE] is always last.
 
     kind: the chunk's type. extra: further members of it; of_first: of the first chunk alone.
     choices: by prompt. prompt_logprobs: of the prompts that have told theirs. num_sent, the tokens
@@ -394,32 +393,18 @@ class ChunkWriter(ABC, Generic[_Chunk]):
         """The events of one Delta of the i-th prompt; b"" while its text may still be part of a
         stop string."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """One byte string for all that arrived together. An error before the first event is raised;
-        after the status was sent it becomes an event. [DONE] is always last."""
-        started = False
-        try:
-            async for arrived in self._submission:
-                if data := self._written(arrived):
-                    started = True
-                    yield data
-        except TailorError as error:
-            if not started:
-                raise
-            yield error_event(error)
-            return
-        last = DONE
-        if self._has_usage:  # a chunk without choices has the sums
-            chunk = self._chunk
-            chunk.choices = []
-            chunk.usage = usage_report(
-                self._submission.accounts, num_truncated=self.order.num_truncated
-            )
-            chunk.speculation = speculation_of(self.order, self._submission)
-            last = event(chunk) + DONE
-        yield last
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return DONE
+        chunk = self._chunk  # a chunk without choices has the sums
+        chunk.choices = []
+        chunk.usage = usage_report(
+            self._submission.accounts, num_truncated=self.order.num_truncated
+        )
+        chunk.speculation = speculation_of(self.order, self._submission)
+        return event(chunk) + DONE
 
-    def _written(self, arrived: list[tuple[int, Delta]]) -> bytes:
+    def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
         written = []
         for i, delta in arrived:
             if delta.prompt_logprobs:

@@ -40,7 +40,7 @@ from server.errors import (
     echoed,
 )
 from server.metrics import Metrics
-from server.types import Request
+from server.types import Delta, Request
 
 # --- answers --------------------------------------------------------------------------------------
 
@@ -269,6 +269,38 @@ class Face(ABC):
         """The response to one HTTP request. Raises the client's errors of server.errors."""
 
 
+class StreamWriter(ABC):
+    """A streamed answer as it grows: what its server-sent events are."""
+
+    @abstractmethod
+    def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
+        """The events of all that arrived together, b"" for none yet."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """The last events, once every choice has ended."""
+
+    def error(self, error: TailorError) -> bytes:
+        """The events of an error after the status was sent."""
+        return error_event(error)
+
+    async def events(self, submission: Submission) -> AsyncGenerator[bytes, None]:
+        """One byte string for all that arrived together. An error before the first event is raised;
+        after it, it becomes an event."""
+        has_begun = False
+        try:
+            async for arrived in submission:
+                if data := self.written(arrived):
+                    has_begun = True
+                    yield data
+        except TailorError as error:
+            if not has_begun:
+                raise
+            yield self.error(error)
+            return
+        yield self.end()
+
+
 _B = TypeVar("_B", bound=GenerationBody)
 
 
@@ -286,12 +318,8 @@ class TextFace(Face, Generic[_B]):
         """The whole answer, once every choice ended. Raises the TailorError that ended it early."""
 
     @abstractmethod
-    def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. An error before the first one is raised."""
-
-    def late_error(self, error: TailorError) -> bytes:
-        """The events of an error before the first event, once the status was sent."""
-        return error_event(error)
+    def writer(self, order: Order, submission: Submission) -> StreamWriter:
+        """What writes the answer as a stream."""
 
     async def respond(self, request: HttpRequest) -> Response:
         context = self.context
@@ -308,10 +336,11 @@ class TextFace(Face, Generic[_B]):
         for account in submission.accounts:
             account.own_ids = target.model.own_ids
         if body.stream:
+            writer = self.writer(order, submission)
             return EventStream(
-                self.events(order, submission),
+                writer.events(submission),
                 submission.abort,
-                late_error=self.late_error,
+                late_error=writer.error,
                 keep_alive_s=context.limits.sse_keep_alive_s,
             )
         return await context.whole(request, lambda: self.whole(order, submission), submission.abort)

@@ -6,7 +6,7 @@ reason and not as unknown fields.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -39,6 +39,7 @@ from server.api.chats import MAX_MESSAGES, Call, Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
 from server.api.order import Names, Order, Target
+from server.api.route_context import StreamWriter
 from server.api.shapes import (
     Chunk,
     Count,
@@ -450,8 +451,8 @@ class ChatCompletions(ChatFace[ChatBody]):
             prompt_token_ids=order.requests[0].prompt_ids if body.return_token_ids else None,
         )
 
-    def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
-        return _Chunks(order, submission).events()
+    def writer(self, order: Order, submission: Submission) -> StreamWriter:
+        return _Chunks(order, submission)
 
 
 def _shown(order: Order, choice: Choice, piece: Piece) -> ChatChoice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from server.api.bodies import GenerationBody, Kinds, Neutral, TokenId
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
 from server.api.order import Generation, Names, Order, PromptText, Target
-from server.api.route_context import TextFace
+from server.api.route_context import StreamWriter, TextFace
 from server.api.shapes import (
     Chunk,
     Count,
@@ -175,8 +175,8 @@ class Completions(TextFace[CompletionBody]):
                 shown.append(answer)
         return CompletionAnswer(choices=shown, **around(order, submission))
 
-    def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
-        return _Chunks(order, submission).events()
+    def writer(self, order: Order, submission: Submission) -> StreamWriter:
+        return _Chunks(order, submission)
 
 
 def _mean_logprob(delta: Delta) -> float:

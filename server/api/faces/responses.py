@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,7 +34,7 @@ from server.api.faces.chat import FunctionBody, check_tier
 from server.api.faces.items import TEXTS, Item, Items
 from server.api.grammars import OutputFormat
 from server.api.order import Names, Order, Target
-from server.api.route_context import RouteContext, encode_ascii
+from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
 from server.api.tools import (
     FUNCTION_NAME,
@@ -336,57 +336,47 @@ class Responses(ChatFace[ResponsesBody]):
 
     async def whole(self, order: Order, submission: Submission) -> ResponseAnswer:
         deltas = await submission.rest()
-        writer = ResponseWriter(order, submission)
+        writer = self.writer(order, submission)
         writer.take(joined(deltas[0, 0]))
-        self._finish(order, writer)
+        writer.finish()
         return writer.answer
 
-    async def events(self, order: Order, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """OpenAI's events; an error after the first one becomes an event."""
-        writer, begun = ResponseWriter(order, submission), False
-        try:
-            async for arrived in submission:
-                events = [] if begun else [_written(event) for event in writer.begin()]
-                begun = True
-                for _, delta in arrived:
-                    events += [_written(event) for event in writer.take(delta)]
-                if events:
-                    yield b"".join(events)
-        except TailorError as error:
-            if not begun:
-                raise
-            yield writer.error(error)
-            return
-        yield b"".join([_written(event) for event in self._finish(order, writer)])
-
-    def _finish(self, order: Order, writer: ResponseWriter) -> list[ResponseEvent]:
-        """End the answer, and keep its items unless the client says store: false."""
-        events = writer.finish()
-        if order.body.store is not False:
-            for item in writer.answer.output:
-                self._kept.keep(order.target.tenant, item)
-        return events
-
-    def late_error(self, error: TailorError) -> bytes:
-        return _error_written(error, 0)
+    def writer(self, order: Order, submission: Submission) -> ResponseWriter:
+        return ResponseWriter(order, submission, self._kept)
 
 
-class ResponseWriter:
-    """The response as it grows; every method returns the events of what changed."""
+class ResponseWriter(StreamWriter):
+    """The response as it grows, and the events of what changed. kept: gets its items, unless the
+    client says store: false."""
 
-    def __init__(self, order: Order, submission: Submission) -> None:
+    def __init__(self, order: Order, submission: Submission, kept: KeptItems) -> None:
         self.answer = _begun(order)
         self._order = order
         self._submission = submission
+        self._kept = kept
         [[self._choice]] = choices_of(order)
         self._num_events = 0
 
-    def begin(self) -> list[ResponseEvent]:
-        """The events before any output."""
-        return [
-            self._event("response.created", response=self.answer),
-            self._event("response.in_progress", response=self.answer),
-        ]
+    def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
+        kinds = () if self._num_events else ("response.created", "response.in_progress")
+        written = [_written(self._event(kind, response=self.answer)) for kind in kinds]
+        for _, delta in arrived:  # written before the next one changes the answer
+            written += map(_written, self.take(delta))
+        return b"".join(written)
+
+    def end(self) -> bytes:
+        return b"".join(map(_written, self.finish()))
+
+    def error(self, error: TailorError) -> bytes:
+        self._num_events += 1
+        return _written(
+            ErrorEvent(
+                sequence_number=self._num_events - 1,
+                code=error.code,
+                message=error.message,
+                param=error.param,
+            )
+        )
 
     def take(self, delta: Delta) -> list[ResponseEvent]:
         """Add one Delta."""
@@ -396,7 +386,7 @@ class ResponseWriter:
         return events
 
     def finish(self) -> list[ResponseEvent]:
-        """End the last item and the response."""
+        """End the last item and the response, and keep what it says."""
         was_cut = self._choice.finish_reason == "length"
         events = self._close(was_cut=was_cut)
         answer = self.answer
@@ -404,12 +394,10 @@ class ResponseWriter:
         answer.incomplete_details = IncompleteDetails() if was_cut else None
         answer.usage = token_usage(self._submission.accounts)
         answer.speculation = speculation_of(self._order, self._submission)
+        if self._order.body.store is not False:
+            for item in answer.output:
+                self._kept.keep(self._order.target.tenant, item)
         return [*events, self._event(f"response.{answer.status}", response=answer)]
-
-    def error(self, error: TailorError) -> bytes:
-        """The event of an error after other events were sent."""
-        self._num_events += 1
-        return _error_written(error, self._num_events - 1)
 
     def _add(self, event: ToolEvent) -> list[ResponseEvent]:
         """A piece of text, the start of a call or more of its arguments."""
@@ -503,18 +491,6 @@ def _begun(order: Order) -> ResponseAnswer:
         top_p=request.sampling.top_p,
         user=body.user,
         metadata=body.metadata or {},
-    )
-
-
-def _error_written(error: TailorError, sequence_number: int) -> bytes:
-    """The event of an error after the status was sent."""
-    return _written(
-        ErrorEvent(
-            sequence_number=sequence_number,
-            code=error.code,
-            message=error.message,
-            param=error.param,
-        )
     )
 
 
