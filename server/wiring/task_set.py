@@ -27,7 +27,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,22 +43,8 @@ log = logging.getLogger("tailor.tasks")
 MAX_UPLOADED_TOKENS = 50_000_000
 _KEPT_FILES = 2  # the corpus that is served and the one before it, which open requests may name
 
-
-@dataclass(frozen=True, slots=True)
-class BuildOrder:
-    """What a process needs to build an uploaded corpus; plain values.
-
-    folder: the model's. examples: the new ones. old: file of those that are kept, or None. target:
-    the task's folder of uploads. fingerprint: of the ids that the corpus is in. enrichment: file of
-    the tokens that outputs are written with, None for the base's alone.
-    """
-
-    folder: Path
-    examples: Sequence[Mapping[str, Any]]
-    old: Path | None
-    target: Path
-    fingerprint: str
-    enrichment: Path | None = None
+Build = Callable[[], dict[str, Any]]
+"""Builds an uploaded corpus: `build_upload` with all that it needs."""
 
 
 class TaskSet:
@@ -68,9 +54,8 @@ class TaskSet:
     tasks: those read at start-up. load: reads them again; raises ConfigError. models: each model's
     (folder, tokenizer fingerprint) by its name; the first is the default. kept: folder of uploaded
     corpora, and of the engines' folders of what they learned (server.engine.task_store), swept by
-    `delete`. build: how a corpus is built; None is in a process of its own. adapters: an AdapterSet
-    of those that are served. enrichments: file of the tokens of each model that has some of its
-    own.
+    `delete`. run: where a corpus is built. adapters: an AdapterSet of those that are served.
+    enrichments: file of the tokens of each model that has some of its own.
     """
 
     def __init__(
@@ -80,7 +65,7 @@ class TaskSet:
         load: Callable[[], Mapping[str, TaskConfig]],
         models: Mapping[str, tuple[Path, str]],
         kept: Path,
-        build: Callable[[BuildOrder], dict[str, Any]] | None = None,
+        run: Callable[[Build], dict[str, Any]] | None = None,
         adapters: Any = None,
         enrichments: Mapping[str, Path] | None = None,
     ) -> None:
@@ -91,7 +76,7 @@ class TaskSet:
         self._enrichments = dict(enrichments or {})
         self._default_model = next(iter(self._models))
         self._uploads, self._learned = kept / "uploads", kept / "engines"
-        self._build = build
+        self._run = run or _run_apart
         self._lock = asyncio.Lock()
         self._files = dict(tasks)
         self._tasks, self._sizes = self._checked(self._files, is_start=True)
@@ -285,7 +270,8 @@ class TaskSet:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             own = self._enrichment_of(task)
-            figures = self._run(BuildOrder(model_folder, examples, old, folder, fingerprint, own))
+            build = partial(build_upload, model_folder, examples, old, folder, fingerprint, own)
+            figures = self._run(build)
             _write_json(folder / "current.json", {"task": task.name, **figures})
         except OSError as error:
             with contextlib.suppress(OSError):  # what it has written, and the folder if it is empty
@@ -300,17 +286,6 @@ class TaskSet:
                 f"The corpus was not changed: the server could not write it ({what})."
             ) from None
         self._prune(folder, figures)
-
-    def _run(self, order: BuildOrder) -> dict[str, Any]:
-        if self._build is not None:
-            return self._build(order)
-        # A process: the build may take a minute of one core, and this one answers requests.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context, initializer=_lower_priority) as pool:
-            try:
-                return pool.submit(build_upload, order).result()
-            except BrokenProcessPool:
-                raise ConfigError("the corpus could not be built: its process died") from None
 
     def _prune(self, folder: Path, figures: Mapping[str, Any]) -> None:
         """Delete corpora older than the served one and the one before it."""
@@ -340,10 +315,29 @@ def _lower_priority() -> None:
         os.nice(5)
 
 
-def build_upload(order: BuildOrder) -> dict[str, Any]:
+def _run_apart(build: Build) -> dict[str, Any]:
+    """In a process: it may take a minute of one core, and this one answers requests."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_lower_priority) as pool:
+        try:
+            return pool.submit(build).result()
+        except BrokenProcessPool:
+            raise ConfigError("the corpus could not be built: its process died") from None
+
+
+def build_upload(
+    model: Path,
+    examples: Sequence[Mapping[str, Any]],
+    old: Path | None,
+    target: Path,
+    fingerprint: str,
+    enrichment: Path | None,
+) -> dict[str, Any]:
     """Tokenize examples, build their corpus, write both. Returns what current.json says.
 
-    Raises ConfigError for examples that cannot be used.
+    model: its folder. old: file of those that are kept. target: the task's folder of uploads.
+    fingerprint: of the ids that the corpus is in. enrichment: file of the tokens that outputs are
+    written with, None for the base's alone. Raises ConfigError for examples that cannot be used.
     """
     from drafters.array_file import ArrayFileError
     from drafters.auto.copying import Pieces
@@ -352,23 +346,23 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     from server.datasets import ExampleReader, open_table
     from vocab_store.enrichment import Enrichment
 
-    tokenizer, table, eos_token_id = open_table(order.folder)
-    fingerprint, vocab_size = order.fingerprint, table.vocab_size
+    tokenizer, table, eos_token_id = open_table(model)
+    vocab_size = table.vocab_size
     written: Callable[[Sequence[int]], list[int]] = list
-    if order.enrichment is not None:
-        enrichment = Enrichment.load(order.enrichment)
-        vocab_size, written = enrichment.vocab_size, enrichment.segment
+    if enrichment is not None:
+        own = Enrichment.load(enrichment)
+        vocab_size, written = own.vocab_size, own.segment
     reader = ExampleReader(tokenizer, eos_token_id, vocab_size=vocab_size)
     # There is room for everything: an upload that is too large is refused, never reduced.
     held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30, repeats=True)
-    if order.old is not None:
+    if old is not None:
         try:
-            held.restore(order.old, fingerprint=fingerprint, scope="upload")
+            held.restore(old, fingerprint=fingerprint, scope="upload")
         except (OSError, ArrayFileError) as error:
             raise ConfigError(
                 f"what was uploaded before cannot be read ({error}); upload with mode replace"
             ) from None
-    for i, example in enumerate(order.examples):
+    for i, example in enumerate(examples):
         prompt, output = reader.of(dict(example), f"examples[{i}]")
         if example.get("output_ids") is None:
             output = written(output)
@@ -380,15 +374,15 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
             )
     if len(held) == 0:
         raise ConfigError("there are no examples")
-    pieces = None if order.enrichment is not None else Pieces(table.offsets, table.blob)
+    pieces = None if enrichment is not None else Pieces(table.offsets, table.blob)
     corpus = build_calibrated(held.examples(), fingerprint=fingerprint, pieces=pieces)
     digest = hashlib.sha256()
     for prompt_ids, output_ids in held.examples():
         for ids in (prompt_ids, output_ids):
             digest.update(ids.shape[0].to_bytes(8, "little") + ids.tobytes())
     name = digest.hexdigest()[:16]
-    held.save(order.target / f"examples-{name}.bin", fingerprint=fingerprint, scope="upload")
-    corpus.save(order.target / f"corpus-{name}.corpus")
+    held.save(target / f"examples-{name}.bin", fingerprint=fingerprint, scope="upload")
+    corpus.save(target / f"corpus-{name}.corpus")
     return {
         "fingerprint": fingerprint,
         "corpus": f"corpus-{name}.corpus",

@@ -48,7 +48,7 @@ def test_a_cache_folder_that_is_a_file_holds_no_upload(
 
 def test_building_runs_in_a_process_and_says_what_is_wrong(place: Place) -> None:
     """The build as it is composed: a spawned process, whose error comes back whole."""
-    task_set = place.task_set(build=None)
+    task_set = place.task_set(run=None)
     examples = [{"prompt_ids": [], "output_ids": [9999]}]
     with pytest.raises(ConfigError, match=r"examples\[0\]: output_ids: 9999 is not below"):
         asyncio.run(task_set.upload("sql", examples, append=False))

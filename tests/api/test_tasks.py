@@ -27,7 +27,7 @@ from server.engine.task_store import TaskStore
 from server.errors import ConfigError
 from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
-from server.wiring.task_set import TaskSet, build_upload
+from server.wiring.task_set import TaskSet
 from tests.api.live import TOKENIZER, LiveServer, encode, served
 from tests.api.real_engine import CONTEXT, FINGERPRINT, make_engine, task_drafters
 from tests.fakes.engine_thread import start_thread
@@ -68,13 +68,13 @@ class Place:
     def write(self, name: str, text: str) -> None:
         (self.tasks / f"{name}.yaml").write_text(text)
 
-    def task_set(self, build: Any = build_upload) -> TaskSet:
+    def task_set(self, run: Any = lambda build: build()) -> TaskSet:
         return TaskSet(
             load_tasks(self.tasks),
             load=lambda: load_tasks(self.tasks, ("tiny",), DRAFTERS),
             models={"tiny": (self.model, FINGERPRINT)},
             kept=self.kept,
-            build=build,
+            run=run,
         )
 
     def serve(self, **limits: Any) -> LiveServer:

@@ -36,7 +36,7 @@ from server.errors import ConfigError
 from server.wiring.engine import build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
-from server.wiring.task_set import BuildOrder, build_upload
+from server.wiring.task_set import build_upload
 from tests.api.live import LiveServer
 from tests.api.orders import decisions, orders
 from tests.fakes.engine_thread import start_thread
@@ -270,11 +270,10 @@ def test_a_grammar_speaks_an_adapters_ids(served: Served) -> None:
 
 def test_uploaded_examples_are_written_in_an_adapters_ids(served: Served, tmp_path: Path) -> None:
     text = served.post("/detokenize", {"model": "m", "tokens": [3, 4, 5, 6]}).json()["prompt"]
-    order = BuildOrder(
+    made = build_upload(
         served.folder / "tiny", [{"prompt": text, "completion": text}] * 3, None, tmp_path,
         "ab" * 32, served.folder / "own" / "enrichment.json",
     )  # fmt: skip
-    made = build_upload(order)
     assert made["fingerprint"] == "ab" * 32
     corpus = Corpus.load(tmp_path / made["corpus"], fingerprint="ab" * 32)
     assert corpus.num_tokens < 3 * 5  # (3, 4) and (5, 6) are one id each, and the end
