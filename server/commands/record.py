@@ -219,16 +219,16 @@ class Prompt:
     ids: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What the model wrote. output_ids: with the EOS id where it ended by itself. likely: of each
     of them, where the likeliest ids were asked for. counts, seconds: of the steps of an engine in
-    this process, and its shares of all that it was open in."""
+    this process, and its shares of all that it was open in. Written by whoever asks."""
 
     prompt: Prompt
-    output_ids: tuple[int, ...]
-    finish_reason: str
-    text: str
+    output_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    text: str = ""
     likely: tuple[TokenLogprob, ...] = ()
     counts: tuple[StepCounts, ...] = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
@@ -304,7 +304,7 @@ def ask_engine(
     waiting, info = iter(prompts), engine.info
     speculation = speculation or SpeculationParams()
     vocabulary = vocabulary or VocabularyParams()
-    asked: dict[str, _Open] = {}
+    asked: dict[str, Answer] = {}
     more = True
     try:
         while True:
@@ -330,7 +330,7 @@ def ask_engine(
                     seed=(sampling.seed + prompt.line) % (1 << 63),
                 )
                 name = f"record-{prompt.line}"
-                asked[name] = _Open(prompt)
+                asked[name] = Answer(prompt)
                 engine.submit(
                     Request(
                         name, task, info.name, ids, drawn, speculation=speculation,
@@ -347,22 +347,19 @@ def ask_engine(
                 if delta.request_id not in asked:
                     continue
                 one = asked[delta.request_id]
-                one.output += delta.token_ids
+                one.output_ids += delta.token_ids
                 one.likely += delta.logprobs
-                one.counts.append(delta.counts)
+                one.counts += (delta.counts,)
                 if delta.finish_reason is None:
                     continue
                 del asked[delta.request_id]
                 if delta.finish_reason in ("error", "abort"):
                     yield Failure(one.prompt, delta.error or delta.finish_reason)
                     continue
-                text = ""
+                one.finish_reason = delta.finish_reason
                 if tokenizer is not None:
-                    text = tokenizer.decode(one.output, skip_special_tokens=True)
-                yield Answer(
-                    one.prompt, tuple(one.output), delta.finish_reason, text, tuple(one.likely),
-                    tuple(one.counts), one.seconds,
-                )  # fmt: skip
+                    one.text = tokenizer.decode(one.output_ids, skip_special_tokens=True)
+                yield one
     finally:
         for name in asked:
             engine.abort(name)
@@ -380,17 +377,6 @@ def answered(found: Iterable[Answer | Failure]) -> Iterator[Answer]:
 def in_order(found: Iterable[Answer | Failure]) -> list[Answer]:
     """The same, in the order of the prompts."""
     return sorted(answered(found), key=lambda answer: answer.prompt.line)
-
-
-@dataclass(slots=True)
-class _Open:
-    """A prompt that is being answered, and what of its Answer there is."""
-
-    prompt: Prompt
-    output: list[int] = field(default_factory=list)
-    likely: list[TokenLogprob] = field(default_factory=list)
-    counts: list[StepCounts] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 # --- a running server -----------------------------------------------------------------------------
