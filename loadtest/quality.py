@@ -83,7 +83,7 @@ from server.commands.enrich import count_passes, spelled
 from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsForm, as_options
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
-from server.commands.record import Prompt, answered, ask_engine, in_order
+from server.commands.record import Answer, Prompt, answered, ask_engine, in_order
 from server.datasets import ExampleReader, tokenize_in_place
 from server.engine.batch import AdaptingRunner, Runner
 from server.engine.engine import Engine
@@ -567,17 +567,7 @@ class AdapterOptions:
     threads: int | None = None
 
 
-@dataclass(slots=True)
-class Side:
-    """What one adapter read and wrote. outputs: ids of each answer, its EOS id included. texts:
-    without. prompt_ids: ids that it read, of a prompt."""
-
-    outputs: list[list[int]]
-    texts: list[str]
-    prompt_ids: float
-
-
-def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
+def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> list[Answer]:
     """Greedy answers of a model with an adapter merged into it, without drafts."""
     chosen = ModelOptions(
         model=options.model, adapter=str(adapter), weights=options.weights, threads=options.threads
@@ -591,11 +581,7 @@ def ask(options: AdapterOptions, adapter: Path, tests: Pairs) -> Side:
             SamplingParams(temperature=0.0, max_tokens=options.tokens),
             speculation=SpeculationParams("off"),
         )  # fmt: skip
-        outputs = [list(one.output_ids) for one in in_order(found)]
-        join = served.table.join
-        texts = [join(ids, skip_special=True).decode(errors="replace") for ids in outputs]
-        read = sum(len(prompt.ids or ()) for prompt in prompts) / len(prompts)
-        return Side(outputs, texts, read)
+        return in_order(found)
 
 
 def filled(answer: str) -> tuple[str, Counter[tuple[str, str]]]:
@@ -631,13 +617,13 @@ def scores(texts: Sequence[str], golds: Sequence[str]) -> dict[str, list[float]]
     }
 
 
-def figures(side: Side, enrichment: Enrichment | None) -> dict[str, Any]:
-    """The ids of one side; see the top of this file."""
-    num = len(side.outputs)
-    base = [ids if enrichment is None else enrichment.expand(ids) for ids in side.outputs]
+def figures(answers: Sequence[Answer], enrichment: Enrichment | None) -> dict[str, Any]:
+    """The ids of one adapter's answers; see the top of this file."""
+    num, outputs = len(answers), [one.output_ids for one in answers]
+    base = [ids if enrichment is None else enrichment.expand(ids) for ids in outputs]
     found: dict[str, Any] = {
-        "prompt_ids": side.prompt_ids,
-        "ids": sum(map(len, side.outputs)) / num,
+        "prompt_ids": sum(len(one.prompt.ids or ()) for one in answers) / num,
+        "ids": sum(map(len, outputs)) / num,
         "base_ids": sum(map(len, base)) / num,
     }
     if enrichment is not None:
@@ -646,7 +632,7 @@ def figures(side: Side, enrichment: Enrichment | None) -> dict[str, Any]:
         possible = sum(i in own for ids in fewest for i in ids)
         found |= {
             "fewest_ids": sum(map(len, fewest)) / num,
-            "adoption": sum(i in own for ids in side.outputs for i in ids) / max(1, possible),
+            "adoption": sum(i in own for ids in outputs for i in ids) / max(1, possible),
         }
     return found
 
@@ -670,13 +656,14 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
     for name, adapter, own in (
         ("base", options.base, None), ("enriched", options.enriched, enrichment),
     ):  # fmt: skip
-        side = ask(options, adapter, tests)
-        scored[name] = scores(side.texts, golds)
+        answers = ask(options, adapter, tests)
+        scored[name] = scores([one.text for one in answers], golds)
         prompts = [prompt for prompt, _ in spelled(tests, own)]
-        written = list(zip(prompts, side.outputs, strict=True))
+        outputs = [list(one.output_ids) for one in answers]
+        written = list(zip(prompts, outputs, strict=True))
         passes = count_passes(spelled(train, own), written, data.text.fingerprint, lambda *_: None)
         judged = {metric: asdict(estimate(each)) for metric, each in scored[name].items()}
-        found[name] = judged | figures(side, own) | {"passes": passes}
+        found[name] = judged | figures(answers, own) | {"passes": passes}
         print(name, found[name], flush=True)
     found["difference"] = {
         metric: asdict(estimate(np.subtract(each, scored["base"][metric]).tolist()))
