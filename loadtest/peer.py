@@ -63,8 +63,6 @@ class Timing:
     chunk_tokens: list[int] = field(default_factory=list)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
-    num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -170,10 +168,8 @@ def _take(timing: Timing, chunk: Mapping[str, Any], now: float, seen: int) -> in
     if chunk.get("error"):
         raise ServerRefused(f"error in the stream: {str(chunk['error'])[:300]}")
     usage = chunk.get("usage") or {}
-    if "prompt_tokens" in usage:
-        timing.num_prompt_tokens = usage["prompt_tokens"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        timing.num_cached_tokens = cached or timing.num_cached_tokens
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    timing.num_cached_tokens = cached or timing.num_cached_tokens
     if chunk.get("speculation"):
         timing.speculation = chunk["speculation"]
     running: int | None = usage.get("completion_tokens")
@@ -184,7 +180,6 @@ def _take(timing: Timing, chunk: Mapping[str, Any], now: float, seen: int) -> in
         ids = choice.get("token_ids") or []
         timing.text += text
         timing.token_ids += ids
-        timing.prompt_token_ids += choice.get("prompt_token_ids") or []
         timing.finish_reason = choice.get("finish_reason") or timing.finish_reason
         # A final usage on a chunk without text counts no new token here: servers that send one
         # have sent every token in a chunk of its own, and num_tokens below takes the usage.
