@@ -128,17 +128,6 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptText:
-    """A prompt as the client gave it (text), or as its ids read; pieces: the bytes of each id.
-
-    Both are empty unless the answer repeats the prompt (echo).
-    """
-
-    text: str = ""
-    pieces: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Order:
     """A Generation as Requests for the engines, and what its answer needs.
 
@@ -152,7 +141,6 @@ class Order:
     generation: Generation
     body: GenerationBody
     requests: tuple[Request, ...]
-    prompts: tuple[PromptText, ...]
     num_choices: int
     grammar_field: str
     num_truncated: int
@@ -214,13 +202,13 @@ class Orders:
         vocabulary = vocabulary_of(body, task)
         timeout_s = tighter(self.limits.queue_timeout_s, task.limits.queue_timeout_s)
         echo_logprobs = [body.prompt_logprobs, generation.logprobs if generation.echo else None]
-        requests, texts, num_truncated = [], [], 0
+        requests, num_truncated = [], 0
         for i, prompt in enumerate(prompts):
             at = names["prompt"] if len(prompts) == 1 else f"{names['prompt']}[{i}]"
             ids = await self._prompt_ids(generation, prompt, target, at)
             if generation.truncate_to is not None:
                 num_truncated += max(0, len(ids) - generation.truncate_to)
-                prompt = ids = ids[-generation.truncate_to :]
+                ids = ids[-generation.truncate_to :]
             max_tokens = self._max_tokens(generation, target, wished, len(ids), at)
             if sampling["min_tokens"] > max_tokens:
                 raise InvalidRequestError(
@@ -259,12 +247,6 @@ class Orders:
                     report_rejected=bool(body.include_rejected_drafts),
                 )
             )
-            text = _NO_TEXT
-            if generation.echo:
-                pieces = model.table.prompt_bytes(ids, skip_special=params.skip_special_tokens)
-                read = b"".join(pieces).decode(errors="replace")
-                text = PromptText(prompt if isinstance(prompt, str) else read, tuple(pieces))
-            texts.append(text)
         total = sum(r.num_choices * (len(r.prompt_ids) + r.sampling.max_tokens) for r in requests)
         if total > self.limits.max_request_tokens:
             raise LimitExceededError(
@@ -281,7 +263,6 @@ class Orders:
             generation,
             body,
             tuple(requests),
-            tuple(texts),
             num_choices,
             grammar_field,
             num_truncated,
@@ -473,7 +454,7 @@ class Orders:
         return wished
 
 
-_NO_TEXT, _FULL = PromptText(), VocabularyParams()
+_FULL = VocabularyParams()
 _NO_SPECULATION, _NO_VOCABULARY = SpeculationBody(), VocabularyBody()
 
 

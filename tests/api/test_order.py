@@ -10,12 +10,15 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from server import token_bytes
+from server.api.answer import choices_of
 from server.api.bodies import validate
+from server.api.faces.completions import CompletionChoice, _ChoiceWriter
 from server.api.routes import DetokenizeBody
 from server.api.served_model import ServedModel
 from server.config import SpeculationConfig, TaskConfig
 from server.config.task import ContextMarks
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
+from server.types import Delta
 from tests.api.live import TABLE, encode
 from tests.api.orders import completion, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -125,7 +128,10 @@ def test_special_tokens_are_added_unless_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no tokens"):
         completion(takes, prompt="", add_special_tokens=False)
     echo = completion(takes, echo=True, logprobs=0)
-    assert echo.prompts[0].text == "the" and echo.prompts[0].pieces == (b"", b"the")
+    [[choice]] = choices_of(echo)
+    ended = Delta("", 0, (), finish_reason="length")
+    shown, _ = _ChoiceWriter(echo, choice).write(CompletionChoice, ended, ())
+    assert shown.text == "the" and shown.logprobs.text_offset == [0, 0]
 
 
 def test_validation_of_a_huge_list_is_quick_and_short() -> None:

@@ -24,7 +24,7 @@ from server.api.answer import (
 from server.api.bodies import GenerationBody, Kinds, Neutral, TokenId
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
-from server.api.order import Generation, Names, Order, PromptText, Target
+from server.api.order import Generation, Names, Order, Target
 from server.api.route_context import StreamWriter, TextFace
 from server.api.shapes import (
     Chunk,
@@ -194,13 +194,24 @@ class _ChoiceWriter:
         self._choice = choice
         self._has_begun = False
         self._wanted = order.generation.logprobs
-        self._prompt = order.prompts[choice.prompt_id]
         self._prompt_ids = choice.request.prompt_ids
-        self._echo: PromptText | None = self._prompt if order.generation.echo else None
         self._table = order.table
         self._names = order.token_names
         self._skip_special = choice.request.sampling.skip_special_tokens
-        self._counter = CharCounter(len(self._prompt.text))
+        self._pieces, self._echo = self._prompt()
+        self._counter = CharCounter(len(self._echo))
+
+    def _prompt(self) -> tuple[list[bytes], str]:
+        """Of a prompt that is repeated: the bytes of each id, and the text as the client gave it,
+        or as the ids read."""
+        generation = self._order.generation
+        if not generation.echo:
+            return [], ""
+        pieces = self._table.prompt_bytes(self._prompt_ids, skip_special=self._skip_special)
+        given = generation.prompts[self._choice.prompt_id]
+        if isinstance(given, str) and generation.truncate_to is None:
+            return pieces, given
+        return pieces, b"".join(pieces).decode(errors="replace")
 
     def write(
         self, kind: Any, delta: Delta, prompt_logprobs: Sequence[TokenLogprob | None]
@@ -210,11 +221,10 @@ class _ChoiceWriter:
         piece = choice.take(delta)
         text = "".join([event for event in piece.events if isinstance(event, str)])
         logprobs = None if self._wanted is None else Logprobs()
-        if self._echo is not None:
-            text = self._echo.text + text
+        if not self._has_begun:
+            text = self._echo + text
             if logprobs is not None:
-                self._add_prompt(logprobs, self._echo, prompt_logprobs)
-            self._echo = None
+                self._add_prompt(logprobs, prompt_logprobs)
         if logprobs is not None:
             for entry in piece.logprobs:
                 data = self._table.join((entry.token_id,), skip_special=self._skip_special)
@@ -228,11 +238,9 @@ class _ChoiceWriter:
         self._has_begun = True
         return shown, piece
 
-    def _add_prompt(
-        self, logprobs: Logprobs, prompt: PromptText, entries: Sequence[TokenLogprob | None]
-    ) -> None:
+    def _add_prompt(self, logprobs: Logprobs, entries: Sequence[TokenLogprob | None]) -> None:
         counter = CharCounter()
-        for i, piece in enumerate(prompt.pieces):
+        for i, piece in enumerate(self._pieces):
             offset = counter.push(piece)
             entry = entries[i] if i < len(entries) else None
             if entry is not None:
