@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -27,38 +26,23 @@ def summarize(values: Sequence[float]) -> dict[str, float] | None:
     return {name: float(np.percentile(values, p)) for name, p in names.items()} if values else None
 
 
-def ratio(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    *,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> dict[str, float]:
-    """median, low and high of numerators[i] / denominators[i], as median_interval gives them.
-
-    Raises ValueError when the lengths differ, there is no pair, or a value is not positive.
-    With one pair the interval is the point itself: no spread is known, and num says so.
-    """
-    if len(numerators) != len(denominators):
-        raise ValueError(f"{len(numerators)} numerators, {len(denominators)} denominators")
-    a, b = (np.asarray(values, dtype=np.float64) for values in (numerators, denominators))
-    if not (np.all(np.isfinite([a, b])) and np.all(a > 0) and np.all(b > 0)):
-        raise ValueError("ratios need positive, finite figures")
-    return median_interval(a / b, num_resamples=num_resamples, seed=seed)
+NUM_RESAMPLES = 10_000
 
 
-def median_interval(
-    values: Sequence[float] | npt.NDArray[np.float64],
-    *,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> dict[str, float]:
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """median, low and high of numerators[i] / denominators[i], as median_interval gives them. All
+    are above 0. With one pair the interval is the point itself: no spread is known, and num says
+    so."""
+    return median_interval([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def median_interval(values: Sequence[float]) -> dict[str, float]:
     """The median of `values`, low and high of its two-sided 95 % percentile-bootstrap interval, and
     num, of the values. Raises ValueError for none."""
     sample = np.asarray(values, dtype=np.float64)
     if not sample.size:
         raise ValueError("no value")
-    picks = np.random.default_rng(seed).integers(0, len(sample), size=(num_resamples, len(sample)))
+    picks = np.random.default_rng(0).integers(0, len(sample), size=(NUM_RESAMPLES, len(sample)))
     low, high = np.percentile(np.median(sample[picks], axis=1), [2.5, 97.5]).tolist()
     return {"median": float(np.median(sample)), "low": low, "high": high, "num": len(sample)}
 
