@@ -169,7 +169,6 @@ class AdapterRoutes:
                 raise InvalidRequestError(f"{error.message[:300]}.", at="lora_path") from None
             await self._tell_engines(served)
             old = admin.add(served)
-            catalog.adapters[name] = served
             assert served.adapter is not None
             await publish(name, AdapterChange(config, served.name, served.adapter))
             if old is not None and old.adapter_id != served.adapter_id:
@@ -194,7 +193,6 @@ class AdapterRoutes:
                     param="lora_name",
                 )
             self._engines(served.name)
-            del catalog.adapters[name]
             admin.remove(name)
             await publish(name, None)
             await self._forget(served)
@@ -206,14 +204,11 @@ class AdapterRoutes:
 
         Raises ConfigError and ModelError for files that cannot be read here.
         """
-        admin, catalog = self._need_admin(), self._context.catalog
+        admin = self._need_admin()
         if change is None:
-            catalog.adapters.pop(name, None)
             admin.remove(name)
-            return
-        served = await asyncio.to_thread(admin.read, change.config, change.model)
-        admin.add(served)
-        catalog.adapters[name] = served
+        else:
+            admin.add(await asyncio.to_thread(admin.read, change.config, change.model))
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""

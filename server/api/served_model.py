@@ -114,7 +114,8 @@ class ServedModel:
 class Catalog:
     """What is served: the models, the adapters beside them, and the tasks; each by name.
 
-    The first model is the default. Tasks are replaced as a whole; adapters come and go.
+    The first model is the default. Tasks are replaced as a whole; adapters come and go in the
+    mapping that is given.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Catalog:
         if not models:
             raise ValueError("no model")
         self.models = dict(models)
-        self.adapters = dict(adapters)
+        self.adapters = adapters
         self.default_model = next(iter(self.models))
         self.tasks: dict[str, TaskConfig] = {}
         self._aliases = {alias: model for model in models.values() for alias in model.aliases}

@@ -260,17 +260,12 @@ class AdapterSet:
     def __init__(self, bases: Mapping[str, ServedModel], folders: Mapping[str, Path]) -> None:
         self._bases = dict(bases)
         self._folders = dict(folders)
-        self._served: dict[str, ServedModel] = {}
-
-    @property
-    def served(self) -> Mapping[str, ServedModel]:
-        """The adapters by their names."""
-        return self._served
+        self.served: dict[str, ServedModel] = {}  # by their names
 
     def orders(self, model: str) -> tuple[AdapterOrder, ...]:
         """The adapters that an engine of a model gets when it starts."""
         return tuple(
-            s.adapter for s in self._served.values() if s.name == model and s.adapter is not None
+            s.adapter for s in self.served.values() if s.name == model and s.adapter is not None
         )
 
     def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
@@ -310,10 +305,10 @@ class AdapterSet:
 
     def add(self, served: ServedModel) -> ServedModel | None:
         """Serve an adapter; the one that had its name before."""
-        old = self._served.get(served.key)
-        self._served[served.key] = served
+        old = self.served.get(served.key)
+        self.served[served.key] = served
         return old
 
     def remove(self, name: str) -> None:
         """Stop serving it."""
-        self._served.pop(name, None)
+        self.served.pop(name, None)

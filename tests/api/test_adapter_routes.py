@@ -85,7 +85,7 @@ class Admin:
 
 def routes(engines: Engines) -> tuple[AdapterRoutes, Admin]:
     admin = Admin()
-    catalog = Catalog({}, {"tiny": served()}, {})
+    catalog = Catalog({}, {"tiny": served()}, admin.served)
     context: Any = SimpleNamespace(catalog=catalog, client=engines)
     return AdapterRoutes(context, admin), admin
 

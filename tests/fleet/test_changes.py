@@ -123,7 +123,7 @@ class Ingress:
         self.shared = SharedTasks(self.admin, desk, name)
         self.told: list[set[str]] = []
         self.engines = Engines()
-        self.catalog = Catalog({}, {"tiny": served("tiny", 64)}, {})
+        self.catalog = Catalog({}, {"tiny": served("tiny", 64)}, self.admin.adapters.served)
         context: Any = SimpleNamespace(catalog=self.catalog, client=self.engines)
         self.routes = AdapterRoutes(context, self.admin.adapters, self.shared.adapter_turn)
         self.running = asyncio.create_task(
