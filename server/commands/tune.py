@@ -40,7 +40,6 @@ from server.commands.tune_choice import (
     expected_gain,
     forecast_gains,
     measured_gains,
-    prompt_coverage,
     replay_all,
     vocabulary,
 )
@@ -151,9 +150,9 @@ def _why(best: Choice | None, material: Material) -> dict[str, Any]:
             "corpus": measured,
             "bigram_entropy_bits": round(bigrams.bits, 2),
             "k80": bigrams.k80,
-            "corpus_bigram_coverage": round(bigram_coverage(corpus, material.held), 3),
+            "corpus_bigram_coverage": round(bigram_coverage(material.held, corpus), 3),
         }
-    why["prompt_bigram_coverage"] = round(prompt_coverage(material.held), 3)
+    why["prompt_bigram_coverage"] = round(bigram_coverage(material.held), 3)
     accepted = 0 if best is None else sum(hits for _, hits in best.forecast.by_source.values())
     if best is not None and accepted:
         why["accepted_by_source"] = {

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from drafters.catalog import Need, catalog, that_use
@@ -589,12 +590,16 @@ def _head_costs(
     ), head_s / step_s
 
 
-def bigram_coverage(corpus: Corpus, held: Sequence[Recording]) -> float:
-    """Share of the held-back outputs' token bigrams that the corpus holds."""
-    grams, _ = corpus.count_grams(2)
-    known = set(map(tuple, grams.tolist()))
-    pairs = [pair for r in held for pair in zip(r.output_ids, r.output_ids[1:], strict=False)]
-    return sum(pair in known for pair in pairs) / max(1, len(pairs))
+def bigram_coverage(held: Sequence[Recording], corpus: Corpus | None = None) -> float:
+    """Share of the held-back outputs' token bigrams that a corpus holds, or their own prompts."""
+    in_corpus = None if corpus is None else set(map(tuple, corpus.count_grams(2)[0].tolist()))
+    hits = num = 0
+    for r in held:
+        known = set(pairwise(r.prompt_ids)) if in_corpus is None else in_corpus
+        pairs = list(pairwise(r.output_ids))
+        hits += sum(pair in known for pair in pairs)
+        num += len(pairs)
+    return hits / max(1, num)
 
 
 def corpus_fit(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -612,14 +617,3 @@ def corpus_fit(choices: Sequence[Choice]) -> dict[str, Any]:
         return {}
     best = max(gains.values())
     return {"corpus_gain": best, "corpus_fits": best >= CORPUS_FITS, "corpus_gains": gains}
-
-
-def prompt_coverage(held: Sequence[Recording]) -> float:
-    """Share of the held-back outputs' token bigrams that their own prompts hold."""
-    hits = num = 0
-    for r in held:
-        known = set(zip(r.prompt_ids, r.prompt_ids[1:], strict=False))
-        pairs = list(zip(r.output_ids, r.output_ids[1:], strict=False))
-        hits += sum(pair in known for pair in pairs)
-        num += len(pairs)
-    return hits / max(1, num)
