@@ -84,8 +84,8 @@ def _serve(runner: TorchRunner) -> None:
     ]
     for i, sampling in enumerate(samplings):
         speculation = SpeculationParams("fake" if i < 3 else "off", 3)
-        sampling = replace(sampling, max_tokens=5, ignore_eos=True)
-        prompt = tuple(5 + (3 * i + j) % 40 for j in range(4 + 5 * i))
+        sampling = replace(sampling, max_tokens=4, ignore_eos=True)
+        prompt = tuple(5 + (3 * i + j) % 40 for j in range(4 + 4 * i))
         requests.append(Request(str(i), "task", "tiny", prompt, sampling, speculation=speculation))
     results = run_requests(engine, [(0, request) for request in requests])
     assert engine.recovery.num_failed_steps == 0 and len(results) == len(samplings)
