@@ -22,7 +22,6 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.sampler import plan_draws
 from server.model.loader import finish_module
 from server.types import SamplingParams
-from tests.fakes import reference_sampler as sampling
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
@@ -32,8 +31,10 @@ from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
 from tests.model.gpu.test_slices import assert_close
 from tests.model.gpu.test_slices import make as make_slicing
+from tests.model.sampler_cases import reference
 from tests.model.slice_cases import batch_of, make_slices, run
 from tests.model.slice_engines import asking, requests_of, serve
+from tests.model.test_hf_equality import against
 from tests.model.torch_runners import body_of, head_of, runner_over
 
 pytestmark = pytest.mark.gpu
@@ -137,55 +138,27 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_every_family_are_the_cpu_s(family: str) -> None:
-    """A chunked prompt, a tree off its last row, decode rows of a neighbour, an accepted path."""
-    results = []
-    for device in (CPU, CUDA):
-        runner = make(family, device)
-        pages = Pages(NUM_BLOCKS, seed=4)
-        table, other = pages.sequence(120), pages.sequence(60)
-        prompt = tokens(70, 1)
-        first = BatchBuilder()
-        first.add_rows(table, prompt[:33], 0)
-        first.add_rows(other, tokens(40, 2), 0)
-        run(runner, first.build())
-        second = BatchBuilder()
-        rows = second.add_rows(table, prompt[33:], 33)
-        rows += second.add_tree(table, 69, tokens(12, 3), [-1, 0, 1, 2, 0, 4, -1, 6, 7, 8, 9, 10])
-        rows += second.add_rows(other, [9], 40)
-        for row in rows:
-            second.score(row, 0, V)
-        parts = [all_logprobs(run(runner, second.build()), V)]
-        path = [6, 7, 8, 9]
-        runner.move_slots(
-            np.asarray([table.slot(70 + i) for i in path], np.int32),
-            np.asarray([table.slot(70 + i) for i in range(4)], np.int32),
-        )
-        third = BatchBuilder()
-        third.score(third.add_rows(table, [17], 74)[0], 0, V)
-        parts.append(all_logprobs(run(runner, third.build()), V))
-        results.append(np.concatenate(parts))
-        runner.close()
-    np.testing.assert_allclose(results[1], results[0], rtol=0, atol=5e-4)
+def test_rows_of_every_family_have_transformers_logits(family: str) -> None:
+    """In chunks, beside others, in a tree, behind an accepted path, in a copied block."""
+    module = (generic_models if family in ON_CUDA else families).build(family)
+    runner = make(family, CUDA)
+    rows = against(runner, module, 5e-4)
+    rows.neighbours()
+    rows.tree(15)
+    rows.fork()
+    runner.close()
 
 
 def sampled_batch(table: Pages.Table, position: int) -> Batch:
     """A step with a tree whose draws need every part of the sampler, logprobs and scores."""
     builder = BatchBuilder()
-    asked = [
-        SamplingParams(temperature=0.0, num_logprobs=5),
-        SamplingParams(temperature=0.9, top_p=0.9, seed=1, num_logprobs=0),
-        SamplingParams(temperature=0.9, top_k=20, min_p=0.05, seed=2, logit_bias=((4, 2.0),)),
-        SamplingParams(temperature=1.1, seed=3, presence_penalty=0.4, repetition_penalty=1.2),
-        SamplingParams(temperature=0.8, seed=4, min_tokens=9, allowed_token_ids=tuple(range(90))),
-        SamplingParams(temperature=0.0, frequency_penalty=0.5),
-    ]
     row = builder.add_rows(table, [7], position)[0]
     nodes = builder.add_tree(table, position, [3, 4, 5], [-1, 0, -1])
     mask = builder.add_mask(range(0, V, 3), V)
-    for choice_id, s in enumerate(asked):
+    for choice_id, s in enumerate(SAMPLINGS):
+        asked = replace(s, seed=choice_id, num_logprobs=5 if choice_id % 2 else None)
         params = builder.add_params(
-            draw_params(s, choice_id=choice_id, banned_until=[2], counts={3: (1, 0), 8: (2, 1)})
+            draw_params(asked, choice_id=choice_id, banned_until=[2], counts={3: (1, 0), 8: (2, 1)})
         )
         root = builder.draw(row, params, mask=mask if choice_id % 2 else -1)
         first = builder.draw(nodes[0], params, root)
@@ -209,16 +182,7 @@ def test_draws_are_the_reference_s_on_the_device_s_own_logits() -> None:
     batch = sampled_batch(table, 20)
     drawn = run(runner, batch)
     logits = seen[0].cpu().numpy()
-    for d in range(batch.num_draws):
-        mask_id = int(batch.draw_mask[d])
-        want = sampling.draw(
-            logits[batch.draw_rows[d]],
-            batch.params[batch.draw_params[d]],
-            int(batch.draw_positions[d]),
-            batch.path_tokens(d),
-            batch.masks[mask_id] if mask_id >= 0 else None,
-        )
-        assert drawn.token_ids[d] == want
+    assert drawn.token_ids.tolist() == reference(batch, logits)
     runner.close()
 
 

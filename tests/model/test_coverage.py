@@ -34,8 +34,12 @@ COLUMNS: dict[str, Callable[[], set[str]]] = {
     "drafts": lambda: _params(test_family_engines),
     "slices": lambda: _params(test_family_engines),
     "exact": lambda: _params(test_family_engines),
-    "adapters": lambda: _params(test_families.test_an_adapter_is_merged_into_every_family),
-    "GGUF": lambda: _params(test_gguf_families.test_a_quantised_file_is_served_as_it_is),
+    "adapters": lambda: _params(
+        test_families.test_a_saved_model_of_every_family_is_served_and_an_adapter_merged
+    ),
+    "GGUF": lambda: _params(
+        test_gguf_families.test_a_file_of_floats_or_blocks_gives_transformers_logits
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from server.model.loader import finish_module, open_model
 from server.model.shape import rope_tables, shape_of
 from server.model.supported import check_raw
 from server.types import EngineSizes
-from tests.model import families
+from tests.model import families, generic_models
 from tests.model.families import prefill, served, tokens, truth
 from tests.model.tiny_models import save_tokenizer
 
@@ -32,13 +32,9 @@ def _close(got: families.Logprobs, want: families.Logprobs) -> None:
     np.testing.assert_allclose(got, want, rtol=0.0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", list(families.FAMILIES))
-def test_a_saved_model_of_every_family_is_served(family: str, tmp_path: Path) -> None:
-    module = families.build(family)
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, families.VOCAB_SIZE)
-    ids = tokens(40, 3)
-    _close(served(tmp_path, ids), truth(module, ids))
+def _save(module: Any, folder: Path) -> None:
+    module.save_pretrained(folder)
+    save_tokenizer(folder, families.VOCAB_SIZE)
 
 
 def _adapter(module: Any, folder: Path) -> None:
@@ -59,16 +55,18 @@ def _adapter(module: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", list(families.FAMILIES))
-def test_an_adapter_is_merged_into_every_family(family: str, tmp_path: Path) -> None:
+def test_a_saved_model_of_every_family_is_served_and_an_adapter_merged(
+    family: str, tmp_path: Path
+) -> None:
     module = families.build(family)
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, families.VOCAB_SIZE)
-    ids = tokens(30, 3)
-    before = truth(module, ids)
+    _save(module, tmp_path)
+    ids = tokens(40, 3)
+    plain = truth(module, ids)
+    _close(served(tmp_path, ids), plain)
     _adapter(module, tmp_path / "adapter")
     got = served(tmp_path, ids, adapter=str(tmp_path / "adapter"))
     _close(got, truth(module, ids))
-    assert np.abs(got - before).max() > 0.01
+    assert np.abs(got - plain).max() > 0.01
 
 
 def test_the_tests_have_a_model_of_every_family() -> None:
@@ -77,16 +75,6 @@ def test_the_tests_have_a_model_of_every_family() -> None:
 
 # --- the text part of multimodal checkpoints ------------------------------------------------------
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 256,
-}
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -95,43 +83,36 @@ _VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+_IMAGES = {"image_token_index": 198}
+_QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+         "out_hidden_size": 64}  # fmt: skip
 
 
-def _gemma3() -> Any:
-    text = transformers.Gemma3TextConfig(
-        **_TEXT, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
-    )
-    vision = transformers.SiglipVisionConfig(**_VISION)
-    return transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(
-            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=198
-        )
-    )
-
-
-def _ministral3() -> Any:
-    text = transformers.Ministral3Config(**_TEXT, tie_word_embeddings=False)
-    vision = transformers.PixtralVisionConfig(**{**_VISION, "head_dim": 16})
-    return transformers.Mistral3ForConditionalGeneration(
-        transformers.Mistral3Config(
-            text_config=text, vision_config=vision, image_token_index=198, tie_word_embeddings=False
-        )
-    )
-
-
-@pytest.mark.parametrize("make", [_gemma3, _ministral3])
-def test_the_text_part_of_a_multimodal_checkpoint_is_served(make: Any, tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    module = make().eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, 199)
-    opened = open_model(tmp_path)
-    assert not [name for name in opened.weights.names() if "vision" in name]
+@pytest.mark.parametrize(
+    ("text_part", "name", "vision", "others"),
+    [
+        ("gemma3", "Gemma3", _VISION, {**_IMAGES, "mm_tokens_per_image": 4}),
+        ("ministral3", "Mistral3", {**_VISION, "head_dim": 16}, _IMAGES),
+        ("qwen3_5_text", "Qwen3_5", _QWEN, {}),
+    ],
+)
+def test_the_text_part_of_a_multimodal_checkpoint_is_served(
+    text_part: str, name: str, vision: dict[str, Any], others: dict[str, int], tmp_path: Path
+) -> None:
+    of = families if text_part in families.FAMILIES else generic_models
+    text: Any = of.build(text_part)
+    model_class: Any = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = model_class.config_class(
+        text_config=text.config.to_dict(), vision_config=vision,
+        tie_word_embeddings=text.config.tie_word_embeddings, **others,
+    )  # fmt: skip
+    whole = model_class(config).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    _save(whole, tmp_path)
+    assert not [name for name in open_model(tmp_path).weights.names() if "vision" in name]
     ids = tokens(40, 3, 198)
-    _close(served(tmp_path, ids), truth(module, ids))
+    _close(served(tmp_path, ids), truth(text, ids))
 
 
 def test_a_multimodal_config_may_leave_sizes_out() -> None:
@@ -192,8 +173,7 @@ def test_longrope_ends_where_its_short_factors_end_unless_more_is_asked_for() ->
 
 def test_longrope_beyond_its_original_context_uses_long_factors_for_all(tmp_path: Path) -> None:
     module: Any = families.build("phi3")
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    _save(module, tmp_path)
     sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=320, kv_bytes=8 << 20)
     found = {}
     for length in (256, 512, 256):  # tables of one length are kept for the next start
@@ -307,8 +287,7 @@ def test_a_switch_that_is_not_computed_is_refused_by_its_key(
     family: str, changes: dict[str, Any], told: str, nearest: str, tmp_path: Path
 ) -> None:
     module = families.build(family)
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    _save(module, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
     with pytest.raises(UnsupportedModelError, match=rf"(?s){told}.*Nearest that works.*") as caught:
@@ -341,8 +320,7 @@ def test_a_family_of_ones_own_is_one_row(own_family: Family, tmp_path: Path) -> 
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, 199)
+    _save(module, tmp_path)
     ids = tokens(40, 3)
     _close(served(tmp_path, ids), truth(module, ids))
     with pytest.raises(ValueError, match="is there already"):

@@ -22,9 +22,6 @@ from tests.model.gguf_models import MODELS, VOCAB_SIZE, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-FAMILIES = list(MODELS)
-
-
 IDS = tokens(40, 3, VOCAB_SIZE)
 
 
@@ -38,27 +35,24 @@ def _rounded(module: Any) -> None:
                 weight.copy_(torch.from_numpy(exact))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_floats_gives_transformers_logits(family: str, tmp_path: Path) -> None:
-    module = MODELS[family].build()
-    write(MODELS[family], module, tmp_path / "m.gguf")
-    got = served(model_folder(str(tmp_path / "m.gguf")), IDS, VOCAB_SIZE)
-    np.testing.assert_allclose(got, truth(module, IDS), rtol=0.0, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", list(MODELS))
+def test_a_file_of_floats_or_blocks_gives_transformers_logits(family: str, tmp_path: Path) -> None:
+    """Of weights that Q8_0 keeps as they are."""
     model = MODELS[family]
     module = model.build()
     _rounded(module)
-    write(model, module, tmp_path / "m.gguf", "Q8_0")
-    folder = model_folder(str(tmp_path / "m.gguf"), "file")
+    want = truth(module, IDS)
+    write(model, module, tmp_path / "floats.gguf")
+    got = served(model_folder(str(tmp_path / "floats.gguf")), IDS, VOCAB_SIZE)
+    np.testing.assert_allclose(got, want, rtol=0.0, atol=1e-4)
+    write(model, module, tmp_path / "blocks.gguf", "Q8_0")
+    folder = model_folder(str(tmp_path / "blocks.gguf"), "file")
     weights = open_model(folder).weights
     assert isinstance(weights, GgufWeights)
     state = module.state_dict()
     for name in set(weights.names()) & set(state):  # the dense Granite 4.0 has Granite 3's names
         np.testing.assert_allclose(weights.floats(name), state[name].numpy(), atol=2e-7)
-    error = np.abs(served(folder, IDS, VOCAB_SIZE) - truth(module, IDS))
+    error = np.abs(served(folder, IDS, VOCAB_SIZE) - want)
     assert 0.0 < float(error.mean()) < 0.2  # of the activations, which are rounded to 8 bits
 
 

@@ -6,145 +6,95 @@ transformers.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from server.model.cpu.runner import CpuRunner
+from server.engine.batch import Runner
 from server.model.cpu.threads import KernelThreads, Team
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, leaf_paths
+from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import Logprobs, prefill, step, tokens
+from tests.model.row_cases import NUM_BLOCKS, ROOTS, RowCases
 from tests.waiting import wait_until
 
+
+def one_by_one(runner: Runner, ids: Sequence[int], start: int = 0) -> Logprobs:
+    """One step a token from `start` on, behind one chunk."""
+    table, builder = Pages(NUM_BLOCKS, seed=1).sequence(len(ids)), BatchBuilder()
+    if builder.add_rows(table, ids[:start], 0):
+        step(runner, builder, [])
+    got = []
+    for i in range(start, len(ids)):
+        builder = BatchBuilder()
+        got.append(step(runner, builder, builder.add_rows(table, ids[i : i + 1], i)))
+    return np.concatenate(got)
+
+
+def to_the_bit(runner: Runner) -> RowCases:
+    """Cases of a runner whose truth is its own loop of one token at a time."""
+    known = functools.cache(functools.partial(one_by_one, runner))
+    equal = np.testing.assert_array_equal
+    return RowCases(runner, lambda ids, start: known(tuple(ids), start), equal)
+
+
+# Families that rows of a prompt, a tree or a window differ in: by windows, rotary positions, caps,
+# scales by position, convolutions. test_family_engines.py has the texts of every family.
+_FAMILIES = ["llama", "qwen2", "gemma2", "smollm3", "phi3", "ministral3", "lfm2"]
 _INTEGERS = ["int8 gemma3", "int8-blocks llama", "int4 qwen2"]
 _SMALL_CACHES = ["float32:float16 qwen3", "float32:int8 gemma3", "int8-blocks:int8 llama"]
 
 
-@pytest.fixture(scope="module", params=[*families.FAMILIES, *_INTEGERS, *_SMALL_CACHES])
-def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
+@pytest.fixture(scope="module", params=[*_FAMILIES, *_INTEGERS, *_SMALL_CACHES])
+def cases(request: pytest.FixtureRequest) -> Iterator[RowCases]:
     form, _, family = str(request.param).rpartition(" ")
     dtype, _, kv_dtype = form.partition(":")
     made = cpu_runner(
         families.build(family), dtype=dtype or "float32", kv_dtype=kv_dtype or "float32"
     )
-    yield made
+    yield to_the_bit(made)
     made.close()
 
 
-def one_by_one(runner: CpuRunner, ids: list[int], seed: int) -> Logprobs:
-    return go_on(runner, Pages(64, seed=seed).sequence(len(ids)), ids, 0)
+@pytest.mark.parametrize("chunk", [2, 13, 48, 70])
+def test_chunks_of_any_size(cases: RowCases, chunk: int) -> None:
+    cases.chunks(70, chunk)
 
 
-def go_on(runner: CpuRunner, table: Pages.Table, ids: list[int], start: int) -> Logprobs:
-    """One step a token, behind what the sequence holds before `start`."""
-    got = []
-    for i, token in enumerate(ids, start):
-        builder = BatchBuilder()
-        rows = builder.add_rows(table, [token], i)
-        got.append(step(runner, builder, rows))
-    return np.concatenate(got)
+def test_copied_blocks_are_read_as_the_first_ones(cases: RowCases) -> None:
+    cases.fork()
 
 
-@dataclass(frozen=True)
-class Text:
-    """Some ids and the truth about each of them."""
-
-    ids: list[int]
-    truth: Logprobs
+def test_neighbours_change_nothing(cases: RowCases) -> None:
+    cases.neighbours()
 
 
-def texts_of(runner: CpuRunner, *lengths: int) -> list[Text]:
-    """Texts of these lengths."""
-    prompts = [tokens(n, 30 + n) for n in lengths]
-    return [Text(ids, one_by_one(runner, ids, i)) for i, ids in enumerate(prompts)]
-
-
-@pytest.fixture(scope="module")
-def texts(runner: CpuRunner) -> list[Text]:
-    return texts_of(runner, 90, 5, 17, 33)
-
-
-@pytest.mark.parametrize("chunk", [2, 7, 13, 48, 90])
-def test_chunks_of_any_size(runner: CpuRunner, texts: list[Text], chunk: int) -> None:
-    ids = texts[0].ids
-    table = Pages(64, seed=4).sequence(len(ids))
-    got = []
-    for start in range(0, len(ids), chunk):
-        builder = BatchBuilder()
-        got.append(
-            step(runner, builder, builder.add_rows(table, ids[start : start + chunk], start))
-        )
-    assert np.array_equal(np.concatenate(got), texts[0].truth)
-
-
-def test_copied_blocks_are_read_as_the_first_ones(runner: CpuRunner, texts: list[Text]) -> None:
-    """A fork's tail block, and a shared prefix."""
-    ids, want = texts[0].ids[:40], texts[0].truth[35:40]
-    pages = Pages(64, seed=5)
-    table, fork = pages.sequence(40), pages.sequence(40)
-    builder = BatchBuilder()
-    builder.add_rows(table, ids[:35], 0)
-    step(runner, builder, [])
-    blocks = [np.asarray([t.slot(p) // 16 for p in (0, 16, 32)], np.int32) for t in (table, fork)]
-    runner.copy_blocks(*blocks)
-    builder = BatchBuilder()
-    assert np.array_equal(step(runner, builder, builder.add_rows(fork, ids[35:], 35)), want)
-
-
-def test_neighbours_change_nothing(runner: CpuRunner, texts: list[Text]) -> None:
-    pages = Pages(64, seed=8)
-    builder = BatchBuilder()
-    rows = [builder.add_rows(pages.sequence(len(text.ids)), text.ids, 0) for text in texts]
-    got = step(runner, builder, [r for part in rows for r in part])
-    assert np.array_equal(got, np.concatenate([text.truth for text in texts]))
-
-
-def test_rows_that_nobody_asks_for_change_nothing(runner: CpuRunner, texts: list[Text]) -> None:
+def test_rows_that_nobody_asks_for_change_nothing(cases: RowCases) -> None:
     """Of most rows of a prompt a last layer makes keys and values alone."""
-    pages = Pages(64, seed=9)
-    tables = [pages.sequence(len(text.ids)) for text in texts]
-    builder = BatchBuilder()
-    rows = [builder.add_rows(t, text.ids[:-1], 0) for t, text in zip(tables, texts, strict=True)]
-    got = step(runner, builder, [rows[0][10], rows[0][-1], rows[3][-1]])
-    assert np.array_equal(got, [texts[0].truth[10], texts[0].truth[-2], texts[3].truth[-2]])
-    for table, text in zip(tables, texts, strict=True):
+    pages, builder = Pages(NUM_BLOCKS, seed=9), BatchBuilder()
+    texts = [tokens(num, 30 + num) for num in (60, 5, 33)]
+    tables = [pages.sequence(len(ids)) for ids in texts]
+    rows = [builder.add_rows(t, ids[:-1], 0) for t, ids in zip(tables, texts, strict=True)]
+    got = [step(cases.runner, builder, [rows[0][10], rows[0][-1], rows[2][-1]])]
+    for table, ids in zip(tables, texts, strict=True):
         builder = BatchBuilder()
-        last = builder.add_rows(table, text.ids[-1:], len(text.ids) - 1)
-        assert np.array_equal(step(runner, builder, last), text.truth[-1:])
+        last = builder.add_rows(table, ids[-1:], len(ids) - 1)
+        got.append(step(cases.runner, builder, last))
+    first, _, third = texts
+    want = [cases.truth(ids, len(ids) - 1) for ids in (first[:11], first[:-1], third[:-1], *texts)]
+    cases.equal(np.concatenate(got), np.concatenate(want))
 
 
-@pytest.mark.parametrize("root", [0, 6, 7, 14, 15, 16, 31])
-def test_tree_rows_and_what_follows_an_accepted_path(runner: CpuRunner, root: int) -> None:
-    parents = [-1, 0, -1, 2, 3, 3, 1, 4]
-    *others, accepted = leaf_paths(parents)
-    ids, nodes = tokens(root + 1, root), tokens(len(parents), 90 + root)
-    table = Pages(64, seed=root).sequence(root + 1 + len(parents) + 8)
-    builder = BatchBuilder()
-    builder.add_rows(table, ids, 0)
-    got = step(runner, builder, builder.add_tree(table, root, nodes, parents))
-    runner.move_slots(
-        np.asarray([table.slot(root + 1 + i) for i in accepted], np.int32),
-        np.asarray([table.slot(root + 1 + i) for i in range(4)], np.int32),
-    )
-    builder = BatchBuilder()
-    after = step(runner, builder, builder.add_rows(table, [9, 8, 7], root + 5))
-    # Nobody reads these blocks any more, so that those of the truth may be the same.
-    alone = Pages(64, seed=1).sequence(root + 1 + len(parents))
-    builder = BatchBuilder()
-    builder.add_rows(alone, ids, 0)  # in one chunk, which gives what one by one gives
-    step(runner, builder, [])
-    for path in (*others, accepted):
-        linear = go_on(runner, alone, [nodes[i] for i in path], root + 1)
-        assert np.array_equal(got[path], linear), path
-    assert np.array_equal(after, go_on(runner, alone, [9, 8, 7], root + 5))
+@pytest.mark.parametrize("root", ROOTS)
+def test_tree_rows_and_what_follows_an_accepted_path(cases: RowCases, root: int) -> None:
+    cases.tree(root)
 
 
 def test_thread_count_changes_nothing() -> None:

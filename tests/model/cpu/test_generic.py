@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from server.config import ModelConfig
-from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.generic import runner as generic_runner
@@ -28,17 +26,11 @@ from server.wiring.model import served_model
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu import test_bits, test_family_engines
-from tests.model.families import VOCAB_SIZE
 from tests.model.generic_models import GENERIC, build, of
-from tests.model.test_families import _adapter
-from tests.model.tiny_models import save_tokenizer
+from tests.model.test_families import _adapter, _save
+from tests.model.test_hf_equality import against
 
 SIZES = EngineSizes(max_num_seqs=8, max_num_batched_tokens=256, kv_bytes=8 << 20)
-
-
-def _save(module: Any, folder: Path) -> None:
-    module.save_pretrained(folder)
-    save_tokenizer(folder, VOCAB_SIZE)
 
 
 def _built(folder: Path, **changes: Any) -> GenericRunner:
@@ -59,32 +51,17 @@ def runner(
     made.close()
 
 
-def test_logits_are_those_of_transformers_in_chunks_and_trees(runner: Any) -> None:
-    check_logits(runner, build(runner.info.name), runner.info.num_blocks)
-
-
-def check_logits(runner: Runner, module: Any, num_blocks: int) -> None:
-    """Of a text in chunks and as a tree, those of a module."""
-    ids = families.tokens(60, 3)
-    table = Pages(num_blocks, seed=4).sequence(60)
-    builder = BatchBuilder()
-    got = [families.step(runner, builder, builder.add_rows(table, ids[:37], 0))]
-    builder = BatchBuilder()
-    parents = list(range(-1, 21))
-    rows = [*builder.add_rows(table, ids[37:38], 37)]
-    rows += builder.add_tree(table, 37, ids[38:], parents)
-    got.append(families.step(runner, builder, rows))
-    want = families.truth(module, ids)
-    np.testing.assert_allclose(np.concatenate(got), want, rtol=0.0, atol=1e-4)
+def test_logits_are_those_of_transformers_in_chunks(runner: Any) -> None:
+    against(runner, build(runner.info.name)).chunks(60, 37)
 
 
 def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
     runner: GenericRunner,
 ) -> None:
-    texts = test_bits.texts_of(runner, 33, 5, 17)
-    test_bits.test_chunks_of_any_size(runner, texts, 13)
-    test_bits.test_neighbours_change_nothing(runner, texts)
-    test_bits.test_tree_rows_and_what_follows_an_accepted_path(runner, 14)
+    cases = test_bits.to_the_bit(runner)
+    cases.chunks(21, 13)
+    cases.neighbours()
+    cases.tree(14)
 
 
 # Windows and a scale on logits; learned positions; biases everywhere; recurrent layers.
@@ -165,7 +142,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
     _save(build("qwen3_5_text"), tmp_path)
     made = _built(tmp_path)
     prompts = [families.tokens(n, n) for n in (40, 41, 42)]
-    want = [test_bits.one_by_one(made, ids, i)[-1] for i, ids in enumerate(prompts)]
+    want = [test_bits.one_by_one(made, ids, len(ids) - 1)[0] for ids in prompts]
     pages = Pages(64, seed=3)
     tables = [pages.sequence(len(ids)) for ids in prompts]
     made.close()
@@ -193,22 +170,6 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
         got = families.step(made, builder, rows)
         assert np.array_equal(got, np.stack(want))
         made.close()
-
-
-def test_the_text_part_of_a_multimodal_checkpoint_is_served(tmp_path: Path) -> None:
-    text = build("qwen3_5_text")
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
-              "out_hidden_size": 64}  # fmt: skip
-    config = transformers.Qwen3_5Config(
-        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False
-    )
-    whole: Any = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    whole.model.language_model.load_state_dict(text.model.state_dict())
-    whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    _save(whole, tmp_path)
-    ids = families.tokens(30, 8)
-    got = families.served(tmp_path, ids)
-    np.testing.assert_allclose(got, families.truth(text, ids), rtol=0.0, atol=1e-4)
 
 
 # --- what is refused when it is tried -------------------------------------------------------------

@@ -5,7 +5,6 @@ The Triton half runs in the interpreter's process (tests/model/gpu/test_attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -32,10 +31,10 @@ from server.model.gpu.runner import TorchRunner
 from server.model.states import StatePlaces
 from server.types import SpeculationParams
 from tests.model import families, generic_models
-from tests.model import test_hf_equality as equality
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
 from tests.model.gpu.needs import needs_interpreter
 from tests.model.slice_engines import requests_of, serve
+from tests.model.test_hf_equality import against
 from tests.model.torch_runners import body_of, runner_over
 
 V = families.VOCAB_SIZE
@@ -47,46 +46,24 @@ def hybrid(**options: Any) -> TorchRunner:
     return runner_over(module, **options)
 
 
-@pytest.fixture
-def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its chunked form sums in another order than its own recurrent one, 1e-4 away."""
-    monkeypatch.setattr(equality, "TOLERANCE", 2e-4)
-    return equality.Truth(generic_models.build("qwen3_5_text"))
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Any]:
-    made = hybrid()
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 33])
-def test_chunks_give_transformers_logits(runner: Any, truth: Any, chunk: int) -> None:
-    equality.test_chunked_prefill(runner, truth, chunk)
-
-
-@pytest.mark.parametrize("root", [3, 15, 30])
-def test_tree_rows_are_the_path_fed_linearly(runner: Any, truth: Any, root: int) -> None:
-    equality.test_tree_rows_are_the_path_fed_linearly(runner, truth, root)
-
-
-def test_neighbours_accepted_paths_and_forks(runner: Any, truth: Any) -> None:
-    equality.test_several_sequences_in_one_batch(runner, truth)
-    equality.test_decode_after_an_accepted_path(runner, truth)
-    equality.test_a_fork_reads_its_copied_block(runner, truth)
-
-
-@pytest.mark.parametrize("keep", [0, 2])
-def test_a_lost_state_is_replayed(truth: Any, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few states for the sequences of a step, or none: histories are walked again, those of the
-    roots of draft trees too."""
+@pytest.mark.parametrize("keep", [0, 2, 20])
+def test_rows_have_transformers_logits_and_a_lost_state_is_replayed(
+    keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too few states for the sequences of a step, or none, histories are walked again, those
+    of the roots of draft trees too. transformers' chunked form sums in another order than its own
+    recurrent one, 1e-4 away."""
     monkeypatch.setattr(recurrent, "num_states", lambda max_num_seqs: keep)
     made = hybrid()
     assert body_of(made).states.states.shape[1] == keep
-    equality.test_several_sequences_in_one_batch(made, truth)
-    equality.test_decode_after_an_accepted_path(made, truth)
-    equality.test_tree_rows_are_the_path_fed_linearly(made, truth, 15)
+    cases = against(made, generic_models.build("qwen3_5_text"), 2e-4)
+    if keep == 20:
+        cases.chunks(24, 1)
+        cases.chunks(70, 33)
+        cases.fork()
+        cases.tree(3)
+    cases.neighbours()
+    cases.tree(15)
     made.close()
 
 
