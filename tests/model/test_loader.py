@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +15,6 @@ from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import cache_folder
 from server.model.loader import build_module, open_model
 from tests.model.tiny_models import FAMILIES, save_tiny
-from tests.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -34,7 +35,9 @@ def test_weights_and_forward_equal_transformers(family: str, folder: Path) -> No
     for name in opened.weights.names():
         assert torch.equal(weights.get(name), state[name]), name
         assert opened.weights.shape(name) == tuple(state[name].shape)
-    module = build_module(opened, torch.float32, torch.device("cpu"))
+    module: Any = build_module(opened, torch.float32, torch.device("cpu"))
+    is_tied = module.lm_head.weight is module.model.embed_tokens.weight
+    assert is_tied == saved.config.tie_word_embeddings
     ids = torch.arange(40)[None] * 3 % 128
     with torch.inference_mode():
         assert torch.equal(module(ids).logits, saved(ids).logits)
@@ -66,16 +69,6 @@ def test_skipped_weights_stay_on_meta(folder: Path) -> None:
     module = build_module(open_model(folder), torch.float32, torch.device("cpu"), skip=skip)
     meta = {name for name, p in module.named_parameters() if p.is_meta}
     assert meta == set(skip)
-
-
-def test_tied_head_is_the_embedding(folder: Path) -> None:
-    save_tiny(folder, "llama")
-    opened = open_model(folder)
-    weights: Any = opened.weights
-    head, table = (weights.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    assert torch.equal(head, table)
-    module: Any = build_module(opened, torch.float32, torch.device("cpu"))
-    assert module.lm_head.weight is module.model.embed_tokens.weight
 
 
 def test_module_owns_its_memory(folder: Path) -> None:
@@ -193,28 +186,27 @@ def test_index_may_not_leave_the_folder(folder: Path) -> None:
 def test_peak_memory_is_one_copy(folder: Path) -> None:
     """Loading allocates the model once, plus at most one tensor and small change."""
     save_tiny(folder, "llama", vocab_size=128, hidden_size=512, intermediate_size=4096)
-    size = (folder / "model.safetensors").stat().st_size
-    script = (
-        "import sys, torch, resource\n"
-        "from server.model.loader import open_model, build_module\n"
-        "import transformers.models.llama.modeling_llama\n"
-        "folder = open_model(sys.argv[1])\n"
-        "def private():\n"
-        "    for line in open('/proc/self/status'):\n"
-        "        if line.startswith('RssAnon'): return int(line.split()[1]) * 1024\n"
-        "import threading, time\n"
-        "peak, done = [0], []\n"
-        "def watch():\n"
-        "    while not done:\n"
-        "        peak[0] = max(peak[0], private()); time.sleep(0.005)\n"
-        "before = private()\n"
-        "thread = threading.Thread(target=watch); thread.start()\n"
-        "module = build_module(folder, torch.float32, torch.device('cpu'))\n"
-        "done.append(1); thread.join()\n"
-        "print(peak[0] - before)\n"
-    )
-    largest = 4096 * 512 * 4
-    assert int(run_python("-c", script, folder)) < size + 2 * largest + (32 << 20)
+    size, largest = (folder / "model.safetensors").stat().st_size, 4096 * 512 * 4
+    opened, done, seen = open_model(folder), threading.Event(), list[int]()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(private())
+
+    def private() -> int:
+        (line,) = [x for x in status.read_text().splitlines() if x.startswith("RssAnon")]
+        return int(line.split()[1]) * 1024
+
+    status = Path("/proc/self/status")
+    watcher = threading.Thread(target=watch)
+    ctypes.CDLL(None).malloc_trim(0)  # else what earlier tests gave back would be used first
+    before = private()
+    watcher.start()
+    module = build_module(opened, torch.float32, torch.device("cpu"))
+    done.set()
+    watcher.join()
+    assert 0.9 * size < max(seen) - before < size + 2 * largest + (32 << 20)
+    assert module is not None
 
 
 def test_real_model(real_model_folder: Path) -> None:
@@ -227,6 +219,6 @@ def test_real_model(real_model_folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(opened.tokenizer_file))
     ids = tokenizer.encode("The capital of France is").ids
     with torch.inference_mode():
-        out = module.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)
+        out = module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
     text = tokenizer.decode(out[0, len(ids) :].tolist())
-    assert text == " Paris.\n\nThe answer is: 2018-01-22 12:1"
+    assert text == " Paris.\n\nThe answer is: 201"

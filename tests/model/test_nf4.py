@@ -18,20 +18,17 @@ SHAPES = [(6, 64), (5, 40), (3, 192), (300, 70)]  # blocks end with rows, inside
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A weight by the formulas, one number after the other."""
+    """A weight by the formulas."""
     state = json.loads(bytes(tensors[f"w{STATE}"].tolist()))
     outputs, inputs = state["shape"]
-    found = []
-    for i in range(outputs * inputs):
-        byte = int(tensors["w"].flatten()[i // 2])
-        level = tensors["w.quant_map"][byte >> 4 if i % 2 == 0 else byte & 15]
-        block = i // state["blocksize"]
-        top = tensors["w.absmax"][block]
-        if "nested_blocksize" in state:
-            scale = tensors["w.nested_absmax"][block // state["nested_blocksize"]]
-            top = tensors["w.nested_quant_map"][int(top)] * scale + state["nested_offset"]
-        found.append(float(level) * float(top))
-    return torch.tensor(found).view(outputs, inputs)
+    numbers, tops = tensors["w"].flatten(), tensors["w.absmax"]
+    levels = tensors["w.quant_map"][torch.stack([numbers >> 4, numbers & 15], 1).flatten().int()]
+    if "nested_blocksize" in state:
+        scales = tensors["w.nested_absmax"].repeat_interleave(state["nested_blocksize"])
+        tops = tensors["w.nested_quant_map"][tops.int()] * scales[: len(tops)]
+        tops = tops + state["nested_offset"]
+    of_each = tops.repeat_interleave(state["blocksize"])[: outputs * inputs]
+    return (levels[: outputs * inputs] * of_each).view(outputs, inputs)
 
 
 @pytest.mark.parametrize("nested", [True, False])
