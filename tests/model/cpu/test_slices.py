@@ -67,13 +67,12 @@ def test_a_head_in_its_file_gives_the_same_bits(form: str, monkeypatch: pytest.M
     held, read = _runner(form), _runner(form, "in its file")
     try:
         assert read.weight_bytes < held.weight_bytes
-        for seed in range(4):
-            batch = batch_of(8, seed, [-1] * 8)
-            assert_equal(run(read, batch), run(held, batch))
-            greedy = replace(draw_params(), sampling=SamplingParams(temperature=0.0))
-            plain = replace(batch, params=(greedy,) * len(batch.params))
-            assert_likely(read, plain, 1e-6)
-            assert_equal(run(read, plain), run(held, plain))
+        batch = batch_of(8, 1, [-1] * 8)
+        assert_equal(run(read, batch), run(held, batch))
+        greedy = replace(draw_params(), sampling=SamplingParams(temperature=0.0))
+        plain = replace(batch, params=(greedy,) * len(batch.params))
+        assert_likely(read, plain, 1e-6)
+        assert_equal(run(read, plain), run(held, plain))
     finally:
         held.close()
         read.close()
@@ -84,11 +83,10 @@ def slices(runner: CpuRunner) -> list[HeadSlice]:
     return make_slices(runner)
 
 
-@pytest.mark.parametrize("seed", range(2))
 def test_the_likeliest_ids_are_told_beside_the_draws(
-    runner: CpuRunner, slices: list[HeadSlice], seed: int
+    runner: CpuRunner, slices: list[HeadSlice]
 ) -> None:
-    batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
+    batch = batch_of(8, 1, [0, 1, 2, -1, 2, 1, -1, 0])
     assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-6)
     assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-6)
     assert_likely(runner, replace(batch, draw_slice=None), 1e-6)
@@ -120,7 +118,7 @@ def test_a_step_refuses_arrays_of_other_types(runner: CpuRunner) -> None:
     assert run(runner, batch).token_ids.shape == (3,)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_slice_is_the_full_head_restricted(
     runner: CpuRunner, slices: list[HeadSlice], seed: int
 ) -> None:
@@ -150,21 +148,8 @@ def test_a_slice_is_the_full_head_restricted(
             assert token == sampling.draw(logits, params, position, [])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice], seed: int) -> None:
-    check_neighbours(runner, slices, seed, 0.0)
-
-
-def test_choices_of_one_prompt_share_a_row(runner: CpuRunner, slices: list[HeadSlice]) -> None:
-    pages, builder = Pages(64), BatchBuilder()
-    row = builder.add_rows(pages.sequence(4), [5, 6, 7, 8], 0)[-1]
-    sampling = SamplingParams(temperature=1.5, seed=8)
-    for choice in range(12):
-        builder.draw(row, builder.add_params(draw_params(sampling, choice_id=choice)))
-    batch = replace(builder.build(), draw_slice=np.zeros(12, np.int32))
-    got = run(runner, replace(batch, slices=(slices[0],)))
-    assert_equal(got, run(runner, replace(batch, slices=(uncached(slices[0]),))))
-    assert len(set(got.token_ids.tolist())) > 1
+def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice]) -> None:
+    check_neighbours(runner, slices, 0.0)
 
 
 def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
@@ -202,9 +187,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)
     places = np.arange(dynamic.shape[0], dtype=np.int32)[::-1].copy()
-    sliced.load_rows(dynamic, places)
-    columns = np.concatenate([np.arange(static.shape[0]), static.shape[0] + places])
-    slice_ = HeadSlice(ids, columns.astype(np.int32), 0, static.shape[0])
+    slice_ = cached(sliced, 0, static, dynamic, places)
     states = rng.random((1, width), np.float32) + np.float32(0.1)
     out = np.zeros(padded(num), np.float32)
     builder = BatchBuilder()

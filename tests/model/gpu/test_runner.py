@@ -22,7 +22,6 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from server.model.kv_memory import num_blocks_for
 from server.types import DeviceFigures, SamplingParams
-from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.families import tokens
@@ -53,59 +52,6 @@ def raw_logits(token_ids: list[int]) -> npt.NDArray[np.float32]:
     with torch.no_grad():
         result: npt.NDArray[np.float32] = module(torch.tensor([token_ids])).logits[0, -1].numpy()
     return result
-
-
-def test_draws_and_logprobs_are_the_reference_s_on_transformers_logits(
-    runner: TorchRunner,
-) -> None:
-    ids = tokens(30, 1)
-    builder = BatchBuilder()
-    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(30), ids, 0)[-1]
-    asked = [
-        draw_params(SamplingParams(temperature=0.0, num_logprobs=3)),
-        draw_params(SamplingParams(temperature=1.2, top_p=0.9, seed=9)),
-        draw_params(SamplingParams(temperature=0.7, seed=4, num_logprobs=0), choice_id=1),
-        draw_params(SamplingParams(temperature=0.0, allowed_token_ids=(5, 6, 7))),
-        draw_params(SamplingParams(temperature=0.0, num_logprobs=0, logprob_token_ids=(5, 6, 7))),
-    ]
-    for params in asked:
-        builder.draw(row, builder.add_params(params))
-    runner.launch(builder.build())
-    drawn = runner.wait()
-    logits = raw_logits(ids)
-    want = [sampling.draw(logits, params, 30, []) for params in asked]
-    assert drawn.token_ids.tolist() == want
-    for d in (0, 2, 4):
-        own = asked[d].sampling
-        expected = sampling.token_logprob(
-            logits, want[d], own.num_logprobs or 0, own.logprob_token_ids
-        )
-        assert drawn.ranks[d] == expected.rank
-        np.testing.assert_allclose(drawn.logprobs[d], expected.logprob, atol=1e-4)
-        assert [i for i, _ in drawn.top[d]] == [i for i, _ in expected.top]
-        np.testing.assert_allclose(
-            [x for _, x in drawn.top[d]], [x for _, x in expected.top], atol=1e-4
-        )
-    assert np.isnan(drawn.logprobs[[1, 3]]).all() and drawn.ranks[1] == 0 and drawn.top[3] == ()
-    assert drawn.model_s > 0.0
-
-
-def test_a_draw_without_an_answer_fails_alone(runner: TorchRunner) -> None:
-    ids = tokens(5, 7)
-    builder = BatchBuilder()
-    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(5), ids, 0)[-1]
-    empty = SamplingParams(allowed_token_ids=(5,), logit_bias=((5, -100.0),), num_logprobs=1)
-    builder.draw(row, builder.add_params(draw_params(empty)))
-    builder.draw(row, builder.add_params(draw_params()))
-    runner.launch(builder.build())
-    with pytest.raises(DrawError, match="no token is left") as caught:
-        runner.wait()
-    assert [d for d, _ in caught.value.failed] == [0]
-    want = int(np.argmax(raw_logits(ids)))
-    assert caught.value.drawn.token_ids.tolist() == [-1, want]
-    runner.launch(builder.build())  # the runner goes on
-    with pytest.raises(DrawError):
-        runner.wait()
 
 
 def test_nan_logits_are_reported_by_the_draw() -> None:
@@ -197,7 +143,8 @@ def test_life_cycle() -> None:
     made.launch(batch)
     with pytest.raises(RuntimeError, match="in flight"):
         made.launch(batch)
-    assert made.wait().token_ids.shape == (0,)
+    drawn = made.wait()
+    assert drawn.token_ids.shape == (0,) and drawn.model_s > 0.0
     made.close()
     made.close()
     with pytest.raises(RuntimeError, match="closed"):

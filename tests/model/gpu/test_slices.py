@@ -42,7 +42,7 @@ from tests.model.slice_cases import (
     run,
     uncached,
 )
-from tests.model.slice_engines import PROFILES, asking, assert_same, requests_of, serve
+from tests.model.slice_engines import asking, assert_same, requests_of, serve
 from tests.model.tiny_models import save_tiny
 from tests.model.torch_runners import body_of, head_of, runner_over
 
@@ -75,7 +75,7 @@ def make(
 
 @pytest.fixture(
     scope="module",
-    params=["llama-device", "llama-stream", "gemma3-device", "gemma3-cpu", "gemma2-stream"],
+    params=["llama-device", "gemma3-device", "gemma3-cpu", "gemma2-stream"],
 )
 def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
     family, place = str(request.param).split("-")
@@ -110,28 +110,29 @@ def hf_logits(module: PreTrainedModel, batch: Batch, row: int) -> npt.NDArray[np
 # -- draws ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
 def test_the_likeliest_ids_are_told_beside_the_draws(
-    runner: TorchRunner, slices: list[HeadSlice], seed: int
+    runner: TorchRunner, slices: list[HeadSlice]
 ) -> None:
-    batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
+    batch = batch_of(8, 1, [0, 1, 2, -1, 2, 1, -1, 0])
     assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-5)
     assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-5)
     assert_likely(runner, replace(batch, draw_slice=None), 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_slice_is_the_full_head_restricted(
     runner: TorchRunner, slices: list[HeadSlice], seed: int
 ) -> None:
-    """Draws of cached slices are those of the reference sampler on transformers' own logits with
-    -inf outside the slice, and of the same slices when their rows are not cached."""
-    batch = batch_of(7, seed, [0, 1, 2, 0, 2, 1, 2])
+    """Draws of the full head and of cached slices are those of the reference sampler on
+    transformers' own logits with -inf outside the slice, and of the same slices when their rows are
+    not cached; what is told of each is the reference's, or nothing."""
+    batch = batch_of(7, seed, [0, 1, 2, -1, 2, 1, -1])
     got = run(runner, replace(batch, slices=tuple(slices)))
     assert_close(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))))
     module = families.build(runner.info.name)
+    every = HeadSlice(np.arange(V, dtype=np.int32), np.empty(0, np.int32), -1, 0)
     for d, token in enumerate(got.token_ids.tolist()):
-        ids = slices[int(batch.draw_slice[d])].ids  # type: ignore[index]
+        ids = [*slices, every][int(batch.draw_slice[d])].ids  # type: ignore[index]
         logits = np.full(V, -np.inf, np.float32)
         logits[ids] = hf_logits(module, batch, int(batch.draw_rows[d]))[ids]
         params = batch.params[int(batch.draw_params[d])]
@@ -143,12 +144,14 @@ def test_a_slice_is_the_full_head_restricted(
                 logits, token, asked.num_logprobs or 0, asked.logprob_token_ids
             )
             np.testing.assert_allclose(got.logprobs[d], want.logprob, atol=2e-4)
+            assert got.ranks[d] == want.rank
             assert [i for i, _ in got.top[d]] == [i for i, _ in want.top]
+        else:
+            assert np.isnan(got.logprobs[d]) and (got.ranks[d], got.top[d]) == (0, ())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice], seed: int) -> None:
-    check_neighbours(runner, slices, seed, 2e-4)
+def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice]) -> None:
+    check_neighbours(runner, slices, 2e-4)
 
 
 def test_slabs_change_nothing() -> None:
@@ -331,13 +334,7 @@ def test_pads_never_win_when_every_logit_is_negative(
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)
     places = np.arange(dynamic.shape[0], dtype=np.int32)[::-1].copy()
-    sliced.load_rows(dynamic, places)
-    slice_ = HeadSlice(
-        ids,
-        np.concatenate([np.arange(static.shape[0]), static.shape[0] + places]).astype(np.int32),
-        0,
-        static.shape[0],
-    )
+    slice_ = cached(sliced, 0, static, dynamic, places)
     view = sliced.view([slice_])
     assert sliced.view([slice_]) is view
     states = torch.from_numpy(rng.random((2, 32), np.float32) + np.float32(0.1)).to(dtype)
@@ -414,55 +411,26 @@ def test_what_does_not_fit_is_refused() -> None:
     ("family", "place"),
     [("llama", "device"), ("gemma3", "cpu"), ("lfm2", "stream")],
 )
-def test_exact_is_full(family: str, place: str) -> None:
+def test_exact_is_full_and_a_slice_s_text_is_its_own(family: str, place: str) -> None:
     """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
     for all (preemption) and too few rows for all slices."""
     want, _ = serve(make(families.build(family)), requests_of(0), max_num_seqs=1)
     runner = make(families.build(family), place)
     rng = Random(7)
-    missed = preempted = 0
+    missed = preempted = num_sliced = 0
     for blocks, seats, rows, modes in (
-        (48, 8, 4096, ("exact",)),
         (4, 4, 4096, ("exact", "full", "slice")),
-        (48, 8, 8, ("exact", "full")),
+        (48, 8, 8, ("exact",)),
     ):
         asked = asking(requests_of(0), rng, modes)
         got, engine = serve(
             runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_cache_rows=rows
         )
         preempted += engine.scheduler.num_preemptions
-        exact = {r.request_id for r in asked if r.vocabulary.mode != "slice"}
-        assert_same(got, want, 2e-4, exact.__contains__)
+        sliced = [r for r in asked if r.vocabulary.mode == "slice"]
+        alone, _ = serve(runner, sliced, max_num_seqs=1)
+        assert_same(got, want | alone, 2e-4)
+        num_sliced += len(alone)
         missed += sum(v.num_missed for result in got.values() for v in result.vocabulary)
     runner.close()
-    assert missed > 10 and preempted > 0
-
-
-def test_a_slice_s_text_does_not_depend_on_neighbours_that_come_and_go() -> None:
-    """Alone, or among others that are aborted, preempted and miss: the same ids, in the slice."""
-    runner = make(families.build("gemma3"), "stream")
-    requests = asking(requests_of(1), Random(1), ("slice",))
-    alone: dict[Any, Any] = {}
-    for request in requests:
-        alone |= serve(runner, [request])[0]
-    others = [
-        replace(r, request_id=f"other-{r.request_id}")
-        for r in asking(requests_of(2), Random(2), ("exact",))
-    ]
-    for blocks in (48, 7):
-        aborted = {"other-r0": 2, "other-r2": 4, "other-r5": 6}
-        got, _ = serve(runner, others[:3] + requests + others[3:], num_blocks=blocks,
-                       max_num_seqs=6, abort_after=aborted)  # fmt: skip
-        for key, result in alone.items():
-            assert got[key].ids == result.ids
-            assert got[key].finish_reason == result.finish_reason
-            request = next(r for r in requests if r.request_id == key[0])
-            profile = PROFILES[str(request.vocabulary.profile)]
-            own = {
-                *profile.slice.ids.tolist(),
-                *request.prompt_ids,
-                *request.sampling.stop_token_ids,
-                *(i for i, _ in request.sampling.logit_bias),
-            }
-            assert set(result.ids) <= own
-    runner.close()
+    assert missed > 10 and preempted > 0 and num_sliced > 1
