@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from server.engine.adapters import Vocabulary
-from server.engine.batch import Batch, Drawn
+from server.engine.batch import Batch, Drawn, Runner
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
+from server.model.cpu.runner import CpuRunner
 from server.model.gpu.body import GraphKey
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
@@ -38,10 +39,11 @@ OWN = {0: 0, 1: NEW, 2: MORE, -1: 0}
 """Place -> ids of its adapter's own: a plain adapter, two with tokens, and the base."""
 
 
-def adapters(family: str, folder: Path) -> list[Any]:
-    """PEFT's models of the adapters at places 0, 1 and 2, saved into folders of these names."""
+def adapters(family: str, folder: Path, **settings: Any) -> list[Any]:
+    """PEFT's models of the adapters at places 0, 1 and 2, saved into folders of these names.
+    settings: of the plain one."""
     return [
-        lora(families.build(family), folder / "0", 1),
+        lora(families.build(family), folder / "0", 1, **settings),
         enriched(families.build(family), folder / "1", 2, NEW),
         enriched(families.build(family), folder / "2", 3, MORE),
     ]
@@ -50,6 +52,11 @@ def adapters(family: str, folder: Path) -> list[Any]:
 def made(family: str, folder: Path | None, **options: Any) -> TorchRunner:
     """A runner that holds the adapters, if there is a folder."""
     runner = runner_over(finish_module(families.build(family)), **options)
+    return runner if folder is None else holding(runner, folder)
+
+
+def made_on_cpu(family: str, folder: Path | None) -> CpuRunner:
+    runner = cpu_runner(families.build(family))
     return runner if folder is None else holding(runner, folder)
 
 
@@ -62,7 +69,7 @@ def holding(runner: Any, folder: Path) -> Any:
     return runner
 
 
-def step(runner: TorchRunner, batch: Batch, places: Sequence[int] | None = None) -> Drawn:
+def step(runner: Runner, batch: Batch, places: Sequence[int] | None = None) -> Drawn:
     if places is not None:
         batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
     runner.launch(batch)
@@ -72,14 +79,16 @@ def step(runner: TorchRunner, batch: Batch, places: Sequence[int] | None = None)
 @needs_peft
 @pytest.mark.parametrize(
     ("family", "place"),
-    [("llama", "cpu"), ("gemma2", "device"), ("gemma2", "cpu"), ("phi3", "device"),
-     ("lfm2", "device")],
+    [("llama", "cpu"), ("gemma2", "device"), ("gemma3", "cpu"), ("phi3", "device"),
+     ("glm4", "device"), ("olmo2", "device"), ("lfm2", "device")],
 )  # fmt: skip
 def test_rows_have_the_tokens_of_their_adapter_alone(
     family: str, place: str, tmp_path: Path
 ) -> None:
-    """Heads of their own and tied ones, soft-capped ones; the embedding on either side."""
-    theirs = adapters(family, tmp_path)
+    """Heads of their own and tied ones, soft-capped ones; the embedding on either side; one matrix
+    for q, k and v and three; ranks that differ by module; several adapters in a step."""
+    down, out = ("w2", "out_proj") if family == "lfm2" else ("down_proj", "o_proj")
+    theirs = adapters(family, tmp_path, target_modules=[down, out], r=7, rank_pattern={out: 3})
     table: dict[str, Any] = {}
     if place == "cpu":
         embedding: Any = families.build(family).get_submodule("model.embed_tokens")
@@ -97,16 +106,18 @@ def test_rows_have_the_tokens_of_their_adapter_alone(
             continue
         want = truth(theirs[own], ids)
         assert want.shape[1] == V + OWN[own]
+        assert not np.allclose(want[:, :V], np.stack(base), rtol=0, atol=1e-2)
         np.testing.assert_allclose(np.stack(rows), want, rtol=0, atol=2e-4)
     runner.close()
     bare.close()
 
 
 @needs_peft
-def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [made, made_on_cpu])
+def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(make: Any, tmp_path: Path) -> None:
     """Bias, masks, logprobs, named ones and likely ids, greedy and sampled, in one step."""
     adapters("llama", tmp_path)
-    runner, bare = made("llama", tmp_path), made("llama", None)
+    runner, bare = make("llama", tmp_path), make("llama", None)
     pages, builder = Pages(64, seed=6), BatchBuilder()
     masked = builder.add_mask([7, V + 2], V + MORE)
     to_own = tuple((V + i, 90.0) for i in range(NEW))
@@ -143,6 +154,14 @@ def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(tmp_path: Path) -> N
             assert drawn.token_ids[d] == plain.token_ids[d] and drawn.top[d] == plain.top[d]
             assert np.array_equal(drawn.logprobs[d], plain.logprobs[d], equal_nan=True)
             assert np.array_equal(drawn.likely.chances[d], plain.likely.chances[d])
+    runner.close()
+    bare.close()
+
+
+@needs_peft
+def test_ids_that_a_request_does_not_have_are_refused(tmp_path: Path) -> None:
+    adapters("llama", tmp_path)
+    runner = made("llama", tmp_path)
     for token, place in ((V + NEW, 1), (V, -1)):
         with pytest.raises(ValueError, match="outside the vocabulary"):
             prompt_logprobs(runner, [[token]], [place])
@@ -151,14 +170,13 @@ def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="outside the vocabulary"):
         prompt_logprobs(runner, [[V]], [1])
     runner.close()
-    bare.close()
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"num_logprobs": 1},
     "noisy": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
     "penalised": {"frequency_penalty": 0.6, "repetition_penalty": 1.2},
-    "biased": {"logit_bias": tuple((V + i, 4.0) for i in range(NEW)), "min_tokens": 4},
+    "biased": {"logit_bias": tuple((V + i, 5.0) for i in range(NEW)), "min_tokens": 4},
 }
 ORDERS = [AdapterOrder(f"a{p}@{p}", "", V + OWN[p]) for p in (0, 1, 2)]
 
@@ -171,7 +189,7 @@ def requests() -> list[Request]:
             if "logit_bias" in settings and not OWN[place]:
                 settings = {"logit_bias": ((7, 1.0),)}
             sampling = SamplingParams(
-                **{"temperature": 0.0, "max_tokens": 14, "ignore_eos": True} | settings
+                **{"temperature": 0.0, "max_tokens": 10, "ignore_eos": True} | settings
             )
             prompt = tuple(tokens(6 + 3 * len(made) % 17, len(made), V + OWN[place]))
             adapter = f"a{place}@{place}" if place >= 0 else ""
@@ -208,7 +226,7 @@ def texts(
 def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) -> None:
     adapters("llama", tmp_path)
     asked = requests()
-    cpu = cpu_runner(families.build("llama"))
+    cpu = made_on_cpu("llama", None)
     want = texts(cpu, tmp_path, asked)
     cpu.close()
     assert sum(i >= V for ids in want.values() for i in ids) > 20, "ids of their own are drawn"
