@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 
 from server.engine.batch import Batch
+from server.model.cpu.records import FAILED
 from server.model.gpu import sampler
 from server.model.gpu.sampler import DrawPlan, plan_draws, token_logprobs
 from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.cpu import test_sampler as cpu_sampler
 from tests.model.sampler_cases import Case, Logits, V, cases, reference
 from tests.profiles import examples
 
@@ -30,11 +32,12 @@ def draw_all(batch: Batch, logits: Logits) -> list[int]:
 
 @settings(max_examples=examples(1200), deadline=None)
 @given(cases())
-def test_the_same_ids_as_the_reference(case: Case) -> None:
+def test_both_samplers_draw_the_same_ids_as_the_reference(case: Case) -> None:
     batch, logits = case
-    before = logits.copy()
-    assert draw_all(batch, logits) == reference(batch, logits)
+    before, want = logits.copy(), reference(batch, logits)
+    assert draw_all(batch, logits) == want
     np.testing.assert_array_equal(logits, before)
+    assert cpu_sampler.drawn(batch, logits) == [max(token, FAILED) for token in want]
 
 
 def test_only_rows_with_top_k_or_top_p_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
