@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,8 @@ from tests.model.test_structured_model import TOKENIZER, VOCAB, _module
 from tests.profiles import examples
 
 Path_ = tuple[int, ...]
-Logits = Callable[[list[int]], torch.Tensor]
+Ids = npt.NDArray[np.int64]
+Logits = Callable[[list[Path_]], torch.Tensor]
 
 # Texts share beginnings, "the " is forced in one branch, and some ends are.
 GRAMMAR = GrammarSpec(
@@ -51,34 +53,54 @@ class Language:
     num_forced: int
 
 
-def enumerated(compiler: GrammarCompiler, spec: GrammarSpec, prompt: Path_, of: Logits, eos: int,
+def enumerated(compiler: GrammarCompiler, spec: GrammarSpec, of: Logits, eos: int,
                top_k: int) -> Language:  # fmt: skip
-    """Every text of a grammar and its chance. of: raw logits behind ids, by transformers."""
+    """Every text of a grammar and its chance. of: raw logits behind each of some texts of one
+    length, by transformers."""
     grammar = compiler.compile(spec).result()
     found, num_forced = dict[Path_, float](), 0
-    open_paths: list[tuple[Path_, float]] = [((), 1.0)]
-    while open_paths:
-        path, chance = open_paths.pop()
-        state = GrammarState(grammar)
-        for token in path:
-            assert state.consume(token)
-        row = np.zeros(state.num_words, np.uint32)
-        state.fill_mask(row)
-        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-        if state.is_complete and set(allowed.tolist()) <= {eos}:
-            found[path] = chance
-            continue
-        num_forced += allowed.shape[0] == 1
-        logits = of([*prompt, *path]).double()[torch.from_numpy(allowed)] / TEMPERATURE
-        kept = torch.topk(logits, min(top_k, allowed.shape[0]) if top_k else allowed.shape[0])
-        shares = torch.softmax(kept.values, 0).tolist()
-        for which, share in zip(kept.indices.tolist(), shares, strict=True):
-            token = int(allowed[which])
-            if token == eos:
-                found[path] = found.get(path, 0.0) + chance * share
+    chances: dict[Path_, float] = {(): 1.0}
+    while chances:
+        allowed = dict[Path_, Ids]()
+        for path, chance in chances.items():
+            state = GrammarState(grammar)
+            for token in path:
+                assert state.consume(token)
+            row = np.zeros(state.num_words, np.uint32)
+            state.fill_mask(row)
+            ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if state.is_complete and set(ids.tolist()) <= {eos}:
+                found[path] = chance
             else:
-                open_paths.append(((*path, token), chance * share))
+                allowed[path] = ids
+        longer = dict[Path_, float]()
+        for (path, ids), every in zip(allowed.items(), of([*allowed]), strict=True):
+            num_forced += ids.shape[0] == 1
+            logits = every.double()[torch.from_numpy(ids)] / TEMPERATURE
+            kept = torch.topk(logits, min(top_k, ids.shape[0]) if top_k else ids.shape[0])
+            shares = torch.softmax(kept.values, 0).tolist()
+            for which, share in zip(kept.indices.tolist(), shares, strict=True):
+                token = int(ids[which])
+                if token == eos:
+                    found[path] = chances[path] * share
+                else:
+                    longer[*path, token] = chances[path] * share
+        chances = longer
     return Language(found, int(num_forced))
+
+
+def last_logits(module: Any, prompt: Path_) -> Logits:
+    """transformers' own, behind the prompt and each of some texts."""
+
+    def logits(texts: list[Path_]) -> torch.Tensor:
+        if not texts:
+            return torch.empty(0)
+        ids = torch.tensor([[*prompt, *text] for text in texts])
+        with torch.no_grad():
+            rows: torch.Tensor = module(ids, logits_to_keep=1).logits[:, -1]
+        return rows
+
+    return logits
 
 
 def knowing(language: Language, prompt: Path_) -> FakeDrafter:
@@ -148,15 +170,10 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
             parameter.mul_(0.5)  # flat enough that every text is drawn
     prompt = tuple(TOKENIZER.encode("The answer is").ids)
 
-    def logits(ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            row: torch.Tensor = module(torch.tensor([ids])).logits[0, -1]
-        return row
-
-    language = enumerated(compiler, GRAMMAR, prompt, logits, 0, top_k)
+    language = enumerated(compiler, GRAMMAR, last_logits(module, prompt), 0, top_k)
     assert len(language.chances) > 6 and language.num_forced > 4
     found = []
-    for drafts, num in ((0, 800), (12, 240)):
+    for drafts, num in ((0, 480), (12, 120)):
         runner = cpu_runner(module, num_blocks=512)
         runner.info = replace(runner.info, eos_token_ids=(0,))
         engine = Engine(
@@ -168,7 +185,7 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
         found.append(texts)
         runner.close()
     check(language, found[0])
-    assert found[1] == found[0][:240], "drafts change no text, so their distribution is the same"
+    assert found[1] == found[0][:120], "drafts change no text, so their distribution is the same"
     flat = replace(language, chances=dict.fromkeys(language.chances, 1 / len(language.chances)))
     with pytest.raises(AssertionError):
         check(flat, found[0])
@@ -189,18 +206,13 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
     prompt = tuple(tokenizer.encode("Is the sky blue? Answer with one word:").ids)
     grammar = GrammarSpec("regex", " (yes|no|not (so|in)|a big no)")
 
-    def logits(ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            row: torch.Tensor = module(torch.tensor([ids])).logits[0, -1]
-        return row
-
-    language = enumerated(compiler, grammar, prompt, logits, eos[0], 0)
+    language = enumerated(compiler, grammar, last_logits(module, prompt), eos[0], 0)
     engine = Engine(
         runner, {"known": knowing(language, prompt)},
         EngineSettings(max_num_seqs=40, max_num_batched_tokens=512), grammars=compiler,
     )  # fmt: skip
-    num = max(240, examples(600))
-    texts, accepted = drawn(engine, prompt, grammar, drafts=4, num=num, top_k=0)
+    num = max(120, examples(600))
+    texts, accepted = drawn(engine, prompt, grammar, drafts=2, num=num, top_k=0)
     assert accepted
     check(language, texts)
     engine.close()

@@ -24,7 +24,6 @@ from tests.engine.scenarios import Result, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.model.cpu_models import cpu_runner
 from tests.model.tiny_models import tiny_config
-from tests.model.torch_runners import runner_over
 
 VOCAB = 400
 TOKENIZER = byte_level_tokenizer()
@@ -85,9 +84,6 @@ def _run(
     engine: Engine,
     drafter: str,
     sampling: dict[str, Any],
-    *,
-    whitespaces: tuple[str, ...] = ("", r" |\n ?"),
-    max_tokens: int = 110,
 ) -> dict[tuple[str, int], Result]:
     requests = [
         Request(
@@ -95,12 +91,12 @@ def _run(
             "task",
             "tiny",
             tuple(TOKENIZER.encode("The answer is a small list of three things.").ids),
-            SamplingParams(max_tokens=max_tokens, num_logprobs=2, **sampling),
+            SamplingParams(max_tokens=110, num_logprobs=2, **sampling),
             SpeculationParams() if drafter == "off" else SpeculationParams(drafter, 12),
             num_choices=2,
             grammar=GrammarSpec("json_schema", json.dumps(SCHEMA), whitespace),
         )
-        for i, whitespace in enumerate(whitespaces)
+        for i, whitespace in enumerate(("", r" |\n ?"))
     ]
     return run_requests(engine, [(0, request) for request in requests])
 
@@ -128,19 +124,3 @@ def test_drafts_change_nothing(engine: Engine, sampling: dict[str, Any]) -> None
         assert any(lp.rank > 2 for lp in want.logprobs)
     if "repetition_penalty" not in sampling:  # it soon bans the digits and quotes
         assert any(r.finish_reason == "stop" for r in plain.values())
-
-
-def test_the_torch_runner_masks_its_draws_too() -> None:
-    runner = runner_over(
-        _module(), max_model_len=256, max_num_batched_tokens=128, eos_token_ids=(0,)
-    )
-    engine = _engine(runner)
-    for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 4}):
-        runs = [
-            _run(engine, drafter, sampling, whitespaces=("",), max_tokens=24)
-            for drafter in ("off", "suffix")
-        ]
-        for key, want in runs[0].items():
-            assert runs[1][key].ids == want.ids
-            assert TABLE.join(want.ids, skip_special=True).startswith(b'[{"name":"')
-    engine.close()
