@@ -21,9 +21,10 @@ def said(module: str, code: str, cpu: str) -> str:
 
 
 def compile_kernels(
-    define: Callable[..., Any], triple: str, cpu: str, target: str, folder: str, **options: Any
-) -> None:
-    """Write what LLVM makes of every form's kernel, kernels.s and kernels.o.
+    define: Callable[..., Any], triple: str, cpu: str, target: str, folder: str, runs: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Write what LLVM makes of every form's kernel, kernels.s, and kernels.o where that `runs`.
 
     define: puts a form's kernel into a module. triple, cpu: LLVM's words. target: ours. options: of
     the target machine."""
@@ -41,4 +42,5 @@ def compile_kernels(
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     Path(folder, "kernels.s").write_text(machine.emit_assembly(parsed))
-    Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
+    if runs:
+        Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))

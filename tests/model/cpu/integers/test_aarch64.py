@@ -51,6 +51,12 @@ int main(void) {
 """.replace("KERNELS", ", ".join(_NAMES))
 
 
+def _tools() -> tuple[str | None, str | None]:
+    """The emulator and the compiler, where they are."""
+    qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    return qemu, shutil.which("aarch64-linux-gnu-gcc")
+
+
 def compile_for_arm(kernel: str, folder: str) -> None:
     """In a process of its own."""
     from server.model.cpu.kernels.integers import vectors
@@ -58,8 +64,9 @@ def compile_for_arm(kernel: str, folder: str) -> None:
 
     assert kernel == INTEGER_KERNEL, f"{INTEGER_KERNEL} was chosen"
     compile_kernels(
-        vectors.define_rows, "aarch64-unknown-linux-gnu", TARGETS[kernel].cpu, kernel, folder
-    )
+        vectors.define_rows, "aarch64-unknown-linux-gnu", TARGETS[kernel].cpu, kernel, folder,
+        runs=all(_tools()),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KERNELS)
@@ -82,8 +89,7 @@ def test_kernels_compile_to_their_instruction_and_call_nothing(compiled: tuple[s
 
 
 def test_an_emulated_cpu_gives_numpys_bits(compiled: tuple[str, Path]) -> None:
-    qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
-    gcc = shutil.which("aarch64-linux-gnu-gcc")
+    qemu, gcc = _tools()
     if qemu is None or gcc is None:
         pytest.skip("qemu-aarch64 and aarch64-linux-gnu-gcc are not both here")
     _, folder = compiled

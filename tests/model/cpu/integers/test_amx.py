@@ -34,7 +34,7 @@ def compile_tiles(folder: str) -> None:
     assert TILES
     compile_kernels(
         define_tiled_rows, "x86_64-unknown-linux-gnu", "sapphirerapids", "amx", folder,
-        reloc="static", codemodel="small",
+        runs=bochs.emulator() is not None, reloc="static", codemodel="small",
     )  # fmt: skip
 
 
