@@ -16,9 +16,10 @@ from server.types import SpeculationParams
 from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
 from tests.engine.requests import finish, ids_of, request_of
+from tests.installed import needs
 from vocab_store.enrichment import Enrichment
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 
 @pytest.fixture

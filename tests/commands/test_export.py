@@ -15,9 +15,10 @@ from server.commands.enrich import export_model, give_rows
 from server.datasets import open_table
 from server.errors import ConfigError
 from server.model.loader import build_module, open_model
+from tests.installed import needs
 from vocab_store.enrichment import Enrichment
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 
 def test_tokens_become_added_tokens(folder: Path, tmp_path: Path) -> None:

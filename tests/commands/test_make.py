@@ -16,7 +16,10 @@ from server.commands.make import find_fields, propose, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
+from tests.installed import needs
 from vocab_store.enrichment import Enrichment
+
+pytestmark = needs("peft")
 
 FIELDS = FieldOptions()
 
@@ -72,8 +75,6 @@ def test_equal_prompts_are_on_one_side_and_stay_there() -> None:
 
 
 # --- the whole way ---
-
-pytest.importorskip("peft")
 
 
 @pytest.fixture

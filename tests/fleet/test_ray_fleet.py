@@ -19,9 +19,10 @@ import pytest
 from loadtest.fleet import FleetProcess
 from tests.api.live import LiveServer
 from tests.fleet.ray_parts import FakeParts, free_port
+from tests.installed import needs
 from tests.waiting import wait_until
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+pytestmark = needs("ray")
 
 STEP_S = 0.01
 

@@ -10,9 +10,10 @@ import pytest
 
 from loadtest.fleet import NUM_TEXTS, FleetProcess, Flight, expected
 from tests.fleet.ray_parts import FakeParts
+from tests.installed import needs
 from tests.waiting import wait_until
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+pytestmark = needs("ray")
 
 NUM_REPLICAS = 3
 NUM_REQUESTS = NUM_TEXTS + 60  # a stream each of the last 60

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from loadtest.fleet import FleetProcess, num_up
+from tests.installed import needs
 from tests.waiting import wait_until
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+pytestmark = needs("ray")
 
 
 @pytest.fixture(scope="module")

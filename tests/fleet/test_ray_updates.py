@@ -17,9 +17,10 @@ import pytest
 
 from loadtest.fleet import FleetProcess
 from server.machine_code import make_ready
+from tests.installed import needs
 from tests.waiting import wait_until
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+pytestmark = needs("ray")
 
 
 @pytest.fixture(scope="module")

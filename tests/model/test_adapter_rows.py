@@ -12,13 +12,12 @@ import torch
 from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD
 from server.model.loader import build_module, open_model
+from tests.installed import needs
 from tests.model.peft_adapters import shaken, with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
 
-peft = pytest.importorskip("peft")
-
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [needs("peft"), pytest.mark.usefixtures("own_cache")]
 
 IDS = torch.arange(20)[None]
 
@@ -61,6 +60,8 @@ def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_rows_of_base_ids_are_put_in_as_peft_does(family: str, tmp_path: Path) -> None:
     """A tied head has the embedding's new rows, a head of its own does not."""
+    import peft  # takes a second, in every worker that reads this file
+
     model = save_tiny(tmp_path / "model", family)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[3, 17]

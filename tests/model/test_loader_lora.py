@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.loader import build_module, open_model
+from tests.installed import needs
 from tests.model.peft_adapters import lora
 from tests.model.tiny_models import save_tiny
 
-pytest.importorskip("peft")
-
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [needs("peft"), pytest.mark.usefixtures("own_cache")]
 
 
 def _adapter(model: Any, out: Path, **settings: Any) -> Any:

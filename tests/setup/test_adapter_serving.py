@@ -40,11 +40,12 @@ from server.wiring.task_set import build_upload
 from tests.api.live import LiveServer
 from tests.api.orders import decisions, orders
 from tests.fakes.engine_thread import start_thread
+from tests.installed import needs
 from tests.model.peft_adapters import enriched, lora
 from tests.model.tiny_models import save_tiny, tiny_model
 from tests.waiting import wait_until
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 V, NEW, MANY = 128, 5, 12
 PROMPTS = ["ab cd", "12345", "the cat", "x"]

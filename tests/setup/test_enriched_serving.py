@@ -25,13 +25,14 @@ from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.requests import finish, ids_of, request_of
+from tests.installed import needs
 from tests.model.peft_adapters import with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import ProfileFileError
 from vocab_store.profile import VocabProfile
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 V, NEW = 128, 6
 PROMPTS = [(5, 9, 40, 8), (60, 61, 62, 60, 61, 62), (100, 7)]

@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.runner import CpuRunner
+from tests.installed import needs
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, leaf_paths
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import Logprobs, tokens, truth
 from tests.model.peft_adapters import enriched, logprobs, lora
 
-pytest.importorskip("peft")
+pytestmark = needs("peft")
 
 V, NEW = families.VOCAB_SIZE, 5
 

@@ -6,18 +6,14 @@ of its own, which tests/model/gpu/test_attention.py starts.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 
+from tests.installed import needs
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed"
-)
+needs_triton, needs_peft = needs("triton"), needs("peft")
 # A bucket's padded rows hold what the memory held, and nobody reads them.
 quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
