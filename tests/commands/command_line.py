@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from server.commands.cli import COMMANDS, OLD_OPTIONS, build_app
 
@@ -16,24 +17,23 @@ class Facts:
     example: str
 
 
-def _facts() -> dict[str, Facts]:
+WORDS = sorted(f"tailor {command.words}" for command in COMMANDS)
+
+
+@cache
+def commands() -> dict[str, Facts]:
+    """Every command by its words ("tailor tasks check"): asked for in tests, as it takes a second
+    which collection need not."""
     app = build_app()
     found = {}
     for command in COMMANDS:
         sub = app
         for word in command.words.split():
             sub = sub[word]
-        names = {name for argument in sub.assemble_argument_collection() for name in argument.names}
+        arguments = [argument for argument in sub.assemble_argument_collection() if argument.names]
+        names = {name for argument in arguments for name in argument.names}
         older = OLD_OPTIONS.get(command.words, {})
         options = frozenset(n for n in {*names, *older, "--help"} if n.startswith("-"))
-        types = {
-            argument.names[0]: str(argument.hint)
-            for argument in sub.assemble_argument_collection()
-            if argument.names
-        }
+        types = {argument.names[0]: str(argument.hint) for argument in arguments}
         found[f"tailor {command.words}"] = Facts(options, types, command.example)
     return found
-
-
-ALL = _facts()
-"""Every command by its words ("tailor tasks check")."""
