@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import gc
 import importlib.util
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """With xdist (-n), make machine code once here, on all cores, instead of once in a worker."""
     # peft 0.21 asks transformers 5.23 by an old name.
     config.addinivalue_line("filterwarnings", "ignore:.is_gradient_checkpointing:FutureWarning")
+    if hasattr(config, "workerinput"):
+        # It has told all that it found. To take apart what it imported would take seconds more.
+        atexit.register(os._exit, 0)
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         gc.disable()  # until all is collected: next to nothing of that is garbage
         return
@@ -111,9 +115,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """Libraries look at their own at the end: what is frozen would be told as leaked."""
-    gc.unfreeze()
+# At the very end libraries look at their own: what is frozen would be told as leaked. Not sooner:
+# pytest collects garbage when it ends, for seconds if it had to look at all that was imported.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
