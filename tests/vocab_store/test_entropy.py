@@ -29,18 +29,7 @@ def test_entropies_of_known_distributions() -> None:
 
 def test_words_are_lower_cased_with_punctuation_and_chinese_characters_alone() -> None:
     text = "Don't say: \u4f60\u597d, Z\u00fcrich_2!"
-    assert words(text) == [
-        "don",
-        "'",
-        "t",
-        "say",
-        ":",
-        "\u4f60",
-        "\u597d",
-        ",",
-        "z\u00fcrich_2",
-        "!",
-    ]
+    assert words(text) == "don ' t say : \u4f60 \u597d , z\u00fcrich_2 !".split()
 
 
 def test_table_1_leaves_out_what_all_inputs_share() -> None:

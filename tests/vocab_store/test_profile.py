@@ -192,26 +192,17 @@ def test_a_profile_of_another_tokenizer_is_refused(made: VocabProfile, tmp_path:
         VocabProfile.load(path, required=RequiredIds.of(V + 1, eos_ids=[0]))
 
 
-@pytest.mark.parametrize("damage", ["empty", "magic", "cut", "bit", "version", "manifest"])
-def test_a_damaged_profile_is_refused(made: VocabProfile, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_profile_is_refused(made: VocabProfile, tmp_path: Path) -> None:
     path = tmp_path / "task.vocab"
     made.save(path)
-    data = bytearray(path.read_bytes())
-    if damage == "empty":
-        data.clear()
-    elif damage == "magic":
-        data[0] ^= 1
-    elif damage == "cut":
-        del data[-4:]
-    elif damage == "bit":
-        data[-1] ^= 1
-    elif damage == "version":
-        data[8] += 1
-    else:
-        data[16] ^= 0xFF
-    path.write_bytes(bytes(data))
-    with pytest.raises(ProfileFileError, match=r"task\.vocab"):
-        VocabProfile.load(path)
+    whole = path.read_bytes()
+    damaged = [b"", whole[:-4]]
+    for at in (0, 8, 16, len(whole) - 1):  # what the file is, its version, the manifest, an array
+        damaged.append(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(ProfileFileError, match=r"task\.vocab"):
+            VocabProfile.load(path)
 
 
 def test_the_corpus_hash_sees_borders_between_documents() -> None:

@@ -72,21 +72,6 @@ def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
     assert index.num_static_rows == 4 and index.num_pinned_rows == 1
 
 
-def test_a_released_row_stays_cached_until_its_place_is_needed() -> None:
-    index = SliceCacheIndex(2)
-    static = task_slice(1)
-    index.add_profile("a", static)
-    index.acquire("s1", "a", static.union([10]))
-    index.acquire("s2", "a", static.union([11]))
-    index.release("s2")
-    index.release("s1")
-    # 11 was released first, so 11 goes first, although it was loaded last.
-    placement = index.acquire("s3", "a", static.union([12]))
-    assert placement.load_positions.tolist() == [1] and index.num_evictions == 1
-    back = index.acquire("s4", "a", static.union([10]))
-    assert back.num_loads == 0 and index.num_hits == 1
-
-
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     index, device = SliceCacheIndex(3), Device(3)
     static = task_slice(1)
@@ -252,37 +237,3 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
     max_examples=examples(300), stateful_step_count=30, deadline=None
 )
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_neighbours_with_other_slices_change_no_logit(seed: int) -> None:
-    """One product over [T | pool] for all, a column list for each: the full head restricted.
-
-    Weights are whole numbers, so that sums are exact in any order and equality is bitwise.
-    """
-    rng = np.random.default_rng(seed)
-    head = rng.integers(-9, 9, (V, 6)).astype(np.float32)
-    index = SliceCacheIndex(10)
-    static = task_slice(1, 5, 7)
-    index.add_profile("a", static)
-    pool = rng.integers(50, 90, (10, 6)).astype(np.float32)  # what was there before: large
-    slices: dict[int, VocabSlice] = {}
-    for sequence in range(3):
-        slices[sequence] = static.union(rng.integers(0, V, 3))
-        placement = index.acquire(sequence, "a", slices[sequence])
-        pool[placement.load_positions] = head[placement.load_ids]
-    placement = index.extend(1, [int(rng.integers(0, V))])
-    pool[placement.load_positions] = head[placement.load_ids]
-    slices[1] = slices[1].union(placement.load_ids, index.columns(1)[0])
-
-    hidden = rng.integers(-9, 9, (3, 6)).astype(np.float32)
-    product = hidden @ np.concatenate((head[static.ids], pool)).T
-    for sequence, made in slices.items():
-        ids, columns, _ = index.columns(sequence)
-        np.testing.assert_array_equal(ids, made.ids)
-        mine = product[sequence, columns]
-        np.testing.assert_array_equal(mine, (hidden @ head.T)[sequence, made.ids])
-        assert (
-            made.ids[int(mine.argmax())]
-            == made.ids[int((hidden @ head.T)[sequence, made.ids].argmax())]
-        )

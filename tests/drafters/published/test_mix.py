@@ -31,15 +31,9 @@ def test_mixing_weighs_corpus_against_prompt() -> None:
     # p(3) = 0.8 m, p(4) = 0.2 m + 1 - m: equal at m = 0.625.
     assert first(MixDrafter(corpus=CORPUS, mixing=0.62), prompt) == 4
     assert first(MixDrafter(corpus=CORPUS, mixing=0.63), prompt) == 3
-
-
-def test_mixing_of_one_ignores_the_prompt_and_of_zero_the_corpus() -> None:
-    all_corpus = MixDrafter(corpus=CORPUS, mixing=1.0)
-    assert all_corpus.open([5, 6, 1, 2]).propose(1, 1).token_ids.tolist() == [3]
-    assert all_corpus.open([50, 60, 50]).propose(1, 1).token_ids.tolist() == [2]
-    no_corpus = MixDrafter(corpus=CORPUS, mixing=0.0)
-    assert no_corpus.open([50, 60, 50]).propose(1, 1).token_ids.tolist() == [60]
-    assert no_corpus.open([9, 2]).propose(1, 1).token_ids.tolist() == [9]  # most frequent, first
+    # Either may be all: without a match it gives its most frequent token.
+    assert first(MixDrafter(corpus=CORPUS, mixing=1.0), [50, 60, 50]) == 2
+    assert first(MixDrafter(corpus=CORPUS, mixing=0.0), [9, 2]) == 9
 
 
 def test_the_prompts_tables_grow_with_the_output_and_roll_back() -> None:
