@@ -40,7 +40,7 @@ def steps_to_first(engine: Engine, request_id: str) -> tuple[int, list[Delta]]:
 @pytest.mark.parametrize(
     ("num", "choices", "max_tokens", "flood_len"),
     [
-        (64, 128, 1, 1),  # choices that end at their first token
+        (12, 128, 1, 1),  # choices that end at their first token
         (100, 1, 200, 4),  # every seat is taken for long
         (100, 1, 20, 250),  # prompts that take whole steps
         (4, 128, 100, 30),

@@ -274,7 +274,7 @@ WORLDS = [
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_after_200_steps_it_is_near_the_best_fixed_policy(world: dict[str, float]) -> None:
-    found = [_policy(seed, 500, 1, **world).rate(200) for seed in range(5)]
+    found = [_policy(seed, 500, 1, **world).rate(200) for seed in range(3)]
     assert np.mean(found) >= 0.95 * _best(1, **world)
     world = world | {"row": 0.5, "ask": 0.4}
     found = [_policy(seed, 300, 8, **world).rate(200) for seed in range(3)]
@@ -359,7 +359,7 @@ def test_a_wrong_table_costs_little_after_100_steps(
     nothing, 4.4 times too slow."""
     lost = [
         1.0 - _rate_of_a_known_scope(wrong, *known) / _rate_of_a_known_scope(_right, *known)
-        for known in product(range(4), (0.2, 0.5, 0.7))
+        for known in product(range(2), (0.2, 0.5, 0.7))
     ]
     assert np.mean(lost) <= 0.02
 
