@@ -326,16 +326,18 @@ def make_drafter(
             request.sampling, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0
         )
         for choice in range(request.num_choices):
-            start = expected[request.request_id, choice].ids
-            more = one_token_loop(
-                work.model_of(request),
-                replace(request, sampling=endless, echo_logprobs=None, grammar=None),
-                choice,
-                eos=EOS,
-                max_model_len=work.max_model_len,
-                token_bytes=work.token_bytes,
-            ).ids
-            texts.append([*request.prompt_ids, *start, *more[len(start) :]])
+            start = expected[request.request_id, choice]
+            more: list[int] = []
+            if start.finish_reason != "length":  # else nothing would come behind it
+                more = one_token_loop(
+                    work.model_of(request),
+                    replace(request, sampling=endless, echo_logprobs=None, grammar=None),
+                    choice,
+                    eos=EOS,
+                    max_model_len=work.max_model_len,
+                    token_bytes=work.token_bytes,
+                ).ids
+            texts.append([*request.prompt_ids, *start.ids, *more[len(start.ids) :]])
     if work.drafter == "oracle":
         return oracle_drafter(texts)
     if work.drafter == "liar":

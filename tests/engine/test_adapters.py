@@ -89,7 +89,7 @@ def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None
     own = with_adapters(rng, work)
     most = rng.randint(1, 4)
     work.settings = replace(work.settings, max_adapters=most)
-    note(f"{work}")
+    note(work)
     expected = work.expected()
     engine, runner = make_engine(
         work, lambda _, speculation: make_drafter(work, expected, speculation.adapter)

@@ -66,7 +66,7 @@ def _alone(request: Request) -> list[int]:
 def test_steps_that_follow_each_other_give_the_one_token_loop(seed: int) -> None:
     """Stops, ends, aborts, forks, chunks, logprobs and preemption between such steps."""
     work = without_drafts(random_workload(Random(seed)))
-    note(f"{work}")
+    note(work)
     run_workload(work)
 
 

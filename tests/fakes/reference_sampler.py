@@ -148,8 +148,8 @@ def token_logprob(
     logprobs = x - (top + np.log(np.exp(x - top).sum()))
     ids = np.arange(x.shape[0])
     rank = 1 + int(((x > x[token_id]) | ((x == x[token_id]) & (ids < token_id))).sum())
-    order = np.argsort(-x, kind="stable") if named or num_top else ids[:0]
-    order = order[np.isin(order, named)] if named else order[:num_top]
+    among = np.array(sorted(set(named)), np.int64) if named else ids
+    order = among[np.argsort(-x[among], kind="stable")][: None if named else num_top]
     return TokenLogprob(
         token_id,
         float(logprobs[token_id]),
