@@ -1,5 +1,6 @@
 """Fixtures that most modules of tests have: one scripted engine, or one a model, and a server of
-them, for the whole module.
+them, for the whole module. Each test finds the engines as they were made, whatever the one before
+it has done to them, and with nothing submitted or aborted.
 
     engine, server = served_by(lambda: ScriptedEngine(saying(IDS)), tasks=TASKS)
     engines, server = chats_of(("hermes", "base"), saying(IDS))
@@ -19,18 +20,7 @@ from tests.fakes.scripted_engine import Script, ScriptedEngine
 
 def served_by(make: Callable[[], ScriptedEngine], **options: Any) -> tuple[Any, Any]:
     """`engine` and `server`. options: LiveServer's; those that are functions are called first."""
-
-    @pytest.fixture(scope="module", name="engine")
-    def engine_of() -> ScriptedEngine:
-        return make()
-
-    @pytest.fixture(scope="module", name="server")
-    def server_of(engine: ScriptedEngine) -> Iterator[LiveServer]:
-        made = {name: one() if callable(one) else one for name, one in options.items()}
-        with LiveServer([engine], **made) as live:
-            yield live
-
-    return engine_of, server_of
+    return _fixtures("engine", lambda: [make()], lambda engines: engines[0], options)
 
 
 def chat_by(script: Script | None = None, model: str = "hermes", **options: Any) -> tuple[Any, Any]:
@@ -41,15 +31,38 @@ def chat_by(script: Script | None = None, model: str = "hermes", **options: Any)
 
 def chats_of(names: Sequence[str], script: Script | None = None, **options: Any) -> tuple[Any, Any]:
     """`engines`, by model, and `server`."""
+    return _fixtures(
+        "engines",
+        lambda: [scripted(name, script) for name in names],
+        lambda engines: dict(zip(names, engines, strict=True)),
+        {"models": lambda: {name: served(name) for name in names}, **options},
+    )
 
-    @pytest.fixture(scope="module", name="engines")
-    def engines_of() -> dict[str, ScriptedEngine]:
-        return {name: scripted(name, script) for name in names}
+
+def _fixtures(
+    name: str,
+    make: Callable[[], list[ScriptedEngine]],
+    shown: Callable[[list[ScriptedEngine]], Any],
+    options: dict[str, Any],
+) -> tuple[Any, Any]:
+    engines: list[ScriptedEngine] = []
 
     @pytest.fixture(scope="module", name="server")
-    def server_of(engines: dict[str, ScriptedEngine]) -> Iterator[LiveServer]:
-        models = {name: served(name) for name in engines}
-        with LiveServer(list(engines.values()), models=models, **options) as live:
+    def server_of() -> Iterator[LiveServer]:
+        engines[:] = make()
+        made = {key: one() if callable(one) else one for key, one in options.items()}
+        with LiveServer(engines, **made) as live:
             yield live
+
+    @pytest.fixture(autouse=True, name=name)
+    def engines_of(server: LiveServer) -> Iterator[Any]:
+        made = [(engine.script, engine.step_s) for engine in engines]
+        for engine in engines:
+            engine.submitted.clear()
+            engine.aborted.clear()
+        yield shown(engines)
+        for engine, (script, step_s) in zip(engines, made, strict=True):
+            engine.script, engine.step_s = script, step_s
+            engine.gate.set()
 
     return engines_of, server_of

@@ -56,6 +56,12 @@ def served(name: str = "tiny", max_model_len: int = 256) -> ServedModel:
     return ServedModel(name, byte_level_tokenizer(), TABLE, 400, max_model_len, 1_700_000_000, "fp")
 
 
+def keyed(*names: str, **sections: Any) -> ServerConfig:
+    """A configuration with these sections and a key for each name: sk-NAME."""
+    keys = tuple({"id": name, "key": f"sk-{name}"} for name in names)
+    return ServerConfig.model_validate({"keys": keys, **sections})
+
+
 class LiveServer:
     """A running server; a context manager. `status` is serve's return value after the exit."""
 

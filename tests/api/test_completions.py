@@ -21,12 +21,6 @@ REPLY_IDS = encode(REPLY)
 engine, server = served_by(lambda: ScriptedEngine(saying(REPLY_IDS)))
 
 
-@pytest.fixture(autouse=True)
-def fresh(engine: ScriptedEngine) -> None:
-    engine.script = saying(REPLY_IDS)
-    engine.submitted.clear()
-
-
 def events(response: httpx.Response) -> list[Any]:
     """The data of each event; the last must be [DONE]."""
     lines = [line for line in response.text.split("\n\n") if line]

@@ -66,7 +66,6 @@ def ask(server: LiveServer, *questions: Any, given: Any = "hi", **more: Any) -> 
 
 
 def test_the_openai_client_gets_typed_answers(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.submitted.clear()
     decision = server.openai().decisions.create(
         model="tiny", input="The parcel is late.", questions=[PREDICATE, CHOICE, SCORE],  # type: ignore[list-item]
         prompt_cache_key="k", prompt_cache_options={"mode": "implicit", "ttl": "30m"},
@@ -99,7 +98,6 @@ def test_the_openai_client_gets_typed_answers(server: LiveServer, engine: Script
 def test_one_request_a_question_and_the_first_one_alone(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    engine.submitted.clear()
     before = engine.num_steps
     assert ask(server, *[PREDICATE] * 9).status_code == 200
     assert len(engine.submitted) == 9
@@ -229,11 +227,9 @@ def test_a_flood_of_text_is_refused_before_it_is_tokenized(server: LiveServer) -
 
 @pytest.mark.server_error
 def test_no_probabilities_is_an_error(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.script = scoring(math.nan, math.nan, math.nan)
-    try:
-        assert ask(server, PREDICATE).status_code == 500
-    finally:
-        engine.script = scoring(-1.0, -2.0, -4.0)
+    engine.script, script = scoring(math.nan, math.nan, math.nan), engine.script
+    assert ask(server, PREDICATE).status_code == 500
+    engine.script = script
     assert ask(server, PREDICATE).status_code == 200
 
 

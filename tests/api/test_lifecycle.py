@@ -9,7 +9,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from server.errors import NoEngineError
 from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.fixtures import served_by
-from tests.api.live import LiveServer, as_bytes, encode
+from tests.api.live import LiveServer, as_bytes, encode, keyed
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 from tests.waiting import wait_until
 
@@ -33,15 +32,6 @@ QUICK = TaskConfig.model_validate({"name": "quick", "limits": {"total_timeout_s"
 
 
 engine, server = served_by(lambda: ScriptedEngine(saying(IDS)), tasks={"quick": QUICK})
-
-
-@pytest.fixture(autouse=True)
-def fresh(engine: ScriptedEngine) -> Iterator[None]:
-    yield
-    engine.script, engine.step_s = saying(IDS), 0.0
-    engine.gate.set()
-    engine.submitted.clear()
-    engine.aborted.clear()
 
 
 def send_request(port: int, **body: Any) -> socket.socket:
@@ -205,12 +195,8 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
 def test_a_key_that_fills_the_queue_leaves_another_its_share() -> None:
     engine = ScriptedEngine(saying(IDS))
     engine.gate.clear()
-    config = ServerConfig.model_validate(
-        {
-            "limits": {"max_queued_requests": 4, "max_queued_tokens": 100},
-            "keys": tuple({"id": name, "key": f"sk-{name}"} for name in "abc"),
-        }
-    )
+    limits = {"max_queued_requests": 4, "max_queued_tokens": 100}
+    config = keyed("a", "b", "c", limits=limits)
     with LiveServer([engine], config=config) as live, ThreadPoolExecutor(20) as threads:
 
         def ask(key: str, **body: Any) -> httpx.Response:

@@ -53,7 +53,6 @@ def chat(server: LiveServer, **body: Any) -> httpx.Response:
 def test_an_assistants_message_of_other_clients(
     server: LiveServer, engines: dict[str, ScriptedEngine], extra: dict[str, Any]
 ) -> None:
-    engines["hermes"].submitted.clear()
     said = {"role": "assistant", "content": "Yes."}
     for message in (said, {**said, **extra}):
         answer = chat(server, messages=[USER, message, USER])
@@ -131,7 +130,6 @@ def test_what_happens_anyway_in_a_chat(server: LiveServer, body: dict[str, Any])
 def test_reasoning_effort_switches_thinking(
     server: LiveServer, engines: dict[str, ScriptedEngine]
 ) -> None:
-    engines["hermes"].submitted.clear()
     for effort in ("none", "minimal", "low", "high"):
         assert chat(server, reasoning_effort=effort).status_code == 200
     for thinks in (False, True):

@@ -29,17 +29,11 @@ TOOL: Any = {
 }  # fmt: skip
 
 
-engine, server = chat_by(saying(encode(REPLY)), drafters=("off", "suffix"))
-
-
-@pytest.fixture(autouse=True)
-def fresh(engine: ScriptedEngine) -> None:
-    engine.script = says(REPLY)
-    engine.submitted.clear()
-
-
 def says(text: str) -> Any:
     return lambda request: steps_of(request, [*encode(text), EOS], finish_reason="stop")
+
+
+engine, server = chat_by(says(REPLY), drafters=("off", "suffix"))
 
 
 def post(server: LiveServer, **body: Any) -> httpx.Response:
@@ -274,10 +268,7 @@ def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEn
         *steps_of(r, encode(REPLY)[:2])[:-1], steps_of(r, [], finish_reason="error")[0],
     ]  # fmt: skip
     engine.step_s = 0.05
-    try:
-        events = list(server.openai().responses.create(model="hermes", input="x", stream=True))
-    finally:
-        engine.step_s = 0.0
+    events = list(server.openai().responses.create(model="hermes", input="x", stream=True))
     assert events[-1].type == "error" and events[-1].code == "engine_error"
     assert events[-1].sequence_number == len(events) - 1
 
@@ -288,10 +279,7 @@ def test_an_error_before_the_first_event_is_one_once_the_headers_are_sent(
     monkeypatch.setattr("server.api.route_context.HEADER_WAIT_S", 0.0)
     engine.script = lambda request: [steps_of(request, [], finish_reason="error")[0]]
     engine.step_s = 0.2
-    try:
-        answer = post(server, stream=True)
-    finally:
-        engine.step_s = 0.0
+    answer = post(server, stream=True)
     assert answer.status_code == 200
     [name, data] = answer.text.strip().split("\n")
     assert name == "event: error"

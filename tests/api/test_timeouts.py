@@ -64,7 +64,6 @@ engine, server = served_by(lambda: ScriptedEngine(saying(IDS), step_s=0.02), tas
 def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    engine.aborted.clear()
     before = server.sample("tailor_request_outcomes_total", outcome="error")
     began_s = time.monotonic()
     late = server.post(model="hurried", max_tokens=200)
@@ -84,7 +83,6 @@ def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(
 def test_openai_s_client_does_not_send_a_late_request_again(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    engine.submitted.clear()
     with (
         openai.OpenAI(api_key="x", base_url=server.url + "/v1", max_retries=2) as client,
         pytest.raises(openai.InternalServerError),

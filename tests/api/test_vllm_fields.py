@@ -245,13 +245,10 @@ def test_a_forced_call_that_is_cut_is_no_call(
     )
     broken = encode(whole)[:-2]
     engines["hermes"].script = saying(broken)
-    try:
-        body = {"tools": [weather("f")], "tool_choice": choice}
-        if choice == "required":
-            body["tools"] = [weather("f"), weather("g")]
-        answer = chat(server, max_completion_tokens=len(broken), **body).json()["choices"][0]
-    finally:
-        engines["hermes"].script = saying(SAYS)
+    body = {"tools": [weather("f")], "tool_choice": choice}
+    if choice == "required":
+        body["tools"] = [weather("f"), weather("g")]
+    answer = chat(server, max_completion_tokens=len(broken), **body).json()["choices"][0]
     assert answer["finish_reason"] == "length"
     assert "tool_calls" not in answer["message"], answer
     assert '"Rome' in answer["message"]["content"]

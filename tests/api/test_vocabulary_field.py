@@ -63,7 +63,6 @@ def test_what_reaches_the_engine(
     field: dict[str, Any] | None,
     expected: VocabularyParams,
 ) -> None:
-    engine.submitted.clear()
     extra = {} if field is None else {"vocabulary": field}
     response = server.post(model=model, max_tokens=1, **extra)
     assert response.status_code == 200, response.text
