@@ -67,7 +67,9 @@ class Engines:
 
 
 @dataclass
-class Admin:
+class Adapters:
+    """An AdapterAdmin that has what it has read."""
+
     served: dict[str, ServedModel] = field(default_factory=dict)
 
     def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
@@ -80,11 +82,11 @@ class Admin:
         return None
 
     def remove(self, name: str) -> None:
-        del self.served[name]
+        self.served.pop(name, None)
 
 
-def routes(engines: Engines) -> tuple[AdapterRoutes, Admin]:
-    admin = Admin()
+def routes(engines: Engines) -> tuple[AdapterRoutes, Adapters]:
+    admin = Adapters()
     catalog = Catalog({}, {"tiny": served()}, admin.served)
     context: Any = SimpleNamespace(catalog=catalog, client=engines)
     return AdapterRoutes(context, admin), admin

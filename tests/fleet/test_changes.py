@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,15 @@ import pytest
 
 from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from server.api.engines.client import EngineSpec
-from server.api.served_model import Catalog, ServedModel
-from server.config import AdapterConfig, TaskConfig
+from server.api.served_model import Catalog
+from server.config import TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError
 from server.fleet.changes import ChangeLog, Changes, SharedTasks
 from server.fleet.far_engine import merged
 from server.fleet.replica import EngineReplica
 from server.types import AdapterOrder
 from tests.api.live import as_bytes, served
-from tests.api.test_adapter_routes import Engines
+from tests.api.test_adapter_routes import Adapters, Engines
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import until
 
@@ -34,24 +33,6 @@ class Files:
         self.corpora: dict[str, int] = {}
         self.num_changing = 0
         self.is_broken = False
-
-
-class Adapters:
-    """An AdapterAdmin that has what it has read."""
-
-    def __init__(self) -> None:
-        self.served: dict[str, ServedModel] = {}
-
-    def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
-        order = AdapterOrder(f"{config.name}@1", config.path, 64)
-        return replace(served("tiny", 64), adapter=order)
-
-    def add(self, served: ServedModel) -> ServedModel | None:
-        self.served[served.key] = served
-        return None
-
-    def remove(self, name: str) -> None:
-        self.served.pop(name, None)
 
 
 class Admin:

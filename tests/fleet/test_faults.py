@@ -62,7 +62,7 @@ class _Halting(ScriptedEngine):
             self.gate.clear()
 
 
-async def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
+async def test_three_hundred_requests_outlive_two_of_three_replicas() -> None:
     engines: list[ScriptedEngine] = [
         _Halting(_says_its_seed, name="engine-0"),
         _Halting(_says_its_seed, name="engine-1"),
@@ -74,7 +74,7 @@ async def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
             f"r{i}", f"task-{i % 24}", "tiny", (1, 2, 3),
             SamplingParams(max_tokens=8 + i % 24, seed=i),
         )
-        for i in range(600)
+        for i in range(300)
     ]  # fmt: skip
 
     replicas = LocalReplicas(specs)
@@ -82,7 +82,7 @@ async def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
     client = EngineClient(
         [fleet_spec(replicas, lambda: loop)],
         metrics=Metrics(),
-        limits=LimitsConfig(max_queued_requests=1000),
+        limits=LimitsConfig(max_queued_requests=500),
     )
     await client.start()
     await client.wait_ready()
@@ -105,7 +105,7 @@ async def test_six_hundred_requests_outlive_two_of_three_replicas() -> None:
     for engine in engines[:2]:
         await lose(engine)
     await asyncio.gather(*collecting)
-    assert replicas.num_streams > 700  # so many were run again
+    assert replicas.num_streams > 350  # so many were run again
     assert client.num_open == 0
     await client.stop()
     for request in requests:
