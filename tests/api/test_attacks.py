@@ -24,9 +24,10 @@ import httpx
 import pytest
 
 from server import logs
-from server.config import LimitsConfig, ServerConfig
-from tests.api.live import LiveServer
+from server.config import LimitsConfig
+from tests.api.live import LiveServer, keyed
 from tests.api.real_engine import CONTEXT, spec
+from tests.api.test_errors import raw
 from tests.api.unharmed import exchange, reset, unharmed_by
 from tests.waiting import wait_until
 
@@ -38,12 +39,7 @@ KEY = {"authorization": "Bearer sk-one"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    config = ServerConfig.model_validate(
-        {
-            "keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"}),
-            "limits": LIMITS,
-        }
-    )
+    config = keyed("one", "two", limits=LIMITS)
     with LiveServer([spec()], config=config, max_model_len=CONTEXT) as live:
         yield live
 
@@ -63,11 +59,6 @@ def post(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Respons
         json={"model": "tiny", **body},
         headers={"authorization": f"Bearer {secret}"},
     )
-
-
-def post_raw(live: LiveServer, content: bytes) -> httpx.Response:
-    headers = {**KEY, "content-type": "application/json"}
-    return live.http.post(live.url + "/v1/completions", content=content, headers=headers)
 
 
 # --- values ---
@@ -95,7 +86,7 @@ def test_no_number_breaks_it(server: LiveServer, field: str) -> None:
         base = "" if outer == "max_tokens" else '"max_tokens": 2, '
         content = f'{{"model": "tiny", "prompt": "a", {base}"{outer}": {value}}}'
         began_s = time.process_time()
-        answer = post_raw(server, content.encode())
+        answer = raw(server, content.encode(), **KEY)
         assert time.process_time() - began_s < 5, literal
         assert answer.status_code in (200, 400), (literal, answer.text)
         if answer.status_code == 400:
@@ -105,7 +96,7 @@ def test_no_number_breaks_it(server: LiveServer, field: str) -> None:
             assert literal in ("0", "-0"), literal
 
 
-MANY = 100_000
+MANY = 20_000
 
 
 @pytest.mark.parametrize(
@@ -141,10 +132,8 @@ def test_large_things_are_refused_quickly(
     body = made()
     began_s = time.process_time()
     answer = post(server, **body)
-    assert answer.status_code == (404 if len(str(body.get("model", ""))) > 512 else 400) or (
-        answer.status_code == 400
-    )
-    assert time.process_time() - began_s < 5
+    assert answer.status_code == 400
+    assert time.process_time() - began_s < 2
     assert len(answer.text) < 1000
 
 
@@ -174,7 +163,7 @@ def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
 )
 def test_no_body_takes_long_to_refuse(server: LiveServer, content: bytes) -> None:
     began_s = time.process_time()
-    answer = post_raw(server, content)
+    answer = raw(server, content, **KEY)
     assert answer.status_code == 400
     assert time.process_time() - began_s < 3
 
@@ -186,6 +175,8 @@ PATHS = (
     "/health/../v1/models", "/health%2f..%2fv1%2fmodels", "/health;/v1/models", "/HEALTH",
     "/health%00", "/health%20", "/health%0d%0a", "/ready/v1/models", "/%68ealth/x", "/metrics/x",
     "/v1/models%2ftiny", "/v1/models?x=/health", "/v1/models#/health", "/\\health", "/v1\\models",
+    "/v1/models/tiny", "/v1/completions", "//v1/completions", "/tokenize", "/detokenize",
+    "/version", "/openapi.json", "/nothing", "//health", "/health/", "/%2fhealth",
     "/v1/tasks", "/v1/tasks/..%2fmodels", "/v1/models/..%2f..%2fetc%2fpasswd",
 )  # fmt: skip
 
@@ -212,6 +203,10 @@ HEADS = (
     "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer x\r\nauthorization: Bearer sk-one",
     "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one, Bearer x",
     "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one,sk-two",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-onesk-two",
+    "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer SK-ONE",
     "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Basic c2stb25l",
     "GET /v1/models HTTP/1.1\r\nhost: x\r\napi-key: sk-one",
     "GET /v1/models?api_key=sk-one HTTP/1.1\r\nhost: x",
@@ -227,6 +222,7 @@ def test_no_header_opens_a_route(server: LiveServer) -> None:
     for head in HEADS:
         answer = exchange(server, f"{head}\r\nconnection: close\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 401 "), (head, answer[:200])
+        assert b'"code":"invalid_api_key"' in answer, head
         assert answer.count(b"HTTP/1.1 ") == 1, head
 
 
@@ -325,29 +321,21 @@ def test_many_connections_and_pipelined_requests(server: LiveServer) -> None:
 @pytest.mark.parametrize("format", ["console", "json"])
 def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any) -> None:
     stream = io.StringIO()
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    try:
-        logs.configure(format, "info", stream=stream)
-        evil = "%0d%0a2026-01-01T00:00:00Z [info] FORGED%1b[31m%9b0m%e2%80%a8%00"
-        forged: list[dict[Any, Any]] = [
-            KEY,
-            {"x-request-id": "a\tb"},
-            {**KEY, "x-request-id": b"\x85FORGED"},
-        ]
-        for headers in forged:
-            for path in (f"/{evil}", f"/v1/models/{evil}", "/v1/completions"):
-                httpx.post(server.url + path, content=b"\x1b[31m", headers=headers)
-        post(server, prompt="the secret \x1b[31m word", model="\x1b[31mFORGED\r\n", user="\r\nu")
-        post(server, prompt="the secret word", max_tokens=1)
-        exchange(server, b"\x1b[31mFORGED\r\n\r\n")
-        wait_until(lambda: "completion_tokens" in stream.getvalue())
-    finally:
-        for handler in root.handlers[:]:
-            if handler not in before:
-                root.removeHandler(handler)
-        root.setLevel(level)
-        logging.getLogger("uvicorn").setLevel(logging.NOTSET)
+    logs.configure(format, "info", stream=stream)  # the root logger's handlers come back
+    evil = "%0d%0a2026-01-01T00:00:00Z [info] FORGED%1b[31m%9b0m%e2%80%a8%00"
+    forged: list[dict[Any, Any]] = [
+        KEY,
+        {"x-request-id": "a\tb"},
+        {**KEY, "x-request-id": b"\x85FORGED"},
+    ]
+    for headers in forged:
+        for path in (f"/{evil}", f"/v1/models/{evil}", "/v1/completions"):
+            httpx.post(server.url + path, content=b"\x1b[31m", headers=headers)
+    post(server, prompt="the secret \x1b[31m word", model="\x1b[31mFORGED\r\n", user="\r\nu")
+    post(server, prompt="the secret word", max_tokens=1)
+    exchange(server, b"\x1b[31mFORGED\r\n\r\n")
+    wait_until(lambda: "completion_tokens" in stream.getvalue())
+    logging.getLogger("uvicorn").setLevel(logging.NOTSET)
     lines = stream.getvalue().splitlines()
     assert len(lines) >= 12
     for line in lines:
@@ -364,6 +352,6 @@ def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any
 
 def test_hundreds_of_streams_reset_at_once(server: LiveServer) -> None:
     body = {"model": "tiny", "prompt": "the", "max_tokens": 100, "stream": True, "n": 2}
-    reset(server, "/v1/completions", [body] * 400)
+    reset(server, "/v1/completions", [body] * 240)
     handles = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     assert handles < 200

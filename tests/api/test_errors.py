@@ -25,7 +25,7 @@ from server.config import (
 from server.config.server import CorsConfig, MetricsConfig
 from server.errors import TailorError
 from tests.api.fixtures import served_by
-from tests.api.live import LiveServer, encode
+from tests.api.live import LiveServer, encode, keyed
 from tests.api.unharmed import exchange
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -209,7 +209,6 @@ def test_a_tasks_limits_are_hard(
 def test_a_tasks_defaults_fill_what_is_not_given(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    engine.submitted.clear()
     body = server.post(model="strict", prompt="the").json()
     assert body["model"] == "strict"
     server.post(model="strict", prompt="the", temperature=0.5, stop=[], seed=3, max_tokens=2)
@@ -258,12 +257,13 @@ def raw(server: LiveServer, content: bytes, **headers: str) -> httpx.Response:
         ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"\\udc00": 1}', "surrogate"),
+        (b'{"prompt": ["a\\udc00\\ud800b"]}', "surrogate"),
         (b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}", "nested"),
         (b"[" * 100_000, "nested"),
         (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "nested"),
         (b"{} {}", "not JSON"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_bodies_that_are_no_strict_json(server: LiveServer, content: bytes, says: str) -> None:
     message = check(raw(server, content), 400, "invalid_body", None)
@@ -513,34 +513,9 @@ def test_responses_are_counted_by_route_status_and_code(server: LiveServer) -> N
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[LiveServer]:
-    config = ServerConfig.model_validate(
-        {"keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"})}
-    )
-    with LiveServer([ScriptedEngine(saying(encode(" over")))], config=config) as live:
+    engine = ScriptedEngine(saying(encode(" over")))
+    with LiveServer([engine], config=keyed("one", "two")) as live:
         yield live
-
-
-EVERYWHERE = [
-    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"), ("GET", "/openapi.json"),
-    ("GET", "/nothing"), ("OPTIONS", "/v1/completions"), ("HEAD", "/v1/models"),
-    ("GET", "//health"), ("GET", "/health/"), ("GET", "/v1/../health/../v1/models"),
-    ("GET", "/%2fhealth"), ("GET", "/health%2f..%2fv1/models"), ("POST", "//v1/completions"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("key", [None, "", "sk-", "sk-one,sk-two", "sk-onesk-two", "SK-ONE"])
-def test_every_route_needs_a_key(locked: LiveServer, key: str | None) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=5)
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    for method, path in EVERYWHERE:
-        connection.request(method, path, headers=headers)
-        answer = connection.getresponse()
-        body = answer.read()
-        assert answer.status == 401, (method, path)
-        if method != "HEAD":
-            assert json.loads(body)["error"]["code"] == "invalid_api_key", (method, path)
-    connection.close()
 
 
 def test_open_routes_need_none(locked: LiveServer) -> None:
@@ -580,13 +555,8 @@ def test_a_wrong_key_is_the_clients_authentication_error(locked: LiveServer) -> 
 
 
 def test_metrics_and_cors_have_their_own_settings() -> None:
-    config = ServerConfig.model_validate(
-        {
-            "keys": ({"id": "one", "key": "sk-one"},),
-            "metrics": MetricsConfig(require_key=False),
-            "cors": CorsConfig(allow_origins=("https://app.example",)),
-        }
-    )
+    cors = CorsConfig(allow_origins=("https://app.example",))
+    config = keyed("one", metrics=MetricsConfig(require_key=False), cors=cors)
     with LiveServer([ScriptedEngine(saying([5]))], config=config) as live:
         assert httpx.get(live.url + "/metrics").status_code == 200
         preflight = httpx.options(
