@@ -17,7 +17,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -28,17 +28,18 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from server import logs
-from server.api.serving import listen
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
 from server.fleet.budgets import Budgets, FleetUses
 from server.fleet.changes import ChangeLog, SharedTasks
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetState, ReplicaLostError
-from server.fleet.ingress import IngressApp
 from server.fleet.learning.builder import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, version_of
 from server.fleet.replica import CONTROL_S, EngineReplica
 from server.fleet.routing import Job
+
+if TYPE_CHECKING:
+    from server.fleet.ingress import IngressApp  # ingresses alone need the HTTP application
 
 log = logging.getLogger("tailor.fleet")
 
@@ -222,6 +223,8 @@ class IngressDeployment:
         desk: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
+        from server.api.serving import listen
+
         place, rank = parts.server.listen, serve.get_replica_context().rank.rank
         self._desk = DeskLine(desk, "desk")
         self._drain_s = (cluster.drain_s, parts.server.limits.drain_s)
@@ -275,6 +278,8 @@ async def _ingress(
     requests_only_port: int | None = None,
 ) -> IngressApp:
     """engines: the handles of the engine deployments, by model."""
+    from server.fleet.ingress import IngressApp
+
     logs.configure(parts.server.log.format, parts.server.log.level)
     own_id = serve.get_replica_context().replica_id.unique_id
     take = DeskLine(desk, "budgets").take
