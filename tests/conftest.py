@@ -68,14 +68,13 @@ def _write_bytecode() -> None:
 
 
 # The longest files come first, so that no process is left alone with one of them at the end of a
-# parallel run; those that start Ray, which mostly wait, are apart. Then the folders where few tests
+# parallel run. Then the folders where few tests
 # take long: they start servers, commands and other people's clients, or compile.
 _FIRST = (
-    "fleet/test_ray_scaling.py", "model/gpu/test_attention.py", "setup/test_first_hour.py",
-    "model/test_masked_distribution.py", "fleet/test_ray_updates.py", "api/test_isolation.py",
-    "model/test_hf_equality.py", "loadtest/test_load.py", "setup/test_readme_runs.py",
-    "fleet/test_ray_losses.py", "commands/test_tune.py", "model/cpu/test_generic.py",
-    "fuzz/test_fuzz.py", "api/test_timeouts.py", "fleet/test_ray_fleet.py",
+    "fleet/test_ray.py", "model/gpu/test_attention.py", "setup/test_first_hour.py",
+    "model/test_masked_distribution.py", "api/test_isolation.py", "model/test_hf_equality.py",
+    "loadtest/test_load.py", "setup/test_readme_runs.py", "commands/test_tune.py",
+    "model/cpu/test_generic.py", "fuzz/test_fuzz.py", "api/test_timeouts.py",
     "api/test_end_to_end.py", "api/test_lifecycle.py", "api/test_attacks_chat.py",
     "fleet/test_fleet_page.py", "setup/test_examples.py", "api/test_faults.py",
     "drafters/test_machine_code.py", "setup/test_serve.py",

@@ -102,7 +102,9 @@ def make_engine(
     )
 
 
-def make_learning_engine(share: Any, folder: Path, *, step_s: float = 0.0) -> Engine:
+def make_learning_engine(
+    share: Any, folder: Path, *, step_s: float = 0.0, model: Mapping[str, Any] = MODEL
+) -> Engine:
     """The same with the drafter `auto` and what its tasks learn. share: server.wiring.engine's."""
     make_ready()  # not while it works: then it would seem to hang
     memory = TaskStore(
@@ -112,7 +114,8 @@ def make_learning_engine(share: Any, folder: Path, *, step_s: float = 0.0) -> En
         save_every_s=0.1,
         build_share=1.0,
     )
-    return make_engine(step_s=step_s, drafters=task_drafters(memory, "auto"), memory=memory)
+    drafters = task_drafters(memory, "auto")
+    return make_engine(step_s=step_s, drafters=drafters, memory=memory, model=model)
 
 
 def hang(batch: Batch) -> None:

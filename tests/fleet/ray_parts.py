@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from drafters import DRAFTER_NAMES
 from server.api.engines.client import EngineSpec
-from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
-from server.config.cluster import ClusterConfig, LearningConfig
+from server.config import DEFAULT_TASK, ServerConfig, TaskConfig
+from server.config.cluster import LearningConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
 from server.engine.process import start_process
@@ -21,10 +21,6 @@ from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import Sharing
 from server.fleet.parts import FleetParts, version_of
 from server.machine_code import make_ready
-from server.wiring.model import AdapterSet
-from server.wiring.server import ServerPlan
-from server.wiring.task_set import TaskSet
-from tests.api.live import PLAIN_TASK, LiveServer, served
 from tests.api.real_engine import (
     CONTEXT,
     FINGERPRINT,
@@ -34,6 +30,10 @@ from tests.api.real_engine import (
     task_drafters,
 )
 from tests.fakes.engine_thread import start_thread
+
+if TYPE_CHECKING:  # a replica of an engine has no server
+    from server.wiring.server import ServerPlan
+    from tests.api.live import LiveServer
 
 TASKS = tuple(f"task-{i}" for i in range(24))
 DECIDING = 6  # last tokens of a text, which decide how it goes on in an engine that learns
@@ -72,7 +72,7 @@ class FakeParts(FleetParts):
 
     more_tasks: a file of further tasks' names, a line each, which a reload reads again. weights: of
     the engines; other weights are another version, which writes the same here. shared: a folder by
-    which the engines learn from each other; then all tasks draft by `auto` and say learn: persist.
+    which the engines learn from each other; then more_tasks draft by `auto` and say learn: persist.
     drafts: the engines draft and learn, each alone (learning_engine). slow: (rank, seconds) of a
     replica whose steps take longer. text: another one is another model, which writes other texts.
     processes: each engine has a process of its own, as in a real fleet.
@@ -105,6 +105,11 @@ class FakeParts(FleetParts):
         return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights, self.text)
 
     def plan(self, threads: int | None = None) -> ServerPlan:
+        from server.wiring.model import AdapterSet
+        from server.wiring.server import ServerPlan
+        from server.wiring.task_set import TaskSet
+        from tests.api.live import served
+
         tasks = self.tasks()
         model = served("tiny", CONTEXT)
         admin = TaskSet(
@@ -117,28 +122,36 @@ class FakeParts(FleetParts):
 
     def tasks(self) -> Mapping[str, TaskConfig]:
         """As they are in the files now."""
-        task = PLAIN_TASK
+        from tests.api.live import PLAIN_TASK
+
         drafter = "auto" if self.drafts else "off"
-        chosen = task.speculation.model_copy(update={"drafter": drafter})
-        task = task.model_copy(update={"speculation": chosen})
+        chosen = PLAIN_TASK.speculation.model_copy(update={"drafter": drafter})
+        more = () if self.more_tasks is None else self.more_tasks.read_text().split()
+        speculation = dict.fromkeys((DEFAULT_TASK, *TASKS, *more), chosen)
         if self.shared is not None:
             learns = SpeculationConfig(drafter="auto", learn="persist")
-            task = task.model_copy(update={"speculation": learns})
-        more = () if self.more_tasks is None else self.more_tasks.read_text().split()
-        names = (DEFAULT_TASK, *TASKS, *more)
-        return {name: task.model_copy(update={"name": name}) for name in names}
+            speculation |= dict.fromkeys(more, learns)
+        return {
+            name: PLAIN_TASK.model_copy(update={"name": name, "speculation": one})
+            for name, one in speculation.items()
+        }
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         step_s = self.slow[1] if self.slow is not None and self.slow[0] == rank else self.step_s
         factory = partial(self.make, step_s)
         if self.sharing is not None:
             own = Path(f"{self.shared}-{rank}-{os.getpid()}")
-            factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
+            factory = partial(
+                make_learning_engine, self.sharing, own, step_s=step_s, model=self.model
+            )
         start_one = start_process if self.processes else start_thread
         return EngineSpec(f"{model}/{rank}", model, "cpu", partial(start_one, factory))
 
     def single(self, config: ServerConfig | None = None) -> LiveServer:
         """One server with the same engine, which a fleet must equal."""
+        from drafters import DRAFTER_NAMES
+        from tests.api.live import LiveServer
+
         return LiveServer(
             [self.engine("tiny", 0, 1.0, 0.0)], config=config, max_model_len=CONTEXT,
             tasks=self.tasks(), drafters=DRAFTER_NAMES,
@@ -148,49 +161,9 @@ class FakeParts(FleetParts):
         """One engine."""
         if self.drafts:
             return learning_engine(step_s=step_s, row_s=self.row_s)
-        return make_engine(
-            step_s=step_s, row_s=self.row_s, drafts=False, model={**MODEL, "seed": self.text}
-        )
+        return make_engine(step_s=step_s, row_s=self.row_s, drafts=False, model=self.model)
 
-
-def fake_server(**sections: object) -> ServerConfig:
-    """A server.yaml of the model "tiny" on a free port."""
-    from server.config import ModelConfig
-
-    return ServerConfig(
-        listen=ListenConfig(port=free_port()),
-        models=(ModelConfig(name="tiny", path="tiny"),),
-        **sections,  # type: ignore[arg-type]
-    )
-
-
-def fake_cluster(
-    replicas: int = 2,
-    ingresses: int = 1,
-    *,
-    http: str = "direct",
-    policy: str = "tasks",
-    own_ports: int | None = None,
-    learns: bool = False,
-    least: int | None = None,
-) -> ClusterConfig:
-    """A cluster.yaml of small replicas. least: of `replicas`, by what waits, in a hurry."""
-    engines: dict[str, object] = {"min": replicas}
-    if least is not None:
-        hurry = {"up_after_s": 0.5, "down_after_s": 1.0, "sleep_after_s": 1.0, "look_back_s": 11.0}
-        scaling = {"first_token_s": 0.2, **hurry}
-        engines = {"min": least, "max": replicas, "scaling": scaling}
-    return ClusterConfig.model_validate(
-        {
-            "server": "server.yaml",
-            "ingress": {
-                "replicas": ingresses,
-                "num_cpus": 2,  # see run_fleet: it fits on the first node alone
-                "http": http,
-                "own_ports": own_ports,
-            },
-            "replicas": {**engines, "num_cpus": 0.1, "health_check_s": 1.0},
-            "routing": {"policy": policy},
-            **({"learning": {}} if learns else {}),
-        }
-    )
+    @property
+    def model(self) -> dict[str, Any]:
+        """FakeModel's."""
+        return {**MODEL, "seed": self.text}

@@ -35,10 +35,10 @@ from typing import Any
 
 import psutil
 
-from server.config import ListenConfig, ServerConfig
+from server.config import ServerConfig
 from server.config.cluster import ClusterConfig
 from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
-from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
+from tests.fleet.ray_parts import FakeParts
 from tests.waiting import wait_until
 
 KEYS = (
@@ -74,19 +74,34 @@ def _parser() -> argparse.ArgumentParser:
 def _fleet_of(
     options: argparse.Namespace, address: str | None = None
 ) -> tuple[ClusterConfig, FakeParts]:
-    keys = KEYS if options.keys else ()
-    server: ServerConfig = fake_server(
-        keys=keys, limits={**LIMITS, "drain_s": options.drain_s}
-    ).model_copy(update={"listen": ListenConfig(port=options.port)})
-    cluster = fake_cluster(
-        options.replicas,
-        options.ingresses,
-        http=options.http,
-        policy=options.policy,
-        own_ports=options.own_ports,
-        learns=options.shared is not None,
-        least=options.least,
-    ).model_copy(update={"address": address})
+    server = ServerConfig.model_validate(
+        {
+            "listen": {"port": options.port},
+            "models": ({"name": "tiny", "path": "tiny"},),
+            "keys": KEYS if options.keys else (),
+            "limits": {**LIMITS, "drain_s": options.drain_s},
+        }
+    )
+    engines: dict[str, Any] = {"min": options.replicas}
+    if options.least is not None:  # by what waits, in a hurry
+        hurry = {"up_after_s": 0.5, "down_after_s": 1.0, "sleep_after_s": 1.0, "look_back_s": 11.0}
+        scaling = {"first_token_s": 0.2, **hurry}
+        engines = {"min": options.least, "max": options.replicas, "scaling": scaling}
+    cluster = ClusterConfig.model_validate(
+        {
+            "server": "server.yaml",
+            "address": address,
+            "ingress": {
+                "replicas": options.ingresses,
+                "num_cpus": 2,  # see _nodes: it fits on the first node alone
+                "http": options.http,
+                "own_ports": options.own_ports,
+            },
+            "replicas": {**engines, "num_cpus": 0.1, "health_check_s": 1.0},
+            "routing": {"policy": options.policy},
+            "learning": None if options.shared is None else {},
+        }
+    )
     rank, _, slow_s = (options.slow or "").partition(":")
     parts = FakeParts(
         server,
@@ -102,6 +117,8 @@ def _fleet_of(
 
 
 def main() -> None:
+    # Ray would start a process a core ahead, without what ours are started with: nobody's.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     options = _parser().parse_args()
     if options.single:
         _single(_fleet_of(options)[1])

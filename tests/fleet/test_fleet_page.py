@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from loadtest.fleet import starts_alone
 from server.commands.cli import main
 from tests.fleet.ray_parts import free_port
-from tests.model.tiny_models import save_tiny
 from tests.setup.pages import DOCS, ROOT
 from tests.waiting import wait_until
 
@@ -28,6 +28,8 @@ PAGE = (DOCS / "fleet.md").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page's first cluster.yaml, a server.yaml and a tiny model."""
+    from tests.model.tiny_models import save_tiny
+
     folder = tmp_path_factory.mktemp("fleet")
     model = folder / "model"
     save_tiny(model, "llama", vocab_size=260, max_position_embeddings=512)
@@ -96,50 +98,72 @@ def test_ray_serve_s_own_commands_find_the_fleet(
         _ = app.nothing
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with starts_alone():
-        yield
+def _ask_for_a_token(session: int) -> None:
+    """Of all that listens in a session's processes, Serve's replicas alone are reached on other
+    addresses than this machine's own; they want a token, because a call of them would run code."""
+    grpc = pytest.importorskip("grpc")
+
+    listening = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session:
+                found = process.net_connections("tcp")
+                listening |= {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
+    assert len(listening) > 5
+    elsewhere = [at for at in listening if not at.ip.endswith("127.0.0.1") and at.ip != "::1"]
+    assert {at.ip for at in elsewhere} <= {"::"}
+    for at in elsewhere:
+        with grpc.insecure_channel(f"127.0.0.1:{at.port}") as channel:
+            for metadata in ([], [("authorization", "Bearer guessed")]):
+                call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(b"", timeout=10, metadata=metadata)
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
     port = int(re.findall(r"port: (\d+)", (folder / "server.yaml").read_text())[0])
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "fleet", "up", "cluster.yaml"]
+    # See run_fleet for the latter.
+    env = {"PYTHONPATH": str(ROOT), "RAY_prestart_worker_first_driver": "0"}
     log = folder / "log"
-    with log.open("w") as out:
+    with starts_alone(), log.open("w") as out:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **env},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    _wait = partial(wait_until, timeout_s=240, pause_s=0.2, told=log.read_text)
-    try:
-        _wait(lambda: process.poll() is not None or "The fleet is ready" in log.read_text())
-        assert process.poll() is None, log.read_text()
-        body = {"model": "slots", "prompt": "Town 1:", "temperature": 0}
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        assert 0 < answer.json()["usage"]["completion_tokens"] <= 12
-        tasks = httpx.get(url + "/v1/models", timeout=30).json()
-        assert "slots" in json.dumps(tasks)
-        learned = r'^tailor_learned_version{engine="tiny/0",model="tiny",task="slots"} 1'
-        _wait(lambda: re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M))
-        (folder / "tasks" / "more.yaml").write_text("name: more\n")
-        process.send_signal(signal.SIGHUP)  # new ingresses, the same engine
-        _wait(lambda: "the fleet is up to date" in log.read_text())
-        more = {**body, "model": "more"}
-        ask = partial(httpx.post, url + "/v1/completions", json=more, timeout=60)
-        _wait(lambda: ask().status_code == 200)  # the old ingress ends what it has
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+        _wait = partial(wait_until, timeout_s=240, pause_s=0.2, told=log.read_text)
+        try:
+            _wait(lambda: process.poll() is not None or "The fleet is ready" in log.read_text())
+            assert process.poll() is None, log.read_text()
+            steps = ("preparing", "starting Ray", "starting replicas", "engine-tiny: ", "is ready")
+            told = [log.read_text().find(step) for step in steps]
+            assert told[0] > -1 and told == sorted(told), log.read_text()
+            _ask_for_a_token(process.pid)
+            body = {"model": "slots", "prompt": "Town 1:", "temperature": 0}
+            answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert 0 < answer.json()["usage"]["completion_tokens"] <= 12
+            tasks = httpx.get(url + "/v1/models", timeout=30).json()
+            assert "slots" in json.dumps(tasks)
+            learned = r'^tailor_learned_version{engine="tiny/0",model="tiny",task="slots"} 1'
+            _wait(lambda: re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M))
+            (folder / "tasks" / "more.yaml").write_text("name: more\n")
+            process.send_signal(signal.SIGHUP)  # new ingresses, the same engine
+            _wait(lambda: "the fleet is up to date" in log.read_text())
+            more = {**body, "model": "more"}
+            ask = partial(httpx.post, url + "/v1/completions", json=more, timeout=60)
+            _wait(lambda: ask().status_code == 200)  # the old ingress ends what it has
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
