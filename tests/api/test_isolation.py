@@ -101,7 +101,7 @@ def _post(server: LiveServer, key: str, name: str = "", **body: Any) -> httpx.Re
 
 
 def _ask(server: LiveServer, key: str, **body: Any) -> dict[str, Any]:
-    body = {"temperature": 0, "max_tokens": 24, "include_speculation": True, **body}
+    body = {"temperature": 0, "max_tokens": 12, "include_speculation": True, **body}
     response = _post(server, key, **body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -154,7 +154,7 @@ class Used:
 
     def tell_secret(self, key: str, salts: Sequence[str]) -> None:
         for salt in salts:
-            self.ask(key, SECRET, max_tokens=40, cache_salt=salt)
+            self.ask(key, SECRET, max_tokens=20, cache_salt=salt)
             self.ask(key, PROBE, cache_salt=salt)
 
 
@@ -186,7 +186,7 @@ def test_what_a_key_itself_has_asked_is_seen_in_what_it_is_told(used: Used) -> N
     """The probe is able to tell."""
     if used.body["model"] != "plain":
         for _ in range(2 * used.times):
-            used.ask("e", SECRET, max_tokens=40)
+            used.ask("e", SECRET, max_tokens=20)
         assert used.ask("e", PROBE) != used.alone
 
 
@@ -216,7 +216,7 @@ def test_a_slice_does_not_grow_by_what_another_s_outputs_missed(
 
     a, b = keys
     first = size(b, 1)
-    grown = size(a, 60)
+    grown = size(a, 30)
     assert grown > first + 3
     assert size(a, 1) >= grown, "a key's own misses are kept"
     assert size(b, 1) == first
@@ -292,9 +292,3 @@ def test_sums_over_all_keys_can_be_kept_to_admins(server: LiveServer) -> None:
         assert after["drafts"] == after["tasks"] == after["slices"] == after["open"] == []
         assert set(after["engines"][0]) >= {"up", "running", "waiting", "kv_usage"}
         assert any(entry["tokens"] for entry in figures("root")["drafts"])
-
-
-def test_what_tasks_have_learned_is_told_to_admins_alone(server: LiveServer) -> None:
-    for path in ("/v1/tasks", "/v1/tasks/drafted", "/v1/tasks/drafted/corpus"):
-        for key, status in (("b", 403), ("root", 200)):
-            assert _get(server, path, key).status_code == status, path
