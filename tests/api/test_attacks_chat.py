@@ -12,29 +12,24 @@ from typing import Any
 import httpx
 import pytest
 
-from server.config import LimitsConfig, ServerConfig
+from server.config import LimitsConfig
 from tests.api.chat_models import chat_spec, decode, encode, served, weather
-from tests.api.live import LiveServer
+from tests.api.live import LiveServer, keyed
 from tests.api.test_chat_template import CONTROLS
+from tests.api.test_errors import check
 from tests.api.test_grammars import nested, product
 from tests.api.unharmed import reset, unharmed_by
 
 pytestmark = pytest.mark.attack
 
-KEY = {"authorization": "Bearer sk-one"}
-MANY = 100_000
+MANY = 20_000
 KEPT = 8
 SAYS = [{"role": "user", "content": "the quick brown fox"}]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    config = ServerConfig.model_validate(
-        {
-            "keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"}),
-            "limits": LimitsConfig(max_body_bytes=32 << 20),
-        }
-    )
+    config = keyed("one", "two", limits=LimitsConfig(max_body_bytes=32 << 20))
     models = {"hermes": served("hermes")}
     drafters = ("off", "suffix", "auto")
     engine = chat_spec("hermes", max_grammars=KEPT)
@@ -131,12 +126,12 @@ def test_no_schema_explodes(server: LiveServer) -> None:
 
     A grammar that grows while it is used ends its own request with an error of its own.
     """
-    for schema in EXPLODING:
-        explode(server, schema)
+    for i, schema in enumerate(EXPLODING):
+        explode(server, schema, in_tool=i < 8)
     forget(server)
 
 
-def explode(server: LiveServer, schema: Any) -> None:
+def explode(server: LiveServer, schema: Any, *, in_tool: bool) -> None:
     began_s = time.process_time()
     answer = complete(server, max_tokens=8, structured_outputs={"json": schema})
     assert time.process_time() - began_s < 20
@@ -147,10 +142,11 @@ def explode(server: LiveServer, schema: Any) -> None:
         assert error["param"] in ("structured_outputs.json", None), error
         assert len(error["message"]) < 400
         assert error["message"].isprintable()
-    tool = weather(parameters={"type": "object", "properties": {"x": schema}})
-    answer = chat(server, tools=[tool], tool_choice="required")
-    assert answer.status_code in (200, 400), answer.text
-    assert time.process_time() - began_s < 40
+    if in_tool:
+        tool = weather(parameters={"type": "object", "properties": {"x": schema}})
+        answer = chat(server, tools=[tool], tool_choice="required")
+        assert answer.status_code in (200, 400), answer.text
+        assert time.process_time() - began_s < 40
 
 
 BAD_REGEXES = (
@@ -222,10 +218,11 @@ def call(i: int) -> dict[str, Any]:
     return {"id": f"c{i}", "type": "function", "function": FUNCTION}
 
 
-TENTH_OF_A_MILLION: list[tuple[str, Callable[[], Any]]] = [
-    ("tools", lambda: [weather(f"f{i}") for i in range(MANY)]),
+TWENTY_THOUSAND: list[tuple[str, Callable[[], Any]]] = [
+    # So many that unharmed sees it where they are kept.
+    ("tools", lambda: [weather(f"f{i}") for i in range(3 * MANY)]),
     ("tools", lambda: [weather(strict=True)] * MANY),
-    ("tools", lambda: [weather(parameters={"enum": list(range(MANY))})]),
+    ("tools", lambda: [weather(parameters={"enum": list(range(5 * MANY))})]),
     ("tools", lambda: [weather(parameters={"properties": {f"p{i}": {} for i in range(MANY)}})]),
     ("tools", lambda: [weather(description="x" * (1 << 20))]),
     ("tools", lambda: [weather(parameters=nested(50))]),
@@ -243,8 +240,8 @@ TENTH_OF_A_MILLION: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "made"), TENTH_OF_A_MILLION, ids=range(len(TENTH_OF_A_MILLION)))
-def test_chats_of_a_tenth_of_a_million_are_refused_quickly(
+@pytest.mark.parametrize(("field", "made"), TWENTY_THOUSAND, ids=range(len(TWENTY_THOUSAND)))
+def test_chats_of_twenty_thousand_are_refused_quickly(
     server: LiveServer, field: str, made: Callable[[], Any]
 ) -> None:
     value = made()
@@ -253,59 +250,32 @@ def test_chats_of_a_tenth_of_a_million_are_refused_quickly(
     assert answer.status_code == 400, answer.text[:300]
     error = answer.json()["error"]
     assert error["param"].startswith(field) and len(answer.text) < 1000
-    assert time.process_time() - began_s < 10
+    assert time.process_time() - began_s < 2
 
 
 QUESTION = {"type": "predicate", "instructions": "Is it so?"}
 
 
-def test_decisions_of_a_tenth_of_a_million_are_refused_quickly(server: LiveServer) -> None:
-    choice = {"type": "choice", "instructions": "Which?"}
+def test_decisions_of_twenty_thousand_are_refused_quickly(server: LiveServer) -> None:
     options = [{"value": f"o{i}"} for i in range(MANY)]
+    choice = {"type": "choice", "instructions": "Which?", "choices": options}
     for body in (
         {"input": "x", "questions": [QUESTION] * MANY},
-        {
-            "input": "x",
-            "questions": [{**choice, "choices": options}],
-        },
-        {"input": "x" * (8 << 20), "questions": [QUESTION]},
+        {"input": "x", "questions": [choice]},
+        {"input": "x" * (8 << 20), "questions": [QUESTION] * 400},
         {"input": [{"role": "user", "content": "x"}] * MANY, "questions": [QUESTION]},
     ):
         began_s = time.process_time()
         answer = post(server, "/v1/decisions", **{"model": "hermes", **body})
         assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:300]
-        assert time.process_time() - began_s < 10
+        assert time.process_time() - began_s < 2
 
 
-LONE = '"\\ud800"', '"a\\udc00\\ud800b"'
-
-
-@pytest.mark.parametrize("lone", LONE)
-def test_lone_surrogates_are_refused_wherever_they_stand(server: LiveServer, lone: str) -> None:
-    says = '{"role": "user", "content": "x"}'
-    for fields in (
-        f'"messages": [{{"role": "user", "content": {lone}}}]',
-        f'"messages": [{{"role": "user", "content": "x", "name": {lone}}}]',
-        f'"messages": [{{"role": "user", "content": [{{"type": "text", "text": {lone}}}]}}]',
-        f'"messages": [{says}], "chat_template_kwargs": {{{lone}: 1}}',
-        f'"messages": [{says}], "stop": [{lone}]',
-        f'"messages": [{says}], "user": {lone}',
-        f'"messages": [{says}], "tools": [{{"type": "function", "function": {{"name": {lone}}}}}]',
-        f'"messages": [{says}], "structured_outputs": {{"json": {{"enum": [{lone}]}}}}',
-        f'"messages": [{says}], "prediction": {{"type": "content", "content": {lone}}}',
-    ):
-        answer = server.http.post(
-            server.url + "/v1/chat/completions",
-            content=f'{{"model": "hermes", {fields}}}'.encode(),
-            headers={**KEY, "content-type": "application/json"},
-        )
-        assert answer.status_code == 400, fields
-        assert answer.json()["error"]["code"] == "invalid_body"
-    # A schema may also come as text, which is JSON of its own.
-    text = {"json": f'{{"enum": [{lone}]}}'}
-    answer = complete(server, structured_outputs=text)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "structured_outputs.json"
+def test_a_lone_surrogate_is_refused_in_a_schema_that_comes_as_text(server: LiveServer) -> None:
+    """It is JSON of its own; test_errors.py has that of bodies."""
+    for lone in ('"\\ud800"', '"a\\udc00\\ud800b"'):
+        answer = complete(server, structured_outputs={"json": f'{{"enum": [{lone}]}}'})
+        check(answer, 400, "invalid_value", "structured_outputs.json")
 
 
 # --- templates ---
@@ -369,22 +339,19 @@ def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> 
     plain = chat(server, **asked).json()
     for name in (
         "messages", "tools", "bos_token", "raise_exception", "strftime_now", "__class__", "self",
-        "loop", "range", "chat_template", "add_generation_prompt", "documents", "",
+        "loop", "range", "chat_template", "add_generation_prompt", "documents", "", "thinking",
+        "a b",
     ):  # fmt: skip
         values: list[Any] = ["{{ 7 * 7 }}", [], {"a": {}}, 1]
         for value in values:
             answer = chat(server, chat_template_kwargs={name: value})
-            assert answer.status_code == 400, name
-            assert answer.json()["error"]["param"].startswith("chat_template_kwargs")
+            check(answer, 400, "unsupported_parameter", f"chat_template_kwargs.{name}")
         # Null is as good as absent: the template never sees it.
         null = chat(server, chat_template_kwargs={name: None}, **asked).json()
         assert null["prompt_token_ids"] == plain["prompt_token_ids"], name
-    for value in ["{{ 7 * 7 }}", [[]], {"__class__": 1}, 10**400]:
+    for value in ["{{ 7 * 7 }}", [[]], {"__class__": 1}]:
         answer = chat(server, chat_template_kwargs={"enable_thinking": value})
-        assert answer.status_code in (200, 400)
-    for name in ("chat_template", "template", "documents"):
-        answer = chat(server, **{name: "{{ messages }}"})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+        check(answer, 400, "invalid_value", "chat_template_kwargs.enable_thinking")
 
 
 # --- names ---
@@ -441,4 +408,4 @@ def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
     ]
 
     asked = {"model": "hermes", "messages": SAYS, "max_completion_tokens": 200}
-    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(200)])
+    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(100)])
