@@ -25,6 +25,7 @@ from server.errors import TailorError
 from tests.api.live import LiveServer, encode
 from tests.client.conftest import REPLY
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.json_lines import write_lines
 from tests.small_server import Handler, serving
 from tests.waiting import wait_until
 
@@ -32,8 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_lines(path, lines)
 
 
 def read(path: Path) -> list[Any]:

@@ -11,6 +11,7 @@ from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.json_lines import write_lines
 
 VOCAB_ROWS = 512
 
@@ -29,12 +30,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    file = tmp_path / "train.jsonl"
     lines = [
         {"prompt": f"Town {i}:", "completion": f"answer: yes, town {i % 3}"} for i in range(40)
     ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return write_lines(tmp_path / "train.jsonl", lines)
 
 
 def test_build_show_and_replay(
@@ -57,11 +56,10 @@ def test_build_show_and_replay(
     shown = capsys.readouterr().out
     assert "40, " in shown and "K80" in shown and "distinct" in shown
 
-    recorded = tmp_path / "recorded.jsonl"
-    recorded.write_text(json.dumps({"prompt_ids": [5, 6], "output_ids": first}) + "\n")
-    assert (
-        main(["replay", "--drafter", "mix", "--corpus", str(output), "--data", str(recorded)]) == 0
-    )
+    row = {"prompt_ids": [5, 6], "output_ids": first}
+    recorded = write_lines(tmp_path / "recorded.jsonl", [row])
+    words = ["--drafter", "mix", "--corpus", str(output), "--data", str(recorded)]
+    assert main(["replay", *words]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["decode_tokens_per_step"] > 2.0, "the corpus holds this very output"
 

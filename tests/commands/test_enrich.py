@@ -17,6 +17,7 @@ from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
 from tests.engine.requests import finish, ids_of, request_of
 from tests.installed import needs
+from tests.json_lines import write_lines
 from vocab_store.enrichment import Enrichment
 
 pytestmark = needs("peft")
@@ -24,13 +25,11 @@ pytestmark = needs("peft")
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    file = tmp_path / "train.jsonl"
     lines = [
         {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
         for i in range(60)
     ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return write_lines(tmp_path / "train.jsonl", lines)
 
 
 def test_from_data_to_a_served_adapter(
@@ -105,9 +104,8 @@ def test_from_data_to_a_served_adapter(
 def test_prompts_are_trained_and_served_in_the_new_tokens_where_that_is_asked_for(
     folder: Path, tmp_path: Path
 ) -> None:
-    data = tmp_path / "prompts.jsonl"
     lines = [{"prompt": f"!!ok!!{'abcd'[i % 4]}", "completion": "!!ok!!"} for i in range(40)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_lines(tmp_path / "prompts.jsonl", lines)
     file, adapter = tmp_path / "p.json", tmp_path / "adapter"
     shared = ["--model", str(folder), "--data", str(data)]
     mined = ["tasks", "enrich", *shared, "--tokens", "2", "--reads-prompts", "-o", str(file)]

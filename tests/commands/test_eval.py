@@ -13,6 +13,7 @@ import pytest
 from server.commands.cli import main
 from server.commands.quality import estimate, exact, f1, json_fields, repetition, rouge_l
 from tests.client.test_bulk import answering
+from tests.json_lines import write_lines
 
 WORDS = "the quick brown fox jumps over a lazy dog and Rome 42".split()
 
@@ -57,10 +58,8 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    file = tmp_path / "test.jsonl"
     rows = [{"prompt": f"Town {i}?", "completion": "Rome" if i % 2 else "Paris"} for i in range(10)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(tmp_path / "test.jsonl", rows)
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +75,9 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_a_file_of_answers(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers = tmp_path / "answers.jsonl"
     lines: list[dict[str, Any]] = [{"line": i, "text": " Rome", "key": "k"} for i in range(1, 10)]
     lines.append({"line": 10, "error": {"message": "busy"}, "key": "k"})
-    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answers = write_lines(tmp_path / "answers.jsonl", lines)
     report = _json(capsys, "--data", str(data), "--answers", str(answers))
     assert (report["metric"], report["rows"], report["without_an_answer"]) == ("f1", 10, 1)
     assert report["metrics"]["exact"]["mean"] == 0.4, "rows 2, 4, 6 and 8; 10 has no answer"
@@ -92,13 +90,12 @@ def test_a_file_of_answers(data: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_recordings_are_matched_by_prompt(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = tmp_path / "own.jsonl"
     pairs = [(i, "Rome" if i % 2 else "Paris") for i in range(9, -1, -1)]
     lines = [
         {"prompt_ids": [1], "output_ids": [2], "prompt": f"Town {i}?", "completion": c}
         for i, c in pairs
     ]
-    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answers = write_lines(tmp_path / "own.jsonl", lines)
     assert _json(capsys, "--data", str(data), "--answers", str(answers))["score"] == 1.0
 
 
@@ -135,9 +132,8 @@ def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     table.write_text('question,answer\n"Where, then?",Rome\nAnd now?,Paris\n')
     words = ["--task", "t", "--url", url, "--prompt-field", "question", "--field", "answer"]
     assert _json(capsys, "--data", str(table), *words)["score"] == 0.5
-    chat = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Rome"}]
-    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    chat = write_lines(tmp_path / "chat.jsonl", [{"messages": turns}])
     assert _json(capsys, "--data", str(chat), "--task", "t", "--url", url)["score"] == 1.0
 
 

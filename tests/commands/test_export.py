@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from server.datasets import open_table
 from server.errors import ConfigError
 from server.model.loader import build_module, open_model
 from tests.installed import needs
+from tests.json_lines import write_lines
 from vocab_store.enrichment import Enrichment
 
 pytestmark = needs("peft")
@@ -49,9 +49,8 @@ def test_tokens_become_added_tokens(folder: Path, tmp_path: Path) -> None:
 def test_enrich_writes_an_export(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = tmp_path / "train.jsonl"
     lines = [{"prompt": "a:", "completion": f" !!ok!! {'xy'[i % 2]} ##"} for i in range(60)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_lines(tmp_path / "train.jsonl", lines)
     command = ["tasks", "enrich", "--model", str(folder), "--data", str(data), "--tokens", "4"]
     command += ["-o", str(tmp_path / "e.json"), "--export", str(tmp_path / "out")]
     assert main(command) == 0

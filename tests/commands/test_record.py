@@ -29,6 +29,7 @@ from server.types import SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.json_lines import write_lines
 from tests.small_server import Handler, serving
 
 TOKENIZER = byte_level_tokenizer()
@@ -275,8 +276,8 @@ def test_a_server_is_asked_again_when_it_is_busy(url: str) -> None:
 
 
 def test_the_record_command_asks_the_running_server(url: str, tmp_path: Path) -> None:
-    data, output = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(3)))
+    data = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"p{i}"} for i in range(3)])
+    output = tmp_path / "own.jsonl"
     command = ["record", "--url", url, "--task", "sql", "--data", str(data), "-o", str(output)]
     assert main([*command, "--max-tokens", "9"]) == 0
     assert [r.output_ids for r in read_recordings(output)] == [[4, 0]] * 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from server.engine.step_times import CostTable
 from server.errors import ConfigError
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes
+from tests.json_lines import write_lines
 
 
 def _compared(num: int, gold: str, output: str, *, hit_max: bool = False) -> list[Compared]:
@@ -124,9 +124,7 @@ def test_data_of_every_kind_is_taken(tmp_path: Path) -> None:
     rows += [
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     ]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-    check_data(file, "gold", Fields())
+    check_data(write_lines(tmp_path / "a.jsonl", rows * 4), "gold", Fields())
 
 
 # --- bars ---

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from server import token_bytes
 from server.commands.cli import main
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.json_lines import write_lines
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import VocabProfile, model_facts
 from vocab_store.slice import RequiredIds
@@ -40,11 +41,8 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    file = tmp_path / "train.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in PAIRS * 5)
-    )
-    return file
+    rows = [{"prompt": p, "completion": c} for p, c in PAIRS * 5]
+    return write_lines(tmp_path / "train.jsonl", rows)
 
 
 def test_profile_and_show(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.json_lines import write_lines
 from tests.model.tiny_models import save_tiny
 
 
@@ -16,12 +16,6 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The JSON line that a program ended in."""
     result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     return result
-
-
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A file of JSON lines, and its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -35,9 +29,9 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A tiny model: its folder, and itself."""
+    """A tiny model of one layer: its folder, and itself."""
     folder = tmp_path_factory.mktemp("model")
-    return folder, save_tiny(folder, "llama", vocab_size=128, max_position_embeddings=1024)
+    return folder, save_tiny(folder, "llama", num_hidden_layers=1, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ import pytest
 
 from loadtest import cells, figures, load
 from loadtest.peer import CpuMeter, Timing
-from tests.loadtest.conftest import last_json, write_lines
+from tests.json_lines import write_lines
+from tests.loadtest.conftest import last_json
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 IDLE = ["--max-load", "1e9"]
@@ -34,7 +35,7 @@ def test_one_stream_finds_the_ratio_and_the_different_text(
         status = load.main(
             [
                 "--server", f"tailor={fast.url}", "--server", f"llamacpp={slow.url}",
-                "--rounds", "5", "--warmups", "2", "--tokens", "12", "--pause", "0",
+                "--rounds", "3", "--warmups", "2", "--tokens", "8", "--pause", "0",
                 "--json", str(tmp_path / "out.jsonl"), *FIXED,
             ]
         )  # fmt: skip
@@ -43,24 +44,24 @@ def test_one_stream_finds_the_ratio_and_the_different_text(
     rows = result["figures"]["1 clients"]
     against = rows["llamacpp"]["data_sets"]["plain"]["ratios"]
     found = against["decode_tokens_per_s"]
-    assert found["num"] == 5
+    assert found["num"] == 3
     assert 0.05 < found["median"] < 0.83  # a tenth, but for a busy machine
     assert against["ttft_s"]["median"] > 1.0
-    assert rows["tailor"]["num_runs"] == 10 and rows["tailor"]["num_tokens"] == [12]
+    assert rows["tailor"]["num_runs"] == 6 and rows["tailor"]["num_tokens"] == [8]
     speed = rows["tailor"]["data_sets"]["plain"]["decode_tokens_per_s"]["p50"]
     assert 10 < speed < 260  # at least 4 ms a token
     texts = rows["llamacpp"]["same_text"]
-    assert (texts["num_compared"], texts["num_same"]) == (10, 5) and rows["tailor"]["ratios"] == {}
+    assert (texts["num_compared"], texts["num_same"]) == (6, 3) and rows["tailor"]["ratios"] == {}
     where = texts["first_difference"]
     assert (where["prompt"], where["at"], where["text"][:8]) == ("copy", 14, "SIX five")
     assert result["servers"]["tailor"]["version"] == "1.2.3"
     assert {"cpu", "cores", "commit", "versions"} <= set(result["machine"])
     assert json.loads((tmp_path / "out.jsonl").read_text()) == result
-    # Two prompts, six rounds, one request at a time, the same prompt to both, a new salt each.
+    # Two prompts, four rounds, one request at a time, the same prompt to both, a new salt each.
     for server in (fast, slow):
-        assert (len(server.bodies), server.most_open) == (12, 1)
+        assert (len(server.bodies), server.most_open) == (8, 1)
     salts = [body["cache_salt"] for body in fast.bodies]
-    assert len(set(salts)) == 12
+    assert len(set(salts)) == 8
     assert all(body["cache_prompt"] is False for body in slow.bodies)
     prompts = [sorted({body["prompt"] for body in server.bodies}) for server in (fast, slow)]
     assert prompts[0] == prompts[1]
@@ -176,7 +177,7 @@ def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[s
 
 def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
     servers = [item for i, url in enumerate(urls) for item in ("--server", f"tailor-{i}={url}")]
-    usual = {"--mix": "alpha=3,beta", "--requests": "8", "--rounds": "2", "--tokens": "6",
+    usual = {"--mix": "alpha=3,beta", "--requests": "4", "--rounds": "2", "--tokens": "6",
              "--pause": "0"}  # fmt: skip
     rest = [word for item in usual.items() if item[0] not in more for word in item]
     return [*servers, "--data", str(data_dir), "--warmups", "0", *rest, *IDLE, *more]
@@ -189,7 +190,7 @@ def test_load_closed_and_open_loop(
     with ScriptedServer(pace_s=0.004) as fast, ScriptedServer(pace_s=0.2) as slow:
         status = load.main(
             load_args([slow.url, fast.url], data_dir, "--concurrency", "2", "--rate", "100",
-                      "--slo", "ttft=0.195,e2e=10", "--tokens", "2", "--requests", "4",
+                      "--slo", "ttft=0.195,e2e=10", "--tokens", "2",
                       "--html", str(file))
         )  # fmt: skip
     result = last_json(capsys)
@@ -216,9 +217,9 @@ def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data
     half, twice = result["rates"]["50% of capacity"], result["rates"]["200% of capacity"]
     # Two clients, answers of six chunks and 60 ms: at most 33 requests a second.
     assert 0.5 < half < 17.0 and twice == pytest.approx(4 * half)
-    assert num_asked == (8 * 2 * 3, 8 * 2 * 2), "only the first server's capacity is measured"
+    assert num_asked == (4 * 2 * 3, 4 * 2 * 2), "only the first server's capacity is measured"
     row = result["figures"]["50% of capacity"]["tailor-1"]
-    assert row["num_requests"] == 16
+    assert row["num_requests"] == 8
     for name in ("ttft_s", "ttft_p95_s", "tokens_per_s", "e2e_s"):
         assert row["ratios"][name]["num"] == 2, name
 
@@ -245,7 +246,7 @@ def test_load_books_failures_and_exits_1(
     with ScriptedServer(status=429) as server:
         assert load.main(load_args([server.url], data_dir, "--concurrency", "1")) == 1
     row = last_json(capsys)["figures"]["1 clients"]["tailor-0"]
-    assert row["num_failed"] == 16 and "HTTP 429" in row["failures"][0]
+    assert row["num_failed"] == 8 and "HTTP 429" in row["failures"][0]
     assert row["ttft_s"] is None and row["good_share"] == 0.0
 
 
@@ -319,7 +320,7 @@ def test_answers_are_judged_by_the_completions_of_the_data(
     rows = last_json(capsys)["figures"]["1 clients"]
     for row in rows.values():
         quality = row["data_sets"]["alpha"]["quality"]
-        assert quality["exact"]["mean"] == 0.5 and quality["exact"]["num"] == 16
+        assert quality["exact"]["mean"] == 0.5 and quality["exact"]["num"] == 8
         assert quality["f1"]["mean"] == pytest.approx((1 + 0.8) / 2)
     # The same text in half the tokens: as much text a second, or more.
     for name, chars in (("tailor-0", 3.5), ("tailor-1", 8.0)):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loadtest import papers
-from tests.loadtest.conftest import last_json, write_lines
+from tests.json_lines import write_lines
+from tests.loadtest.conftest import last_json
 
 
 @pytest.fixture(scope="module")

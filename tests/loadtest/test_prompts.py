@@ -12,7 +12,7 @@ from loadtest.prompts import (
     read_examples,
     spread_examples,
 )
-from tests.loadtest.conftest import write_lines
+from tests.json_lines import write_lines
 
 
 @pytest.fixture

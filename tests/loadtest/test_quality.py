@@ -27,8 +27,8 @@ from server.commands.record import Answer, Failure, Prompt, in_order
 from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
 from tests.api.tiny_tokenizers import byte_level_tokenizer
-from tests.loadtest.conftest import last_json, write_lines
-from tests.model.tiny_models import save_tiny
+from tests.json_lines import write_lines
+from tests.loadtest.conftest import last_json
 from vocab_store.slice import RequiredIds, VocabSlice
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -116,15 +116,12 @@ def test_rows_of_the_table() -> None:
 
 
 def test_slices_of_a_model_with_and_without_its_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    model = tmp_path / "tiny"
-    save_tiny(model, "llama")
     for split in ("train", "test"):
         lines = [{"prompt": f"{i} abc:", "completion": f" {'xy'[i % 2]} ok"} for i in range(24)]
         write_lines(tmp_path / "towns" / f"{split}.jsonl", lines)
-    words = ["slices", "--data", str(tmp_path), "--task", "towns", "--model", str(model)]
+    words = ["slices", "--data", str(tmp_path), "--task", "towns", "--model", str(folder)]
     assert quality.main([*words, "--ablations"]) == 0
     rows = last_json(capsys)["tasks"]["towns"]
     assert set(rows) == {*quality.ROWS, *quality.ABLATIONS}
@@ -152,18 +149,15 @@ def test_intents_and_slots_are_judged_by_themselves() -> None:
 
 
 def test_both_adapters_are_measured_on_the_same_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    save_tiny(tmp_path / "tiny", "llama")
-    data = tmp_path / "train.jsonl"
     lines = [
         {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
         for i in range(60)
     ]
-    write_lines(data, lines)
-    shared = ["--model", str(tmp_path / "tiny"), "--data", str(data)]
+    data = write_lines(tmp_path / "train.jsonl", lines)
+    shared = ["--model", str(folder), "--data", str(data)]
     tokens = tmp_path / "tokens.json"
     assert tailor(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(tokens)]) == 0
     recipe = ["--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate", "0.05",
@@ -173,7 +167,7 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         assert tailor(words) == 0
     capsys.readouterr()
     arguments = [
-        "adapters", "--model", str(tmp_path / "tiny"), "--base", str(tmp_path / "base"),
+        "adapters", "--model", str(folder), "--base", str(tmp_path / "base"),
         "--enriched", str(tmp_path / "own"), "--train", str(data), "--test", str(data),
         "--prompts", "8", "--tokens", "24",
     ]  # fmt: skip
@@ -191,8 +185,8 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         assert side["passes"]["0"] == pytest.approx(side["ids"])
         assert side["passes"]["16"] < side["passes"]["0"]
     # A base that holds the adapter keeps its bits; the adapter changes other texts.
-    words = ["damage", "--model", str(tmp_path / "tiny"), "--adapter", str(tmp_path / "base")]
-    assert quality.main([*words, "--data", str(data), "--threads", "1"]) == 0
+    words = ["damage", *shared, "--adapter", str(tmp_path / "base")]
+    assert quality.main([*words, "--threads", "1"]) == 0
     found = last_json(capsys)
     assert found["same_bits"] and found["off"]["logprob_error"] == 0.0
     assert found["texts"] == 60 and found["on"]["logprob_error"] > 0.0

@@ -18,7 +18,8 @@ from drafters.replay import Recording, read_recordings
 from loadtest import replay
 from loadtest.peer_drafters import tree_of_paths
 from loadtest.recordings import open_ids
-from tests.loadtest.conftest import last_json, write_lines
+from tests.json_lines import write_lines
+from tests.loadtest.conftest import last_json
 
 NUM = 3
 

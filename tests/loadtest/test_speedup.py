@@ -14,7 +14,7 @@ from rich.console import Console
 from loadtest import speedup
 from loadtest.peer import Peer
 from loadtest.prompts import SETS, Example, Places, examples_of, prepare, train_prompts
-from tests.loadtest.conftest import write_lines
+from tests.json_lines import write_lines
 from tests.loadtest.scripted_server import ScriptedServer
 
 OPTIONS = speedup.SpeedupOptions(

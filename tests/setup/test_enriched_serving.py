@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -26,6 +25,7 @@ from server.wiring.server import plan_server
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.requests import finish, ids_of, request_of
 from tests.installed import needs
+from tests.json_lines import write_lines
 from tests.model.peft_adapters import with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
@@ -175,9 +175,9 @@ def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
     _, adapter, enrichment, _ = _tuned(base_model, folder)
     plan = plan_server(_config(adapter), {}, {"m": folder})
     table, [order] = plan.models["m"].table, plan.orders
-    data, base, own = tmp_path / "d.jsonl", tmp_path / "base.vocab", tmp_path / "own.vocab"
+    base, own = tmp_path / "base.vocab", tmp_path / "own.vocab"
     row = {"prompt": "a", "completion": tokenizer.decode([60, 61, 70, 71, 72])}
-    data.write_text(20 * (json.dumps(row) + "\n"))
+    data = write_lines(tmp_path / "d.jsonl", [row] * 20)
     made = ["vocab", "profile", "--model", str(folder), "--data", str(data), "-o"]
     assert main([*made, str(base)]) == 0
     assert main([*made, str(own), "--adapter", str(adapter)]) == 0
