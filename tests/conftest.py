@@ -184,6 +184,20 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama that is served as its GGUF is: a process that does so imports
+    neither torch nor transformers, which is most of what another start takes."""
+    from server.model.catalog import model_folder
+    from tests.model.gguf_models import BLOCKS, write_llama
+
+    made = tmp_path_factory.mktemp("file")
+    write_llama(made / "tiny.gguf", *BLOCKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOR_CACHE_DIR", str(made))
+        return model_folder(str(made / "tiny.gguf"), "file")
+
+
+@pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The converted smollm2-135m-instruct folder. Fetched and converted once into the cache."""
     from server.model.catalog import model_folder

@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.commands.fixed_cost import fixed_cost
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-from tests.setup.test_serve import Running
+from tests.json_lines import write_lines
+from tests.processes import Running
 from vocab_store.profile import VocabProfile
 
 TOKENIZER = byte_level_tokenizer()
@@ -49,11 +50,6 @@ def _lines(num: int, **more: Any) -> list[dict[str, Any]]:
         | more
         for i in range(num)
     ]
-
-
-def _write(file: Path, lines: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
 
 
 def _drafter(others: str | None, name: str, task: str, speculation: SpeculationParams) -> Any:
@@ -91,7 +87,7 @@ def _tune(
     run = Tuning(
         data, Fields(), file, recording, _engine(fixed_cost(first_s, per_row)), TOKENIZER, TABLE,
         partial(_drafter, others), (head_s, 0.01 * head_s), progress,
-        SamplingParams(temperature=0.0, stop=stop), **{"budgets": (4, 16)} | more,
+        SamplingParams(temperature=0.0, stop=stop), **{"budgets": (16,)} | more,
     )  # fmt: skip
     report = tune(run)
     json.dumps(report)
@@ -119,7 +115,7 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
     """Runs of the same task, one after the other: where drafts are dear and the head is large,
     where drafts are cheap, where nothing pays, and where another's task lies."""
     folder = tmp_path_factory.mktemp("turns")
-    data, tasks = _write(folder / "train.jsonl", _lines(60)), folder / "tasks"
+    data, tasks = write_lines(folder / "train.jsonl", _lines(60)), folder / "tasks"
     found: dict[str, Written] = {}
 
     def run(name: str, **more: Any) -> None:
@@ -127,7 +123,7 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
         found[name] = Written(report, shutil.copytree(tasks, folder / name))
 
     run("large head", per_row=120.0, head_s=60.0)
-    run("drafts", description='says "no"')
+    run("drafts", budgets=(4, 16), description='says "no"')
     run("nothing", per_row=120.0, stop=("\n",))
     (tasks / "town.yaml").write_text("name: town\n")
     (tasks / "town.vocab").write_text("of somebody's own")
@@ -159,7 +155,10 @@ def test_a_task_that_repeats_itself_gets_its_corpus(in_turn: dict[str, Written])
     # The reasons are in the file, as comments.
     text = file.read_text()
     assert f"# Expected: {report['expected_speedup']:.2f}x (" in text
-    assert f"{report['tokens_per_step']:.2f} tokens a decode step" in text and "Forecast:" in text
+    assert f"{report['tokens_per_step']:.2f} tokens a decode step" in text
+    # Nobody is asked for the data's outputs: what they gain is forecast.
+    assert report["expected_of"] == report["expected_of_8_streams"] == 0
+    assert "Forecast: held-back outputs" in text and "Measured:" not in text
     assert "bigram entropy" in text and "K80" in text
     for name in ("auto", "mix", "suffix", "prompt", "trie", "grammys"):
         assert f"# {name} " in text
@@ -174,7 +173,7 @@ def test_held_back_examples_are_not_in_the_corpus_that_judges_them(tmp_path: Pat
         for i in range(60)
     ]
     # Each stands there twice: repeats of a held-back prompt are kept out as well.
-    twice = _tune(_write(tmp_path / "twice.jsonl", [li for li in lines for _ in range(2)]))
+    twice = _tune(write_lines(tmp_path / "twice.jsonl", [li for li in lines for _ in range(2)]))
     assert twice["tokens_per_step"] < 1.5
 
 
@@ -191,14 +190,14 @@ def test_what_the_papers_vary_is_varied_where_their_drafters_are_near(tmp_path: 
     rng = Random(3)
     texts = ["".join(rng.choices("abcd", k=40)) for _ in range(80)]
     lines = [{"prompt": f"Copy {text}:", "completion": text} for text in texts]
-    data, file = _write(tmp_path / "train.jsonl", lines), tmp_path / "tasks" / "town.yaml"
+    data, file = write_lines(tmp_path / "train.jsonl", lines), tmp_path / "tasks" / "town.yaml"
     report = _tune(data, others="trie", budgets=(8,))
     told, speculation = file.read_text(), load_task(file).speculation
     assert report["drafter"] == speculation.drafter == "trie"
     assert vars(speculation)["trie"].prefix_length > 3 and "prefix_length 2 -" in told
     assert "mix lambda" not in told, "far from the best: not looked into"
     # Answers that the corpus knows: there it is mix.
-    _tune(_write(tmp_path / "known.jsonl", _lines(60)), others="trie", budgets=(8,))
+    _tune(write_lines(tmp_path / "known.jsonl", _lines(60)), others="trie", budgets=(8,))
     told = file.read_text()
     assert load_task(file).speculation.drafter == "mix"
     assert "mix lambda 0.5 " in told and "mix lambda 0.9 " in told and "trie n" not in told
@@ -213,48 +212,55 @@ def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(in_turn: dict[str, 
     assert "Nothing is worth drafting" in file.read_text()
 
 
-def test_the_models_own_outputs_are_recorded_and_judge(tmp_path: Path) -> None:
-    data = _write(tmp_path / "train.jsonl", _lines(80))
-    report = _tune(data, outputs="model", limit=40, max_tokens=24)
+_SERVED: dict[str, Any] = {
+    "outputs": "model", "limit": 40, "max_tokens": 24, "first_s": 0.02, "per_row": 0.0002,
+    "stop": ("no such text",), "force": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A run that records the model's own outputs and has the time to serve its prompts."""
+    folder = tmp_path_factory.mktemp("served")
+    report = _tune(write_lines(folder / "train.jsonl", _lines(80)), **_SERVED)
+    return Written(report, folder / "tasks")
+
+
+def test_the_models_own_outputs_are_recorded_and_judge(served: Written, tmp_path: Path) -> None:
+    report = served.report
     assert report["recorded"] == 40 and 8 <= report["held_back"] <= 12
     assert report["held_back_tokens"] <= 12 * 24
     # The model says other things than the data: its own outputs are what helps.
     assert report["why"]["corpus"] in ("own outputs", "both")
-    assert report["tokens_per_step"] > 1.5
-    text = (tmp_path / "tasks" / "town.yaml").read_text()
-    assert "the model's own for 40 of its prompts" in text
-    assert load_task(tmp_path / "tasks" / "town.yaml").sampling.max_tokens == 24
+    assert "the model's own for 40 of its prompts" in served.file.read_text()
+    assert load_task(served.file).sampling.max_tokens == 24
     # Prompts alone are enough.
-    bare = _write(tmp_path / "bare.jsonl", [{"prompt": f"Town {i}"} for i in range(40)])
+    bare = write_lines(tmp_path / "bare.jsonl", [{"prompt": f"Town {i}"} for i in range(40)])
     report = _tune(bare, outputs="model", max_tokens=24)
     assert report["recorded"] == 40 and report["why"]["corpus"] == "own outputs"
 
 
-def test_what_the_drafts_gain_is_measured_where_there_is_time(tmp_path: Path) -> None:
+def test_what_the_drafts_gain_is_measured_where_there_is_time(
+    served: Written, tmp_path: Path
+) -> None:
     """The held-back prompts are served, recorded or not; their range is told."""
-    data = _write(tmp_path / "train.jsonl", _lines(100))
-    num = sum(is_held(line, 100, 4) for line in range(100))
-    fields: dict[str, Any] = {"outputs": "model", "limit": 40, "max_tokens": 24}
-    fields["stop"] = ("no such text",)
-    report = _tune(data, first_s=0.02, per_row=0.0002, **fields)
-    assert report["expected_of"] == report["expected_of_8_streams"] == num >= 20
+    report, num = served.report, sum(is_held(line, 80, 4) for line in range(80))
+    assert report["expected_of"] == report["expected_of_8_streams"] == num >= 16
     for at in ("", "_8_streams"):
         low, high = report[f"expected_range{at}"]
         assert 0.0 <= low < report[f"expected_speedup{at}"] < high
-    text = (tmp_path / "tasks" / "town.yaml").read_text()
+    text, (low, high) = served.file.read_text(), report["expected_range"]
+    speedup = f"{report['expected_speedup']:.2f}x ({low:.2f} to {high:.2f})"
+    assert f"# Expected: {speedup} a whole request" in text and "Forecast:" not in text
+    assert f"Measured: {num} and {num} held-back prompts" in text
+    data = write_lines(tmp_path / "train.jsonl", _lines(80))
+    report = _tune(data, **_SERVED, serve_seconds=0.0)
+    assert report["expected_of"] == report["expected_of_8_streams"] == 0
+    assert report["tokens_per_step"] > 1.5
     low, high = report["expected_range"]
-    told = (
-        f"# Expected: {report['expected_speedup']:.2f}x ({low:.2f} to {high:.2f}) a whole request"
-    )
-    assert told in text and f"Measured: {num} and {num} held-back prompts" in text
-    assert "Forecast:" not in text
-    for more in ({"serve_seconds": 0.0}, {"outputs": "gold"}):
-        report = _tune(data, first_s=0.02, per_row=0.0002, **fields | more)
-        assert report["expected_of"] == report["expected_of_8_streams"] == 0
-        low, high = report["expected_range"]
-        assert low < report["expected_speedup"] < high
-        text = (tmp_path / "tasks" / "town.yaml").read_text()
-        assert "Forecast: held-back outputs" in text and "Measured:" not in text
+    assert low < report["expected_speedup"] < high
+    text = (tmp_path / "tasks" / "town.yaml").read_text()
+    assert "Forecast: held-back outputs" in text and "Measured:" not in text
 
 
 def test_a_range_is_wider_for_fewer_requests() -> None:
@@ -277,7 +283,7 @@ def test_a_large_head_is_cut_to_the_tasks_vocabulary(
     assert profile.slice.num_ids == large["ids"] < TABLE.vocab_size
     assert profile.miss_rate == large["miss_rate"] == 0.0
     # Drafts take the head's share of a token: eight tokens a step leave little to save.
-    data = _write(tmp_path / "train.jsonl", _lines(60))
+    data = write_lines(tmp_path / "train.jsonl", _lines(60))
     drafted = _tune(data, per_row=0.1, head_s=60.0)["vocabulary"]
     assert drafted["exact_speedup"] < large["exact_speedup"]
 
@@ -315,12 +321,6 @@ class StopAt:
             raise Stopped
 
 
-_SERVED: dict[str, Any] = {
-    "outputs": "model", "limit": 40, "max_tokens": 24, "first_s": 0.02, "per_row": 0.0002,
-    "force": False,
-}  # fmt: skip
-
-
 _STAGES = [
     ("recording", 12, False),
     ("replaying drafters", 5, False),
@@ -335,7 +335,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StopAt], dic
     """Runs that were stopped one after the other, each a stage later, and the last, which was not:
     what they told, and its report."""
     folder = tmp_path_factory.mktemp("stopped")
-    data, file = _write(folder / "train.jsonl", _lines(80)), folder / "tasks" / "town.yaml"
+    data, file = write_lines(folder / "train.jsonl", _lines(80)), folder / "tasks" / "town.yaml"
     runs = [StopAt(stage, times) for stage, times, _ in _STAGES]
     for progress in runs:
         with pytest.raises(Stopped):
@@ -361,12 +361,11 @@ def test_a_run_that_was_stopped_goes_on(
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    stopped: tuple[list[StopAt], dict[str, Any]], tmp_path: Path
+    stopped: tuple[list[StopAt], dict[str, Any]], served: Written
 ) -> None:
     report = stopped[1]
-    whole = _tune(_write(tmp_path / "train.jsonl", _lines(80)), **_SERVED)
     told = ("drafter", "recorded", "held_back_tokens", "quality", "vocabulary")
-    assert [report[name] for name in told] == [whole[name] for name in told]
+    assert [report[name] for name in told] == [served.report[name] for name in told]
     assert report["recorded"] == 40
     file = Path(report["file"])
     assert "# Not whole" not in file.read_text()
@@ -375,12 +374,12 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 
 
 def test_a_run_with_other_data_or_options_begins_anew(tmp_path: Path) -> None:
-    data, file = _write(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
+    data, file = write_lines(tmp_path / "train.jsonl", _lines(80)), tmp_path / "tasks" / "town.yaml"
     fields: dict[str, Any] = {"outputs": "model", "limit": 40, "max_tokens": 24}
     with pytest.raises(Stopped):
         _tune(data, progress=StopAt("recording", 12), **fields)
     other, anew = StopAt("nothing", 0), StopAt("building corpora", 0)
-    _write(data, _lines(90))
+    write_lines(data, _lines(90))
     with pytest.raises(Stopped):
         _tune(data, progress=anew, **fields)
     file.write_text("name: town\n")
@@ -391,10 +390,10 @@ def test_a_run_with_other_data_or_options_begins_anew(tmp_path: Path) -> None:
 
 
 def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
-    data = _write(tmp_path / "train.jsonl", _lines(40))
+    data = write_lines(tmp_path / "train.jsonl", _lines(40))
     with pytest.raises(ConfigError, match="only 0 outputs were recorded; give it more time"):
         _tune(data, outputs="model", record_seconds=-1.0)
-    long = _write(tmp_path / "long.jsonl", [{"prompt": "x y " * 100}] * 20)
+    long = write_lines(tmp_path / "long.jsonl", [{"prompt": "x y " * 100}] * 20)
     with pytest.raises(ConfigError, match=r"only 0 outputs were recorded: .* do not fit the model"):
         _tune(long, outputs="model")
 
@@ -411,7 +410,7 @@ def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
 def test_data_that_cannot_be_used_is_told(
     lines: list[dict[str, Any]], outputs: str, told: str, tmp_path: Path
 ) -> None:
-    data = _write(tmp_path / "train.jsonl", lines)
+    data = write_lines(tmp_path / "train.jsonl", lines)
     with pytest.raises(ConfigError, match=told) as caught:
         _tune(data, outputs=outputs)
     assert str(data) in str(caught.value)
@@ -471,7 +470,7 @@ def test_a_busy_machine_decides_nothing(
     """Refused before the model is loaded, or before anything is recorded with it."""
     told = iter(shares)
     monkeypatch.setattr(OtherProcesses, "share", lambda self: next(told))
-    words = ("--data", str(_write(tmp_path / "train.jsonl", _lines(20))), "--name", "town")
+    words = ("--data", str(write_lines(tmp_path / "train.jsonl", _lines(20))), "--name", "town")
     output = tmp_path / "tasks" / "town.yaml"
     told_user = run("tasks", "tune", *words, "-o", str(output), status=1)
     assert f"others use {shares[-1]:.0%} of this machine" in told_user
@@ -485,7 +484,7 @@ def test_a_busy_machine_decides_nothing(
 def run(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny_folder.parent / "cache"))
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny_folder.parent / "tuned"))
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
     def run(*words: str, status: int = 0) -> Any:
@@ -497,25 +496,8 @@ def run(
     return run
 
 
-@pytest.fixture
-def server(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[[], Running]]:
-    running: list[Running] = []
-
-    def start() -> Running:
-        words = ["--model", str(tiny_folder), "--tasks", str(tmp_path)]
-        cache = {"TAILOR_CACHE_DIR": str(tiny_folder.parent / "cache")}
-        running.append(Running([*words, "--kv-cache-memory", "64MiB"], cache))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.kill()
-
-
-def test_from_data_to_answers(
-    run: Callable[..., Any], server: Callable[[], Running], tiny_folder: Path, tmp_path: Path
-) -> None:
-    data = _write(tmp_path / "train.jsonl", _lines(48))
+def test_from_data_to_answers(run: Callable[..., Any], tiny_folder: Path, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "train.jsonl", _lines(48))
     output = tmp_path / "town.yaml"
     words = ["--data", str(data), "--name", "town", "-o", str(output), "--max-tokens", "24"]
     words += ["--even-if-busy"]  # other tests may run beside this one
@@ -528,7 +510,7 @@ def test_from_data_to_answers(
     kept.write_text("")
     assert "is there already" in run("tasks", "tune", *words, status=1)
     # The tiny model's steps are quicker than any draft; those of a model worth serving are not.
-    (costs,) = (tiny_folder.parent / "cache" / "costs").iterdir()
+    (costs,) = (tiny_folder.parent / "tuned" / "costs").iterdir()
     costs.write_text(json.dumps(json.loads(costs.read_text()) | fixed_cost().as_dict()))
     words += ["--force", "--skip-forms"]
     gold = run("tasks", "tune", *words, "--outputs", "gold", "--json")
@@ -543,23 +525,23 @@ def test_from_data_to_answers(
         "sampling: {temperature: 0, max_tokens: 24}\n"
         "speculation: {drafter: grammys, grammys: {table: tiny.bigrams, strategy: bigram}}\n"
     )
-    served = server()
     body = {"model": "town", "prompt": "Town 7:", "include_speculation": True}
-    answer = served.ask("/v1/completions", body)
-    plain = served.ask("/v1/completions", body | {"speculation": {"drafter": "off"}})
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"Town {i}:"} for i in range(6)])
+    common = ("--data", str(prompts), "--temperature", "0", "--max-tokens", "20")
+    asked, own = tmp_path / "asked.jsonl", tmp_path / "own.jsonl"
+    with Running(["--model", str(tiny_folder), "--tasks", str(tmp_path)]) as served:
+        answer = served.ask("/v1/completions", body)
+        plain = served.ask("/v1/completions", body | {"speculation": {"drafter": "off"}})
+        guessed = served.ask("/v1/completions", body | {"model": "bigrams"})
+        figures = run("corpus", "generate", *common, "--url", served.url, "-o", str(asked))
     assert answer["speculation"]["drafter"] == gold["drafter"]
     assert answer["usage"]["completion_tokens"] <= 24
     assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
-    guessed = served.ask("/v1/completions", body | {"model": "bigrams"})
     assert guessed["choices"][0]["text"] == plain["choices"][0]["text"]
     assert guessed["speculation"]["drafter"] == "grammys"
     assert guessed["speculation"]["drafted_tokens"] > 0
 
     # Its own outputs, from the running server and from an engine in this process: the same.
-    prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"Town {i}:"} for i in range(6)])
-    common = ("--data", str(prompts), "--temperature", "0", "--max-tokens", "20")
-    asked, own = tmp_path / "asked.jsonl", tmp_path / "own.jsonl"
-    figures = run("corpus", "generate", *common, "--url", served.url, "-o", str(asked))
     assert figures == {"file": str(asked), "recordings": 6, "resumed": 0, "failed": 0}
     run("corpus", "generate", *common, "-o", str(own))
     assert _ids(asked) == _ids(own)
@@ -600,7 +582,7 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
 
 
 def test_a_server_that_is_not_there(run: Callable[..., Any], tmp_path: Path) -> None:
-    data = _write(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    data = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
     words = ("corpus", "generate", "--data", str(data), "-o", str(tmp_path / "own.jsonl"))
     assert "is a Tailor server running there?" in run(
         *words, "--url", "http://127.0.0.1:9", status=1

@@ -26,7 +26,6 @@ import yaml
 
 from loadtest.peer import free_port
 from tests.docker.test_container_files import UNIT, unit
-from tests.model.tiny_models import save_tiny
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -35,9 +34,9 @@ LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("supervised")
-    save_tiny(made / "tiny", "llama")
+    (made / "tiny").symlink_to(tiny_file)
     (made / "server.yaml").write_text(json.dumps({"restart": {"max_restarts": 0}}))
     return made
 

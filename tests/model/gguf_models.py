@@ -471,7 +471,7 @@ def _two_ends(writer: Writer, config: Any) -> None:
     writer.add_eot_token_id(260)
 
 
-_LLAMA = GgufModel(
+LLAMA = GgufModel(
     "LlamaForCausalLM",
     "llama",
     {
@@ -486,7 +486,7 @@ _LLAMA = GgufModel(
 def write_llama(path: Path, *forms: str, pre: str = "smollm") -> dict[str, np.ndarray]:
     """A tiny Llama of 300 ids with two ends, 0 and 260. Arguments and result: as `write` has
     them."""
-    return write(_LLAMA, _LLAMA.build(), path, *forms, pre=pre)
+    return write(LLAMA, LLAMA.build(), path, *forms, pre=pre)
 
 
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

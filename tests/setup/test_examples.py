@@ -14,28 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_bash
+from tests.processes import Running, run_bash
 from tests.setup import pages
-from tests.setup.test_serve import Running
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def server(real_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    words = ["--model", str(real_model_folder), "--served-model-name", "smollm2-135m-instruct"]
-    words += [
-        "--kv-cache-memory",
-        "256MiB",
-        "--tasks",
-        str(pages.ROOT / "configs" / "tasks"),
-        "--max-num-seqs",
-        "4",
-    ]
-    running = Running(words, {"TAILOR_CACHE_DIR": cache})
-    yield running
-    assert running.stop(signal.SIGTERM) == 0
+    """What steps of many rows take is not measured: no draft has so many."""
+    cache, tasks = tmp_path_factory.mktemp("cache"), pages.ROOT / "configs" / "tasks"
+    words = ["--model", str(real_model_folder), "--served-model-name", "smollm2-135m-instruct",
+             "--tasks", str(tasks), "--max-num-seqs", "4",
+             "--max-num-batched-tokens", "32"]  # fmt: skip
+    with Running(words, {"TAILOR_CACHE_DIR": str(cache)}) as running:
+        yield running
+        assert running.stop(signal.SIGTERM) == 0
 
 
 def _block(page: str, holds: str) -> str:

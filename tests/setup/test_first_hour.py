@@ -12,16 +12,15 @@ import re
 import shlex
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from server.commands.cli import main
-from server.model.catalog import CONVERTER_VERSION
-from tests.model.tiny_models import save_built_in
-from tests.processes import run_bash
+from tests.processes import Running, run_bash
 from tests.setup import pages
-from tests.setup.test_serve import Running
+from tests.setup.built_in import save_default_model
 
 PAGE = pages.DOCS / "first-hour.md"
 WORDS = "tailor() { printf '%s\\0' \"$@\"; }\n"
@@ -40,8 +39,7 @@ def _keep(file: Path, num: int) -> None:
 def test_the_first_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save_built_in(tmp_path / "cache", "smollm2-135m-instruct")
-    shutil.copytree(folder, folder.parent / f"smollm2-135m-instruct-file-v{CONVERTER_VERSION}")
+    save_default_model(tmp_path / "cache")
     shutil.copytree(pages.ROOT / "configs" / "tasks", tmp_path / "configs" / "tasks")
     for name, value in {
         "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(pages.ROOT),
@@ -49,10 +47,10 @@ def test_the_first_hour(
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    found = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    assert len(found) >= 8
     server: Running | None = None
-    try:
-        found = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-        assert len(found) >= 8
+    with ExitStack() as servers:
         for language, block in found:
             if language == "python":
                 exec(compile(block, PAGE.name, "exec"), {})
@@ -65,11 +63,11 @@ def test_the_first_hour(
                 if line.startswith("tailor serve"):
                     if server is not None:
                         assert server.stop(signal.SIGTERM) == 0
-                    words = [*shlex.split(line)[2:], "--kv-cache-memory", "64MiB"]
-                    server = Running(words, {}, cwd=tmp_path)
+                    words = shlex.split(line)[2:]
+                    server = servers.enter_context(Running(words, cwd=tmp_path))
                     continue
                 if "tasks tune" in line or "tasks make" in line:
-                    line += " --even-if-busy"
+                    line = line.replace("--limit 60", "--limit 15") + " --even-if-busy"
                 if line.startswith("tailor eval"):
                     assert server is not None
                     line += f" --url {server.url}"
@@ -82,6 +80,3 @@ def test_the_first_hour(
                 assert told.strip(), line
         assert server is not None and (tmp_path / "births.tailor-task").is_file()
         assert server.stop(signal.SIGTERM) == 0
-    finally:
-        if server is not None:
-            server.kill()

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from server.commands.cli import main
-from server.model.catalog import BUILT_IN, CONVERTER_VERSION
+from tests.json_lines import write_lines
 from tests.model.tiny_models import save_built_in
-from tests.processes import run_bash, run_python
+from tests.processes import Running, run_bash, run_python
 from tests.setup import pages
-from tests.setup.test_serve import Running
+from tests.setup.built_in import save_default_model
 
 ROOT = pages.ROOT
 KEY = "an-admin-key"
@@ -54,23 +54,15 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A newcomer's folder: the built-in models are there, and data of a task."""
     home = tmp_path_factory.mktemp("home")
-    for name, family in (("smollm2-135m-instruct", "llama"), ("gemma-3-270m", "gemma3")):
-        assert name in BUILT_IN
-        folder = save_built_in(home / "cache", name, family)
-        if family == "llama":
-            (folder / "chat_template.jinja").write_text(TEMPLATE)
-        # What is served where nothing else is asked for; the other is for training.
-        shutil.copytree(folder, folder.parent / f"{name}-file-v{CONVERTER_VERSION}")
+    save_default_model(home / "cache", TEMPLATE)
+    save_built_in(home / "cache", "gemma-3-270m", "gemma3")
     lines = [
         {"prompt": f"Town {i}:", "completion": f"kind: town, river: {'yes' if i % 3 else 'no'}"}
         for i in range(60)
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    for name in ("train.jsonl", "prompts.jsonl"):
-        (home / name).write_text(text)
-    for name in ("squad", "massive_en", "advising_sql"):
-        (home / "data" / name).mkdir(parents=True)
-        (home / "data" / name / "test.jsonl").write_text(text)
+    sets = ("squad", "massive_en", "advising_sql")
+    for name in ("train.jsonl", "prompts.jsonl", *(f"data/{name}/test.jsonl" for name in sets)):
+        write_lines(home / name, lines)
     shutil.copytree(ROOT / "configs" / "tasks", home / "configs" / "tasks")
     return home
 
@@ -102,9 +94,9 @@ def server(tuned: None, home: Path) -> Iterator[Running]:
     # With an adapter: tests/commands/test_enrich.py serves what it trains.
     (line,) = [line for line in _starting("tailor serve") if "--adapter" not in line]
     words = [str(home / w) if w.startswith("configs/") else w for w in shlex.split(line)[2:]]
-    running = Running([*words, "--kv-cache-memory", "64MiB"], {})
-    yield running
-    assert running.stop(signal.SIGTERM) == 0
+    with Running(words) as running:
+        yield running
+        assert running.stop(signal.SIGTERM) == 0
 
 
 def test_a_fine_tuned_task(environment: None, home: Path) -> None:

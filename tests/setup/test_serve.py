@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,86 +25,10 @@ from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
+from tests.processes import Running
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-
-
-class Running:
-    """A `tailor serve` process and its output."""
-
-    def __init__(
-        self, words: list[str], env: dict[str, str], *, tailor: list[str] | None = None,
-        cwd: Path = ROOT,
-    ) -> None:  # fmt: skip
-        command = tailor or [sys.executable, "-m", "server.commands.cli"]
-        self.process = subprocess.Popen(
-            [*command, "serve", "--port", "0", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=cwd,
-            env={**os.environ, **env},
-        )
-        self.lines: list[str] = []
-        try:
-            self.url = self.wait_for(r"ready on (http://\S+) after")[1]
-        except AssertionError:
-            # Nobody else has this object yet, and what it leaves would fail a later test.
-            self.kill()
-            raise
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first further line that matches; fails when the process ends before."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if match := re.search(pattern, line):
-                return match
-        raise AssertionError(f"no {pattern!r} in:\n{''.join(self.lines)}")
-
-    def ask(self, path: str, body: Any = None, key: str | None = None) -> Any:
-        """GET, or POST a JSON body; the JSON answer. Raises urllib's HTTPError."""
-        headers = {"content-type": "application/json"}
-        if key is not None:
-            headers["authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
-    def stop(self, number: int) -> int:
-        """Send a signal, read what is still told and return the exit status."""
-        self.process.send_signal(number)
-        try:
-            return self.process.wait(30)
-        finally:
-            assert self.process.stdout is not None
-            with self.process.stdout as told:
-                self.lines += told.readlines()
-
-    def kill(self) -> None:
-        """End it, where nobody has yet."""
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def start(tiny_folder: Path) -> Iterator[Callable[..., Running]]:
-    running: list[Running] = []
-
-    def start(*words: str, **env: str) -> Running:
-        cache = {"TAILOR_CACHE_DIR": str(tiny_folder.parent / "cache")}
-        small = ["--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
-        running.append(Running(["--model", str(tiny_folder), *small, *words], cache | env))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.kill()
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +41,22 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def again(start: Callable[..., Running], tasks: Path) -> Callable[[], Running]:
-    """Starts the server of `server`, or the same once more."""
-    keys = {"TAILOR_API_KEY": "secret", "TAILOR_ADMIN_KEY": "admin"}
-    return partial(start, "--hello", "--tasks", str(tasks), **keys)
+def again(
+    tiny_file: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Running]]:
+    """Starts the server of `server`, or the same once more, with further options."""
+    words = ["--model", str(tiny_file), "--served-model-name", "tiny", "--max-num-seqs", "8",
+             "--tasks", str(tasks), "--hello"]  # fmt: skip
+    env = {
+        "TAILOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "TAILOR_API_KEY": "secret",
+        "TAILOR_ADMIN_KEY": "admin",
+    }  # fmt: skip
+    with ExitStack() as running:
+        yield lambda *more: running.enter_context(Running([*words, *more], env))
 
 
 @pytest.fixture(scope="module")
-def server(again: Callable[[], Running]) -> Running:
+def server(again: Callable[..., Running]) -> Running:
     return again()
 
 
@@ -170,44 +98,39 @@ def test_a_hangup_reloads_the_tasks_or_keeps_the_old_ones(server: Running, tasks
 
 
 def test_it_stops_cleanly_and_the_next_start_keeps_what_a_task_knows(
-    server: Running, again: Callable[[], Running]
+    server: Running, again: Callable[..., Running]
 ) -> None:
+    """The next one has two engines, of which the first is the task's home, and ends by Ctrl-C."""
+
+    def known(of: Running) -> Any:
+        return of.ask("/v1/tasks/known", key="admin")
+
     body = BODY | {"model": "known"}
     text = server.ask("/v1/completions", body, "admin")["choices"][0]["text"]
     # A thread of low priority takes the output after it was answered.
-    known = partial(server.ask, "/v1/tasks/known", key="admin")
-    wait_until(lambda: known()["learned"]["outputs"] == 1, pause_s=0.1)
-    told = known()
+    wait_until(lambda: known(server)["learned"]["outputs"] == 1, pause_s=0.1)
+    told = known(server)
     assert told["measured_steps"] > 0
     assert server.stop(signal.SIGTERM) == 0
-    second = again()
-    kept = second.ask("/v1/tasks/known", key="admin")
-    assert kept["measured_steps"] == told["measured_steps"]
-    assert kept["calibration"] == told["calibration"]
-    assert second.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
-    known = partial(second.ask, "/v1/tasks/known", key="admin")
-    wait_until(lambda: known()["learned"]["outputs"] == 2, pause_s=0.1)
-    assert second.stop(signal.SIGTERM) == 0
-    told_of_both = "".join(server.lines + second.lines)
-    assert "Traceback" not in told_of_both and "abcabc" not in told_of_both
-
-
-def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
-    server = start("--device", "cpu,cpu")
+    second = again("--device", "cpu,cpu")
 
     # /ready, and the announcement, need one engine of each model; the other follows.
     def is_ready() -> bool:
-        states = [engine["state"] for engine in server.ask("/health")["engines"]]
+        states = [engine["state"] for engine in second.ask("/health")["engines"]]
         assert set(states) <= {"loading", "ready"}
         return states == ["ready", "ready"]
 
     wait_until(is_ready, 60, pause_s=0.1)
-    body = {"model": "tiny", "prompt": "xyz", "max_tokens": 5, "temperature": 0}
-    texts = {server.ask("/v1/completions", body)["choices"][0]["text"] for _ in range(4)}
-    assert len(texts) == 1
+    kept = known(second)
+    assert kept["measured_steps"] == told["measured_steps"]
+    assert kept["calibration"] == told["calibration"]
+    for _ in range(4):
+        assert second.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
+    wait_until(lambda: known(second)["learned"]["outputs"] == 5, pause_s=0.1)
     # Ctrl-C reaches every process of the terminal's group, engines included.
-    assert server.stop(signal.SIGINT) == 0
-    assert "Traceback" not in "".join(server.lines)
+    assert second.stop(signal.SIGINT) == 0
+    told_of_both = "".join(server.lines + second.lines)
+    assert "Traceback" not in told_of_both and "abcabc" not in told_of_both
 
 
 def test_rows_that_pad_the_vocabulary_are_no_ids_of_the_api(

@@ -20,8 +20,8 @@ import pytest
 
 from drafters.target import chosen
 from server.machine_code import PACKAGES, jobs_of
+from tests.processes import Running
 from tests.setup.test_first_minutes import TASKS
-from tests.setup.test_serve import Running
 
 ROOT = Path(__file__).parents[2]
 _NO_COMPILER = """
@@ -90,49 +90,41 @@ def test_a_wheel_has_its_machine_code_and_what_the_package_reads_beside_it(wheel
 
 
 @pytest.mark.slow
-def test_it_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
+def test_it_brings_its_code_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import server; from server.commands.serve import server_config, Place;"
+        "import server.machine_code as m; from server.commands.serve import server_config, Place;"
         "from server.commands.serve import EngineOptions, ModelChoice;"
         "from server.wiring.task_set import server_tasks, tasks_folder;"
         "from server.api.dashboard import PAGE_PATHS;"
         "config = server_config(Place(), ModelChoice(), EngineOptions());"
-        "print(server.__file__); print(tasks_folder()); print(*server_tasks(config));"
+        "print(m.__file__, m.is_ready()); print(tasks_folder()); print(*server_tasks(config));"
         "print(len(PAGE_PATHS))"
     )
     done = subprocess.run(
         [str(installed), "-c", code], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHONPATH": "", "TAILOR_CODE_DIR": str(tmp_path / "code")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     module, folder, tasks, num_pages = done.stdout.splitlines()
-    assert module.startswith(str(installed.parents[1]))
+    assert module.startswith(str(installed.parents[1])) and module.endswith(" True")
     assert Path(folder).is_dir() and not Path(folder).is_relative_to(ROOT)
     assert set(tasks.split()) == TASKS and int(num_pages) >= 5
 
 
 @pytest.mark.slow
 def test_it_serves_in_an_environment_without_a_compiler(
-    installed: Path, tmp_path: Path, tiny_folder: Path
+    installed: Path, tmp_path: Path, tiny_file: Path
 ) -> None:
-    words = ["--model", str(tiny_folder), "--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
+    words = ["--model", str(tiny_file), "--served-model-name", "tiny", "--max-num-seqs", "8"]
     env = {
         "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "TAILOR_CODE_DIR": str(tmp_path / "code"),
         "PATH": str(installed.parent), "PYTHONPATH": "",
     }  # fmt: skip
     tailor = [str(installed), str(installed.parent / "tailor")]
-    running = Running(words, env, tailor=tailor, cwd=tmp_path)
-    try:
+    with Running(words, env, tailor=tailor, cwd=tmp_path) as running:
         asked = {"model": "tiny", "prompt": "the the", "max_tokens": 8, "temperature": 0}
         plain = running.ask("/v1/completions", asked)
         drafted = running.ask("/v1/completions", asked | {"speculation": {"drafter": "auto"}})
         assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]
-    finally:
-        running.stop(signal.SIGTERM)
+        assert running.stop(signal.SIGTERM) == 0
     assert not (tmp_path / "code").exists(), "nothing was compiled"
-    told = subprocess.run(
-        [str(installed), "-c", "import server.machine_code as m; print(m.__file__, m.is_ready())"],
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **env},
-    )  # fmt: skip
-    place, ready = told.stdout.split()
-    assert place.startswith(str(installed.parents[1])) and ready == "True", told.stderr
