@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests import walk_counts
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -182,7 +183,8 @@ def _imported(parent: ast.AST, path: Path, *, top: bool) -> Iterator[tuple[str, 
             yield from _imported(node, path, top=top and not is_function)
 
 
-def _part(module: str, table: dict[str, set[str]] | dict[str, set[str] | None]) -> str | None:
+def _part(module: str, table: Container[str]) -> str | None:
+    """The longest beginning of a module's name that is in a table."""
     while module:
         if module in table:
             return module
@@ -194,25 +196,46 @@ def _is_ours(name: str) -> bool:
     return name.split(".")[0] in OURS
 
 
-@pytest.mark.parametrize(("module", "path"), list(_modules()), ids=lambda v: str(v)[-40:])
-def test_imports_point_one_way(module: str, path: Path) -> None:
+def _wrong(module: str, path: Path) -> Iterator[str]:
+    """What a module imports though its part may not."""
     part = _part(module, ALLOWED)
     assert part is not None
     allowed = ALLOWED[part]
     if part == "server" and module != "server":
         pytest.fail(f"{path} is a new part of the server: say in this test what it may import")
-    problems = []
+    forbidden = FORBIDDEN.get(_part(module, FORBIDDEN) or "", set())
     for name, line, _ in _imports(path):
-        if _is_ours(name):
-            if allowed is None or name == part or name.startswith(f"{part}."):
-                continue
-            if not any(name == a or (a != "server" and name.startswith(f"{a}.")) for a in allowed):
-                problems.append(f"{path.relative_to(ROOT)}:{line}: {part} may not import {name}")
+        if not _is_ours(name):
+            is_right = name.split(".")[0] not in forbidden
+        elif allowed is None or name == part or name.startswith(f"{part}."):
+            is_right = True
         else:
-            forbidden = FORBIDDEN.get(_part(module, FORBIDDEN) or "", set())
-            if name.split(".")[0] in forbidden:
-                problems.append(f"{path.relative_to(ROOT)}:{line}: {part} may not import {name}")
+            inner = tuple(f"{other}." for other in allowed if other != "server")
+            is_right = name in allowed or name.startswith(inner)
+        if not is_right:
+            yield f"{path.relative_to(ROOT)}:{line}: {part} may not import {name}"
+
+
+def test_imports_point_one_way() -> None:
+    problems = [problem for module, path in _modules() for problem in _wrong(module, path)]
     assert not problems, "\n".join(problems)
+
+
+def test_imports_go_in_no_circle_and_none_goes_up() -> None:
+    modules = dict(_modules())
+    arrows = {
+        module: {name for name, *_ in _imports(path) if name in modules and name != module}
+        for module, path in modules.items()
+    }
+    assert walk_counts.circles(arrows) == [] and walk_counts.arrows_up(arrows) == set()
+
+
+def test_circles_and_arrows_up_are_found() -> None:
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set[str]()}
+    assert walk_counts.circles(arrows) == [["a", "b", "c"]]
+    assert walk_counts.circles({"a": {"b"}, "b": set()}) == []
+    up = {"drafters.jit": {"server.api.app"}, "server.api.app": {"drafters.jit"}}
+    assert walk_counts.arrows_up(up) == {("drafters", "server.api")}
 
 
 @pytest.mark.parametrize("package", sorted(LIBRARIES))
@@ -247,32 +270,43 @@ def test_no_module_is_called_utils() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefixes", "absent"),
+    "steps",
     [
-        (("drafters",), ("torch", "transformers", "server", "fastapi", "pydantic")),
-        (("vocab_store",), ("torch", "transformers", "server", "fastapi", "numba")),
-        (("server.engine", "server.wiring"), ("torch", "transformers", "fastapi")),
-        (("server.api",), ("torch", "transformers", "server.engine", "numba")),
-        (("server.wiring.engine",), ("torch", "transformers", "fastapi", "pydantic", "yaml")),
-        (("drafters.catalog", "drafters.atomic_file"), ("numpy", "numba", "pydantic")),
-        (
-            ("drafters.corpus_file", "server.model.catalog"),
-            ("numba", "torch", "transformers", "huggingface_hub"),
-        ),
-        (
-            ("server.commands.cli", "server.commands.fleet"),
-            ("torch", "transformers", "fastapi", "numpy", "ray"),
-        ),
-        (("server.fleet.routing",), ("ray", "fastapi", "torch")),
+        [
+            (("drafters.catalog", "drafters.atomic_file"), ("numpy", "numba", "pydantic")),
+            (("drafters",), ("torch", "transformers", "server", "fastapi", "pydantic")),
+        ],
+        [
+            (("vocab_store",), ("torch", "transformers", "server", "fastapi", "numba")),
+            (
+                ("drafters.corpus_file", "server.model.catalog"),
+                ("numba", "torch", "transformers", "huggingface_hub"),
+            ),
+            (("server.wiring.engine",), ("torch", "transformers", "fastapi", "pydantic", "yaml")),
+            (("server.engine", "server.wiring"), ("torch", "transformers", "fastapi")),
+        ],
+        [
+            (
+                ("server.commands.cli", "server.commands.fleet"),
+                ("torch", "transformers", "fastapi", "numpy", "ray"),
+            ),
+            (("server.fleet.routing",), ("ray", "fastapi", "torch")),
+            (("server.api",), ("torch", "transformers", "server.engine", "numba")),
+        ],
     ],
+    ids=["drafters", "engine", "api"],
 )
-def test_importing_pulls_in_no_more(prefixes: tuple[str, ...], absent: tuple[str, ...]) -> None:
-    """Import every module of the parts in a fresh interpreter and look at what came along."""
-    names = [m for m, _ in _modules() for part in prefixes if m == part or m.startswith(f"{part}.")]
-    assert names
+def test_importing_pulls_in_no_more(
+    steps: list[tuple[tuple[str, ...], tuple[str, ...]]],
+) -> None:
+    """Import every module of the parts in a fresh interpreter, one step behind the other, and look
+    after each at what has come along; the parts that bring least come first."""
+    named = [([m for m, _ in _modules() if _part(m, parts)], absent) for parts, absent in steps]
+    assert all(names for names, _ in named)
     code = (
         "import importlib, sys\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
-        f"print([m for m in {absent!r} if m in sys.modules])\n"
+        f"for names, absent in {named!r}:\n"
+        "    for name in names: importlib.import_module(name)\n"
+        "    print([m for m in absent if m in sys.modules])\n"
     )
-    assert run_python("-c", code).strip() == "[]"
+    assert run_python("-c", code).splitlines() == ["[]"] * len(steps)
