@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 
 from server import __version__
-from server.commands.cli import OPTIONS_OF_OTHERS, TAKEN_OF_OTHERS, build_app, main, parse
+from server.commands.cli import (
+    COMMANDS,
+    OPTIONS_OF_OTHERS,
+    TAKEN_OF_OTHERS,
+    Command,
+    build_app,
+    main,
+    parse,
+)
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config.yaml_file import MemorySize
 from server.errors import ConfigError
-from tests.commands.command_line import WORDS, commands
+from tests.commands.command_line import known
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -27,15 +35,14 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
 
-@pytest.mark.parametrize("command", WORDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 def test_every_command_has_help_with_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = command.split()[1:]
-    assert main([*words, "--help"]) == 0
+    assert main([*command.words.split(), "--help"]) == 0
     out = capsys.readouterr().out
-    assert f"example: {command}" in " ".join(out.split())
-    assert callable(parse(shlex.split(commands()[command].example)[1:])), "the example parses"
+    assert f"example: tailor {command.words}" in " ".join(out.split())
+    assert callable(parse(shlex.split(command.example)[1:])), "the example parses"
 
 
 @pytest.mark.parametrize("words", [[], ["tasks"], ["models"]])
@@ -66,7 +73,7 @@ def test_names_of_before_still_work_and_are_not_shown(capsys: pytest.CaptureFixt
 
 def test_options_that_mean_the_same_have_one_name() -> None:
     """An option is called alike wherever it is, and names of before are nobody's first name."""
-    options = {name: facts.options for name, facts in commands().items()}
+    options = {name: facts.options for name, facts in known().items()}
     for command in ("run", "record", "replay", "corpus build", "tasks tune", "vocab profile"):
         assert "--data" in options[f"tailor {command}"], command
     for command in ("run", "record", "corpus build", "corpus bigrams", "vocab profile"):
@@ -117,7 +124,7 @@ def test_an_option_of_others_with_a_value_that_changes_something_is_refused(
 
 
 def test_the_options_that_are_advised_are_there() -> None:
-    options = commands()["tailor serve"].options
+    options = known()["tailor serve"].options
     for theirs, ours in OPTIONS_OF_OTHERS.items():
         assert theirs not in options
         assert ours in options or not ours.startswith("-")
@@ -161,11 +168,11 @@ SYNONYMS = {
 
 
 def test_nothing_has_a_second_name_and_a_name_takes_one_kind_of_value() -> None:
-    names = {option for facts in commands().values() for option in facts.types}
+    names = {option for facts in known().values() for option in facts.types}
     assert set(SYNONYMS) <= names
     assert not names & {other for others in SYNONYMS.values() for other in others}
     kinds: dict[str, dict[str, str]] = {}
-    for command, facts in commands().items():
+    for command, facts in known().items():
         for option, kind in facts.types.items():
             if option.startswith("--"):
                 told = re.sub(r"<class '(.*)'>", r"\1", kind).replace("pathlib.", "")
@@ -177,7 +184,7 @@ def test_nothing_has_a_second_name_and_a_name_takes_one_kind_of_value() -> None:
 
 def test_a_command_that_reads_data_is_told_where_in_a_line_it_is() -> None:
     """All of JSON lines, CSV and Parquet have fields of their own names."""
-    options = {name: facts.options for name, facts in commands().items()}
+    options = {name: facts.options for name, facts in known().items()}
     own_form = {"tailor run", "tailor replay"}  # requests by line; recordings
     for command, there in options.items():
         if "--data" in there and command not in own_form:
@@ -193,11 +200,16 @@ def test_completion_knows_commands_and_options(
     assert "max-num-batched-tokens" in script and "bigrams" in script
 
 
-def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colour_where_none_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    words = ("-m", "server.commands.cli", "serve", "--help")
-    assert "\x1b[" in run_python(*words, FORCE_COLOR="1")
-    assert "\x1b[3" not in run_python(*words, FORCE_COLOR="1", NO_COLOR="1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["serve", "--help"]) == 0
+    assert "\x1b[3" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["serve", "--help"]) == 0
+    assert "\x1b[3" not in capsys.readouterr().out
 
 
 def test_help_imports_nothing_heavy() -> None:

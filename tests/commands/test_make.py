@@ -88,9 +88,16 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan times large products to price the training: all cores for a fifth of a second."""
+    monkeypatch.setattr("server.commands.make._Make._training_s", lambda _: 60.0)
+
+
 def test_from_a_file_to_a_served_task(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     output, work = tmp_path / "tasks" / "codes.yaml", tmp_path / "tasks" / "codes.make"
     words = ["tasks", "make", str(data), "--name", "codes", "-o", str(output), "--model",
              str(folder), "--epochs", "20", "--learning-rate", "0.02", "--rows-learning-rate",
@@ -99,6 +106,7 @@ def test_from_a_file_to_a_served_task(
     plan = capsys.readouterr().out
     assert "'question' to 'answer'; 81 to learn from, 9 to judge by" in plan and "in all" in plan
     assert not output.parent.exists(), "a plan writes nothing"
+    request.getfixturevalue("priced")
 
     # The first file is there as soon as the data is read, and is the base model's.
     assert main([*words, "--skip", "train", "--skip", "tune", "--skip", "evaluate"]) == 0
@@ -151,6 +159,7 @@ def test_from_a_file_to_a_served_task(
     plan_server(ServerConfig(models=(model,), engine=EngineConfig()), tasks, {"m": folder})
 
 
+@pytest.mark.usefixtures("priced")
 @pytest.mark.parametrize(
     ("shared", "more", "reads"),
     [

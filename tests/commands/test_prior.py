@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,24 @@ from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 from tests.engine.requests import finish, ids_of
 
 
-@pytest.fixture
-def prior(folder: Path, capsys: pytest.CaptureFixture[str]) -> Prior:
-    command = ["models", "prior", str(folder), "--tokens", "3000", "--steps", "60"]
-    assert main([*command, "--threads", "1"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["tokens"] >= 3000 and told["bytes"] == Path(told["file"]).stat().st_size
-    return Prior.load(told["file"], fingerprint=None)
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One of these tests' own: whoever finds a prior drafts from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(shallow: Path) -> Path:
+    """The file of a prior that the command made."""
+    command = ["models", "prior", str(shallow), "--tokens", "3000", "--steps", "60"]
+    with redirect_stdout(StringIO()) as out:
+        assert main([*command, "--threads", "1"]) == 0
+    told = json.loads(out.getvalue().splitlines()[-1])
+    made = Path(told["file"])
+    assert told["tokens"] >= 3000 and told["bytes"] == made.stat().st_size
+    return made
 
 
 def _answers(
@@ -50,25 +63,25 @@ def _answers(
     return [tuple(ids_of(told[str(i)])) for i in range(num)], sum(accepted)
 
 
-def test_it_drafts_and_changes_no_text(folder: Path, prior: Prior) -> None:
-    drafted = 0
+def test_it_drafts_and_changes_no_text(shallow: Path, file: Path) -> None:
+    drafted, prior = 0, Prior.load(file, fingerprint=None)
     for num in (1, 32):
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(
                 temperature=temperature, seed=5, max_tokens=24, ignore_eos=True
             )
-            plain, _ = _answers(folder, {}, sampling, num)
+            plain, _ = _answers(shallow, {}, sampling, num)
             auto = AutoDrafter(model_prior=prior, eos_token_ids=(2,), seen=Seen())
-            found, by_prior = _answers(folder, {"auto": auto}, sampling, num)
+            found, by_prior = _answers(shallow, {"auto": auto}, sampling, num)
             assert found == plain
             drafted += by_prior
     assert drafted > 0
 
 
 def test_an_engine_reads_what_was_made_and_does_without_what_is_damaged(
-    folder: Path, prior: Prior, tmp_path: Path
+    shallow: Path, file: Path
 ) -> None:
-    options = ModelOptions(model=str(folder), threads=1)
+    options = ModelOptions(model=str(shallow), threads=1)
     speculation = SpeculationParams("auto", 8)
     with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
         made = engine.drafters.resolve("t", speculation)
@@ -76,19 +89,20 @@ def test_an_engine_reads_what_was_made_and_does_without_what_is_damaged(
         off = SpeculationParams("auto", 8, options=(("auto.prior", 0),))
         without = engine.drafters.resolve("t", off)
         assert isinstance(without, AutoDrafter) and without.prior is None
-    (file,) = (tmp_path / "cache" / "priors").iterdir()
-    file.write_bytes(file.read_bytes()[:-64])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-64])
     with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
         made = engine.drafters.resolve("t", speculation)
         assert isinstance(made, AutoDrafter) and made.prior is None
+    file.write_bytes(whole)
 
 
 def test_text_that_is_given(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shallow: Path, own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "text.txt"
     file.write_text("One line of text.\n\nAnother line, a little longer than the first.\n" * 8)
-    command = ["models", "prior", str(folder), "--threads", "1", "--steps", "4"]
+    command = ["models", "prior", str(shallow), "--threads", "1", "--steps", "4"]
     assert main([*command, "--text", str(file)]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
     file.write_text("a")

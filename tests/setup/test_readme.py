@@ -22,7 +22,7 @@ from server.commands.cli import parse
 from server.config import ServerConfig, TaskConfig, load_server_config, load_task
 from server.config.cluster import ClusterConfig
 from server.config.yaml_file import MemorySize, read_yaml, section_of, validate
-from tests.commands.command_line import commands
+from tests.commands.command_line import known
 from tests.setup import pages
 
 ROOT = pages.ROOT
@@ -156,7 +156,7 @@ def test_the_readme_is_short_and_shows_a_picture_first() -> None:
 
 def test_every_command_is_in_the_documents() -> None:
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8").split("\n## ")[1]
-    assert set(re.findall(r"`(tailor [a-z ]+)`", page)) == set(commands())
+    assert set(re.findall(r"`(tailor [a-z ]+)`", page)) == set(known())
 
 
 def test_commands_and_options_of_the_documents_exist() -> None:
@@ -164,12 +164,12 @@ def test_commands_and_options_of_the_documents_exist() -> None:
     assert len(quoted) >= 5
     for line in quoted:
         words = shlex.split(line)
-        found = [c for c in commands() if line.startswith(c)]
+        found = [c for c in known() if line.startswith(c)]
         assert found, line
-        options = commands()[max(found, key=len)].options
+        options = known()[max(found, key=len)].options
         assert all(w.split("=")[0] in options for w in words if w.startswith("--")), line
     for option in re.findall(r"`(--[a-z-]+)[^`]*`", pages.text()):
-        assert any(option in c.options for c in commands().values()), option
+        assert any(option in c.options for c in known().values()), option
 
 
 def test_commands_in_blocks_parse() -> None:
