@@ -85,7 +85,7 @@ def test_every_request_of_the_mix_is_valid() -> None:
 
 def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept() -> None:
     tasks = {name: TaskConfig(name=name) for name in (KEPT, LEFT)}
-    options = SoakOptions(minutes=0.1, clients=4, leave=0.3, tokens=12, drafters="off,suffix")
+    options = SoakOptions(minutes=0.03, clients=4, leave=0.3, tokens=12, drafters="off,suffix")
     tally = Tally()
     with LiveServer(
         [chat_spec("hermes")], tasks=tasks, models={"hermes": served("hermes")}

@@ -25,36 +25,31 @@ from tests.setup.second_start import digest
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(tmp_path: Path) -> None:
-    """The file comes first: what torch would be needed for comes later."""
+def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a converted file's first start, as in an image that holds the model, and a cache
+    that is new. What torch would be needed for comes last."""
     write_llama(tmp_path / "tiny.gguf", "Q8_0")
-    file = model_folder(str(tmp_path / "tiny.gguf"), "file")
-    folders = [file, tmp_path / "gemma3"]
-    save_tiny(folders[1], "gemma3")
-    first = [digest(str(folder)) for folder in folders]
+    file, gemma3 = model_folder(str(tmp_path / "tiny.gguf"), "file"), tmp_path / "gemma3"
+    save_tiny(gemma3, "gemma3")
+    first = {str(folder): digest(str(folder)) for folder in (file, gemma3)}
+    starts = [
+        (str(file), str(own_cache), "torch"),
+        (str(file), str(tmp_path / "new"), "transformers"),
+        (str(gemma3), str(own_cache), "transformers"),
+    ]
     code = (
-        "import sys; from tests.setup.second_start import digest\n"
-        f"for nth, folder in enumerate({list(map(str, folders))}):\n"
-        "    print(digest(folder)); assert 'transformers' not in sys.modules, folder\n"
-        "    assert nth or 'torch' not in sys.modules"
+        "import os, sys; from tests.setup.second_start import digest\n"
+        f"for folder, os.environ['TAILOR_CACHE_DIR'], absent in {starts!r}:\n"
+        "    print(digest(folder)); assert absent not in sys.modules, (folder, absent)\n"
     )
-    assert run_python("-c", code).split() == first
-
-
-def test_a_converted_file_s_first_start_imports_no_transformers(tmp_path: Path) -> None:
-    """As in an image that holds the model, and a cache that is new."""
-    write_llama(tmp_path / "tiny.gguf", "Q8_0")
-    folder = model_folder(str(tmp_path / "tiny.gguf"), "file")
-    code = (
-        "import sys; from tests.setup.second_start import digest; "
-        f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules"
-    )
-    told = run_python("-c", code, TAILOR_CACHE_DIR=str(tmp_path / "new"))
-    for kept in folder.glob("*.ropes"):
-        known = kept.with_suffix(".json")
+    assert run_python("-c", code).split() == [first[folder] for folder, *_ in starts]
+    for kept in file.glob("*.ropes"):
+        kept.with_suffix(".json").unlink()
         kept.unlink()
-        known.unlink()
-    assert told.strip() == digest(str(folder))  # transformers' own
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "newer"))
+    assert first[str(file)] == digest(str(file))  # transformers' own
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
