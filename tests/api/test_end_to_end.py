@@ -190,10 +190,10 @@ def test_a_request_that_no_token_satisfies_fails_alone(server: LiveServer) -> No
 
 
 @pytest.mark.slow
-def test_8192_choices_of_one_key_leave_another_s_first_token_its_time() -> None:
-    """In order of arrival it would wait for 512 steps."""
+def test_32768_choices_of_one_key_leave_another_s_first_token_its_time() -> None:
+    """In order of arrival it would wait for 2,048 steps."""
     step_s = 0.02
-    flood = {"prompt": ["a"] * 64, "n": 128, "max_tokens": 1, "temperature": 1, "stream": True}
+    flood = {"prompt": ["a"] * 256, "n": 128, "max_tokens": 1, "temperature": 1, "stream": True}
     with LiveServer([spec(step_s=step_s)], max_model_len=CONTEXT, config=keyed("a", "b")) as live:
         url = f"{live.url}/v1/completions"
 

@@ -173,7 +173,7 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
     language = enumerated(compiler, GRAMMAR, last_logits(module, prompt), 0, top_k)
     assert len(language.chances) > 6 and language.num_forced > 4
     found = []
-    for drafts, num in ((0, 480), (12, 120)):
+    for drafts, num in ((0, 800), (12, 240)):
         runner = cpu_runner(module, num_blocks=512)
         runner.info = replace(runner.info, eos_token_ids=(0,))
         engine = Engine(
@@ -185,7 +185,7 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
         found.append(texts)
         runner.close()
     check(language, found[0])
-    assert found[1] == found[0][:120], "drafts change no text, so their distribution is the same"
+    assert found[1] == found[0][:240], "drafts change no text, so their distribution is the same"
     flat = replace(language, chances=dict.fromkeys(language.chances, 1 / len(language.chances)))
     with pytest.raises(AssertionError):
         check(flat, found[0])
@@ -211,8 +211,8 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
         runner, {"known": knowing(language, prompt)},
         EngineSettings(max_num_seqs=40, max_num_batched_tokens=512), grammars=compiler,
     )  # fmt: skip
-    num = max(120, examples(600))
-    texts, accepted = drawn(engine, prompt, grammar, drafts=2, num=num, top_k=0)
+    num = max(240, examples(600))
+    texts, accepted = drawn(engine, prompt, grammar, drafts=4, num=num, top_k=0)
     assert accepted
     check(language, texts)
     engine.close()
