@@ -250,7 +250,7 @@ def test_chats_of_twenty_thousand_are_refused_quickly(
     assert answer.status_code == 400, answer.text[:300]
     error = answer.json()["error"]
     assert error["param"].startswith(field) and len(answer.text) < 1000
-    assert time.process_time() - began_s < 2
+    assert time.process_time() - began_s < 5
 
 
 QUESTION = {"type": "predicate", "instructions": "Is it so?"}
@@ -268,7 +268,7 @@ def test_decisions_of_twenty_thousand_are_refused_quickly(server: LiveServer) ->
         began_s = time.process_time()
         answer = post(server, "/v1/decisions", **{"model": "hermes", **body})
         assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:300]
-        assert time.process_time() - began_s < 2
+        assert time.process_time() - began_s < 5
 
 
 def test_a_lone_surrogate_is_refused_in_a_schema_that_comes_as_text(server: LiveServer) -> None:

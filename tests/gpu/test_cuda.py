@@ -31,11 +31,10 @@ from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
 from tests.model.gpu.test_slices import assert_close
 from tests.model.gpu.test_slices import make as make_slicing
-from tests.model.sampler_cases import reference
 from tests.model.slice_cases import batch_of, make_slices, run
 from tests.model.slice_engines import asking, requests_of, serve
 from tests.model.test_hf_equality import against
-from tests.model.torch_runners import body_of, head_of, runner_over
+from tests.model.torch_runners import body_of, head_of, reference, runner_over
 
 pytestmark = pytest.mark.gpu
 verdict = pytest.mark.verdict

@@ -8,9 +8,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from server.engine.batch import Batch
-from server.model.gpu.sampler import NAN_LOGITS, NOTHING_LEFT
 from server.types import SamplingParams
-from tests.fakes import reference_sampler as sampling
 from tests.model.batches import BatchBuilder, Pages, draw_params
 
 V = 130  # not a multiple of 32: the last mask word is partly used
@@ -19,29 +17,6 @@ Logits = npt.NDArray[np.float32]
 
 Case = tuple[Batch, Logits]
 """Draws, and the logits [R, V] of their rows."""
-
-
-def reference(batch: Batch, logits: Logits) -> list[int]:
-    """Ids of all draws, one by one, by the reference; NAN_LOGITS or NOTHING_LEFT where there is
-    none."""
-    ids = []
-    for d in range(batch.num_draws):
-        mask_id = int(batch.draw_mask[d])
-        try:
-            ids.append(
-                sampling.draw(
-                    logits[batch.draw_rows[d]],
-                    batch.params[batch.draw_params[d]],
-                    int(batch.draw_positions[d]),
-                    batch.path_tokens(d),
-                    batch.masks[mask_id] if mask_id >= 0 else None,
-                )
-            )
-        except FloatingPointError:
-            ids.append(NAN_LOGITS)
-        except ValueError:
-            ids.append(NOTHING_LEFT)
-    return ids
 
 
 def ids_in(low: int, high: int) -> st.SearchStrategy[tuple[int, ...]]:

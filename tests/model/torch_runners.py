@@ -1,12 +1,19 @@
 """TorchRunners over small modules, by keywords: TorchRunner's own, and fields of ModelInfo and
-TorchModel; and what tests read of their parts, each in one place."""
+TorchModel; what tests read of
+their parts, each in one place, and the ids that their draws are held to."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Batch
 from server.model.gpu.runner import TorchModel, TorchRunner
+from server.model.gpu.sampler import NAN_LOGITS, NOTHING_LEFT
 from server.types import ModelInfo
+from tests.fakes import reference_sampler as sampling
 from tests.model.batches import BLOCK_SIZE
 from tests.model.families import MAX_LEN
 
@@ -41,3 +48,26 @@ def head_of(runner: TorchRunner) -> Any:
 def cache_of(runner: TorchRunner) -> Any:
     """K and V by block."""
     return runner._cache
+
+
+def reference(batch: Batch, logits: npt.NDArray[np.float32]) -> list[int]:
+    """Ids of all draws, one by one, by the reference; NAN_LOGITS or NOTHING_LEFT where there is
+    none."""
+    ids = []
+    for d in range(batch.num_draws):
+        mask_id = int(batch.draw_mask[d])
+        try:
+            ids.append(
+                sampling.draw(
+                    logits[batch.draw_rows[d]],
+                    batch.params[batch.draw_params[d]],
+                    int(batch.draw_positions[d]),
+                    batch.path_tokens(d),
+                    batch.masks[mask_id] if mask_id >= 0 else None,
+                )
+            )
+        except FloatingPointError:
+            ids.append(NAN_LOGITS)
+        except ValueError:
+            ids.append(NOTHING_LEFT)
+    return ids

@@ -164,14 +164,15 @@ def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlic
 
 
 def test_a_table_is_dropped_and_its_number_is_free(runner: CpuRunner) -> None:
-    before = runner._slices.num_bytes
+    held = runner._slices
+    before = held.num_bytes
     runner.load_table(9, ids_of(5, 30))
-    assert runner._slices.num_bytes > before
+    assert held.num_bytes > before
     with pytest.raises(ValueError, match="table 9 is loaded already"):
         runner.load_table(9, ids_of(6, 30))
     runner.drop_table(9)
     runner.drop_table(9)
-    assert runner._slices.num_bytes == before
+    assert held.num_bytes == before
 
 
 @pytest.mark.parametrize("num", [1, 15, 16, 17, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL + 5])

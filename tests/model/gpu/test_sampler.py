@@ -16,7 +16,8 @@ from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu import test_sampler as cpu_sampler
-from tests.model.sampler_cases import Case, Logits, V, cases, reference
+from tests.model.sampler_cases import Case, Logits, V, cases
+from tests.model.torch_runners import reference
 from tests.profiles import examples
 
 
