@@ -10,10 +10,10 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from server.model.catalog import model_folder
 from tests.processes import Running, run_bash
 from tests.setup import pages
 
@@ -21,13 +21,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(real_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """What steps of many rows take is not measured: no draft has so many."""
-    cache, tasks = tmp_path_factory.mktemp("cache"), pages.ROOT / "configs" / "tasks"
-    words = ["--model", str(real_model_folder), "--served-model-name", "smollm2-135m-instruct",
-             "--tasks", str(tasks), "--max-num-seqs", "4",
-             "--max-num-batched-tokens", "32"]  # fmt: skip
-    with Running(words, {"TAILOR_CACHE_DIR": str(cache)}) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The model in the form that `tailor serve` takes by itself."""
+    folder = model_folder("smollm2-135m-instruct", "auto")
+    words = ["--model", str(folder), "--served-model-name", "smollm2-135m-instruct",
+             "--tasks", str(pages.ROOT / "configs" / "tasks"), "--max-num-seqs", "4"]  # fmt: skip
+    with Running(words, {"TAILOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}) as running:
         yield running
         assert running.stop(signal.SIGTERM) == 0
 
@@ -45,7 +44,7 @@ def _block(page: str, holds: str) -> str:
         ("index.md", "Birthplace", " London\nYear: 1815\n"),
         ("drafting.md", "prediction", ' {"name": "Ada Lovelace", "city": "London", "born": 1815} '),
         ("api.md", "structured_outputs", '{"name":"Ada Lovelace","city":"London","born":1815}\n'),
-        ("api.md", "chat.completions", "The capital of France is Paris.\n"),
+        ("api.md", "chat.completions", "The capital of Japan is Tokyo.\n"),
         ("api.md", "decisions", "delivery 1."),
     ],
 )
