@@ -15,7 +15,7 @@ Line: Alan Turing was born in Maida Vale in 1912.
 JSON: {"name": "Alan Turing", "place": "Maida Vale", "year": 1912}
 Line: Grace Hopper was born in New York City in 1906.
 JSON:`,
-  chat: "Name the capital of France in one word.",
+  chat: "What is the capital of Japan?",
 };
 
 const run = byId("run");
