@@ -195,3 +195,12 @@ def check_kept(folder: Path) -> Path:
             continue
         raise IntegrityError(f"{file} {problem}. Delete this folder, and it is made anew: {folder}")
     return folder
+
+
+def origin_of(file: Path) -> str:
+    """sha256 of what a file of a folder that `check_kept` passed was converted from, or of the file
+    itself."""
+    marker = object_in(file.parent / MARKER)
+    listed, source = marker.get("files"), marker.get("source_sha256")
+    is_converted = isinstance(listed, dict) and file.name in listed
+    return source if is_converted and isinstance(source, str) else remembered_sha256(file)

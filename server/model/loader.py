@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from drafters.json_text import object_in
 from server.errors import ModelError, TailorError, UnsupportedModelError
 from server.model import known_config
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
-from server.model.cache_folder import MARKER, remembered_sha256
+from server.model.cache_folder import origin_of, remembered_sha256
 from server.model.catalog import gguf_of, model_folder
 from server.model.families import family_of
 from server.model.generic import WRAPPERS, is_generic
@@ -555,14 +554,8 @@ def fingerprint_of(
         k: v for k, v in raw_config.items() if k not in ("transformers_version", "_name_or_path")
     }
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-    for kind, files in (("weights", weights), ("adapter", adapter)):
-        for origin in dict.fromkeys(map(_origin, files)):
-            digest.update(f"\n{kind} {origin}".encode())
+    for origin in dict.fromkeys(map(origin_of, weights)):
+        digest.update(f"\nweights {origin}".encode())
+    for file in adapter:
+        digest.update(f"\nadapter {remembered_sha256(file)}".encode())
     return digest.hexdigest()
-
-
-def _origin(file: Path) -> str:
-    """sha256 of the file, or of what it was converted from: opening it checked that it is that."""
-    marker = object_in(file.parent / MARKER)
-    is_converted = file.name in marker.get("files", {})
-    return str(marker["source_sha256"]) if is_converted else remembered_sha256(file)

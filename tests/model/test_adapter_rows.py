@@ -53,6 +53,10 @@ def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     num = model.config.vocab_size
     with_tokens(model, tmp_path / "adapter", Enrichment("t", num, (num,), ((1, 2),)))
     before = open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint
+    # Nobody checks what an adapter's folder says of itself: it may not pass for another adapter.
+    told = {"files": {"adapter_model.safetensors": "0"}, "source_sha256": "0"}
+    (tmp_path / "adapter" / "tailor.json").write_text(json.dumps(told))
+    assert open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint == before
     Enrichment("t", num, (num,), ((1, 3),)).save(tmp_path / "adapter" / "enrichment.json")
     assert open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint != before
 

@@ -110,6 +110,9 @@ def test_fingerprint_follows_weights_and_config(tmp_path: Path) -> None:
         prints.add(open_model(tmp_path / name).fingerprint)
     save_tiny(tmp_path / "again", "llama", 0)
     assert len(prints) == 3 and open_model(tmp_path / "again").fingerprint in prints
+    for told in ({"files": None}, {"files": ["model.safetensors"], "source_sha256": 7}):
+        (tmp_path / "again" / "tailor.json").write_text(json.dumps(told))  # somebody else's
+        assert open_model(tmp_path / "again").fingerprint in prints
 
 
 def test_fingerprint_is_not_hashed_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
