@@ -173,6 +173,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="module")
+def files_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder that the tests of one file share with nobody else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Llama called "tiny"; who changes it copies it first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -23,13 +23,8 @@ from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 from tests.engine.requests import finish, ids_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One of these tests' own: whoever finds a prior drafts from it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
+# Whoever finds a prior drafts from it.
+pytestmark = pytest.mark.usefixtures("files_cache")
 
 
 @pytest.fixture(scope="module")

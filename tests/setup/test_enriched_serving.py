@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from vocab_store.enrichment import Enrichment
 from vocab_store.errors import ProfileFileError
 from vocab_store.profile import VocabProfile
 
-pytestmark = needs("peft")
+pytestmark = [needs("peft"), pytest.mark.usefixtures("files_cache")]
 
 V, NEW = 128, 6
 PROMPTS = [(5, 9, 40, 8), (60, 61, 62, 60, 61, 62), (100, 7)]
@@ -44,13 +44,6 @@ def _fingerprint(folder: Path) -> str:
 
 Served = tuple[Path, Path, Enrichment, Any]
 """(model folder, adapter folder, enrichment, PEFT's merged model)."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
