@@ -354,13 +354,16 @@ def prepare(
     fails.
     """
     found: dict[str, Path] = {}
-    table = places.work / "bigrams" if "grammys" in kinds else None
-    if table is not None and not table.is_file():
-        places.work.mkdir(parents=True, exist_ok=True)
-        tailor("corpus", "bigrams", "--model", model, "-o", str(table))
     for task_set in sets:
         folder, profile = places.tasks(task_set.adapter), None
         folder.mkdir(parents=True, exist_ok=True)
+        own = task_set.adapter
+        merged = ["--model", model, *(["--adapter", str(places.models / own)] if own else [])]
+        table = places.work / "bigrams" / (own or "base") if "grammys" in kinds else None
+        if table is not None and not table.is_file():
+            report(f"the bigrams of {own or model}")
+            table.parent.mkdir(exist_ok=True)
+            tailor("corpus", "bigrams", *merged, "-o", str(table))
         train = places.data / task_set.folder / "train.jsonl"
         if train.is_file() and any(TASKS[kind][1] for kind in kinds):
             corpus = found[task_set.name] = places.work / "corpora" / f"{task_set.name}.corpus"
@@ -369,12 +372,9 @@ def prepare(
                 if not data.is_file():
                     report(f"recording {num_train} outputs for {task_set.name}")
                     data.parent.mkdir(exist_ok=True)
-                    own = task_set.adapter
                     tailor(
-                        "corpus", "generate", "--model", model,
-                        *(["--adapter", str(places.models / own)] if own else []),
-                        "--data", str(train), "--limit", str(num_train),
-                        "--max-tokens", str(max_tokens), "-o", str(data),
+                        "corpus", "generate", *merged, "--data", str(train),
+                        "--limit", str(num_train), "--max-tokens", str(max_tokens), "-o", str(data),
                     )  # fmt: skip
                 report(f"building the corpus of {task_set.name}")
                 corpus.parent.mkdir(parents=True, exist_ok=True)
