@@ -30,7 +30,8 @@ from server.training.lora import Tuned
 _CHECKPOINT = "checkpoint.pt"
 _HELD_SHARE = 0.03  # of all examples that are trained on, validated on each time, ...
 _LEAST_HELD = 32
-_MOST_OF_TIME = 0.02  # ... in this share of the time limit
+_MOST_OF_TIME = 0.01  # ... in this share of the time limit, ...
+_ALL_OF_TIME = 0.05  # ... and at all times together in this one
 _RISEN = 0.1
 """Share of the lowest loss, by which the last one is higher where an earlier step is kept. A step
 whose rate has not fallen yet answers worse than its loss says: of one run step 449 of 639 had 3.01
@@ -43,7 +44,7 @@ class TrainOptions:
     ids of one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new rows.
     warm_up: share of the run with a rising rate. spell_out: see examples.segmented. time_limit_s:
     everything ends by then, decayed; None is none. validations: how often the held-back loss is
-    measured, the last time at the end. save_every_s: seconds. seed: of everything random."""
+    measured at most, the last time at the end. save_every_s: seconds. seed: of everything random."""
 
     epochs: float = 3.0
     batch_size: int = 16
@@ -168,6 +169,10 @@ def train(
         )
         state.validation_s = clock() - asked
     held_out = held_out[: state.num_held]
+    # A validation takes a batch at least, of whatever length: where time is short there are fewer.
+    num_validations = min(
+        options.validations, _ALL_OF_TIME * limit / max(state.validation_s, 1e-9)
+    )
     saved, longest = clock(), 0.0
     stepping, first = 0.0, state.step  # seconds in steps of this process, and where it went on
     while state.step < run.num_steps:
@@ -181,7 +186,7 @@ def train(
         took = clock() - at
         longest, stepping = max(longest, took), stepping + took
         validation = None
-        due = math.floor(done * options.validations)
+        due = math.floor(done * num_validations)
         if held_out and due > state.num_validated and state.step < run.num_steps:
             validation = run.validate(held_out)
             state.num_validated = due
