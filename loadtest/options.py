@@ -208,7 +208,9 @@ def ask_servers(
 @contextmanager
 def stopped_afterwards(peers: Sequence[Peer]) -> Iterator[None]:
     """Stop every server that was started meanwhile, on Ctrl-C and SIGTERM too."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # As Ctrl-C, which asyncio turns into a cancellation: an exception raised from a handler is lost
+    # where it meets a finalizer.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:
