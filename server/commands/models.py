@@ -69,6 +69,8 @@ def list_models() -> int:
 
 
 def show(model: ModelName, /) -> int:
+    from server.model.cache_folder import MARKER
+
     folder, found = _find(model)
     config = object_in(folder / "config.json")
     text = config.get("text_config") or config
@@ -80,7 +82,7 @@ def show(model: ModelName, /) -> int:
         "hidden size": text.get("hidden_size"),
         "vocabulary": text.get("vocab_size"),
         "context": text.get("max_position_embeddings"),
-        "made from": object_in(folder / "tailor.json").get("source"),
+        "made from": object_in(folder / MARKER).get("source"),
         "supported": _supported(config),
     }
     facts |= _head(folder, text)
@@ -247,14 +249,14 @@ def remove(model: ModelName, /) -> int:
 
 def _all_here() -> Iterator[_Here]:
     """Models that were made here or came with an image; what Hugging Face's own cache holds."""
-    from server.model.cache_folder import model_dirs
+    from server.model.cache_folder import MARKER, model_dirs
     from server.model.catalog import BUILT_IN, cached_folder
 
     built_in = {cached_folder(name): name for name in BUILT_IN}
     built_in |= {cached_folder(name, "file"): name for name in BUILT_IN}
     folders: dict[str, list[Path]] = {}  # as it is, and dequantised
     for folder in (one for models in model_dirs() for one in sorted(models.glob("*"))):
-        marker = object_in(folder / "tailor.json")
+        marker = object_in(folder / MARKER)
         if marker:
             name = built_in.get(folder) or str(marker.get("source", folder.name))
             folders.setdefault(name, []).append(folder)
