@@ -58,7 +58,9 @@ class _Preparing:
 
     @property
     def is_over(self) -> bool:
-        """Whether its adapter or grammar is ready or has failed."""
+        """Whether its adapter or grammar is ready or has failed, or nobody waits any more."""
+        if self.leader.status is Status.FINISHED:
+            return True
         if self.grammar is not None:
             return self.grammar.done() or time.monotonic() > self.deadline_s
         return self.adapter is None or self.adapter.has_news
