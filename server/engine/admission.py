@@ -212,8 +212,9 @@ class Admission:
 
     @property
     def has_prepared(self) -> bool:
-        """Whether prepared() has something to do."""
-        return any(wait.is_over for wait in self.preparing)
+        """Whether prepared() or expired() has something to do."""
+        has_expired = bool(self.expiries) and self.expiries[0][0] <= time.monotonic()
+        return has_expired or any(wait.is_over for wait in self.preparing)
 
     def hold(self, leader: Sequence) -> bool:
         """Begin the waits of an opened request. False: it waits for nothing and can be queued."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -502,6 +503,10 @@ def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> N
     engine.submit(_request("r", COMPACT, choices=2))
     results = run_requests(engine)
     assert {r.error_code for r in results.values()} == {"grammar_limit"} and len(results) == 2
+    engine = _engine(_slow(gate, load))
+    asked = replace(_request("r", COMPACT), queue_timeout_s=0.05, arrival_s=time.monotonic())
+    engine.submit(asked)
+    assert run_requests(engine)["r", 0].error_code == "queue_timeout"
     gate.set()
 
 
