@@ -192,6 +192,7 @@ class Drafts:
         self._drafters = drafters
         self._scheduler = scheduler
         self._table = scheduler.table
+        scheduler.roll_back = self.roll_back
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._is_beside = is_beside
@@ -586,15 +587,15 @@ class Drafts:
             self.disable(sequence, error)
 
     def roll_back(self, sequence: Sequence, num_output: int) -> None:
-        """Take a sequence back to its first num_output tokens; a session that cannot go back is
-        closed."""
+        """Take a sequence and its session back to its first num_output tokens."""
+        sequence.rollback(num_output)
+        if sequence.session is None or sequence.num_told <= num_output:
+            return
         try:
-            sequence.rollback(num_output)
-        except (NotImplementedError, ValueError) as error:
-            if sequence.session is None:
-                raise
+            sequence.num_told = num_output
+            sequence.session.rollback(num_output)
+        except Exception as error:
             self.disable(sequence, error)
-            sequence.rollback(num_output)
 
     def disable(self, sequence: Sequence, error: Exception) -> None:
         """Close the session of a drafter that failed; the request goes on without drafts."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
@@ -264,6 +264,8 @@ class Scheduler:
         self._cost = cost
         self._seats: Int32 | None = None  # of `running`; None: somebody has come or gone
         self._found = self._start = self._draws = _ones(0)  # of each of these, in this step
+        # That of Drafts, with sessions.
+        self.roll_back: Callable[[Sequence, int], None] = Sequence.rollback
         self.running: list[Sequence] = []  # in order
         self.waiting = FairQueue[Sequence]()
         self._held: Counter[str] = Counter()  # seats, by key
@@ -338,7 +340,7 @@ class Scheduler:
         Tokens that are emitted but not verified are dropped: they will be drawn again, the same.
         """
         self._stop(sequence)
-        sequence.rollback(sequence.num_verified)
+        self.roll_back(sequence, sequence.num_verified)
         self.release_blocks(sequence, 0)
         sequence.num_computed = 0
         sequence.num_published = 0

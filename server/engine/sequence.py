@@ -379,9 +379,6 @@ class Sequence:
             self.grammar.rollback(min(self.grammar.num_consumed, num_output))
         if self.request.sampling.has_penalties:
             self._recount()
-        if self.session is not None and self.num_told > num_output:
-            self.num_told = num_output
-            self.session.rollback(num_output)
 
     def release(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
         """Verified ids that were not handed out yet, with their logprobs when asked for."""

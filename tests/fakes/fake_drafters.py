@@ -73,12 +73,17 @@ class FakeDrafter:
     name = "fake"
     sources: tuple[str, ...] = ("fake", "other")
 
-    def __init__(self, propose_from: Callable[[list[int], int, int], DraftTree]) -> None:
+    def __init__(
+        self,
+        propose_from: Callable[[list[int], int, int], DraftTree],
+        kind: type[FakeSession] = FakeSession,
+    ) -> None:
         self.propose_from = propose_from
+        self._kind = kind
         self.sessions: list[FakeSession] = []
 
     def open(self, prompt_ids: Sequence[int], **_: Any) -> FakeSession:
-        session = FakeSession(prompt_ids, self.propose_from)
+        session = self._kind(prompt_ids, self.propose_from)
         self.sessions.append(session)
         return session
 
@@ -187,12 +192,24 @@ def liar_drafter(seed: int, texts: Sequence[Sequence[int]], vocab_size: int) -> 
     return FakeDrafter(propose)
 
 
+class _BrokenSession(FakeSession):
+    """Never goes back, and tires of what it is told."""
+
+    def rollback(self, mark: int) -> None:
+        raise RuntimeError("the session is broken")
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        super().extend(token_ids)
+        if len(self.tokens) % 13 == 0:
+            raise RuntimeError("the session is broken")
+
+
 def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
     """Raises, or proposes what is no tree, now and then."""
     rng = Random(seed)
 
     def propose(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
-        kind = rng.randrange(8)
+        kind = rng.randrange(16)
         if kind == 0:
             raise RuntimeError("the drafter is broken")
         if kind == 1:
@@ -203,7 +220,7 @@ def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
             return DraftTree.chain([1], [float("nan")])
         return random_tree(rng, vocab_size, budget, max_depth)
 
-    return FakeDrafter(propose)
+    return FakeDrafter(propose, _BrokenSession)
 
 
 def random_prior(
