@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -70,10 +70,13 @@ def _engine(cost: CostTable) -> Engine:
 
 def _tune(
     data: Path, *, per_row: float = 1.0, head_s: float = 0.1, first_s: float = 100.0,
-    others: str | None = None, progress: Progress = lambda *_: None, **more: Any,
+    others: str | None = None, progress: Progress = lambda *_: None,
+    work: Counter[str] | None = None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """tune() over a fake model, with the drafters that the server would make. others: see
-    _drafter."""
+    _drafter. work: is told, as the report is, of the replays (each makes a drafter) and of the
+    engine's steps."""
+    done: Counter[str] = Counter() if work is None else work
 
     def taken(**defaults: Any) -> dict[str, Any]:
         return {name: more.pop(name, default) for name, default in defaults.items()}
@@ -83,15 +86,24 @@ def _tune(
     recording = RecordOptions(
         **taken(outputs="gold", limit=200, record_seconds=180.0, serve_seconds=60.0)
     )
+
+    def made(*given: Any) -> Any:
+        done["replays"] += 1
+        return _drafter(others, *given)
+
     stop = tuple(text.encode() for text in more.pop("stop", ()))
+    engine: Any = _engine(fixed_cost(first_s, per_row))
     run = Tuning(
-        data, Fields(), file, recording, _engine(fixed_cost(first_s, per_row)), TOKENIZER, TABLE,
-        partial(_drafter, others), (head_s, 0.01 * head_s), progress,
+        data, Fields(), file, recording, engine, TOKENIZER, TABLE, made,
+        (head_s, 0.01 * head_s), progress,
         SamplingParams(temperature=0.0, stop=stop), **{"budgets": (16,)} | more,
     )  # fmt: skip
-    report = tune(run)
+    try:
+        report = tune(run)
+    finally:
+        done["steps"] += engine.runner.num_steps
     json.dumps(report)
-    return report
+    return report | {"work": done}
 
 
 @dataclass(frozen=True)
@@ -310,10 +322,11 @@ class Stopped(Exception):
 
 class StopAt:
     """The progress of a run that ends when it came to a stage more than `times` times; told has
-    the stages, left what the task's file held then."""
+    the stages, left what the task's file held then, work what was done until then."""
 
     def __init__(self, stage: str, times: int) -> None:
         self.stage, self.times, self.told, self.left = stage, times, list[str](), ""
+        self.work = Counter[str]()
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         self.told.append(stage)
@@ -339,10 +352,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StopAt], dic
     runs = [StopAt(stage, times) for stage, times, _ in _STAGES]
     for progress in runs:
         with pytest.raises(Stopped):
-            _tune(data, progress=progress, **_SERVED)
+            _tune(data, progress=progress, work=progress.work, **_SERVED)
         progress.left = file.read_text() if file.exists() else ""
     runs.append(StopAt("nothing", 0))
-    return runs, _tune(data, progress=runs[-1], **_SERVED)
+    return runs, _tune(data, progress=runs[-1], work=runs[-1].work, **_SERVED)
 
 
 @pytest.mark.parametrize("at", range(4), ids=[stage for stage, *_ in _STAGES])
@@ -367,6 +380,17 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     told = ("drafter", "recorded", "held_back_tokens", "quality", "vocabulary")
     assert [report[name] for name in told] == [served.report[name] for name in told]
     assert report["recorded"] == 40
+    # Each thing was looked for once, whatever run it fell into.
+    replays = [progress.work["replays"] for progress in stopped[0]]
+    assert replays[0] == 0 < replays[1] < replays[2] and replays[3:] == [0, 0]
+    assert sum(replays) == served.report["work"]["replays"]
+    assert [bool(progress.work["steps"]) for progress in stopped[0]] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
     file = Path(report["file"])
     assert "# Not whole" not in file.read_text()
     assert load_task(file).speculation.corpus == report["corpus"]
