@@ -7,17 +7,19 @@ by replicas that come and go, another one by one that stays.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,11 +27,13 @@ import openai
 import pytest
 
 from loadtest.fleet import FleetProcess, num_up
+from server.fleet.far_engine import ReplicaLostError
+from server.fleet.routing import Job
 from server.machine_code import make_ready
 from tests.api.live import LiveServer
 from tests.fleet.ray_parts import FakeParts, free_port
 from tests.installed import needs
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 pytestmark = needs("ray")
 
@@ -220,6 +224,56 @@ def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
         _wait(lambda: _sum(running) > 0.0)
     _wait(lambda: _sum(running) == 0.0)
     assert _sum(steps) - before < num_turns * body["max_tokens"]
+
+
+class _Response:
+    """A handle of engines, and its response: a replica that tells one message and then nothing.
+    error: what ends it instead."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.is_cancelled, self.waits = error, False, Event()
+        self.stream = self.control = self.ask = SimpleNamespace(remote=lambda *_: self)
+
+    def options(self, **_: Any) -> Any:
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"told"
+        if self.error is not None:
+            raise self.error
+        self.waits.set()
+        await asyncio.sleep(60.0)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+async def test_a_stream_that_is_left_is_cancelled_at_its_replica() -> None:
+    """Wherever it is left. Ray does as much by itself as long as it sends by gRPC, so that the
+    fleet above does not tell."""
+    pytest.importorskip("ray.serve")  # without what it warns of
+    from ray.exceptions import RayActorError
+
+    from server.fleet.app import ServeReplicas
+
+    def stream_of(response: Any) -> AsyncGenerator[bytes, None]:
+        return ServeReplicas("tiny", response, response).stream(b"", 0.0, Job("t", 1, 1))
+
+    closed, waiting, lost = _Response(), _Response(), _Response(RayActorError())
+    async with contextlib.aclosing(stream_of(closed)) as stream:
+        assert await anext(stream) == b"told"
+    reading = asyncio.create_task(_read(stream_of(waiting)))
+    await until(waiting.waits.is_set)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    with pytest.raises(ReplicaLostError):
+        await _read(stream_of(lost))
+    assert [one.is_cancelled for one in (closed, waiting, lost)] == [True, True, False]
+
+
+async def _read(stream: AsyncIterator[bytes]) -> list[bytes]:
+    return [message async for message in stream]
 
 
 def test_both_ingresses_serve_and_hold_a_key_to_its_limit_together(fleet: FleetProcess) -> None:
