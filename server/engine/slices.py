@@ -349,6 +349,7 @@ class SliceBook:
             slice_,
             asked.verify_every,
             profile.miss_rate,
+            proposes=asked.mode == "slice",
         )
 
     def _profile(self, asked: VocabularyParams) -> tuple[VocabProfile, str, VocabSlice]:
@@ -487,11 +488,9 @@ class SliceBook:
             self._has_left = False
         is_read = any(draws and head is None for draws, head in zip(rows.draws, heads, strict=True))
         for sequence, head in zip(rows.sequences, heads, strict=True):
-            if head is None:
+            if head is None or head.mode == "slice":
                 continue
-            if head.mode == "slice":
-                head.proposes = True
-            elif sequence.num_output == 0 or head.where is None or head.where.table < 0:
+            if sequence.num_output == 0 or head.where is None or head.where.table < 0:
                 head.proposes = False
             else:
                 head.proposes = bool(head.unverified) or (
