@@ -149,7 +149,7 @@ class Engine:
             results = self._run(rows, built.batch, meanwhile, unheard)
             self._commit(rows, trees, built, results)
         except StepFailedError as failure:
-            self._recover(rows, failure.error)
+            self._recover(rows, built.batch.num_rows, failure.error)
         else:
             self._figures.observe(rows, trees, built, results, began)
         if unheard:
@@ -374,8 +374,9 @@ class Engine:
         for choice in list(self._open.get(sequence.request.request_id, ())):
             self._finish(choice, Ending("error", None, message, code))
 
-    def _recover(self, rows: Rows, error: Exception) -> None:
-        """The runner raised: drop the step and everything in the KV cache.
+    def _recover(self, rows: Rows, num_rows: int, error: Exception) -> None:
+        """The runner raised: drop the step and everything in the KV cache. num_rows: the step's,
+        with those of drafts.
 
         Raises RunnerBrokenError after too many failures in a row.
         """
@@ -383,9 +384,7 @@ class Engine:
         self.pool.drop_cache()
         text = f"{type(error).__name__}: {error}"[:300]
         _log.error("a step failed: %s", text, exc_info=error)
-        was_too_large = isinstance(error, MemoryError) and self.scheduler.make_smaller(
-            rows.num_rows
-        )
+        was_too_large = isinstance(error, MemoryError) and self.scheduler.make_smaller(num_rows)
         culprit, others = self.recovery.step_failed(rows.sequences, was_too_large=was_too_large)
         if culprit is not None:
             self._fail(culprit, "the model failed on this request", "engine_error")

@@ -426,8 +426,10 @@ def test_factories_are_called_with_options_and_kept_by_them() -> None:
 # -- failures ----------------------------------------------------------------------------------
 
 
-def test_steps_that_do_not_fit_get_smaller_and_nobody_fails() -> None:
-    """A device with memory for 20 rows under an engine that may make 64; prompts have 40."""
+@pytest.mark.parametrize(("prompt", "drafts"), [(40, 0), (3, 15)])
+def test_steps_that_do_not_fit_get_smaller_and_nobody_fails(prompt: int, drafts: int) -> None:
+    """A device with memory for 20 rows under an engine that may make 64, of long prompts or of
+    drafts."""
     sizes: list[int] = []
 
     def fail(batch: Batch) -> None:
@@ -435,8 +437,15 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails() -> None:
         if batch.num_rows > 20:
             raise MemoryError("out of memory")
 
-    engine, _ = _engine(runner={"fail": fail}, max_failures=2)
-    requests = [request_of(f"r{i}", [3 + (i + j) % 9 for j in range(40)]) for i in range(4)]
+    spec = SpeculationParams("d" if drafts else "off", drafts)
+    requests = [
+        request_of(
+            f"r{i}", [3 + (i + j) % 9 for j in range(prompt)], speculation=spec, max_tokens=40
+        )
+        for i in range(4)
+    ]
+    knows = oracle_drafter([[*request.prompt_ids, *_alone(request)] for request in requests])
+    engine, _ = _engine(runner={"fail": fail}, max_failures=2, drafters={"d": knows})
     results = finish(engine, *requests)
     for request in requests:
         assert ids_of(results[request.request_id]) == _alone(request)
