@@ -264,8 +264,7 @@ class Scheduler:
         self._cost = cost
         self._seats: Int32 | None = None  # of `running`; None: somebody has come or gone
         self._found = self._start = self._draws = _ones(0)  # of each of these, in this step
-        # That of Drafts, with sessions.
-        self.roll_back: Callable[[Sequence, int], None] = Sequence.rollback
+        self.roll_back: Callable[[Sequence, int], None] = Sequence.rollback  # Drafts' goes further
         self.running: list[Sequence] = []  # in order
         self.waiting = FairQueue[Sequence]()
         self._held: Counter[str] = Counter()  # seats, by key
