@@ -152,11 +152,12 @@ class Layer:
 
 @dataclass(slots=True)
 class Reservoir:
-    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. is_wanted: whether its
-    layer is drafted from now. Times are time.monotonic()."""
+    """fingerprint: of the ids. num_unbuilt, num_unsaved: outputs that are in no layer, in no file.
+    is_wanted: whether its layer is drafted from now. Times are time.monotonic()."""
 
     wanted: Wanted
     outputs: LearnedOutputs
+    fingerprint: str
     num_unbuilt: int = 0
     num_unsaved: int = 0
     is_wanted: bool = True
@@ -172,11 +173,11 @@ class Reservoir:
         """Its layer is to be built anew, whatever was learned."""
         self.num_unbuilt, self.is_wanted = max(1, self.num_unbuilt), True
 
-    def restore(self, path: Path, fingerprint: str) -> None:
+    def restore(self, path: Path) -> None:
         """What `save` wrote, where that is there and right."""
         key = self.wanted.key
         try:
-            self.outputs.restore(path, fingerprint=fingerprint, scope=digest(*key))
+            self.outputs.restore(path, fingerprint=self.fingerprint, scope=digest(*key))
             self.num_unbuilt = len(self.outputs)
         except FileNotFoundError:
             pass
@@ -194,12 +195,12 @@ class Reservoir:
         outputs.num_seen = self.outputs.num_seen
         self.outputs = outputs
 
-    def save(self, path: Path, fingerprint: str) -> None:
+    def save(self, path: Path) -> None:
         """Write it; of too many files of the folder the oldest go."""
         key = self.wanted.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.outputs.save(path, fingerprint=fingerprint, scope=digest(*key))
+            self.outputs.save(path, fingerprint=self.fingerprint, scope=digest(*key))
             files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
             for old in files[: max(0, len(files) - MAX_FILES)]:
                 old.unlink(missing_ok=True)
@@ -476,24 +477,25 @@ class TaskStore:
         key = wanted.key
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
-            reservoir = Reservoir(wanted, _outputs(wanted))
+            # Asked once: the scope's adapter may be unloaded before its outputs are written.
+            reservoir = Reservoir(wanted, _outputs(wanted), self._fingerprint_of(key[1]))
             path = self._learned_file(key) if wanted.persist else None
             if path is not None:
-                reservoir.restore(path, self._fingerprint_of(key[1]))
+                reservoir.restore(path)
             self._reservoirs[key] = reservoir
             self._note_size(key, reservoir)
-            self._open_exchange(wanted)
+            self._open_exchange(reservoir)
         reservoir.outputs.max_tokens = wanted.max_tokens
         known, reservoir.wanted = reservoir.wanted, wanted
         if (known.corpus, known.persist) != (wanted.corpus, wanted.persist):
             reservoir.rebuild()
-            self._open_exchange(wanted)
+            self._open_exchange(reservoir)
         self._reservoirs.move_to_end(key)
         return reservoir
 
-    def _open_exchange(self, wanted: Wanted) -> None:
-        if self._exchange is not None and wanted.persist:
-            self._exchange.open(wanted, self._fingerprint_of(wanted.key[1]))
+    def _open_exchange(self, reservoir: Reservoir) -> None:
+        if self._exchange is not None and reservoir.wanted.persist:
+            self._exchange.open(reservoir.wanted, reservoir.fingerprint)
 
     def _adopt(self, arrival: Arrival) -> None:
         """What was published, and what was learned here since, takes the place of what is held."""
@@ -565,7 +567,7 @@ class TaskStore:
         began_s = time.monotonic()
         reservoir.num_unbuilt = 0
         base: Corpus | None = None
-        wanted, fingerprint = reservoir.wanted, self._fingerprint_of(key[1])
+        wanted, fingerprint = reservoir.wanted, reservoir.fingerprint
         if wanted.corpus is not None:
             try:
                 base = Corpus.load(wanted.corpus, fingerprint=fingerprint)
@@ -584,7 +586,7 @@ class TaskStore:
         reservoir.saved_at_s = time.monotonic()
         path = self._learned_file(key)
         if path is not None:
-            reservoir.save(path, self._fingerprint_of(key[1]))
+            reservoir.save(path)
 
     def _drop_task(self, task: str) -> None:
         if self._exchange is not None:

@@ -19,7 +19,7 @@ from drafters.learned import COLUMNS, LearnedOutputs
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
-from server.types import Delta, Request, SpeculationParams
+from server.types import Delta, Request, SpeculationParams, adapter_of, scope_of
 from server.wiring.drafter import make_task_drafter
 from tests.engine.requests import finish, ids_of, request_of
 from tests.engine.scenarios import open_choices
@@ -390,6 +390,25 @@ def test_a_reload_leaves_running_sequences_their_drafter(tmp_path: Path, start: 
     }
     assert accepted["new"] > 10 > accepted["old"]
     assert ids_of(told["new"]) == text
+
+
+def test_an_adapter_that_is_unloaded_costs_no_scope_what_it_learned(tmp_path: Path) -> None:
+    """Its vocabulary is gone then: layers are built, and files written, of it and of the others."""
+    loaded = {"adapter@1": "g", "": "f"}
+    store = TaskStore(tmp_path, fingerprint=lambda of: loaded[adapter_of(of)], build_share=1e9)
+    scopes = [scope_of("", "", adapter) for adapter in loaded]
+    ids = np.arange(5, dtype=np.int32)
+
+    for scope in scopes:
+        store.learn("task", scope, None, LEARN_TOKENS, ids, ids, True)
+    store.wait()
+    assert [scope for _, scope in store.poll()] == scopes
+    del loaded["adapter@1"]
+    store.refresh()
+    store.wait()
+    assert [scope for _, scope in store.poll()] == scopes
+    store.close()
+    assert len(list(tmp_path.glob("learned-*.bin"))) == 2
 
 
 @pytest.mark.parametrize("rests", [False, True])
