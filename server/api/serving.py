@@ -306,8 +306,9 @@ class Connection(HttpToolsProtocol):
 
     An error is never written into an answer that is under way: the connection is closed instead.
 
-    limits: max_header_bytes, header_timeout_s (from the connection's start or a request's first
-    byte) and send_timeout_s. on_refused: called with (status, code) of each refusal made here.
+    limits: max_header_bytes, header_timeout_s (from the connection's start, a request's first byte
+    or an answer before its body's end) and send_timeout_s. on_refused: called with (status, code)
+    of each refusal made here.
     is_leaving: whether answers end their connection, so that clients come back elsewhere.
     """
 
@@ -386,6 +387,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head = True
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # An answer before the body's end: the next byte of that ends uvicorn's timer for good.
+        if not self._in_head and self.cycle.response_complete:
+            self._start_head_timer()
+
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that the parser refused."""
         refusal, self._refusal = self._refusal, None
@@ -429,7 +436,6 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
-        self._stop_head_timer()
         self._on_refused(error.status, error.code or "")
         _http_log.info("refused", extra={"status": error.status, "code": error.code})
         cycle = self.cycle
@@ -450,9 +456,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(
-                self._limits.header_timeout_s, self._head_is_late
-            )
+            seconds = self._limits.header_timeout_s
+            self._head_timer = self.loop.call_later(seconds, self._head_is_late)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -464,11 +469,8 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._start_head_timer()  # the next request may take its time while this one runs
         elif self._num_head_bytes:
-            self._refuse(
-                BodyTimeoutError(
-                    f"The headers did not arrive within {self._limits.header_timeout_s:g} seconds."
-                )
-            )
+            time_s = self._limits.header_timeout_s
+            self._refuse(BodyTimeoutError(f"The headers did not arrive within {time_s:g} seconds."))
         else:
             self.transport.close()
 

@@ -228,6 +228,17 @@ def test_an_idle_connection_is_closed(strict: LiveServer, sent: bytes) -> None:
     assert not answer or answer.startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.parametrize("rest", [b"a", b"a" * 100], ids=["a part", "all"])
+def test_a_body_behind_its_answer_keeps_no_connection_open(strict: LiveServer, rest: bytes) -> None:
+    with connect(strict) as s:
+        s.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+        answer = b""
+        while b"not_found" not in answer:
+            answer += s.recv(4096)
+        s.sendall(rest)
+        assert s.recv(4096) == b""
+
+
 def test_a_connection_that_is_used_again_is_not_cut(strict: LiveServer) -> None:
     with httpx.Client() as client:
         for _ in range(4):
