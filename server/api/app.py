@@ -181,8 +181,8 @@ def _middleware(
                 CORSMiddleware,
                 allow_origins=list(config.cors.allow_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
-                expose_headers=["x-request-id", "retry-after"],
+                allow_headers=["*"],  # openai for Node sends a dozen of its own
+                expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
         )
     gate = Middleware(

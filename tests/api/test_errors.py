@@ -564,9 +564,10 @@ def test_metrics_and_cors_have_their_own_settings() -> None:
             headers={
                 "origin": "https://app.example",
                 "access-control-request-method": "POST",
-                "access-control-request-headers": "authorization",
+                "access-control-request-headers": "authorization, content-type, x-stainless-lang",
             },
         )
+        assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://app.example"
         other = httpx.get(live.url + "/ready", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
