@@ -159,6 +159,8 @@ class AdapterRoutes:
                     "place, set load_inplace to true.",
                     param="lora_name",
                 )
+            if body.base_model_name not in (None, *catalog.models):
+                raise InvalidRequestError("there is no such model.", at="base_model_name")
             try:
                 config = AdapterConfig(name=name, path=body.lora_path, pinned=body.pinned)
                 served = await asyncio.to_thread(admin.read, config, body.base_model_name)

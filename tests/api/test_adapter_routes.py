@@ -131,3 +131,11 @@ def test_what_one_engine_refuses_no_engine_keeps() -> None:
     with pytest.raises(InvalidRequestError, match="rank is odd"):
         asyncio.run(made.load(BODY))
     assert engines.known == {"e0": set(), "e1": set()} and not admin.served
+
+
+def test_a_base_that_there_is_not_is_named() -> None:
+    made, admin = routes(Engines())
+    body = BODY.model_copy(update={"base_model_name": "other"})
+    with pytest.raises(InvalidRequestError, match=r"base_model_name: there is no such model"):
+        asyncio.run(made.load(body))
+    assert not admin.served
