@@ -218,6 +218,10 @@ def test_what_is_wrong_is_named(
     check(server.post("/v1/decisions", **body), 400, code, param)
 
 
+def test_without_a_model_the_first_is_asked(server: LiveServer) -> None:
+    assert ask(server, PREDICATE, model=None).json()["model"] == "tiny"
+
+
 @pytest.mark.server_error
 def test_no_probabilities_is_an_error(server: LiveServer, engine: ScriptedEngine) -> None:
     engine.script, script = scoring(math.nan, math.nan, math.nan), engine.script

@@ -38,6 +38,10 @@ def ask(server: LiveServer, state: Any = STATE, questions: Any = None, **more: A
     return server.post("/v1/systemone", **body)
 
 
+def test_without_a_model_the_first_is_asked(server: LiveServer) -> None:
+    assert ask(server, model=None).json()["model"] == "tiny"
+
+
 def test_answers_are_named_and_those_of_decisions(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:

@@ -391,7 +391,7 @@ class CacheOptions(BodyPart):
 class DecisionBody(BodyPart):
     """POST /v1/decisions."""
 
-    model: ModelName
+    model: ModelName | None = Field(None, description="default the server's first")
     input: Annotated[Any, WithJsonSchema(_ITEMS.schema(_CONTENT))]
     questions: Annotated[
         list[Annotated[Any, _QUESTION]],

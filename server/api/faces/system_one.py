@@ -89,7 +89,7 @@ _QUESTION = Kinds.by(
 class SystemOneBody(BodyPart):
     """POST /v1/systemone."""
 
-    model: ModelName
+    model: ModelName | None = Field(None, description="default the server's first")
     state: Content
     questions: dict[str, Annotated[Any, _QUESTION]] = Field(min_length=1, max_length=MAX_QUESTIONS)
 
