@@ -235,6 +235,7 @@ def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
         ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "invalid_value",
          "tools[0].parameters"),
         ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
+        ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
         ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
         ({"stream_options": {"include_obfuscation": 0}}, "invalid_value",
          "stream_options.include_obfuscation"),

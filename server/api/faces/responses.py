@@ -23,6 +23,7 @@ from server.api.bodies import (
     BodyPart,
     GenerationBody,
     JsonSchemaBody,
+    Kinds,
     Neutral,
     Path,
     aliases,
@@ -36,20 +37,8 @@ from server.api.grammars import OutputFormat
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
-from server.api.tools import (
-    FUNCTION_NAME,
-    MAX_TOOLS,
-    ArgumentsPiece,
-    CallStart,
-    Tool,
-    ToolEvent,
-)
-from server.errors import (
-    InvalidRequestError,
-    TailorError,
-    UnsupportedFieldError,
-    echoed,
-)
+from server.api.tools import FUNCTION_NAME, MAX_TOOLS, ArgumentsPiece, CallStart, Tool, ToolEvent
+from server.errors import InvalidRequestError, TailorError, UnsupportedFieldError, echoed
 from server.types import INT31, Delta
 
 # --- the body -------------------------------------------------------------------------------------
@@ -77,6 +66,9 @@ class FunctionToolBody(FunctionBody):
     """A function that the model may call."""
 
     type: Literal["function"]
+
+
+_TOOL = Kinds.by("type", {"function": FunctionToolBody})
 
 
 class ReasoningBody(BodyPart):
@@ -116,7 +108,7 @@ class ResponsesBody(GenerationBody):
     input: Annotated[Any, WithJsonSchema(_ITEMS.schema(content_schema(*TEXTS)))]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT31)
-    tools: list[FunctionToolBody] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[Annotated[Any, _TOOL]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
