@@ -182,6 +182,7 @@ class Choice:
         self.stop_reason: int | bytes | None = None
         new_reader = order.generation.new_reader
         self._reader = None if new_reader is None else new_reader()
+        self._is_forced = order.generation.forces_call
         self._table = order.table
         # Where rejected drafts are told: of the tokens so far.
         self._chars = CharCounter() if request.report_rejected else None
@@ -210,8 +211,9 @@ class Choice:
             if ended is not None:
                 events += reader.finish()
         if ended is not None:
-            called = reader is not None and reader.num_calls > 0
-            self.finish_reason = "tool_calls" if called and ended == "stop" else ended
+            is_cut = ended != "stop" or (self._is_forced and delta.stop_reason)  # by a stop string
+            called = reader is not None and reader.num_calls > 0 and not is_cut
+            self.finish_reason = "tool_calls" if called else ended
             self.stop_reason = delta.stop_reason
         return Piece(
             events,

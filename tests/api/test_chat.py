@@ -578,6 +578,19 @@ def test_a_forced_call_is_opened_by_the_server_and_held_to_its_schema(
     assert json.loads(request.grammar.source) == schema
 
 
+def test_a_forced_call_that_a_stop_string_cuts_is_no_call(
+    server: LiveServer, engines: dict[str, ScriptedEngine]
+) -> None:
+    engines["hermes"].script = lambda r: steps_of(
+        r, encode('{"city": "A;'), finish_reason="stop", stop_reason=b";"
+    )
+    body = {"model": "hermes", "tools": [weather()], "tool_choice": "required", "stop": ";"}
+    [choice] = chat(server, **body).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ";")
+    assert choice["message"]["content"] == '{"city": "A' and "tool_calls" not in choice["message"]
+    assert events(chat(server, **body, stream=True))[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 def test_one_of_several_tools_must_be_called(
     server: LiveServer, engines: dict[str, ScriptedEngine]
 ) -> None:

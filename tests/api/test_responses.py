@@ -162,8 +162,14 @@ def test_a_forced_call(server: LiveServer, engine: ScriptedEngine, choice: Any) 
         model="hermes", input="x", tools=[TOOL], tool_choice=choice
     )
     assert answer.output[0].type == "function_call"
+    assert answer.output[0].status == "completed"
     grammar = engine.submitted[-1].grammar
     assert grammar is not None and json.loads(grammar.source)["additionalProperties"] is False
+    engine.script = lambda r: steps_of(
+        r, encode('{"city": "A;'), finish_reason="stop", stop_reason=b";"
+    )
+    [cut] = post(server, tools=[TOOL], tool_choice=choice, stop=";").json()["output"]
+    assert (cut["arguments"], cut["status"]) == ('{"city": "A', "incomplete")
 
 
 def test_a_schema(server: LiveServer, engine: ScriptedEngine) -> None:

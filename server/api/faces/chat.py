@@ -456,8 +456,8 @@ class ChatCompletions(ChatFace[ChatBody]):
 
 
 def _shown(order: Order, choice: Choice, piece: Piece) -> ChatChoice:
-    """A choice of a whole answer. A forced call that max_tokens cut is shown as text, because its
-    arguments are not complete JSON."""
+    """A choice of a whole answer. A forced call that max_tokens or a stop string cut is shown as
+    text, because its arguments are not complete JSON."""
     content: list[str] = []
     calls: list[ToolCall] = []
     for event in piece.events:
@@ -468,7 +468,7 @@ def _shown(order: Order, choice: Choice, piece: Piece) -> ChatChoice:
             calls.append(ToolCall(id=event.call_id, function=function))
         else:
             calls[event.index].function.arguments += event.text
-    was_cut = order.generation.forces_call and choice.finish_reason == "length"
+    was_cut = order.generation.forces_call and choice.finish_reason != "tool_calls"
     if was_cut and calls and not _is_object(calls[-1].function.arguments):
         content.append(calls.pop().function.arguments)
     text = "".join(content)

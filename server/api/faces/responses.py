@@ -379,8 +379,10 @@ class ResponseWriter(StreamWriter):
 
     def finish(self) -> list[ResponseEvent]:
         """End the last item and the response, and keep what it says."""
-        was_cut = self._choice.finish_reason == "length"
-        events = self._close(was_cut=was_cut)
+        reason = self._choice.finish_reason
+        was_cut = reason == "length"
+        lacks = self._order.generation.forces_call and reason != "tool_calls"
+        events = self._close(was_cut=was_cut or lacks)
         answer = self.answer
         answer.status = "incomplete" if was_cut else "completed"
         answer.incomplete_details = IncompleteDetails() if was_cut else None
