@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
 from server.api.bodies import depth
 from server.errors import LimitExceededError, UnsupportedFieldError, echoed
@@ -64,6 +65,7 @@ _WITH: Mapping[str, str] = {
 _APPLIES = frozenset(
     {"$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
 )
+_REST = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
 _LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?:[=!]|<[=!])")
 _TEXT_ONLY = frozenset({"type", "$comment", "description", "title"})
 
@@ -123,6 +125,8 @@ class _Taken:
                 taken[key] = _whole(value)
             elif key in _BOUNDS:
                 taken[key] = _drawn_in(key, value)
+            elif key == "$ref" and isinstance(value, str):  # clients write names as they are
+                taken[key] = quote(value, safe="#%/?:@!$&'()*+,;=")
             elif not _says_nothing(key, value, schema):
                 taken[key] = self.schema(value, at)
         for key in [key for key in taken if key in _NOT_HELD]:
@@ -159,11 +163,8 @@ class _Taken:
                 return False
             taken["anyOf"] = said
             return True
-        if key == "unevaluatedProperties" and said is False and not _APPLIES & taken.keys():
-            taken.setdefault("additionalProperties", False)
-            return True
-        if key == "unevaluatedItems" and said is False and not _APPLIES & taken.keys():
-            taken.setdefault("items", False)
+        if key in _REST and said is False and not _APPLIES & taken.keys():
+            taken.setdefault(_REST[key], False)
             return True
         return key == "propertyNames" and self._names_members(taken, said)
 
@@ -294,7 +295,7 @@ def target(root: Any, reference: Any) -> Any:
     for part in reference[1:].split("/")[1:]:
         if not isinstance(found, dict):
             return None
-        found = found.get(part.replace("~1", "/").replace("~0", "~"))
+        found = found.get(unquote(part).replace("~1", "/").replace("~0", "~"))
     return found if isinstance(found, (dict, bool)) else None
 
 
@@ -320,7 +321,7 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
         return told.isdisjoint(schema)
     if key in ("dependencies", "dependentRequired", "dependentSchemas"):
         return isinstance(value, dict) and not value
-    if key in ("unevaluatedItems", "unevaluatedProperties"):
+    if key in _REST:
         return value is True or value in ({},)
     return key == "not" and value is False
 

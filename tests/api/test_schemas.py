@@ -178,6 +178,17 @@ def test_a_pattern_with_an_escaped_bracket_is_no_look_around() -> None:
     assert prepared(schema, "schema", SchemaRules()) == schema
 
 
+@pytest.mark.parametrize("reference", ["地址 <T>", "%E5%9C%B0%E5%9D%80%20%3CT%3E"])
+def test_a_reference_may_have_any_name(reference: str) -> None:
+    known = {"地址 <T>": CITY}
+    one: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{reference}"}}}
+    schema: dict[str, Any] = {"oneOf": [one, {"type": "null"}], "$defs": known}
+    assert not grammar_problem(grammar_of_schema(schema, "schema", SchemaRules()))
+    strict = Tool("f", None, {**one, "$defs": known}, True, "tools[0]")
+    check = chosen_tools([strict], "auto", SchemaRules(), parallel=True).strict["f"]
+    assert check.fits('{"a": {"city": "x"}}') and not check.fits('{"a": {"city": 1}}')
+
+
 @pytest.mark.parametrize("schema", [{"x-guidance": {}}, {"items": {"x-guidance": {}}}])
 def test_a_client_does_not_configure_the_grammar_library(schema: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedFieldError, match="x-guidance is not taken"):
