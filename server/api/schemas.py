@@ -371,6 +371,10 @@ def close_all(schema: Any) -> Any:
 def _close_one(part: dict[str, Any]) -> dict[str, Any]:
     if "properties" in part and not _SAYS.intersection(part) and not _MIXES.intersection(part):
         part["additionalProperties"] = False
+        members, required = part["properties"], part.get("required")
+        if isinstance(members, dict) and isinstance(required, list):
+            others = {n: True for n in required if isinstance(n, str) and n not in members}
+            part["properties"] = members | others  # which may hold anything
     return part
 
 

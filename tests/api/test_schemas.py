@@ -49,6 +49,17 @@ def test_only_objects_that_are_described_whole_are_closed() -> None:
     }  # fmt: skip
 
 
+def test_a_member_that_is_required_and_not_described_may_hold_anything() -> None:
+    schema = {**CITY, "required": ["zip", "city"]}
+    closed = close_described(schema)
+    assert closed == {
+        **SHUT,
+        "required": ["zip", "city"],
+        "properties": {**CITY["properties"], "zip": True},
+    }
+    assert not grammar_problem(grammar_of_schema(schema, "schema", SchemaRules()))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
