@@ -36,7 +36,7 @@ from drafters.catalog import Need, that_use
 from drafters.json_text import object_in, parsed
 from server.api.shapes import CorpusSize
 from server.config import DEFAULT_TASK, DEFAULT_TASKS, ServerConfig, TaskConfig, load_tasks
-from server.errors import ConfigError, StorageError
+from server.errors import ConfigError, StorageError, TaskNotFoundError, echoed
 
 log = logging.getLogger("tailor.tasks")
 
@@ -136,7 +136,7 @@ class TaskSet:
         StorageError when it cannot be written.
         """
         async with self._lock:
-            config = self._files[task]
+            config = self._file(task)
             users = that_use(Need.CORPUS)
             if config.speculation.drafter not in users:
                 raise ConfigError(
@@ -152,6 +152,7 @@ class TaskSet:
         Its file's own corpus is used again. The caller tells running engines.
         """
         async with self._lock:
+            self._file(task)
             await asyncio.to_thread(self._delete, task)
             return await asyncio.to_thread(self._check_again, task)
 
@@ -161,6 +162,12 @@ class TaskSet:
             if task not in self._files:
                 return self._tasks
             return await asyncio.to_thread(self._check_again, task)
+
+    def _file(self, task: str) -> TaskConfig:
+        """A task as its file has it. Raises TaskNotFoundError where a reload took it away since."""
+        if task not in self._files:
+            raise TaskNotFoundError(f"There is no task {echoed(task)}.", param="task")
+        return self._files[task]
 
     # -- in threads -------------------------------------------------------------------------
 

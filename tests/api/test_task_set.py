@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from server.api.admin import CorpusBody, _Report
 from server.api.faces.completions import CompletionBody
 from server.config import VocabularyConfig, load_tasks
-from server.errors import ConfigError
+from server.errors import ConfigError, TaskNotFoundError
 from server.wiring.task_set import TaskSet
 from tests.api.live import LiveServer
 from tests.api.real_engine import FINGERPRINT
@@ -52,6 +53,19 @@ def test_building_runs_in_a_process_and_says_what_is_wrong(place: Place) -> None
     examples = [{"prompt_ids": [], "output_ids": [9999]}]
     with pytest.raises(ConfigError, match=r"examples\[0\]: output_ids: 9999 is not below"):
         asyncio.run(task_set.upload("sql", examples, append=False))
+
+
+def test_a_change_that_waited_while_its_task_was_taken_away_finds_none(place: Place) -> None:
+    task_set = place.task_set()
+
+    async def change() -> Any:
+        (place.tasks / "sql.yaml").unlink()
+        upload = task_set.upload("sql", [{"completion": "x"}], append=False)
+        waiting = task_set.reload(), upload, task_set.delete("sql")
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    _, *errors = asyncio.run(change())
+    assert [type(error) for error in errors] == [TaskNotFoundError] * 2
 
 
 def test_the_documents_tell_every_route() -> None:
