@@ -443,7 +443,6 @@ _CHECKED = frozenset(
      "exclusiveMaximum", "exclusiveMinimum", "items", "maxItems", "maxLength", "maximum",
      "minItems", "minLength", "minimum", "multipleOf", "properties", "required", "type"}
 )  # fmt: skip
-_MAPS = ("$defs", "definitions", "properties")
 _LISTS = ("allOf", "anyOf")
 
 _LIMITS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -490,7 +489,7 @@ class StrictArguments:
                 continue
             if key not in _CHECKED or not _is_well_formed(key, value):
                 raise self._refusal(f"the keyword {echoed(key, 40)}")
-            if key in _MAPS:
+            if key in _NAMED:
                 for inner in value.values():
                     self._learn(inner)
             elif key in _LISTS:
@@ -550,7 +549,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_well_formed(key: str, value: Any) -> bool:
     """Whether a keyword's value is of its kind; schemas inside are looked at by themselves."""
-    if key in _MAPS:
+    if key in _NAMED:
         return isinstance(value, dict)
     if key in _LISTS or key == "enum":
         return isinstance(value, list) and bool(value)

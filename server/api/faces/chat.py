@@ -271,9 +271,7 @@ def _tool(tool: ToolBody, at: str) -> Tool:
 
 _OF_ALL_ROLES = frozenset({"role", "id", "cache_control"})
 _FIELDS_OF_ROLE: Mapping[str, frozenset[str]] = {
-    "system": frozenset({"content", "name"}),
-    "developer": frozenset({"content", "name"}),
-    "user": frozenset({"content", "name"}),
+    **dict.fromkeys(("system", "developer", "user"), frozenset({"content", "name"})),
     "assistant": frozenset(
         {"content", "name", "refusal", "reasoning_content", "tool_calls", "annotations"}
     ),
