@@ -138,7 +138,8 @@ def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOption
 
 def split(turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
     """(to learn from, held out): a tenth, at most 200, by a digest of what is asked, so that equal
-    prompts are on one side and further rows move none from it."""
+    prompts are on one side and further rows move none from it. A prompt with more rows than are
+    held out is learned from."""
     num = min(_MOST_JUDGED, len(turns) // 10)
     by_prompt: dict[str, list[Turn]] = {}
     for turn in turns:
@@ -146,7 +147,7 @@ def split(turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
     held: list[Turn] = []
     learned: list[Turn] = []
     for _, same in sorted(by_prompt.items()):
-        (held if len(held) < num else learned).extend(same)
+        (held if len(held) + len(same) <= num else learned).extend(same)
     return learned, held
 
 
@@ -243,7 +244,10 @@ class _Make:
         turns, found = read_turns(self.data, self.fields)
         self._learned, self._held = split(turns)
         if len(self._held) < _LEAST_JUDGED:
-            raise ConfigError(f"{self.data}: {len(turns)} rows; {10 * _LEAST_JUDGED} are needed")
+            raise ConfigError(
+                f"{self.data}: {len(turns)} rows; {10 * _LEAST_JUDGED} are needed, most of them "
+                "with a prompt of their own"
+            )
         self._proposal = propose(turns, found)
         self._skip = {*self.skipped, *(() if self.model.adapter is None else ("train",))}
         if "train" in self._skip:

@@ -67,11 +67,19 @@ def test_columns_with_usual_names_are_found() -> None:
 def test_equal_prompts_are_on_one_side_and_stay_there() -> None:
     turns = [Turn({"prompt": f"{i % 150}"}, str(i)) for i in range(300)]
     learned, held = split(turns)
-    assert 30 <= len(held) < 32 and len(learned) + len(held) == 300
+    assert len(held) == 30 and len(learned) == 270
     asked = {turn.asked["prompt"] for turn in held}
     assert not asked & {turn.asked["prompt"] for turn in learned}
     more, held_then = split([*turns, *(Turn({"prompt": f"new {i}"}, "") for i in range(9))])
     assert not asked - {t.asked["prompt"] for t in held_then} - {t.asked["prompt"] for t in more}
+
+
+def test_a_prompt_that_many_rows_have_is_learned_from() -> None:
+    for often in range(20):
+        asked = [often] * 50 + list(range(100, 150))
+        learned, held = split([Turn({"prompt": f"{one}"}, "") for one in asked])
+        assert len(held) == 10 and len(learned) == 90
+        assert f"{often}" not in {turn.asked["prompt"] for turn in held}
 
 
 # --- the whole way ---
@@ -230,11 +238,14 @@ def test_what_cannot_be_made_is_said(
 ) -> None:
     short, output = tmp_path / "short.csv", tmp_path / "t.yaml"
     short.write_text("\n".join(data.read_text().splitlines()[:20]))
+    same = tmp_path / "same.csv"
+    same.write_text("prompt,answer\n" + "".join(f"what?,{i}\n" for i in range(60)))
     nameless = tmp_path / "d.csv"
     nameless.write_text("question,reply\na,b\n")
     shared = ["--name", "t", "-o", str(output), "--model", str(folder)]
     cases = [
         ([str(short)], "19 rows; 50 are needed"),
+        ([str(same)], "60 rows; 50 are needed, most of them with a prompt of their own"),
         ([str(nameless)], "d.csv:2: completion: is missing (there are: question, reply)"),
         ([str(data), "--weights", "int4"], "merged and rounded"),
         ([str(tmp_path / "no.csv")], "No such file"),
