@@ -131,7 +131,7 @@ def train_adapter(
     import torch
 
     from server.training.examples import segmented, shared_prefix
-    from server.training.loop import TrainOptions
+    from server.training.loop import CHECKPOINT, TrainOptions
     from server.training.loop import train as run
     from server.training.lora import LoraOptions, plan_memory, prepare, save
     from server.training.stored import open_base
@@ -190,6 +190,7 @@ def train_adapter(
         figures = asdict(result) | {"examples": len(examples), "weights": base.weights}
         text = json.dumps(figures | asdict(recipe), indent=1) + "\n"
         (output / "training.json").write_text(text, encoding="utf-8")
+        (output / CHECKPOINT).unlink(missing_ok=True)
     return result
 
 

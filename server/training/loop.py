@@ -27,7 +27,7 @@ from server.errors import ConfigError
 from server.training.examples import TrainExample, collate, microbatches, segmented
 from server.training.lora import Tuned
 
-_CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = "checkpoint.pt"
 _HELD_SHARE = 0.03  # of all examples that are trained on, validated on each time, ...
 _LEAST_HELD = 32
 _MOST_OF_TIME = 0.01  # ... in this share of the time limit, ...
@@ -44,7 +44,7 @@ class TrainOptions:
     ids of one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new rows.
     warm_up: share of the run with a rising rate. spell_out: see examples.segmented. time_limit_s:
     everything ends by then, decayed; None is none. validations: how often the held-back loss is
-    measured at most, the last time at the end. save_every_s: seconds. seed: of everything random."""
+    measured at most, and last at the end. save_every_s: seconds. seed: of everything random."""
 
     epochs: float = 3.0
     batch_size: int = 16
@@ -147,8 +147,8 @@ def train(
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
 ) -> TrainResult:
-    """Train `tuned` in place. folder: for the checkpoint, which is removed at the end. began: when
-    the time limit begins, by the clock; None: now.
+    """Train `tuned` in place. folder: for the checkpoint, which whoever saves the result removes
+    then. began: when the time limit begins, by the clock; None: now.
 
     Raises ConfigError for no examples, for a loss that is not finite, and for a checkpoint of
     another run.
@@ -170,9 +170,7 @@ def train(
         state.validation_s = clock() - asked
     held_out = held_out[: state.num_held]
     # A validation takes a batch at least, of whatever length: where time is short there are fewer.
-    num_validations = min(
-        options.validations, _ALL_OF_TIME * limit / max(state.validation_s, 1e-9)
-    )
+    num_validations = min(options.validations, _ALL_OF_TIME * limit / max(state.validation_s, 1e-9))
     saved, longest = clock(), 0.0
     stepping, first = 0.0, state.step  # seconds in steps of this process, and where it went on
     while state.step < run.num_steps:
@@ -204,7 +202,6 @@ def train(
         run.validate(held_out, is_last=True)
         run.take_best()
     after = state.best_nats if held_out else math.nan
-    run.remove()
     return TrainResult(
         state.step, state.best_step if held_out else state.step, state.step < run.num_steps,
         clock() - began, state.nats_before, after,
@@ -232,7 +229,7 @@ class _Run:
             weight_decay=options.weight_decay,
             fused=True,
         )  # fmt: skip
-        self._file = folder / _CHECKPOINT
+        self._file = folder / CHECKPOINT
         self._identity = json.dumps(_identity(examples, options, tuned), sort_keys=True)
         self._best: dict[str, torch.Tensor] = {}
         self.state = self._load()
@@ -318,10 +315,6 @@ class _Run:
         }
         with replacing(self._file) as out:
             torch.save(body, out)
-
-    def remove(self) -> None:
-        """Delete the checkpoint: the run has ended."""
-        self._file.unlink(missing_ok=True)
 
 
 def _identity(

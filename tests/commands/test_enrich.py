@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from safetensors.torch import load_file
 from drafters.corpus import Corpus
 from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig
+from server.training.loop import TrainOptions
 from server.types import SpeculationParams
 from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
@@ -119,6 +123,30 @@ def test_prompts_are_trained_and_served_in_the_new_tokens_where_that_is_asked_fo
     base = model.tokenizer.encode("!!ok!!a", add_special_tokens=False).ids
     read = model.prompt_ids(base)
     assert len(read) < len(base) and model.table.join(read, skip_special=True) == b"!!ok!!a"
+
+
+def test_what_was_trained_outlives_a_disk_without_room_for_the_adapter(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    adapter = tmp_path / "adapter"
+    words = ["tasks", "train", "--model", str(folder), "--data", str(data), "-o", str(adapter),
+             "--epochs", "0.5", "--rank", "2"]  # fmt: skip
+    monkeypatch.setattr(
+        "server.training.loop.TrainOptions", partial(TrainOptions, save_every_s=0.0)
+    )
+    with monkeypatch.context() as disk:
+        disk.setattr("server.training.lora.save", full)
+        assert main(words) == 1
+    told = capsys.readouterr().err
+    assert "No space left" in told and "Steps" in told
+    assert main(words) == 0
+    assert "Steps" not in capsys.readouterr().err, "none is done again"
+    assert (adapter / "adapter_model.safetensors").is_file()
+    assert not (adapter / "checkpoint.pt").exists()
 
 
 def test_what_cannot_be_done_is_said(
