@@ -185,6 +185,7 @@ def train_adapter(
         result = run(
             tuned, examples, held_out, options, output,
             report=lambda progress: _show(bar, progress), began=began,
+            base=f"{base.model} {base.weights}",
         )  # fmt: skip
         save(tuned, output, recipe.saved_as)
         figures = asdict(result) | {"examples": len(examples), "weights": base.weights}

@@ -11,6 +11,7 @@ as without the stop.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -146,16 +147,18 @@ def train(
     report: Callable[[TrainProgress], None],
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
+    base: str = "",
 ) -> TrainResult:
     """Train `tuned` in place. folder: for the checkpoint, which whoever saves the result removes
-    then. began: when the time limit begins, by the clock; None: now.
+    then. began: when the time limit begins, by the clock; None: now. base: names the model and its
+    form.
 
     Raises ConfigError for no examples, for a loss that is not finite, and for a checkpoint of
     another run.
     """
     if not examples:
         raise ConfigError("there are no examples to train on")
-    run = _Run(tuned, examples, options, folder)
+    run = _Run(tuned, examples, options, folder, base)
     state = run.state
     tuned.module.train()  # else nothing is computed again in backward
     began = (clock() if began is None else began) - state.elapsed_s
@@ -212,8 +215,9 @@ class _Run:
     """A run's optimizer, its state, and their checkpoint: one file, replaced as a whole."""
 
     def __init__(
-        self, tuned: Tuned, examples: Sequence[TrainExample], options: TrainOptions, folder: Path
-    ) -> None:
+        self, tuned: Tuned, examples: Sequence[TrainExample], options: TrainOptions, folder: Path,
+        base: str,
+    ) -> None:  # fmt: skip
         self._tuned, self._examples, self._options = tuned, examples, options
         self._per_epoch = math.ceil(len(examples) / options.batch_size)
         self.num_steps = max(1, math.ceil(options.epochs * self._per_epoch))
@@ -230,7 +234,7 @@ class _Run:
             fused=True,
         )  # fmt: skip
         self._file = folder / CHECKPOINT
-        self._identity = json.dumps(_identity(examples, options, tuned), sort_keys=True)
+        self._identity = json.dumps([base, _identity(examples, options, tuned)], sort_keys=True)
         self._best: dict[str, torch.Tensor] = {}
         self.state = self._load()
 
@@ -296,7 +300,8 @@ class _Run:
         saved = torch.load(self._file, weights_only=True)
         if saved["identity"] != self._identity:
             raise ConfigError(
-                f"{self._file} is of another run (other data or options); delete it to begin anew"
+                f"{self._file} is of another run (other data, options or model); delete it to "
+                "begin anew"
             )
         self._put(saved["trained"])
         self._optimizer.load_state_dict(saved["optimizer"])
@@ -323,5 +328,8 @@ def _identity(
     """What a run must share with a checkpoint to continue it."""
     kept = {k: v for k, v in asdict(options).items() if k not in ("save_every_s", "time_limit_s")}
     enrichment = "" if tuned.enrichment is None else tuned.enrichment.hash
-    lengths = [len(example) for example in examples]
-    return kept | {"examples": len(examples), "tokens": sum(lengths), "enrichment": enrichment}
+    ids = hashlib.sha256()
+    for example in examples:
+        ids.update(repr(example).encode())
+    lora = asdict(tuned.options)
+    return kept | {"lora": lora, "examples": ids.hexdigest(), "enrichment": enrichment}

@@ -12,6 +12,7 @@ import torch
 
 from server.errors import ConfigError
 from server.training import loop
+from server.training.examples import TrainExample
 from server.training.loop import TrainOptions, TrainProgress, evaluate_loss, train
 from server.training.lora import Tuned
 from tests.training.tiny import V, examples, next_id, tuned
@@ -90,15 +91,25 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
         assert torch.equal(parameter, theirs[name]), name
 
 
-def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     def stop(progress: TrainProgress) -> None:
         if progress.step == 3:
             raise KeyboardInterrupt
 
+    data = examples()
     with pytest.raises(KeyboardInterrupt):
-        train(tuned(), examples(), [], OPTIONS, tmp_path, report=stop)
-    with pytest.raises(ConfigError, match="another run"):
-        train(tuned(), examples(7), [], OPTIONS, tmp_path, report=lambda _: None)
+        train(tuned(), data, [], OPTIONS, tmp_path, report=stop, base="a")
+    first = replace(data[0], output_ids=data[1].output_ids)
+    others: list[tuple[Tuned, list[TrainExample], str]] = [
+        (tuned(), examples(7), "a"),
+        (tuned(), [first, *data[1:]], "a"),  # of the same length
+        (tuned(dropout=0.1), data, "a"),
+        (tuned(), data, "b"),
+    ]
+    for given, some, base in others:
+        with pytest.raises(ConfigError, match="another run"):
+            train(given, some, [], OPTIONS, tmp_path, report=lambda _: None, base=base)
+    train(tuned(), data, [], OPTIONS, tmp_path, report=lambda _: None, base="a")
 
 
 def test_the_step_of_the_lowest_held_back_loss_is_kept(tmp_path: Path) -> None:
