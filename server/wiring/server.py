@@ -104,10 +104,11 @@ def plan_server(
 def _check_adapters(
     config: ServerConfig, tasks: Mapping[str, TaskConfig], adapters: AdapterSet
 ) -> None:
-    """Raise ConfigError unless every task's adapter is served beside its model and no adapter has a
-    task's name; one line for each problem."""
+    """Raise ConfigError unless every task's adapter is served beside its model and no adapter or
+    alias has a task's name, which would never be reached; one line for each problem."""
+    others = {*adapters.served, *(alias for model in config.models for alias in model.aliases)}
     problems = [
-        f"task {name}: an adapter has the same name" for name in tasks if name in adapters.served
+        f"task {name}: an adapter or an alias has the same name" for name in tasks if name in others
     ]
     first = config.models[0].name
     for task in tasks.values():

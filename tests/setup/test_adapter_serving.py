@@ -350,6 +350,9 @@ def test_what_a_configuration_may_not_say(served: Served, tmp_path: Path) -> Non
         )
     with pytest.raises(ConfigError, match="same name"):
         plan_server(ServerConfig(models=(model,)), {"plain": TaskConfig(name="plain")}, folders)
+    named = model.model_copy(update={"aliases": ("fast",)})
+    with pytest.raises(ConfigError, match="task fast: an adapter or an alias has the same name"):
+        plan_server(ServerConfig(models=(named,)), {"fast": TaskConfig(name="fast")}, folders)
     on_cuda = model.model_copy(update={"devices": ("cuda",)})
     [order] = plan_server(ServerConfig(models=(on_cuda,)), {}, folders).orders
     assert [a.adapter_id.partition("@")[0] for a in order.adapters] == ["plain"]
