@@ -220,11 +220,12 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
             raise ConfigError(f"{key.where}: has the same secret as key {known[secret]}")
         known[secret] = key.id
     tasks = server_tasks(config)
-    names = {*tasks, *(model.name for model in config.models)}
+    adapters = {one.name for model in config.models for one in model.adapters}
+    names = {*tasks, *(model.name for model in config.models), *adapters}
     for key in config.keys:
         for name in key.tasks or ():
             if name not in names:  # a typing error would lock users out
-                raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
+                raise ConfigError(f"{key.where}: tasks: no task, model or adapter is {name!r}")
     for model in config.models:
         if "cpu" in model.devices and model.over(config.engine).weights == "fp8":
             raise ConfigError(

@@ -145,7 +145,8 @@ def test_errors_of_keys_name_file_and_line(
     monkeypatch.setenv("NO", "other")
     assert main(["serve", "--config", str(file)]) == 1
     assert "server.yaml:3: key b: has the same secret as key a" in capsys.readouterr().err
-    file.write_text("keys:\n  - id: a\n    key: x\n    tasks: [nobody]\n")
+    model = "models: [{name: m, path: m, adapters: [{name: slots, path: slots}]}]\n"
+    file.write_text(f"{model}keys:\n  - id: a\n    key: x\n    tasks: [m, slots, nobody]\n")
     assert main(["serve", "--config", str(file)]) == 1
     told = capsys.readouterr().err
-    assert "server.yaml:2: key a: tasks: there is no task or model 'nobody'" in told
+    assert "server.yaml:3: key a: tasks: no task, model or adapter is 'nobody'" in told
