@@ -194,7 +194,8 @@ class KeyConfig(Section):
         else:
             assert self.file is not None
             try:
-                value = Path(self.file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+                text = Path(self.file).read_text(encoding="utf-8", errors="replace")
+                value = text.split("\n", 1)[0].strip()
             except OSError as error:
                 raise ConfigError(f"{self.where}: {self.file}: {error.strerror}") from None
         if not value:

@@ -150,3 +150,7 @@ def test_errors_of_keys_name_file_and_line(
     assert main(["serve", "--config", str(file)]) == 1
     told = capsys.readouterr().err
     assert "server.yaml:3: key a: tasks: no task, model or adapter is 'nobody'" in told
+    (tmp_path / "key").write_bytes(b"\xff\xfe\n")
+    file.write_text("keys:\n  - {id: a, file: key}\n")
+    assert main(["serve", "--config", str(file)]) == 1
+    assert "server.yaml:2: key a: a key is printable ASCII" in capsys.readouterr().err
