@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
-from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, as_options, writing
+from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, as_options, bounded, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -187,17 +187,15 @@ def analyze(
     model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
     fields: FieldOptions = _FIELDS,
     budgets: Annotated[
-        tuple[int, ...], Parameter(name="--tokens", help="sizes of the enrichment that are tried")
+        tuple[int, ...], bounded("sizes of the enrichment that are tried", name="--tokens", gte=1)
     ] = (50, 100, 250, 500, 1000),
     row_cost: Annotated[
         float,
-        Parameter(help="what a further row costs, in steps of one row; see a server's log (0.06)"),
+        bounded("what a further row costs, in steps of one row; see a server's log (0.06)", gte=0),
     ] = 0.06,
     details: Annotated[bool, Parameter(help="the papers' measures too")] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="print JSON instead")] = False,
 ) -> int:
-    if not budgets or min(budgets) < 1 or row_cost < 0:
-        raise ConfigError("--tokens must be at least 1 and --row-cost at least 0")
     found = read_task_data(model, data, fields, max_held_out=100)
     with Bar() as bar:
         report = analyze_task(found, sorted(budgets), row_cost, bar)

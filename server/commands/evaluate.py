@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.commands.data import FieldOptions
-from server.commands.options import CallOptions, as_options
+from server.commands.options import CallOptions, as_options, bounded
 from server.commands.quality import METRICS, Estimate, estimate, on_a_line
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
@@ -58,7 +58,7 @@ def evaluate(
         Literal["exact", "f1", "rouge_l", "json"] | None,
         Parameter(help="what counts (the task's, else f1); the others are told too"),
     ] = None,
-    limit: Annotated[int | None, Parameter(help="only the first N rows")] = None,
+    limit: Annotated[int | None, bounded("only the first N rows", gte=1)] = None,
     examples: Annotated[int, Parameter(help="worst answers that are shown (3)")] = 3,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
     call: CallOptions = _CALL,

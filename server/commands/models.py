@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from drafters.json_text import object_in
-from server.commands.options import Bar, ModelOptions, writing
+from server.commands.options import Bar, ModelOptions, Threads, bounded, writing
 from server.errors import ConfigError
 
 ModelName = Annotated[
@@ -174,15 +174,15 @@ def prior(
     /,
     *,
     tokens: Annotated[
-        int, Parameter(help="of the model's own texts that it is learned from (60000)")
+        int, bounded("of the model's own texts that it is learned from (60000)", gte=1)
     ] = 60_000,
     text: Annotated[
         Path | None,
         Parameter(metavar="FILE", help="learn from this text instead; none of it is kept"),
     ] = None,
-    steps: Annotated[int, Parameter(help="of training (1500)")] = 1500,
-    threads: Annotated[int | None, Parameter(help="CPU threads")] = None,
-    seed: Annotated[int, Parameter(help="of what is drawn (0)")] = 0,
+    steps: Annotated[int, bounded("of training (1500)", gte=1)] = 1500,
+    threads: Threads = None,
+    seed: Annotated[int, bounded("of what is drawn (0)", gte=0)] = 0,
 ) -> int:
     from server.commands.train import wait_asleep
 
@@ -197,11 +197,6 @@ def prior(
     from server.wiring.drafter import model_fingerprint
     from server.wiring.engine import prior_file
 
-    for name, number in (("--tokens", tokens), ("--steps", steps), ("--threads", threads)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}: must be at least 1")
-    if seed < 0:
-        raise ConfigError("--seed: must be 0 or more")
     options = ModelOptions(model=model, threads=threads)
     with Bar() as bar, own_engine(options, bar, ()) as (served, engine):
         runner = engine.runner

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -44,6 +45,23 @@ WEIGHTS_HELP = (
     "how a cpu keeps weights: floats, int8, int8-blocks, int4, or as a GGUF has them: file; on "
     "cuda fp8"
 )
+
+
+def bounded(
+    help: str, *, name: str | None = None, metavar: str | None = None, **bounds: float
+) -> Parameter:
+    """An option with a number, or numbers, within bounds: gt, gte, lt, lte."""
+    return Parameter(name=name, help=help, metavar=metavar, validator=Number(**bounds))
+
+
+def _check_device(_: Any, device: str) -> None:
+    from server.config.yaml_file import check_device
+
+    check_device(device)
+
+
+Device = Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)", validator=_check_device)]
+Threads = Annotated[int | None, bounded("CPU threads", gte=1)]
 PromptField = Annotated[str, Parameter(help="where the prompt is (prompt)")]
 OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
 
@@ -62,10 +80,10 @@ class ModelOptions:
     adapter: Annotated[
         str | None, Parameter(metavar="DIR", help="a PEFT LoRA to merge into the model")
     ] = None
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)")] = "cpu"
+    device: Device = "cpu"
     dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
     weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
-    threads: Annotated[int | None, Parameter(help="CPU threads")] = None
+    threads: Threads = None
 
 
 @as_options
@@ -82,16 +100,18 @@ class IdOptions:
 class SamplingOptions:
     """How outputs are drawn. None: the default of the command or task."""
 
-    max_tokens: Annotated[int | None, Parameter(help="longest output (the task's, else 256)")] = (
+    max_tokens: Annotated[int | None, bounded("longest output (the task's, else 256)", gte=1)] = (
         None
     )
     temperature: Annotated[
-        float | None, Parameter(help="0 is greedy (the task's on a server, else 0)")
+        float | None, bounded("0 is greedy (the task's on a server, else 0)", gte=0, lte=2)
     ] = None
     stop: Annotated[
         tuple[str, ...], Parameter(metavar="TEXT", help="ends an output; up to 16")
     ] = ()
-    seed: Annotated[int | None, Parameter(help="of the draws, with a temperature (0)")] = None
+    seed: Annotated[
+        int | None, bounded("of the draws, with a temperature (0)", gte=0, lt=1 << 62)
+    ] = None
 
     def fields(self) -> dict[str, Any]:
         """What was given, as fields of a request's body."""
@@ -114,7 +134,7 @@ class CallOptions:
         Parameter(metavar="KEY", help="a key of the server (better: set TAILOR_API_KEY)"),
     ] = None
     timeout: Annotated[
-        float, Parameter(metavar="S", help="longest silence of the server in seconds (600)")
+        float, bounded("longest silence of the server in seconds (600)", gt=0, metavar="S")
     ] = 600.0
 
     def endpoint(self) -> Endpoint:
@@ -138,14 +158,8 @@ def sampling_of(options: SamplingOptions) -> SamplingParams:
     """SamplingParams of a command's options; greedy without a temperature. Raises ConfigError."""
     from server.types import SamplingParams
 
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ConfigError("--max-tokens: must be at least 1")
-    if options.temperature is not None and not 0.0 <= options.temperature <= 2.0:
-        raise ConfigError("--temperature: must lie in 0..2")
     if len(options.stop) > 16 or not all(options.stop):
         raise ConfigError("--stop: at most 16 texts, none of them empty")
-    if options.seed is not None and not 0 <= options.seed < 1 << 62:
-        raise ConfigError("--seed: must be 0 or more")
     return SamplingParams(
         temperature=options.temperature or 0.0,
         max_tokens=options.max_tokens or 256,

@@ -77,15 +77,10 @@ def own_engine(
     from dataclasses import replace
 
     from server.config import EngineConfig, ModelConfig, ServerConfig
-    from server.config.yaml_file import parse_device_list
     from server.wiring.engine import build_engine
     from server.wiring.model import ready_folder
     from server.wiring.server import plan_server
 
-    try:
-        devices = parse_device_list(options.device)
-    except ValueError as error:
-        raise ConfigError(f"--device: {error}") from None
     try:
         name = ModelConfig(name=model_name(options.model), path=options.model).name
     except ValueError:
@@ -96,12 +91,10 @@ def own_engine(
         name=name,
         path=options.model,
         adapter=options.adapter,
-        devices=devices[:1],
+        devices=(options.device,),
         dtype=options.dtype,
         weights=options.weights,
     )
-    if options.threads is not None and options.threads < 1:
-        raise ConfigError("--threads: must be at least 1")
     check_places((model,))
     config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
     plan = plan_server(config, {}, {name: ready_folder(model, config.engine)})
@@ -138,7 +131,7 @@ def _problems(model: ModelConfig) -> Iterable[str]:
         if not (Path(one.path).expanduser() / ADAPTER_FILE).is_file():
             yield f"model {model.name}: adapters: {one.path}: {_NO_ADAPTER}"
     for device in model.devices:
-        problem = None if device == "cpu" else _gpu_problem(device)
+        problem = device_problem(device)
         if problem is not None:
             yield f"model {model.name}: device {device}: {problem}"
 
@@ -157,8 +150,10 @@ def _no_model(model: ModelConfig, folder: Path) -> str:
     )
 
 
-def _gpu_problem(device: str) -> str | None:
-    """Why an engine cannot run on a CUDA device; None where it can. torch is not imported."""
+def device_problem(device: str) -> str | None:
+    """Why nothing can run on a device; None where it can. torch is not imported."""
+    if device == "cpu":
+        return None
     if "+cpu" in metadata.version("torch"):
         return "the torch that is installed here is its CPU build; install its CUDA build"
     num = _num_gpus()

@@ -36,6 +36,7 @@ from server.commands.options import (
     PromptField,
     SamplingOptions,
     as_options,
+    bounded,
     sampling_of,
     writing,
 )
@@ -63,14 +64,12 @@ class PromptOptions:
         Path, Parameter(metavar="FILE", help="JSON lines with a prompt, or with prompt_ids")
     ]
     prompt_field: PromptField = "prompt"
-    limit: Annotated[int | None, Parameter(help="only the first N prompts")] = None
-    concurrency: Annotated[int, Parameter(help="prompts at once (16)")] = 16
+    limit: Annotated[int | None, bounded("only the first N prompts", gte=1)] = None
+    concurrency: Annotated[int, bounded("prompts at once (16)", gte=1)] = 16
 
     def read(self) -> list[Prompt]:
         """The prompts. Raises ConfigError: with file and line for a line that has none, and for no
         line at all."""
-        if self.concurrency < 1:
-            raise ConfigError("--concurrency: must be at least 1")
         found = [prompt_of(n, row, self.data, self.prompt_field) for n, row in rows(self.data)]
         if not found:
             raise ConfigError(f"{self.data}: no prompts")
@@ -183,8 +182,8 @@ def replay(
     corpus: Annotated[
         Path | None, Parameter(metavar="FILE", help="for the drafters that use one")
     ] = None,
-    max_draft_tokens: Annotated[int, Parameter(help="nodes a step (16)")] = 16,
-    limit: Annotated[int | None, Parameter(help="only the first N recordings")] = None,
+    max_draft_tokens: Annotated[int, bounded("nodes a step (16)", gte=0)] = 16,
+    limit: Annotated[int | None, bounded("only the first N recordings", gte=1)] = None,
     prefill: Annotated[
         bool, Parameter(help="the first tree hangs off the last prompt row")
     ] = False,

@@ -123,10 +123,6 @@ def tune_task(
 
     # Told before a model is loaded.
     file.check()
-    if recording.limit < 1 or recording.record_seconds <= 0:
-        raise ConfigError("--limit and --record-seconds: must be above 0")
-    if not recording.serve_seconds >= 0:
-        raise ConfigError("--serve-seconds: must not be below 0")
     drawn = sampling_of(sampling)
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")

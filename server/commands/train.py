@@ -15,7 +15,17 @@ from cyclopts import Parameter
 
 from drafters.target import native
 from server.commands.data import DataFiles, FieldOptions, read_task_data
-from server.commands.options import DEFAULT_MODEL, Bar, WeightsForm, as_options, writing
+from server.commands.options import (
+    DEFAULT_MODEL,
+    Bar,
+    Device,
+    Threads,
+    WeightsForm,
+    as_options,
+    bounded,
+    writing,
+)
+from server.commands.own_engine import device_problem
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,21 +39,21 @@ _FIELDS = FieldOptions()
 class RecipeOptions:
     """How it is trained; the defaults are the recipe of docs/benchmarks/papers.md."""
 
-    epochs: Annotated[float, Parameter(help="passes over the examples (3)")] = 3.0
-    batch_size: Annotated[int, Parameter(help="examples a step (16)")] = 16
-    learning_rate: Annotated[float, Parameter(help="of the LoRA (1e-3)")] = 1e-3
-    rows_learning_rate: Annotated[float, Parameter(help="of new tokens' rows (3e-3)")] = 3e-3
-    rank: Annotated[int, Parameter(help="of the LoRA (16)")] = 16
-    dropout: Annotated[float, Parameter(help="of the LoRA's inputs (0.1)")] = 0.1
+    epochs: Annotated[float, bounded("passes over the examples (3)", gt=0, lte=1e6)] = 3.0
+    batch_size: Annotated[int, bounded("examples a step (16)", gte=1)] = 16
+    learning_rate: Annotated[float, bounded("of the LoRA (1e-3)", gte=0)] = 1e-3
+    rows_learning_rate: Annotated[float, bounded("of new tokens' rows (3e-3)", gte=0)] = 3e-3
+    rank: Annotated[int, bounded("of the LoRA (16)", gte=1)] = 16
+    dropout: Annotated[float, bounded("of the LoRA's inputs (0.1)", gte=0, lt=1)] = 0.1
     start: Annotated[
         Literal["leaning", "mean"],
         Parameter(help="how rows begin: leaning to their outer parts, or their mean (leaning)"),
     ] = "leaning"
-    max_examples: Annotated[int | None, Parameter(help="train on so many at most (all)")] = None
+    max_examples: Annotated[int | None, bounded("train on so many at most (all)", gte=1)] = None
     time_limit: Annotated[
-        float | None, Parameter(metavar="MINUTES", help="all is done by then, decayed (none)")
+        float | None, bounded("all is done by then, decayed (none)", gt=0, metavar="MINUTES")
     ] = None
-    seed: Annotated[int, Parameter(help="of everything random (0)")] = 0
+    seed: Annotated[int, bounded("of everything random (0)", gte=0, lt=1 << 32)] = 0
     saved_as: Annotated[
         Literal["float32", "bfloat16", "float16"],
         Parameter(help="what the LoRA is stored in; a half takes half the memory (float32)"),
@@ -62,14 +72,15 @@ class BaseOptions:
             "(floats)"
         ),
     ] = None
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)")] = "cpu"
-    threads: Annotated[int | None, Parameter(help="CPU threads (as torch chooses)")] = None
+    device: Device = "cpu"
+    threads: Threads = None
     memory: Annotated[
         float,
-        Parameter(
-            metavar="GIB",
-            help="what a step may keep for its way back; more saves time where examples are long "
+        bounded(
+            "what a step may keep for its way back; more saves time where examples are long "
             "or begin alike (2)",
+            gt=0,
+            metavar="GIB",
         ),
     ] = 2.0
 
@@ -138,6 +149,8 @@ def train_adapter(
     from vocab_store.enrichment import Enrichment
     from vocab_store.errors import EnrichmentFileError
 
+    if (problem := device_problem(base.device)) is not None:
+        raise ConfigError(f"--device {base.device}: {problem}")
     found = read_task_data(base.model, data, fields)
     enrichment = None
     if enrichment_file is not None:

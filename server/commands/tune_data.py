@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
-from server.commands.options import as_options
+from server.commands.options import as_options, bounded
 from server.commands.quality import estimate, exact, f1, on_a_line, repetition
 from server.commands.record import (
     Answer,
@@ -89,16 +89,17 @@ class RecordOptions:
             help="judge drafts by the model's own outputs, recorded now, or by the data's (model)"
         ),
     ] = "model"
-    limit: Annotated[int, Parameter(help="most prompts to record (200)")] = 200
+    limit: Annotated[int, bounded("most prompts to record (200)", gte=1)] = 200
     record_seconds: Annotated[
         float,
-        Parameter(metavar="S", help="record for so long at most; what is there then is used (180)"),
+        bounded("record for so long at most; what is there then is used (180)", gt=0, metavar="S"),
     ] = 180.0
     serve_seconds: Annotated[
         float,
-        Parameter(
+        bounded(
+            "serve with drafts and without for so long at most; 0: forecast alone (60)",
+            gte=0,
             metavar="S",
-            help="serve with drafts and without for so long at most; 0: forecast alone (60)",
         ),
     ] = 60.0
 

@@ -103,6 +103,40 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
     assert says in " ".join(told.split()) and told.startswith("tailor: ")
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (
+            "tasks train --data d -o o",
+            ["--epochs=0", "--epochs=inf", "--batch-size=0", "--learning-rate=nan", "--rank=0",
+             "--dropout=1", "--max-examples=0", "--time-limit=0", "--seed=-1", "--threads=0",
+             "--memory=0", "--device=gpu"],
+        ),
+        ("tasks make d --name n", ["--batch-size=0", "--limit=0", "--serve-seconds=-1"]),
+        ("tasks tune --data d --name n", ["--limit=0", "--record-seconds=0", "--device=cpu,cpu"]),
+        ("tasks analyze --data d", ["--tokens=0", "--row-cost=-1"]),
+        (
+            "corpus generate --data d -o o",
+            ["--limit=0", "--concurrency=0", "--max-tokens=0", "--temperature=3", "--seed=-1"],
+        ),
+        ("eval --data d --task t", ["--limit=-1", "--timeout=0"]),
+        ("corpus bigrams -o o", ["--threads=0", "--device=tpu"]),
+        ("models prior m", ["--tokens=0", "--steps=0", "--threads=0", "--seed=-1"]),
+        ("replay --data d --drafter auto", ["--limit=-1", "--max-draft-tokens=-1"]),
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be_is_told_before_anything_is_done(
+    command: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in options:
+        with pytest.raises(SystemExit) as ended:
+            main([*command.split(), option])
+        told = " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 2
+        assert told.startswith("tailor: Invalid value"), option
+        assert f" for {option.partition('=')[0]}. " in told, option
+
+
 def test_options_of_others_that_change_nothing_are_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

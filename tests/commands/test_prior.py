@@ -104,4 +104,3 @@ def test_text_that_is_given(
     assert main([*command, "--text", str(file)]) == 1
     assert "too short" in capsys.readouterr().err
     assert main([*command, "--text", str(tmp_path / "none")]) == 1
-    assert main([*command, "--tokens", "0"]) == 1
