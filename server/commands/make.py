@@ -262,6 +262,10 @@ class _Make:
         begun = (self._work / "made.json").is_file()
         replace(self.file, force=self.file.force or begun).check()
         self._known = object_in(self._work / "made.json")
+        self._miss("analyze", self.output, "tune", "evaluate")
+        self._miss("enrich", self._work / "enrichment.json", "enrich")
+        adapter = self._work / "adapter" / "adapter_config.json"
+        self._miss("train", adapter, "train", "tune", "evaluate")
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
         self._read = FieldOptions(joint=found.joint)
@@ -324,6 +328,12 @@ class _Make:
 
     def _figures(self, step: str) -> dict[str, Any] | None:
         return self._kept(step).get("figures")
+
+    def _miss(self, step: str, left: Path, *lost: str) -> None:
+        """What was done is lost where the file is gone that a step left."""
+        if "figures" in self._known.get(step, {}) and not left.exists():
+            for one in lost:
+                self._known.pop(one, None)
 
     def _note(self, step: str, **figures: Any) -> None:
         self._known[step] = {"made_from": self._made_from(step), **figures}
@@ -435,6 +445,8 @@ class _Make:
         self._work.mkdir(parents=True, exist_ok=True)
         self._write_parts()
         analysis = self._do("analyze", self._analyze)
+        if not self.output.exists():
+            self._write_first()
         self._heed(analysis)
         self._do("enrich", lambda: self._enrich(analysis["tokens"]))
         self._do("train", self._train_adapter)
