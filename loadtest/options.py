@@ -198,19 +198,25 @@ def ask_servers(
     """Start the servers, ask, and stop those that were started. Raises PeerFailed."""
 
     async def all_of_it() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        # An exception that a handler raises is lost where it meets a finalizer; and Ctrl-C is
+        # ignored by what a script starts in the background.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         await bring_up(peers, log_dir)
         await ask()
 
     with stopped_afterwards(peers):
-        asyncio.run(all_of_it())
+        try:
+            asyncio.run(all_of_it())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 @contextmanager
 def stopped_afterwards(peers: Sequence[Peer]) -> Iterator[None]:
     """Stop every server that was started meanwhile, on Ctrl-C and SIGTERM too."""
-    # As Ctrl-C, which asyncio turns into a cancellation: an exception raised from a handler is lost
-    # where it meets a finalizer.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
