@@ -224,7 +224,7 @@ def load(
 
     try:
         ask_servers(peers, servers.log_dir, all_levels)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         if not cells:
             raise
         console.print("interrupted: the figures are of the cells so far")

@@ -207,10 +207,13 @@ def ask_servers(
         await ask()
 
     with stopped_afterwards(peers):
+        before = signal.getsignal(signal.SIGTERM)
         try:
             asyncio.run(all_of_it())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+        finally:
+            signal.signal(signal.SIGTERM, before)  # the loop leaves none: servers would run on
 
 
 @contextmanager
