@@ -269,15 +269,13 @@ class AdapterSet:
         )
 
     def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
-        """An adapter as the API knows it. model: its base, None for the first model.
+        """An adapter as the API knows it. model: its base, one of `bases`; None for the first.
 
         Raises ConfigError for what cannot be served and ModelError for files that cannot be read.
         """
         from server.model.cache_folder import remembered_sha256
 
-        base = self._bases.get(model) if model else next(iter(self._bases.values()))
-        if base is None:
-            raise ConfigError(f"adapter {config.name}: there is no model {model}")
+        base = self._bases[model] if model else next(iter(self._bases.values()))
         folder = Path(config.path).expanduser()
         for name in _ADAPTER_FILES[:2]:
             if not (folder / name).is_file():
