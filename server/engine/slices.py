@@ -297,6 +297,7 @@ class SliceBook:
         self._has_warned = False
         self._slices_only = slices_only
         self._has_left = False  # a sequence in `exact`, since the last step that had one
+        self._found: tuple[VocabProfile, str, VocabSlice]  # by the last `refusal`
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -315,13 +316,14 @@ class SliceBook:
         if self._runner is None or self._profiles is None:
             return "vocabulary slices are not available on this device", "unsupported_parameter"
         try:
-            self._profile(asked)
+            self._found = self._profile(asked)
         except (ValueError, OSError) as error:
             return f"vocabulary profile: {str(error)[:200]}", "invalid_value"
         return None
 
     def open(self, request: Request) -> SequenceHead | None:
-        """The slice of one choice, frozen now; None in mode "full". After `refusal` said None.
+        """The slice of one choice; None in mode "full". Called right after `refusal`: the choices
+        get the profile that it found, whatever becomes of its file.
 
         `slice`: T, the prompt and the ids that the request names, and nothing else. `exact` may
         begin with more: frequent ids, while they lower the expected cost, and ids missed before.
@@ -329,7 +331,7 @@ class SliceBook:
         asked = request.vocabulary
         if asked.mode == "full":
             return None
-        profile, key, static = self._profile(asked)
+        profile, key, static = self._found
         self._newest[f"{asked.mode}:{asked.profile}"] = key
         sampling, num = request.sampling, self._vocab_size
         # A request that names an id means it to be able to win.

@@ -224,6 +224,20 @@ def test_a_slice_stops_at_every_end_of_the_model() -> None:
     assert {r.ids[-1] for r in results} == set(ends)
 
 
+def test_all_choices_of_a_request_have_the_profile_that_was_there_when_it_came() -> None:
+    class Vanishing(dict[str, VocabProfile]):
+        """A file that is deleted behind the first look at it."""
+
+        def __getitem__(self, name: str) -> VocabProfile:
+            return self.pop(name)
+
+    engine, _ = _engine(FakeModel(40, seed=3), Vanishing(p=_profile({2, 3, 4}, 40)))
+    engine.submit(_request((5, 6), "slice", 0, max_tokens=4, num_choices=2))
+    got = _drain(engine)
+    assert {d.choice_id for d in got} == {0, 1} and not any(d.error for d in got)
+    assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got)
+
+
 def test_refusals() -> None:
     model = FakeModel(40)
     engine, runner = _engine(model, _profile({2, 3}, 40))
