@@ -283,15 +283,18 @@ class AdapterShelf:
             return
         if adapter.place >= 0:
             self._drop(adapter)
-        vocabulary = adapter.vocabulary
-        if vocabulary is not None and vocabulary.grammars is not None:
-            vocabulary.grammars.close()
-        self.known.pop(adapter.order.adapter_id, None)
+        self._close(self.known.pop(adapter.order.adapter_id, adapter))
+
+    def _close(self, adapter: Adapter) -> None:
+        if adapter.vocabulary is not None and adapter.vocabulary.grammars is not None:
+            adapter.vocabulary.grammars.close()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the threads, of grammars too. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        for adapter in self.known.values():
+            self._close(adapter)
 
     # -- what the API may ask ---------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from server.engine.adapters import MAX_NAMES, OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
+from server.engine.grammar import GrammarCompiler
 from server.engine.plan import EngineSettings
-from server.types import AdapterOrder, Request, VocabularyParams, scope_of
+from server.types import AdapterOrder, GrammarSpec, Request, VocabularyParams, scope_of
 from tests.engine.requests import request_of
 from tests.engine.scenarios import (
     Collector,
@@ -266,6 +267,25 @@ def test_its_ids_and_its_head_are_its_own() -> None:
     assert results["base", 0].error_code == results["outside", 0].error_code == "invalid_value"
     assert results["sliced", 0].error_code == "unsupported_parameter"
     engine.close()
+
+
+def test_grammars_that_wait_to_be_compiled_end_with_the_engine() -> None:
+    gate = threading.Event()
+
+    def load() -> Any:
+        gate.wait()
+        raise OSError("too late")
+
+    engine, _, own = small(2, 2)
+    compilers = {name: GrammarCompiler(load, 17, num_threads=1) for name in own.models}
+    engine.adapters.read = lambda order: Vocabulary(order.folder, grammars=compilers[order.folder])
+    for name in own.models:
+        engine.adapters.register(own.order(name), load=False)
+    settle(engine)
+    waiting = [one.compile(GrammarSpec("regex", "a")) for one in compilers.values()]
+    engine.close()
+    gate.set()
+    assert [future.cancelled() for future in waiting] == [True, True]
 
 
 def test_a_runner_without_adapters_refuses_them() -> None:
