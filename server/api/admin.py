@@ -25,7 +25,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
@@ -115,40 +115,23 @@ class AdapterChange:
 Publish = Callable[[str, AdapterChange | None], Awaitable[None]]
 """(name, None where it is served no more): tells whoever else serves it."""
 AdapterTurn = Callable[[], AbstractAsyncContextManager[Publish]]
-"""What a change is made in: nobody else makes one meanwhile."""
-
-
-@contextlib.asynccontextmanager
-async def _alone() -> AsyncIterator[Publish]:
-    """A server that nobody else serves with."""
-
-    async def publish(name: str, change: AdapterChange | None) -> None:
-        del name, change
-
-    yield publish
+"""What a change is made in: nobody else makes one meanwhile, and no task begins to name an
+adapter."""
 
 
 class AdapterRoutes:
-    """`add_to` puts the routes into an app. admin: None where nothing can be changed. turn: of the
-    servers that serve the same engines together; None is this one alone."""
+    """`add_to` puts the routes into an app. admin: None where nothing can be changed."""
 
-    def __init__(
-        self,
-        context: RouteContext,
-        admin: AdapterAdmin | None,
-        turn: AdapterTurn | None = None,
-    ) -> None:
+    def __init__(self, context: RouteContext, admin: TaskAdmin | None) -> None:
         self._context = context
         self._client = context.client
         self._admin = admin
-        self._turn = turn or _alone
-        self._lock = asyncio.Lock()
 
     async def load(self, body: LoadAdapterBody) -> str:
         """The answer of POST /v1/load_lora_adapter."""
-        admin, catalog = self._need_admin(), self._context.catalog
+        (admin, turn), catalog = self._need_admin(), self._context.catalog
         name = body.lora_name
-        async with self._lock, self._turn() as publish:
+        async with turn() as publish:
             if name in catalog.names and name not in catalog.adapters:
                 raise InvalidRequestError(
                     f"{echoed(name)} is the name of a model or task.", at="lora_name"
@@ -169,6 +152,8 @@ class AdapterRoutes:
                 raise InvalidRequestError(f"{message}.", at="lora_name") from None
             except (ConfigError, ModelError) as error:
                 raise InvalidRequestError(f"{error.message[:300]}.", at="lora_path") from None
+            if name in catalog.adapters and catalog.adapters[name].name != served.name:
+                self._check_unused(name)
             await self._tell_engines(served)
             old = admin.add(served)
             assert served.adapter is not None
@@ -180,20 +165,15 @@ class AdapterRoutes:
 
     async def unload(self, body: UnloadAdapterBody) -> str:
         """The answer of POST /v1/unload_lora_adapter."""
-        admin, catalog = self._need_admin(), self._context.catalog
+        (admin, turn), catalog = self._need_admin(), self._context.catalog
         name = body.lora_name
-        async with self._lock, self._turn() as publish:
+        async with turn() as publish:
             served = catalog.adapters.get(name)
             if served is None:
                 raise ModelNotFoundError(
                     f"The lora adapter {echoed(name)} cannot be found.", param="lora_name"
                 )
-            users = sorted(task.name for task in catalog.tasks.values() if task.adapter == name)
-            if users:
-                raise InvalidRequestError(
-                    f"The lora adapter {echoed(name)} is used by the task {echoed(users[0])}.",
-                    param="lora_name",
-                )
+            self._check_unused(name)
             self._engines(served.name)
             admin.remove(name)
             await publish(name, None)
@@ -206,7 +186,7 @@ class AdapterRoutes:
 
         Raises ConfigError and ModelError for files that cannot be read here.
         """
-        admin = self._need_admin()
+        admin, _ = self._need_admin()
         if change is None:
             admin.remove(name)
         else:
@@ -230,10 +210,19 @@ class AdapterRoutes:
 
     # -- parts ------------------------------------------------------------------------------
 
-    def _need_admin(self) -> AdapterAdmin:
-        if self._admin is None:
+    def _need_admin(self) -> tuple[AdapterAdmin, AdapterTurn]:
+        if self._admin is None or self._admin.adapters is None:
             raise UnsupportedFieldError("This server's adapters cannot be changed.")
-        return self._admin
+        return self._admin.adapters, self._admin.adapter_turn
+
+    def _check_unused(self, name: str) -> None:
+        """Raise InvalidRequestError where a task names the adapter."""
+        tasks = self._context.catalog.tasks.values()
+        for user in sorted(task.name for task in tasks if task.adapter == name):
+            raise InvalidRequestError(
+                f"The lora adapter {echoed(name)} is used by the task {echoed(user)}.",
+                param="lora_name",
+            )
 
     def _engines(self, model: str) -> dict[str, int]:
         """The model's engines, each with the number of its start. Raises LoadingError while one is
@@ -423,8 +412,7 @@ class TaskAdmin(Protocol):
     @property
     def adapters(self) -> AdapterAdmin | None: ...
 
-    @property
-    def adapter_turn(self) -> AdapterTurn | None: ...
+    def adapter_turn(self) -> AbstractAsyncContextManager[Publish]: ...
 
     def corpus_size(self, task: str) -> CorpusSize | None: ...
 

@@ -124,8 +124,7 @@ def create_app(
     add_state_routes(app, client, metrics)
     task_routes = TaskRoutes(context, task_admin)
     task_routes.add_to(app)
-    turn = None if task_admin is None else task_admin.adapter_turn
-    adapter_routes = AdapterRoutes(context, adapters, turn)
+    adapter_routes = AdapterRoutes(context, task_admin)
     adapter_routes.add_to(app)
     app.state.follow_adapter = adapter_routes.follow
     app.state.reload_tasks = task_routes.reload

@@ -24,7 +24,7 @@ import json
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -86,10 +86,14 @@ class TaskSet:
         """The tasks to serve: as in their files, but for corpora that were uploaded."""
         return self._tasks
 
-    @property
-    def adapter_turn(self) -> None:
-        """Nobody else serves what this server serves."""
-        return None
+    @contextlib.asynccontextmanager
+    async def adapter_turn(self) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+        """Tasks stay as they are meanwhile. Nobody else serves what this server serves."""
+
+        async def publish(*_: object) -> None: ...
+
+        async with self._lock:
+            yield publish
 
     def corpus_size(self, task: str) -> CorpusSize | None:
         """Of a task's corpus, None when it has none."""

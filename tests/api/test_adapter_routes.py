@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from server.api.admin import AdapterRoutes, LoadAdapterBody
+from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from server.api.served_model import Catalog, ServedModel
-from server.config import AdapterConfig
+from server.config import AdapterConfig, TaskConfig
 from server.errors import InvalidRequestError, LoadingError, NoEngineError
 from server.types import AdapterOrder
+from server.wiring.task_set import TaskSet
 from tests.api.live import served
 
 BODY = LoadAdapterBody(lora_name="new", lora_path="folder")
@@ -74,7 +78,7 @@ class Adapters:
 
     def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
         return replace(
-            served("tiny", 64), adapter=AdapterOrder(f"{config.name}@1", config.path, 64)
+            served(model or "tiny", 64), adapter=AdapterOrder(f"{config.name}@1", config.path, 64)
         )
 
     def add(self, model: ServedModel) -> ServedModel | None:
@@ -86,10 +90,24 @@ class Adapters:
 
 
 def routes(engines: Engines) -> tuple[AdapterRoutes, Adapters]:
+    return beside_tasks(engines, dict)[:2]
+
+
+def beside_tasks(
+    engines: Engines, load: Callable[[], Mapping[str, TaskConfig]]
+) -> tuple[AdapterRoutes, Adapters, Callable[[], Awaitable[None]]]:
+    """The routes, their adapters, and what reloads the tasks. load: reads these, of which there are
+    none at first."""
     admin = Adapters()
-    catalog = Catalog({}, {"tiny": served()}, admin.served)
+    catalog = Catalog({}, {"tiny": served(), "second": served("second")}, admin.served)
     context: Any = SimpleNamespace(catalog=catalog, client=engines)
-    return AdapterRoutes(context, admin), admin
+    models = {name: (Path(name), "00") for name in catalog.models}
+    tasks = TaskSet({}, load=load, models=models, kept=Path("nowhere"), adapters=admin)
+
+    async def reload() -> None:
+        catalog.replace_tasks(await tasks.reload())
+
+    return AdapterRoutes(context, tasks), admin, reload
 
 
 def test_an_engine_that_started_again_meanwhile_is_told_again() -> None:
@@ -139,3 +157,32 @@ def test_a_base_that_there_is_not_is_named() -> None:
     with pytest.raises(InvalidRequestError, match=r"base_model_name: there is no such model"):
         asyncio.run(made.load(body))
     assert not admin.served
+
+
+def test_a_task_s_adapter_stays_while_the_tasks_are_read_and_beside_its_model() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def load() -> Mapping[str, TaskConfig]:
+        begun.set()  # here its adapter was seen to be served
+        go.wait()
+        return {"task": TaskConfig(name="task", adapter="new")}
+
+    made, admin, reload = beside_tasks(Engines(), load)
+
+    async def change() -> None:
+        await made.load(BODY)
+        reloading = asyncio.ensure_future(reload())
+        await asyncio.to_thread(begun.wait)
+        unloading = asyncio.create_task(made.unload(UnloadAdapterBody(lora_name="new")))
+        await asyncio.sleep(0.05)
+        go.set()
+        await reloading
+        with pytest.raises(InvalidRequestError, match="used by the task 'task'"):
+            await unloading
+        moved = BODY.model_copy(update={"load_inplace": True, "base_model_name": "second"})
+        with pytest.raises(InvalidRequestError, match="used by the task 'task'"):
+            await made.load(moved)
+        await made.load(BODY.model_copy(update={"load_inplace": True}))
+
+    asyncio.run(change())
+    assert admin.served["new"].name == "tiny"

@@ -38,7 +38,7 @@ class Files:
 class Admin:
     """A TaskAdmin over Files that has read them once."""
 
-    adapter_turn = None
+    adapter_turn: Any = None
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -106,7 +106,7 @@ class Ingress:
         self.engines = Engines()
         self.catalog = Catalog({}, {"tiny": served("tiny", 64)}, self.admin.adapters.served)
         context: Any = SimpleNamespace(catalog=self.catalog, client=self.engines)
-        self.routes = AdapterRoutes(context, self.admin.adapters, self.shared.adapter_turn)
+        self.routes = AdapterRoutes(context, self.shared)
         self.running = asyncio.create_task(
             self.shared.run(lambda t: self.told.append(set(t)), self.routes.follow)
         )
