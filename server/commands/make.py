@@ -262,10 +262,10 @@ class _Make:
         begun = (self._work / "made.json").is_file()
         replace(self.file, force=self.file.force or begun).check()
         self._known = object_in(self._work / "made.json")
-        self._miss("analyze", self.output, "tune", "evaluate")
-        self._miss("enrich", self._work / "enrichment.json", "enrich")
+        self._miss("analyze", self._is_written, "tune", "evaluate")
+        self._miss("enrich", (self._work / "enrichment.json").exists(), "enrich")
         adapter = self._work / "adapter" / "adapter_config.json"
-        self._miss("train", adapter, "train", "tune", "evaluate")
+        self._miss("train", adapter.exists(), "train", "tune", "evaluate")
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
         self._read = FieldOptions(joint=found.joint)
@@ -329,9 +329,17 @@ class _Make:
     def _figures(self, step: str) -> dict[str, Any] | None:
         return self._kept(step).get("figures")
 
-    def _miss(self, step: str, left: Path, *lost: str) -> None:
+    @property
+    def _is_written(self) -> bool:
+        """Whether the task's file is there, with the corpus that it names."""
+        corpus = self.output.with_suffix(".corpus")
+        return self.output.exists() and (
+            corpus.exists() or corpus.name not in self.output.read_text(encoding="utf-8")
+        )
+
+    def _miss(self, step: str, is_there: bool, *lost: str) -> None:
         """What was done is lost where the file is gone that a step left."""
-        if "figures" in self._known.get(step, {}) and not left.exists():
+        if "figures" in self._known.get(step, {}) and not is_there:
             for one in lost:
                 self._known.pop(one, None)
 
@@ -445,7 +453,7 @@ class _Make:
         self._work.mkdir(parents=True, exist_ok=True)
         self._write_parts()
         analysis = self._do("analyze", self._analyze)
-        if not self.output.exists():
+        if not self._is_written:
             self._write_first()
         self._heed(analysis)
         self._do("enrich", lambda: self._enrich(analysis["tokens"]))

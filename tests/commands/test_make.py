@@ -170,9 +170,11 @@ def test_from_a_file_to_a_served_task(
         left.rename(tmp_path / "gone")
         assert done() == others, "what is gone is made again"
         (tmp_path / "gone").rename(left)
-    output.unlink()
-    assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
-    assert f"--adapter {adapter}" in output.read_text()
+    corpus = output.with_suffix(".corpus")
+    for left in (output, corpus):
+        left.unlink()
+        assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
+        assert f"--adapter {adapter}" in output.read_text() and corpus.exists()
 
     model = ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",))
     tasks = {"codes": load_task(output)}
