@@ -247,11 +247,15 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
     engine["prefix_cache"] = False if how.no_prefix_cache else None
     config = over(config, "engine", engine)
     tasks = config.tasks if what.tasks is None else str(what.tasks)
-    plain = [*place.api_key, *filter(None, [os.environ.get("TAILOR_API_KEY")])]
+    named = {key.env for key in config.keys}  # the file says whose key such a variable holds
+    plain_key, admin_key = (
+        None if name in named else os.environ.get(name)
+        for name in ("TAILOR_API_KEY", "TAILOR_ADMIN_KEY")
+    )
+    plain = [*place.api_key, *filter(None, [plain_key])]
     keys = [KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(plain, 1)]
-    if os.environ.get("TAILOR_ADMIN_KEY"):
-        admin = SecretStr(os.environ["TAILOR_ADMIN_KEY"])
-        keys.append(KeyConfig(id="command-line-admin", key=admin, admin=True))
+    if admin_key:
+        keys.append(KeyConfig(id="command-line-admin", key=SecretStr(admin_key), admin=True))
     return config.model_copy(
         update={
             "models": _models(config.models, what, how.device),

@@ -12,6 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from server.api.gate import OPEN_PATHS
+from server.commands.serve import EngineOptions, ModelChoice, Place, check_server, server_config
 from server.config import load_server_config
 from server.config.cluster import load_cluster_config
 from server.engine.figures import declared
@@ -148,6 +149,21 @@ def test_a_server_s_probes_figures_and_times_are_those_of_the_server() -> None:
     comment = (FOLDER / "plain" / "inference-pool.yaml").read_text()
     for name in ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert name in comment and f"# TYPE {name} gauge" in told
+
+
+def test_a_server_starts_with_the_keys_of_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    [pod] = _pods(_one("plain", "Deployment"))
+    [container] = pod["spec"]["containers"]
+    for variable in container["env"]:
+        key = variable["valueFrom"]["secretKeyRef"]["key"]
+        monkeypatch.setenv(variable["name"], f"secret-{key}")
+    place = Place(config=FOLDER / "plain" / "server.yaml")
+    what = ModelChoice(tasks=FOLDER.parents[1] / "configs" / "tasks")  # as the image has them
+    config = server_config(place, what, EngineOptions())
+    assert {key.id: (key.secret(), key.admin) for key in config.keys} == {
+        "admin": ("secret-admin", True), "clients": ("secret-api", False)
+    }  # fmt: skip
+    check_server(config)
 
 
 def test_a_ray_service_deploys_the_fleet_of_its_cluster_yaml() -> None:
