@@ -45,6 +45,15 @@ def allow_files() -> int:
     return files if files != resource.RLIM_INFINITY else most
 
 
+def has_terminal() -> bool:
+    """Whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 def core_waits(pid: int) -> dict[str, float]:
     """Seconds that each thread of a process has been ready to run and had no core, by its id, since
     it began; empty where the kernel does not tell (/proc/PID/task/*/schedstat)."""

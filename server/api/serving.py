@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -44,7 +43,7 @@ from server.errors import (
     InvalidHttpError,
     TailorError,
 )
-from server.machine import MIN_FILES, allow_files
+from server.machine import MIN_FILES, allow_files, has_terminal
 
 log = logging.getLogger("tailor.server")
 
@@ -75,7 +74,8 @@ def _signals(app: FastAPI, stop: asyncio.Event, hurry: asyncio.Event) -> Iterato
     """Takes SIGTERM, SIGINT and SIGHUP within, where the platform and the thread allow it. stop:
     set by the first SIGTERM or SIGINT; hurry: by a second one, which ends the drain."""
     loop = asyncio.get_running_loop()
-    had_terminal = _has_terminal()
+    # Who starts it with nohup wants it to outlive the terminal.
+    had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     reloads: set[asyncio.Task[None]] = set()
     caught: list[int] = []
 
@@ -83,7 +83,7 @@ def _signals(app: FastAPI, stop: asyncio.Event, hurry: asyncio.Event) -> Iterato
         (hurry if stop.is_set() else stop).set()
 
     def hang_up() -> None:
-        if had_terminal and not _has_terminal():
+        if had_terminal and not has_terminal():
             end()
             return
         reload = asyncio.create_task(_reload(app))
@@ -249,15 +249,6 @@ async def _drain(client: EngineClient, drain_s: float, hurry: asyncio.Event) -> 
     await asyncio.wait({drain, hurried}, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
     drain.cancel()
-
-
-def _has_terminal() -> bool:
-    """Whether the process has a controlling terminal that is still there."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 async def _reload(app: FastAPI) -> None:

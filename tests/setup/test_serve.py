@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
+import sys
 import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -95,6 +97,43 @@ def test_a_hangup_reloads_the_tasks_or_keeps_the_old_ones(server: Running, tasks
     server.wait_for(r"were not reloaded, the old ones stay: .*fresh\.yaml:1: sampling\.max_tokens")
     assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
     fresh.unlink()
+
+
+_UNTIL_IT_ENDS = """
+import asyncio, pathlib, sys
+from types import SimpleNamespace
+from server.api.serving import _signals
+
+async def main(told):
+    ended, reloaded = asyncio.Event(), asyncio.Event()
+    async def reload():
+        reloaded.set()
+    app = SimpleNamespace(state=SimpleNamespace(reload_tasks=reload))
+    with _signals(app, ended, ended):
+        told.write_text("ready")
+        waits = [asyncio.create_task(event.wait()) for event in (ended, reloaded)]
+        await asyncio.wait(waits, return_when="FIRST_COMPLETED")
+    told.write_text("ended" if ended.is_set() else "reloaded")
+
+asyncio.run(main(pathlib.Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(("nohup", "what"), [(False, "ended"), (True, "reloaded")])
+def test_a_terminal_that_closes_ends_the_server_unless_it_was_started_with_nohup(
+    nohup: bool, what: str, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    words = [sys.executable, "-c", _UNTIL_IT_ENDS, str(told)]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else nohup makes a file of its own
+        os.execvp("nohup" if nohup else words[0], ["nohup", *words] if nohup else words)
+    try:
+        wait_until(told.exists, 60)
+    finally:
+        os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0 and told.read_text() == what
 
 
 def test_it_stops_cleanly_and_the_next_start_keeps_what_a_task_knows(
