@@ -77,7 +77,7 @@ def _signals(app: FastAPI, stop: asyncio.Event, hurry: asyncio.Event) -> Iterato
     # Who starts it with nohup wants it to outlive the terminal.
     had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     reloads: set[asyncio.Task[None]] = set()
-    caught: list[int] = []
+    caught: list[signal.Signals] = []
 
     def end() -> None:
         (hurry if stop.is_set() else stop).set()
@@ -90,11 +90,11 @@ def _signals(app: FastAPI, stop: asyncio.Event, hurry: asyncio.Event) -> Iterato
         reloads.add(reload)
         reload.add_done_callback(reloads.discard)
 
-    for name, act in (("SIGHUP", hang_up), ("SIGTERM", end), ("SIGINT", end)):
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, AttributeError):
-            number = getattr(signal, name)
+    for number, act in ((signal.SIGHUP, hang_up), (signal.SIGTERM, end), (signal.SIGINT, end)):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, act)
             caught.append(number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)  # one may have come during the start
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import pty
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -27,7 +29,8 @@ from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
-from tests.processes import Running
+from tests.model.gguf_models import BLOCKS, write_llama
+from tests.processes import TAILOR, Running
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +137,29 @@ def test_a_terminal_that_closes_ends_the_server_unless_it_was_started_with_nohup
     finally:
         os.close(terminal)
     assert os.waitpid(child, 0)[1] == 0 and told.read_text() == what
+
+
+def test_signals_during_a_start_that_makes_its_model(tmp_path: Path, tasks: Path) -> None:
+    """SIGHUP waits, SIGTERM ends the server and what it has begun."""
+    write_llama(tmp_path / "new.gguf", *BLOCKS)
+    words = [*TAILOR, "serve", "--port", "0", "--model", str(tmp_path / "new.gguf")]
+    env = {**os.environ, "TAILOR_CACHE_DIR": str(tmp_path)}
+    server = subprocess.Popen(
+        [*words, "--tasks", str(tasks)], cwd=ROOT, env=env, start_new_session=True
+    )
+    try:
+        below = psutil.Process(server.pid)
+        wait_until(lambda: any("fetch" in p.cmdline() for p in below.children()), 60)
+        children = below.children()
+        server.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(0.3)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert psutil.wait_procs(children, 10)[1] == []
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_it_stops_cleanly_and_the_next_start_keeps_what_a_task_knows(
