@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from server.api.engines import client
-from server.api.engines.client import Pulse
+from server.api.engines.client import EngineSpec, Pulse
 from server.config import RestartConfig
 from server.engine.process import start_process
 from server.machine import core_waits
@@ -66,6 +67,16 @@ def test_a_step_that_never_ends_is_ended_although_its_process_speaks() -> None:
         answer = live.post(prompt="a", **OFF)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_died")
         wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 5.0)
+
+
+def test_an_engine_that_loads_does_not_hold_up_the_end() -> None:
+    sleeps: Any = partial(time.sleep, 3600)
+    loading = EngineSpec("e", "tiny", "cpu", partial(start_process, sleeps))
+    with LiveServer([loading], wait_ready=False) as live:
+        wait_until(lambda: live.client.slots[0].handle is not None, 30.0)
+        pid, began_s = _pid(live, "e"), time.monotonic()
+    assert time.monotonic() - began_s < 5.0 and live.status == 0
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 @pytest.fixture

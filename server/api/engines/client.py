@@ -524,7 +524,9 @@ class EngineClient:
         await asyncio.gather(*(self._stop_slot(slot) for slot in self.slots))
 
     async def _stop_slot(self, slot: EngineSlot) -> None:
-        handle, reader = slot.handle, slot.reader
+        handle = slot.handle
+        # One that loads reads no message: its handle ends it.
+        reader = slot.reader if slot.state == "ready" else None
         slot.state = "stopped"
         if handle is None:
             return
