@@ -88,13 +88,14 @@ class FleetParts:
 
     def ingress_version(self) -> str:
         """Another one when ingresses are to be replaced, asked where the fleet is deployed: of
-        server.yaml, the tasks' files and what an ingress reads of the models."""
+        server.yaml, its keys' secrets, the tasks' files and what an ingress reads of the models."""
         from server.wiring.task_set import tasks_folder
 
         tasks = Path(self.server.tasks) if self.server.tasks is not None else tasks_folder()
         paths = [*(Path(m.path) for m in self.server.models), *([] if tasks is None else [tasks])]
         files = files_id([path for path in paths if path.exists()], endings=_FOR_INGRESS)
-        return version_of(self.server.model_dump_json(), files)
+        secrets = [key.secret() for key in self.server.keys]  # which the dump hides
+        return version_of(self.server.model_dump_json(), secrets, files)
 
     def engine_version(self, model: str) -> str:
         """Another one when the engines of a model are to be replaced: of what an engine is told,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from server.config import ModelConfig, ServerConfig
+from pydantic import SecretStr
+
+from server.config import KeyConfig, ModelConfig, ServerConfig
 from server.config.cluster import LearningConfig
 from server.fleet.parts import FleetParts, files_id, version_of
 
@@ -30,6 +32,23 @@ def test_new_weights_replace_the_engines_of_their_model_alone(tmp_path: Path) ->
     assert parts.ingress_version() != before[0] and parts.engine_version("b") == before[2]
     shared = FleetParts(parts.server, LearningConfig())
     assert shared.engine_version("b") != before[2]
+
+
+def test_another_secret_replaces_the_ingresses_alone(tmp_path: Path) -> None:
+    def versions(secret: str) -> tuple[str, str]:
+        (tmp_path / "key").write_text(f"{secret}-2\n")
+        keys = (
+            KeyConfig(id="written", key=SecretStr(secret)),
+            KeyConfig(id="in-a-file", file=str(tmp_path / "key")),
+        )
+        models = (ModelConfig(name="a", path="a"),)
+        parts = FleetParts(ServerConfig(models=models, tasks=str(tmp_path / "tasks"), keys=keys))
+        return parts.ingress_version(), parts.engine_version("a")
+
+    before = versions("old")
+    assert before == versions("old")
+    after = versions("new")
+    assert after[0] != before[0] and after[1] == before[1]
 
 
 def test_a_name_tells_values_and_files(tmp_path: Path) -> None:
