@@ -272,10 +272,10 @@ def add_state_routes(app: FastAPI, client: EngineClient, metrics: Metrics) -> No
         engines = [EngineState(**engine) for engine in client.engines()]
         states = [engine.state for engine in engines]
         status: HealthStatus = "degraded"
-        if not client.is_alive:
-            status = "dead"
-        elif client.stuck:
+        if client.stuck:
             status = "stuck"
+        elif not {"ready", "loading"} & set(states):
+            status = "dead"
         elif "ready" not in states:
             status = "loading"
         elif set(states) == {"ready"}:
@@ -294,8 +294,8 @@ def add_state_routes(app: FastAPI, client: EngineClient, metrics: Metrics) -> No
 
     @app.get("/ping", response_class=Response)
     async def ping() -> Response:
-        """For who ends a process that will not recover: 200 while it serves or loads."""
-        return Response(status_code=200 if client.is_alive and not client.stuck else 503)
+        """For who ends a process that will not recover: 200 while it serves or loads, again too."""
+        return Response(status_code=503 if client.gave_up.is_set() or client.stuck else 200)
 
     @app.get("/load", **described("Open requests", Load))
     async def load() -> Response:

@@ -381,11 +381,6 @@ class EngineClient:
         )
 
     @property
-    def is_alive(self) -> bool:
-        """Whether some engine serves or is starting for the first time."""
-        return any(slot.state in ("ready", "loading") for slot in self.slots)
-
-    @property
     def stuck(self) -> list[str]:
         """Names of the engines that hang."""
         return [slot.spec.name for slot in self.slots if slot.is_stuck]
