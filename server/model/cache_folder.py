@@ -58,7 +58,13 @@ def model_dirs() -> list[Path]:
 def made_folder(name: str) -> Path:
     """The folder of that name in the first of model_dirs() that has it whole; else the cache's."""
     folders = [folder / name for folder in model_dirs()]
-    return next((one for one in folders if (one / MARKER).is_file()), folders[-1])
+    return next(filter(is_made, folders), folders[-1])
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a folder was made whole. A marker that cannot be read is of one that a disk has lost
+    parts of."""
+    return bool(object_in(folder / MARKER))
 
 
 @contextmanager
@@ -92,7 +98,7 @@ def making(
             held.callback(lock.release)
             for begun in folder.parent.glob(f".*-{folder.name}-*"):
                 shutil.rmtree(begun, ignore_errors=True)
-            if (folder / MARKER).is_file() and not anew:
+            if is_made(folder) and not anew:
                 yield None
                 return
             scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-{folder.name}-", dir=folder.parent))

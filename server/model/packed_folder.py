@@ -27,6 +27,7 @@ from server.model.cache_folder import (
     cache_dir,
     check_kept,
     hashes_of,
+    is_made,
     making,
 )
 from server.model.cpu.integers import forms, outliers, packed, weights
@@ -68,7 +69,7 @@ def integer_weights(
             shape, weights, form=form, max_rows=max_rows, head_in_file=head_in_file
         ), ""
     place = _place(folder, form, shape.vocab_size)
-    if (place / MARKER).is_file():
+    if is_made(place):
         found = KeptWeights(check_kept(place))
         made = IntegerWeights(shape, folder.weights, form=form, max_rows=max_rows, kept=found)
         return made, _told(found.measured, form, shape)
@@ -92,7 +93,7 @@ def measured_inputs(folder: ModelFolder, shape: ModelShape, *, threads: int | No
     Raises IntegrityError for a kept folder that is damaged.
     """
     place = _place(folder, "int8", shape.vocab_size)
-    if (place / MARKER).is_file():
+    if is_made(place):
         return KeptWeights(check_kept(place)).measured
     return _measured(folder, shape, threads)
 

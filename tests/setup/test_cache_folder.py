@@ -159,6 +159,17 @@ def test_weights_with_zeros_inside_are_not_served(
     assert ask() == folder and open_model(folder).fingerprint == good
 
 
+@pytest.mark.parametrize("left", [b"", b'{"source": "ti', bytes(300)])
+def test_a_folder_whose_marker_the_disk_has_lost_is_made_anew(
+    converted: tuple[Path, Any], left: bytes
+) -> None:
+    folder, ask = converted
+    _zero(folder / "model.safetensors", 20 << 20)
+    (folder / MARKER).write_bytes(left)
+    assert ask() == folder and json.loads((folder / MARKER).read_text())["files"]
+    check_kept(folder)
+
+
 def test_every_file_counts(converted: tuple[Path, Any]) -> None:
     folder, ask = converted
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
