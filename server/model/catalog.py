@@ -296,6 +296,8 @@ def made_of(
         if form == "file":
             _read_as_it_is(gguf, scratch, told)
             about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
+            if isinstance(source, BuiltIn):  # a file of the user's own is found by its hash
+                about["files"] = {GGUF_NAME: digest}
         else:
             _convert(gguf, scratch, told)
             if isinstance(source, BuiltIn):

@@ -4,6 +4,7 @@ root, whom no mode of a file stops: a file stands in a folder's place, or the wr
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -18,10 +19,12 @@ from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.errors import CacheFolderError, IntegrityError
 from server.model import cache_folder
 from server.model.cache_folder import MARKER, check_kept, remembered_sha256, writing_to_cache
-from server.model.catalog import made_of, model_folder
+from server.model.catalog import BuiltIn, made_of, model_folder
 from server.model.loader import open_model
 from server.wiring.server import plan_server
+from tests.model.gguf_models import write_llama
 from tests.model.tiny_models import save_tiny
+from tests.setup.test_catalog import _wheel as make_wheel
 from tests.setup.test_catalog import no_wheels as no_wheels  # a fixture, used everywhere
 from tests.setup.test_catalog import tiny as tiny  # a fixture
 
@@ -157,6 +160,24 @@ def test_weights_with_zeros_inside_are_not_served(
         assert told.value.message.endswith(f"Delete this folder, and it is made anew: {folder}")
     shutil.rmtree(folder)
     assert ask() == folder and open_model(folder).fingerprint == good
+
+
+def test_a_built_in_gguf_with_zeros_inside_is_not_served(tmp_path: Path) -> None:
+    write_llama(tmp_path / "x.gguf", "Q8_0")
+    data = (tmp_path / "x.gguf").read_bytes()
+    wheel = make_wheel(tmp_path / "wheels", "tiny", "tiny/x.gguf", data)
+    model = BuiltIn("tiny", (wheel,), hashlib.sha256(data).hexdigest(), "none", "a test")
+
+    def ask() -> Path:
+        return made_of(model, "file", wheel_dir=tmp_path / "wheels", report=lambda _: None)
+
+    folder = ask()
+    assert ask() == folder
+    open_model(folder)
+    _zero(folder / "model.gguf", 1 << 20)
+    for start in (ask, lambda: open_model(folder)):
+        with pytest.raises(IntegrityError, match=r"model\.gguf has changed since it was converted"):
+            start()
 
 
 @pytest.mark.parametrize("left", [b"", b'{"source": "ti', bytes(300)])
