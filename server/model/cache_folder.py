@@ -69,16 +69,10 @@ def is_made(folder: Path) -> bool:
 
 @contextmanager
 def making(
-    folder: Path,
-    kind: str,
-    about: dict[str, Any],
-    report: Callable[[str], None],
-    *,
-    anew: bool = False,
+    folder: Path, kind: str, about: dict[str, Any], report: Callable[[str], None]
 ) -> Iterator[Path | None]:
     """A folder to write into, which takes the place of `folder` by one rename when the block ends
-    well: whole, or absent. None where another process has made `folder` meanwhile; with `anew` it
-    is made again.
+    well: whole, or absent. None where another process has made `folder` meanwhile, of the same.
 
     kind: of its name until then. about: what its marker says, to which the block may add. One
     process makes a folder at a time, and deletes what a killed one had begun. Raises
@@ -98,7 +92,7 @@ def making(
             held.callback(lock.release)
             for begun in folder.parent.glob(f".*-{folder.name}-*"):
                 shutil.rmtree(begun, ignore_errors=True)
-            if is_made(folder) and not anew:
+            if about.items() <= object_in(folder / MARKER).items():
                 yield None
                 return
             scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-{folder.name}-", dir=folder.parent))

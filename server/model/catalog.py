@@ -284,8 +284,9 @@ def made_of(
     about: dict[str, Any] = {
         "source": source.name, "source_sha256": digest, "converter": CONVERTER_VERSION
     }  # fmt: skip
-    # A folder that names a file elsewhere is there, and is made anew.
-    with making(folder, form, about, told, anew=form == "file") as scratch:
+    if form == "file":  # a folder of today's bytes may name a file elsewhere: it is made anew
+        about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
+    with making(folder, form, about, told) as scratch:
         if scratch is None:
             return folder
         if isinstance(source, BuiltIn):
@@ -295,7 +296,6 @@ def made_of(
             gguf = source
         if form == "file":
             _read_as_it_is(gguf, scratch, told)
-            about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
             if isinstance(source, BuiltIn):  # a file of the user's own is found by its hash
                 about["files"] = {GGUF_NAME: digest}
         else:

@@ -17,7 +17,7 @@ from server.commands.cli import main
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir
-from server.model.catalog import BUILT_IN, BuiltIn, cached_folder, made_of, model_folder
+from server.model.catalog import BUILT_IN, BuiltIn, Form, cached_folder, made_of, model_folder
 from server.model.wheels import Wheel
 from tests.model.gguf_models import write_llama
 from tests.waiting import wait_until
@@ -147,8 +147,9 @@ def test_failed_conversion_leaves_nothing(
     assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
 
 
+@pytest.mark.parametrize("form", ["float32", "file"])
 def test_three_starts_convert_once(
-    tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
+    form: Form, tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, wheels = tiny
     converted: list[str] = []
@@ -159,11 +160,14 @@ def test_three_starts_convert_once(
         (out / "config.json").write_text("{}")
 
     monkeypatch.setattr(catalog, "_convert", slow)
+    monkeypatch.setattr(catalog, "_read_as_it_is", slow)
     told: list[str] = []
     folders: list[Path] = []
     threads = [
         threading.Thread(
-            target=lambda: folders.append(made_of(model, wheel_dir=wheels, report=told.append))
+            target=lambda: folders.append(
+                made_of(model, form, wheel_dir=wheels, report=told.append)
+            )
         )
         for _ in range(3)
     ]
@@ -171,7 +175,7 @@ def test_three_starts_convert_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert converted == ["tiny.gguf"] and len(set(folders)) == 1 and len(folders) == 3
+    assert len(converted) == 1 and len(set(folders)) == 1 and len(folders) == 3
 
 
 def test_wheels_come_through_pip(
