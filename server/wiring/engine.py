@@ -407,6 +407,10 @@ def _warm_up(
         while engine.has_work:
             deltas += engine.step()
         for delta in deltas:
-            if delta.finish_reason == "error":
+            if delta.finish_reason != "error":
+                continue
+            if vocabulary.profile is None or delta.error_code != "invalid_value":
                 raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
+            # An engine that starts again: the file was there when the server read its tasks.
+            log.warning("%s: %s", vocabulary.profile, delta.error)
     engine.pool.drop_cache()

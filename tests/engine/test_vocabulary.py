@@ -19,6 +19,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.slices import ExactControl
 from server.types import Delta, Request, VocabularyParams
+from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
 from tests.engine.requests import ids_of, request_of
 from tests.engine.scenarios import EOS, Collector
@@ -236,6 +237,17 @@ def test_all_choices_of_a_request_have_the_profile_that_was_there_when_it_came()
     got = _drain(engine)
     assert {d.choice_id for d in got} == {0, 1} and not any(d.error for d in got)
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got)
+
+
+def test_an_engine_starts_again_without_a_profile_that_is_gone() -> None:
+    class Gone(dict[str, VocabProfile]):
+        def __missing__(self, name: str) -> VocabProfile:
+            raise FileNotFoundError(name)
+
+    engine, _ = _engine(FakeModel(80, seed=3), Gone(p=_profile({2, 3, 4}, 80)))
+    warm_up(engine, (), (("slice", "gone"), ("slice", "p")))
+    engine.submit(_request((5, 6), "slice", 0, max_tokens=4))
+    assert _drain(engine)[-1].finish_reason == "length"
 
 
 def test_refusals() -> None:
