@@ -273,7 +273,7 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
         None if name in named else os.environ.get(name)
         for name in ("TAILOR_API_KEY", "TAILOR_ADMIN_KEY")
     )
-    plain = [*place.api_key, *filter(None, [plain_key])]
+    plain = dict.fromkeys([*place.api_key, *filter(None, [plain_key])])
     keys = [KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(plain, 1)]
     if admin_key:
         keys.append(KeyConfig(id="command-line-admin", key=SecretStr(admin_key), admin=True))

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from drafters import DRAFTER_NAMES
 from server.api.serving import listen
 from server.commands.cli import main
+from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError, UnsupportedModelError
 from server.types import SpeculationParams
@@ -252,6 +253,14 @@ def test_a_busy_port_is_told_before_anything_is_loaded(
         assert main(["serve", "--port", str(port)]) == 1
     told = capsys.readouterr().err
     assert f"127.0.0.1:{port}: Address already in use" in told and "Traceback" not in told
+
+
+def test_a_key_that_is_given_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_API_KEY", "one")
+    monkeypatch.delenv("TAILOR_ADMIN_KEY", raising=False)
+    place = Place(api_key=("one", "two"))  # as `--api-key $TAILOR_API_KEY --api-key two`
+    config = server_config(place, ModelChoice(), EngineOptions())
+    assert [key.secret() for key in config.keys] == ["one", "two"]
 
 
 def test_unknown_host_is_told() -> None:
