@@ -172,6 +172,7 @@ class EngineDeployment(EngineReplica):
             max_messages_per_s=max_messages_per_s,
         )
         await self.start()
+        await self.look()
         await self._tell_once()
         self._telling = asyncio.create_task(self._tell())
 

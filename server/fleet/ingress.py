@@ -146,17 +146,18 @@ class IngressApp:
                 self._traces.close()
 
     def _note(self, model: str, state: FleetState) -> None:
-        """Tell each replica's figures in /metrics, and which are gone."""
+        """Tell each replica's figures in /metrics, and which are gone, or whose engine is."""
         before, info = self._known.get(model, set()), state.info
+        there = {name: values for name, values in state.figures.items() if values}
         if info is not None:
-            for name in state.figures.keys() - before:
+            for name in there.keys() - before:
                 self._metrics.engine_ready(name, model, info)
-            for name, values in state.figures.items():
+            for name, values in there.items():
                 self._metrics.engine_told(name, values)
-            self._metrics.engine_told(f"{model}/fleet", *state.figures.values())
-        for name in before - state.figures.keys():
+            self._metrics.engine_told(f"{model}/fleet", *there.values())
+        for name in before - there.keys():
             self._metrics.engine_down(name, model, restarted=False)
-        self._known[model] = set(state.figures)
+        self._known[model] = set(there)
 
 
 _ENGINES = re.compile(rb'^[^#\n]*[{,]engine="[^\n]*\n', re.MULTILINE)

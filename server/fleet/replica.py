@@ -85,9 +85,13 @@ class EngineReplica:
         return info
 
     async def look(self) -> None:
-        """Have the engine tell its figures; one that is busy for longer keeps what it told."""
+        """Have the engine tell its figures; one that is busy for longer keeps what it told, and one
+        that is gone holds nothing."""
         try:
             answer = await self.control("figures", None, _LOOK_S)
+        except NoEngineError:
+            self.figures, self._named = [], {}
+            return
         except (TimeoutError, TailorError):
             return
         self.figures = answer["value"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,9 @@ import pytest
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
+from server.fleet.far_engine import FleetState
+from server.fleet.ingress import FleetMetrics, IngressApp
+from server.fleet.replica import EngineReplica
 from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.live import LiveServer, as_bytes
@@ -238,3 +242,25 @@ def test_an_engine_that_dies_inside_its_replica_costs_no_request() -> None:
         next(engine for engine, _ in engines if engine.running).die()
         for answer in answers:
             assert answer.result(30).json()["choices"][0]["text"] == ("abcdefgh" * 8)[:60]
+
+
+async def test_a_replica_whose_engine_is_gone_is_told_as_down_and_holds_nothing() -> None:
+    engine, spec = _scripted(0)
+    replica = EngineReplica(spec, restart=RestartConfig(first_delay_s=60.0))
+    metrics = FleetMetrics(None, False)
+    ingress: Any = SimpleNamespace(_known={}, _metrics=metrics)
+
+    async def is_up() -> bool:
+        await replica.look()
+        IngressApp._note(ingress, "tiny", FleetState(replica.info, {"tiny/0": replica.figures}))
+        text = metrics.exposition().decode()
+        return 'tailor_engine_up{engine="tiny/0",model="tiny"} 1.0' in text
+
+    await replica.start()
+    engine.gate.clear()
+    engine.running["held"] = [[]]
+    assert await is_up() and replica.work["num_running"] == 1.0
+    engine.die()
+    await until(lambda: not replica.serves)
+    assert not await is_up() and replica.work["num_running"] == 0.0
+    await replica.stop()
