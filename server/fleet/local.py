@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -301,6 +302,7 @@ def up(
     """
     stop, hup = threading.Event(), threading.Event()
     _catch(stop, hup)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # a model may be made for minutes
     with Fleet(cluster, parts) as fleet:
         _catch(stop, hup)  # Ray has put its own there, which ends the process
         on_ready()

@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -18,6 +20,7 @@ import pytest
 
 from loadtest.fleet import starts_alone
 from server.commands.cli import main
+from server.fleet import local
 from tests.fleet.ray_parts import free_port
 from tests.setup.pages import DOCS, ROOT
 from tests.waiting import wait_until
@@ -119,6 +122,29 @@ def _ask_for_a_token(session: int) -> None:
                 with pytest.raises(grpc.RpcError) as caught:
                     call(b"", timeout=10, metadata=metadata)
                 assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_sigterm_ends_a_fleet_that_still_makes_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Making:
+        def __init__(self, *_: Any) -> None: ...
+
+        def __enter__(self) -> Making:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10.0)
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr(local, "Fleet", Making)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    unused: Any = None
+    try:
+        with pytest.raises(SystemExit):
+            local.up(unused, unused, lambda: pytest.fail("it is ready"), unused)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.slow
