@@ -32,6 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drafters.atomic_file import replacing
 from drafters.catalog import Need, that_use
 from drafters.json_text import object_in, parsed
 from server.api.shapes import CorpusSize
@@ -283,7 +284,8 @@ class TaskSet:
             own = self._enrichment_of(task)
             build = partial(build_upload, model_folder, examples, old, folder, fingerprint, own)
             figures = self._run(build)
-            _write_json(folder / "current.json", {"task": task.name, **figures})
+            with replacing(folder / "current.json") as out:
+                out.write(json.dumps({"task": task.name, **figures}).encode())
         except OSError as error:
             with contextlib.suppress(OSError):  # what it has written, and the folder if it is empty
                 for path in folder.iterdir():
@@ -427,13 +429,6 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
         bytes=extent.num_bytes,
         uploaded=uploaded,
     )
-
-
-def _write_json(path: Path, body: Any) -> None:
-    from drafters.atomic_file import replacing
-
-    with replacing(path) as out:
-        out.write(json.dumps(body).encode())
 
 
 def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:

@@ -384,7 +384,7 @@ def test_a_full_disk_is_the_server_s_fault_and_leaves_nothing_behind(
     owner, name = {
         "the examples": (LearnedOutputs, "save"),
         "the corpus": (Corpus, "save"),
-        "current.json": (task_set_module, "_write_json"),
+        "current.json": (task_set_module, "replacing"),
     }[at]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
