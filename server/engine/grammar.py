@@ -56,12 +56,13 @@ MAX_FORCED_TOKENS = 8192
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in its own threads, and keeps the most recent ones.
 
-    load_tokenizer: called once, in a thread, when the first grammar comes: until then nothing of it
-    takes memory. max_kept, max_kept_chars: bounds on the compiled grammars kept, and on the length
-    of their sources together (a large schema takes about 50 bytes a character once compiled); the
-    least recently used go first. Grammars are kept per scope: a grammar that is already compiled
-    would tell one client what another asks. timeout_s: how long a request may wait for its
-    grammar; the engine then fails it. The engine's thread calls all methods.
+    load_tokenizer: called in a thread, when the first grammar comes: until then nothing of it takes
+    memory; and again where it raised an OSError. max_kept, max_kept_chars: bounds on the compiled
+    grammars kept, and on the length of their sources together (a large schema takes about 50 bytes
+    a character once compiled); the least recently used go first. Grammars are kept per scope: a
+    grammar that is already compiled would tell one client what another asks. timeout_s: how long a
+    request may wait for its grammar; the engine then fails it. The engine's thread calls all
+    methods.
     """
 
     def __init__(
@@ -112,9 +113,12 @@ class GrammarCompiler:
 
     def _loading(self) -> Future[GrammarTokenizer]:
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._threads.submit(self._load)
-            return self._tokenizer
+            known = self._tokenizer
+            is_away = known is not None and known.done() and not known.cancelled()
+            # A file that could not be read may be back.
+            if known is None or (is_away and isinstance(known.exception(), OSError)):
+                known = self._tokenizer = self._threads.submit(self._load)
+            return known
 
     def _load(self) -> GrammarTokenizer:
         began = time.monotonic()

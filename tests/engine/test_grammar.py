@@ -510,7 +510,9 @@ def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> N
     gate.set()
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCompiler) -> None:
+def test_a_grammar_that_cannot_be_compiled_fails_its_request(
+    compiler: GrammarCompiler, load: Callable[[], Any]
+) -> None:
     engine = _engine(compiler)
     engine.submit(_request("bad", GrammarSpec("lark", 'start: "a" <|nothing|>')))
     engine.submit(_request("fine", None, max_tokens=2))
@@ -518,12 +520,19 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCo
     assert results["bad", 0].error_code == "grammar_invalid"
     assert results["fine", 0].finish_reason == "length"
 
+    tries: list[str] = []
+
     def broken() -> Any:
-        raise OSError("no such file")
+        tries.append("one more")
+        if len(tries) == 1:
+            raise OSError("no such file")
+        return load()
 
     engine = _engine(GrammarCompiler(broken, VOCAB))
-    engine.submit(_request("r", COMPACT))
-    assert run_requests(engine)["r", 0].error_code == "engine_error"
+    for name, code in (("r", "engine_error"), ("later", None), ("last", None)):
+        engine.submit(_request(name, COMPACT))
+        assert run_requests(engine)[name, 0].error_code == code
+    assert len(tries) == 2
 
 
 def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], Any]) -> None:
