@@ -63,6 +63,12 @@ def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{data}: not UTF-8") from None
 
 
+def check_file(data: Path) -> None:
+    """Raise ConfigError for a folder, and for a pipe, which gives nothing when it is read again."""
+    if data.exists() and not data.is_file():
+        raise ConfigError(f"{data}: is no file; it is read more than once")
+
+
 def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of each line of a JSONL file that is not blank. A line that is a
     string is a prompt.

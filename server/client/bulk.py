@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 
 from drafters.atomic_file import EVERYBODY, replacing
 from server.client.http import Caller, CallFailedError, Endpoint, RefusedError, Tally
-from server.datasets import TABLES, Fields, rows
+from server.datasets import TABLES, Fields, check_file, rows
 from server.errors import TailorError
 
 
@@ -220,6 +220,7 @@ class BulkRun:
         there or knows neither key nor task; what was answered until then is in the file.
         """
         started_s, outcome = time.monotonic(), self.outcome
+        check_file(self.source)
         try:
             with AnswerFile(self.target) as file:
                 keys = {line.number: line.key for line in self._lines()}

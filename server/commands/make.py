@@ -42,7 +42,7 @@ from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.tasks import tune_task
 from server.commands.train import BaseOptions, RecipeOptions, train_adapter, wait_asleep
 from server.commands.tune_data import RecordOptions, TaskFile
-from server.datasets import Turn, answered_turn, rows
+from server.datasets import Turn, answered_turn, check_file, rows
 from server.errors import ConfigError
 
 Step = Literal["enrich", "train", "tune", "evaluate"]
@@ -241,6 +241,7 @@ class _Make:
     even_if_busy: bool
 
     def __post_init__(self) -> None:
+        check_file(self.data)
         turns, found = read_turns(self.data, self.fields)
         self._learned, self._held = split(turns)
         if len(self._held) < _LEAST_JUDGED:

@@ -33,6 +33,7 @@ from server.commands.options import (
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.tune_data import BUSY, RecordOptions, TaskFile, refuse_to_replace
 from server.config import DEFAULT_TASKS
+from server.datasets import check_file
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ def tune_task(
     # Told before a model is loaded.
     file.check()
     drawn = sampling_of(sampling)
-    if not data.is_file():
-        raise ConfigError(f"{data}: no such file")
+    check_file(data)
     check_data(data, recording.outputs, fields)
     others = OtherProcesses()
     time.sleep(0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -164,6 +165,17 @@ def test_a_prompt_is_where_the_command_says_whatever_kind_of_file_it_is(
         out = tmp_path / f"{name}.out"
         go(server.url, tmp_path / name, out, max_tokens=2, prompt_field="text")
         assert read(out)[0]["usage"]["prompt_tokens"] == len(encode("the quick"))
+
+
+def test_what_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    """A pipe has nothing left for the second reading: no line was sent, and all seemed well."""
+    source, end = os.pipe()
+    with open(source, "rb"), open(end, "wb") as pipe:
+        pipe.write(b'"the"\n')
+        pipe.flush()
+        with pytest.raises(TailorError, match="is no file; it is read more than once"):
+            go("http://127.0.0.1:9", Path(f"/dev/fd/{source}"), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_two_runs_do_not_share_a_file(server: LiveServer, tmp_path: Path) -> None:

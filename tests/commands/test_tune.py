@@ -582,7 +582,7 @@ def _ids(file: Path) -> list[tuple[list[int], list[int], str]]:
     ("words", "told"),
     [
         (("tasks", "tune", "--name", "a b", "--data", "x"), "--name: 'a b' cannot be"),
-        (("tasks", "tune", "--name", "t", "--data", "no.jsonl"), "no.jsonl: no such file"),
+        (("tasks", "tune", "--name", "t", "--data", "no.jsonl"), "no.jsonl: No such file"),
         (("tasks", "tune", "--name", "t", "--data", "x", "-o", "t.txt"), "ends in .yaml"),
         (("corpus", "generate", "--data", "no.jsonl", "-o", "x"), "no.jsonl: No such file"),
         (("corpus", "generate", "--data", "x", "-o", "x", "--stop", ""), "--stop"),
