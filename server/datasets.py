@@ -212,13 +212,14 @@ def turn_of(row: dict[str, Any], where: str, fields: Fields) -> Turn:
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     ):
         raise ConfigError(f"{where}: messages: must be a list of objects with a role")
-    gold = row.get(fields.field)
+    gold, at = row.get(fields.field), fields.field
     if messages and messages[-1]["role"] == "assistant":
+        at = f"messages[{len(messages) - 1}].content"
         gold, messages = messages[-1].get("content"), messages[:-1]
     if not messages:
         raise ConfigError(f"{where}: messages: nothing is asked")
     if gold is not None and not isinstance(gold, str):
-        raise ConfigError(f"{where}: {fields.field}: must be a string")
+        raise ConfigError(f"{where}: {at}: must be a string")
     return Turn({"messages": messages}, gold)
 
 
@@ -226,6 +227,9 @@ def answered_turn(row: dict[str, Any], where: str, fields: Fields) -> Turn:
     """A row that has an output, as a Turn. Raises ConfigError that names `where`."""
     turn = turn_of(row, where, fields)
     if turn.gold is None:
+        if "messages" in row and fields.field not in row:
+            told = "the last one must be the assistant's, with text, or --field names the output"
+            raise ConfigError(f"{where}: messages: {told}")
         fields.output_of(row, where)  # says what is there
     return turn
 
@@ -349,11 +353,9 @@ class ExampleReader:
             prompt = fields.prompt_of(row, where) if has_prompt else ""
             output = self._output(fields.output_of(row, where), where)
             return None, prompt, _joined(prompt, output, fields.joint)
-        turn = turn_of(row, where, fields)
-        if turn.gold is None:
-            raise ConfigError(f"{where}: messages: the last one must be the assistant's")
+        turn = answered_turn(row, where, fields)
         text, ids = turn.rendered(where, self._render)
-        return ids, text, text + self._output(turn.gold, where)
+        return ids, text, text + self._output(turn.gold or "", where)
 
     def _output(self, text: str, where: str) -> str:
         """An output without the EOS that may end it. One with a control token would teach the

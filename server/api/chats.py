@@ -124,7 +124,9 @@ async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
         )
     forced, grammar = await _forced(chat, tools, target, orders)
     shown = tools.shown
-    messages = _messages(chat, template, tools)
+    messages = messages_of(
+        chat.turns, template.source if tools.shown is None else template.tool_source
+    )
     num_chars = sum(len(message["content"]) for message in messages)
     # Templates may repeat messages; they hardly ever leave one out.
     orders.check_size(num_chars, target, chat.max_tokens, names)
@@ -215,12 +217,12 @@ async def _forced(
     return forced, (grammar, "tools")
 
 
-def _messages(chat: Chat, template: ChatTemplate, tools: ChosenTools) -> list[dict[str, Any]]:
+def messages_of(turns: Sequence[Turn], source: str) -> list[dict[str, Any]]:
     """The messages as templates read them: content a string, arguments of calls as objects. A
-    developer is the system for a template that does not know the role."""
-    source = template.source if tools.shown is None else template.tool_source
+    developer is the system for a template (source) that does not know the role. Raises
+    InvalidRequestError and UnsupportedFieldError, naming the field."""
     messages = []
-    for turn in chat.turns:
+    for turn in turns:
         is_system = turn.role == "developer" and "developer" not in source
         shown: dict[str, Any] = {
             "role": "system" if is_system else turn.role,

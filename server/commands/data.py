@@ -92,10 +92,19 @@ def open_text(
 
 
 def chat_render(chat: Any) -> Render:
-    """What a ChatTemplate makes of messages: text and ids."""
+    """What /v1/chat/completions makes of messages: text and ids. Members that it does not know are
+    left alone."""
 
     def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-        rendered = chat.render(messages)
+        from server.api.bodies import validate
+        from server.api.chats import messages_of
+        from server.api.faces.chat import ChatBody, MessageBody, turns_of
+        from server.api.tools import tell_tools
+
+        known = MessageBody.model_fields.keys()
+        told = [{key: value for key, value in m.items() if key in known} for m in messages]
+        shown = messages_of(turns_of(validate(ChatBody, {"messages": told}).messages), chat.source)
+        rendered = chat.render(shown if chat.has_tools else tell_tools(shown, None))
         return rendered.text, chat.encode(rendered)
 
     return render

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from server.api.chat_template import ChatTemplate
+from server.commands.data import chat_render
 from server.config import ModelConfig
 from server.datasets import (
     ExampleReader,
@@ -17,7 +19,7 @@ from server.datasets import (
     tokenize_in_place,
     turn_of,
 )
-from server.errors import ConfigError
+from server.errors import ConfigError, RequestError
 from server.wiring.model import served_model
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 
@@ -92,6 +94,8 @@ def test_a_chat_is_read_as_the_model_s_template_writes_it(tmp_path: Path) -> Non
     for messages, why in (
         (chat[:1], "the last one must be the assistant's"),
         (chat[1:], "nothing is asked"),
+        ([*chat[:1], {"role": "assistant", "tool_calls": []}], "the assistant's, with text"),
+        ([*chat[:1], {"role": "assistant", "content": []}], r"messages\[1\].content: must be a st"),
         ([1], "objects with a role"),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -99,6 +103,31 @@ def test_a_chat_is_read_as_the_model_s_template_writes_it(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="no chat template"):
         read(file)
     assert turn_of({"messages": chat}, "x", Fields()).gold == "yes"
+
+
+@pytest.mark.parametrize("tools", ["", "{{ tools }}"])
+def test_a_chat_is_rendered_as_the_server_does_it(tools: str) -> None:
+    """Else a model is trained on prompts that it never gets."""
+    source = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.tool_calls }}]{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 2}'}}
+    none = {"name": None, "tool_calls": None, "tool_call_id": None}  # as Parquet has it
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "x"}], "weight": 1, **none},
+        {**none, "role": "assistant", "content": None, "tool_calls": [call]},
+        {**none, "role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    render = chat_render(ChatTemplate(source + tools, TOKENIZER))
+    text, found = render(messages)
+    assert found == ids(text)
+    if tools:
+        shown = {**call, "function": {"name": "f", "arguments": {"a": 2}}}
+        assert text == f"[system:x][assistant:[{shown}]][tool:3]None"
+    else:
+        asked = json.dumps({"name": "f", "arguments": {"a": 2}})
+        told = f"[assistant:<tool_call>\n{asked}\n</tool_call>]"
+        assert text == f"[system:x]{told}[user:<tool_response>\n3\n</tool_response>]"
+    with pytest.raises(RequestError, match=r"messages\[2\].tool_call_id"):
+        render([*messages[:2], {"role": "tool", "content": "3"}])
 
 
 def test_no_output_holds_a_control_token(tmp_path: Path) -> None:
