@@ -48,15 +48,13 @@ _SHOWN = 200  # characters of a list of names
 def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line or row number from 1, row) of each row of a file. Raises ConfigError that names both.
 
-    CSV counts lines, its header is the first.
+    CSV counts lines, its header is the first. A member that is null is one that a row lacks: where
+    rows differ, tables have all columns in each.
     """
+    kinds = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
     try:
-        if data.suffix in (".csv", ".tsv"):
-            yield from _csv_rows(data)
-        elif data.suffix == ".parquet":
-            yield from _parquet_rows(data)
-        else:
-            yield from json_lines(data)
+        for number, row in kinds.get(data.suffix, json_lines)(data):
+            yield number, {key: value for key, value in row.items() if value is not None}
     except OSError as error:
         raise ConfigError(f"{data}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -48,7 +48,8 @@ def read(file: Path, **settings: Any) -> list[tuple[list[int], list[int]]]:
         ("a.jsonl", '{"prompt": "a, b", "completion": "c"}\n\n{"prompt": "d", "completion": "e"}'),
         (
             "a.jsonl",
-            '\ufeff{"prompt": "a, b", "completion": "c"}\n{"prompt": "d", "completion": "e"}',
+            '\ufeff{"prompt": "a, b", "completion": "c", "messages": null, "output_ids": null}\n'
+            '{"prompt": "d", "completion": "e"}',
         ),
         ("a.csv", 'prompt,completion\n"a, b",c\nd,e\n'),
         ("a.csv", "\ufeffprompt;completion\na, b;c\nd;e\n"),
@@ -153,7 +154,7 @@ def test_no_output_holds_a_control_token(tmp_path: Path) -> None:
         ('{"output_ids": [true]}', "must be a list of token ids"),
         ('\n{"prompt": "a"}', r"2: completion: is missing \(there are: prompt\); --field says"),
         ('{"prompt": "a", "completions": ""}', "did you mean --field completions"),
-        ('{"prompt": "a", "completion": null}', "completion: is no text"),
+        ('{"prompt": "a", "completion": null}', "completion: is missing"),
         ('{"prompt": 1, "completion": "a"}', "prompt: is no text"),
         ('["a"]', "a line must be an object"),
         ("{,}", "1: no JSON"),
