@@ -109,7 +109,8 @@ class AnswerFile:
         try:
             # Unbuffered: a line is in the file with one write, or not at all.
             with self.path.open("ab", buffering=0) as file:
-                yield lambda record: _append(file, json.dumps(record).encode() + b"\n")
+                # An id of a table may be a date or a decimal.
+                yield lambda record: _append(file, json.dumps(record, default=str).encode() + b"\n")
         except OSError as error:
             raise self._error(error) from None
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,16 @@ def test_what_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TailorError, match="is no file; it is read more than once"):
             go("http://127.0.0.1:9", Path(f"/dev/fd/{source}"), tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_id_of_a_table_need_not_be_json(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"id": date(2026, 1, 2), "prompt": "the"}  # of Parquet, whose package is not here
+    monkeypatch.setattr("server.client.bulk.rows", lambda _: [(1, row)])
+    source = write(tmp_path / "in.parquet", "the")
+    assert go(server.url, source, tmp_path / "out.jsonl", max_tokens=1).num_answered == 1
+    assert read(tmp_path / "out.jsonl")[0]["id"] == "2026-01-02"
 
 
 def test_two_runs_do_not_share_a_file(server: LiveServer, tmp_path: Path) -> None:
