@@ -112,6 +112,9 @@ def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         delimiter = max(",;\t", key=header.count)
         reader = csv.DictReader(file, strict=True, delimiter=delimiter)
         try:
+            names = [name for name in reader.fieldnames or () if name.strip()]
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ConfigError(f"{data}:1: {min(twice)}: is there twice")
             for row in reader:
                 if None in row or None in row.values():
                     wanted = len(reader.fieldnames or ())

@@ -171,6 +171,7 @@ def test_bad_lines_are_named_with_their_reason(
     ("content", "why"),
     [
         ("prompt,completion\na,b,c\n", "2: must have 2 fields"),
+        ("prompt,completion,prompt,,\na,b,c,,\n", "1: prompt: is there twice"),
         ('prompt,completion\na,"b\n', "1: unexpected end"),
         (b"prompt,completion\n\xff,b\n", "not UTF-8"),
         ("utterance,label\na,b\n", r"2: completion: is missing \(there are: utterance, label\)"),
