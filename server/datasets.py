@@ -350,7 +350,10 @@ class ExampleReader:
         know a client's text from control tokens; of the texts only what stands behind counts."""
         fields = self._fields
         if "messages" not in row:
-            has_prompt = row.get(fields.prompt_field) not in (None, "")
+            named = fields.prompt_field
+            # A typing error in a name that was given would lose all prompts.
+            is_wrong = named not in row and named != Fields().prompt_field
+            has_prompt = is_wrong or row.get(named) not in (None, "")
             prompt = fields.prompt_of(row, where) if has_prompt else ""
             output = self._output(fields.output_of(row, where), where)
             return None, prompt, _joined(prompt, output, fields.joint)

@@ -167,6 +167,14 @@ def test_bad_lines_are_named_with_their_reason(
         read(written(tmp_path, content), vocab_size=500)
 
 
+def test_a_row_may_lack_a_prompt_but_not_one_that_was_named(tmp_path: Path) -> None:
+    file = written(tmp_path, "question,completion\na,b\n", "data.csv")
+    assert read(file) == [([], [*ids("b"), EOS])]
+    assert read(file, fields=Fields(prompt_field="question")) == [(ids("a"), [*ids(" b"), EOS])]
+    with pytest.raises(ConfigError, match=r"questoin: is missing .*mean --prompt-field qu"):
+        read(file, fields=Fields(prompt_field="questoin"))
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
