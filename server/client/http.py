@@ -68,9 +68,6 @@ class Caller:
     def __init__(
         self, endpoint: Endpoint, *, num_open: int, max_retries: int = 10, timeout_s: float = 600.0
     ) -> None:
-        """Raises CallFailedError for numbers that cannot be."""
-        if num_open < 1 or max_retries < 0:
-            raise CallFailedError("--concurrency must be at least 1 and --retries at least 0")
         self.endpoint = endpoint
         self.num_retries = 0
         self._num_open = num_open

@@ -15,14 +15,14 @@ from rich.text import Text
 
 from server.client.http import Endpoint, Tally, events, tell
 from server.client.http import call as request
-from server.commands.options import CallOptions, OutputFile, PromptField
+from server.commands.options import CallOptions, OutputFile, PromptField, bounded
 
 _CALL = CallOptions()
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 TaskName = Annotated[str, Parameter(metavar="NAME", help="a task, or a model")]
-MaxTokens = Annotated[int | None, Parameter(help="longest output (the task's)")]
+MaxTokens = Annotated[int | None, bounded("longest output (the task's)", gte=1)]
 
 
 def run(
@@ -37,8 +37,8 @@ def run(
         ),
     ],
     output: OutputFile,
-    concurrency: Annotated[int, Parameter(help="requests open at once (8)")] = 8,
-    retries: Annotated[int, Parameter(help="times a line is tried again (10)")] = 10,
+    concurrency: Annotated[int, bounded("requests open at once (8)", gte=1)] = 8,
+    retries: Annotated[int, bounded("times a line is tried again (10)", gte=0)] = 10,
     max_tokens: MaxTokens = None,
     prompt_field: PromptField = "prompt",
     call: CallOptions = _CALL,

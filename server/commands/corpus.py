@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, writing
+from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, bounded, writing
 from server.commands.own_engine import own_engine
 from server.commands.record import Failure, Prompt, ask_engine
 from server.datasets import open_table
@@ -34,8 +34,8 @@ def build(
     output: OutputFile,
     ids: IdOptions = _IDS,
     fields: FieldOptions = _FIELDS,
-    n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
-    p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
+    n_max: Annotated[int, bounded("longest n-gram (5)", gte=1, lte=16)] = 5,
+    p_min: Annotated[int, bounded("n-grams seen less often are dropped (5)", gte=1)] = 5,
 ) -> int:
     with Bar() as bar:
         corpus = corpus_of(
@@ -64,7 +64,7 @@ def show(
     /,
     *,
     model: Annotated[str | None, Parameter(help="show n-grams as this model's text")] = None,
-    top: Annotated[int, Parameter(help="commonest n-grams (10)")] = 10,
+    top: Annotated[int, bounded("commonest n-grams (10)", gte=0)] = 10,
 ) -> int:
     from drafters.array_file import ArrayFileError, FingerprintError
     from drafters.corpus import Corpus
@@ -102,11 +102,11 @@ def show(
 def bigrams(
     *,
     output: OutputFile,
-    k: Annotated[int, Parameter(name="-k", help="next tokens kept for each token (10)")] = 10,
+    k: Annotated[
+        int, bounded("next tokens kept for each token (10)", name="-k", gte=1, lte=20)
+    ] = 10,
     model: ModelOptions = _MODEL,
 ) -> int:
-    if not 1 <= k <= 20:
-        raise ConfigError("-k: must lie in 1..20")
     with Bar() as bar, own_engine(model, bar, ()) as (served, engine):
         before: list[int] = served.tokenizer.encode("", add_special_tokens=True).ids
         table = take_bigrams(

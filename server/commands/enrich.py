@@ -69,13 +69,13 @@ def reading_pays(data: TaskData, enrichment: Enrichment) -> bool:
 class MiningOptions:
     """Algorithm 1's parameters, and what a model that learns few rows well needs beside it."""
 
-    budget: Annotated[int, Parameter(name="--tokens", help="most new tokens (500)")] = 500
-    n_max: Annotated[int, Parameter(help="longest n-gram of one merge (4)")] = 4
+    budget: Annotated[int, bounded("most new tokens (500)", name="--tokens", gte=1)] = 500
+    n_max: Annotated[int, bounded("longest n-gram of one merge (4)", gte=2)] = 4
     alpha: Annotated[
-        float, Parameter(help="prefix collision score a token must stay below (0.02)")
+        float, bounded("prefix collision score a token must stay below (0.02)", gt=0)
     ] = 0.02
     least: Annotated[
-        int, Parameter(help="answers that a token must stand in, or it is dropped (10; paper: 0)")
+        int, bounded("answers that a token must stand in, or it is dropped (10; paper: 0)", gte=0)
     ] = 10
     copies: Annotated[
         bool,
@@ -97,7 +97,7 @@ def enrich(
     model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
     fields: FieldOptions = _FIELDS,
     mining: MiningOptions = _MINING,
-    show: Annotated[int, Parameter(help="print the first tokens that were found (12)")] = 12,
+    show: Annotated[int, bounded("print the first tokens that were found (12)", gte=0)] = 12,
     reads_prompts: Annotated[
         bool,
         Parameter(

@@ -39,8 +39,8 @@ class AnswerOptions:
     tasks: Annotated[
         Path | None, Parameter(metavar="DIR", help="folder of task files (configs/tasks)")
     ] = None
-    concurrency: Annotated[int, Parameter(help="requests open at once (8)")] = 8
-    max_tokens: Annotated[int | None, Parameter(help="longest output (the task's)")] = None
+    concurrency: Annotated[int, bounded("requests open at once (8)", gte=1)] = 8
+    max_tokens: Annotated[int | None, bounded("longest output (the task's)", gte=1)] = None
 
 
 _ANSWERS = AnswerOptions()
@@ -59,7 +59,7 @@ def evaluate(
         Parameter(help="what counts (the task's, else f1); the others are told too"),
     ] = None,
     limit: Annotated[int | None, bounded("only the first N rows", gte=1)] = None,
-    examples: Annotated[int, Parameter(help="worst answers that are shown (3)")] = 3,
+    examples: Annotated[int, bounded("worst answers that are shown (3)", gte=0)] = 3,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
     call: CallOptions = _CALL,
 ) -> int:
@@ -199,7 +199,7 @@ def _tell(
         mark = "  <- the task's" if name == chosen else ""
         print(f"{name:8} {one.mean:6.1%}   95 %: {one.low:.1%} to {one.high:.1%}{mark}")
     worst = sorted(zip(scores, outputs, strict=True), key=lambda one: one[0])
-    for score, line in worst[: max(0, num_shown)]:
+    for score, line in worst[:num_shown]:
         if score >= 1.0:
             break
         print(f"\nline {line}, {chosen} {score:.2f}")

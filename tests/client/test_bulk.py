@@ -368,4 +368,3 @@ def test_the_command_sums_up_and_says_what_failed(
     told = capsys.readouterr().err
     assert "cannot be reached: nothing answers there; is the server running?" in told
     assert "answered" not in told
-    assert main([*words, server.url, "--concurrency", "0"]) == 1

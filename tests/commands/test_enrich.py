@@ -158,7 +158,6 @@ def test_what_cannot_be_done_is_said(
     shared = ["--model", str(folder)]
     cases = [
         (["tasks", "enrich", *shared, "--data", str(short), "-o", out], "20 are needed"),
-        (["tasks", "enrich", *shared, "--data", str(data), "-o", out, "--tokens", "0"], "budget"),
         (["tasks", "enrich", *shared, "--data", str(data), "-o", f"{data}/x"], "Not a directory"),
         (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
           "--enrichment", str(data)], "no enrichment"),
