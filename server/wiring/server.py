@@ -23,7 +23,7 @@ from server.errors import ConfigError
 from server.machine import cores
 from server.wiring.engine import EngineOrder, ProfileFiles, build_engine
 from server.wiring.model import AdapterSet, served_model
-from server.wiring.task_set import TaskSet
+from server.wiring.task_set import TaskSet, tasks_folder
 
 if TYPE_CHECKING:
     from server.api.engines.client import EngineClient
@@ -191,7 +191,7 @@ def _namespace(config: ServerConfig) -> str:
     """The namespace of a server: servers of different task folders keep their files apart."""
     import hashlib
 
-    folder = Path(config.tasks or "configs/tasks").resolve()
+    folder = Path(config.tasks or tasks_folder() or "configs/tasks").resolve()
     return hashlib.sha256(str(folder).encode()).hexdigest()[:24]
 
 

@@ -321,6 +321,21 @@ def test_engines_on_the_cpu_share_its_cores(tiny_folder: Path, own_cache: Path) 
     assert threads(("cpu", "cpu"), 3) == [3, 3]
 
 
+def test_what_is_kept_of_tailor_s_own_tasks_is_found_wherever_a_server_starts(
+    tiny_folder: Path, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def namespace(folder: Path) -> str:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        config = ServerConfig(models=(ModelConfig(name="a", path="a"),))
+        return plan_server(config, {}, {"a": tiny_folder}).orders[0].namespace
+
+    shipped = namespace(tmp_path / "one")
+    assert namespace(tmp_path / "two") == shipped
+    (tmp_path / "two" / "configs" / "tasks").mkdir(parents=True)
+    assert namespace(tmp_path / "two") != shipped
+
+
 # --- drafters of tasks ---
 
 
