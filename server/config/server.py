@@ -150,7 +150,7 @@ class KeyConfig(Section):
     tasks: tuple[str, ...] | None = Field(
         None,
         max_length=10_000,
-        description="names that it may put into `model`; default all tasks and models",
+        description="tasks, models and adapters that it may put into `model`; default all",
     )
     requests_per_minute: int | None = Field(
         None, ge=1, le=1 << 31, description="more get 429; a minute's worth may come at once"
