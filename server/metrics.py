@@ -252,7 +252,9 @@ class Metrics:
             series.decode_steps.inc(counts.num_steps)
         if counts.no_draft_reason:
             no_draft = self._by_label["spec_decode_num_no_draft"]
-            no_draft.labels(*series.labels, counts.no_draft_reason).inc()
+            # Mode exact hands several steps out at once.
+            num = counts.num_steps - counts.num_drafts
+            no_draft.labels(*series.labels, counts.no_draft_reason).inc(num)
         if not counts.num_drafts:
             return
         series.drafts.inc(counts.num_drafts)

@@ -63,6 +63,20 @@ def test_vllms_main_names_are_there_and_the_others_when_asked_for(vllm_aliases: 
     assert values["vllm:generation_tokens_total", ("model_name", "m")] == 15  # of five tasks
 
 
+def test_every_step_without_a_draft_is_counted_of_those_that_come_together() -> None:
+    """As in mode exact, whose steps are handed out once they are verified."""
+    metrics = Metrics()
+    one = StepCounts(num_steps=1, no_draft_reason="no_match")
+    drafted = StepCounts(num_steps=1, num_drafts=1, num_drafted=2)
+    metrics.count_step(metrics.task("t", "auto", "m"), 5, one.plus(one).plus(drafted).plus(one))
+    [sample] = [
+        one
+        for family in metrics.families(["tailor_spec_decode_num_no_draft_total"])
+        for one in family.samples
+    ]
+    assert (sample.labels["reason"], sample.value) == ("no_match", 3)
+
+
 def test_a_parser_reads_the_labels_back() -> None:
     text = filled(vllm_aliases=False).exposition().decode()
     tasks = {
