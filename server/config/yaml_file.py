@@ -166,7 +166,7 @@ def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, int], source: str) -
     if kind == "int":
         return int(text)
     if kind == "float":
-        return float(text.replace(".inf", "inf").replace(".nan", "nan").replace(".NaN", "nan"))
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return text
 
 
@@ -215,6 +215,9 @@ def _without_empty_sections(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_PLAIN = {"missing": "is missing", "model_type": "must be a mapping of keys to values"}
+
+
 def _problems(model: type[Section], document: Document, error: ValidationError) -> str:
     """One line a problem, in the order of the file."""
     told: list[tuple[int, str]] = []
@@ -234,8 +237,8 @@ def _problems(model: type[Section], document: Document, error: ValidationError) 
                 message += f"; did you mean {near}?"
             elif known:
                 message += f"; known keys: {', '.join(known)}"
-        elif kind == "missing":
-            message = "is missing"
+        elif kind in _PLAIN:
+            message = _PLAIN[kind]
         elif kind == "tuple_type":
             message, one = "must be a list", problem["input"]
             if isinstance(one, str | int | float):
