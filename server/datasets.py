@@ -53,7 +53,7 @@ def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     kinds = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
     try:
-        for number, row in kinds.get(data.suffix, json_lines)(data):
+        for number, row in kinds.get(data.suffix.lower(), json_lines)(data):
             yield number, {key: value for key, value in row.items() if value is not None}
     except OSError as error:
         raise ConfigError(f"{data}: {error.strerror or error}") from None

@@ -262,7 +262,8 @@ class BulkRun:
     def _lines(self) -> Iterator[_Line]:
         """The lines of the input; blank ones count but are passed over. Raises BulkError and
         ConfigError, which name file and line."""
-        named, is_table = self.prompt_field, self.source.suffix in TABLES  # which has texts alone
+        named = self.prompt_field
+        is_table = self.source.suffix.lower() in TABLES  # which has texts alone
         for number, row in rows(self.source):
             at = f"{self.source}:{number}"
             has_messages = "messages" in row and not is_table

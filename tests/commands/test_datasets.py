@@ -52,6 +52,7 @@ def read(file: Path, **settings: Any) -> list[tuple[list[int], list[int]]]:
             '{"prompt": "d", "completion": "e"}',
         ),
         ("a.csv", 'prompt,completion\n"a, b",c\nd,e\n'),
+        ("A.CSV", 'prompt,completion\n"a, b",c\nd,e\n'),
         ("a.csv", "\ufeffprompt;completion\na, b;c\nd;e\n"),
         ("a.tsv", "prompt\tcompletion\na, b\tc\nd\te\n"),
     ],
