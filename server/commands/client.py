@@ -84,7 +84,7 @@ def complete(
     *,
     task: TaskName,
     max_tokens: MaxTokens = None,
-    temperature: Annotated[float | None, Parameter(help="0 is greedy (the task's)")] = None,
+    temperature: Annotated[float | None, bounded("0 is greedy (the task's)", gte=0, lte=2)] = None,
     seed: Annotated[int | None, Parameter(help="of the draws, with a temperature")] = None,
     drafter: Annotated[
         str | None, Parameter(metavar="NAME", help="default: the task's; off drafts none")
