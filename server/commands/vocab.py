@@ -60,6 +60,8 @@ def profile(
     from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
     from vocab_store.slice import RequiredIds, export_vocab_map
 
+    if filters.block and not filters.language:
+        raise ConfigError("--block needs --language: without it tokens of all blocks are kept")
     with Bar() as bar:
         text = open_text(ids.model, fields, adapter=ids.adapter, report=bar.stage)
     with Bar() as bar, _errors():

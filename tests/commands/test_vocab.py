@@ -107,6 +107,7 @@ def test_errors_name_the_file(
     assert "bad.jsonl:1: completion: is missing (there are: prompt)" in says(*start, str(bad))
     told = says(*start, str(data), "--field", "answer")
     assert "train.jsonl:1: answer: is missing (there are: prompt, completion)" in told
+    assert "--block needs --language" in says(*start, str(data), "--block", "Thai")
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
     assert "tolerance must lie in 0..1" in says(*start, str(data), "--tolerance", "2")
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
