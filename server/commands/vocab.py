@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, OutputFile, as_options
+from server.commands.options import Bar, IdOptions, OutputFile, as_options, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def profile(
             head_row_bytes=4 * hidden_size,
             progress=bar,
         )
-        made.save(output)
+        with writing(output):
+            made.save(output)
         if export_edge_llm is not None:
             export_vocab_map(made.slice, export_edge_llm)
     print(f"{report_of(made.manifest).text()}\nwritten to         {output}")
