@@ -168,7 +168,7 @@ _BY_LABEL: Mapping[str, tuple[type[Any], str, tuple[str, ...]]] = {
     ),
     "request_success": (Counter, "Finished choices", (*_REQUEST, "finished_reason")),
     "request_outcomes": (
-        Counter, "Requests by outcome (ok, abort, error)", (*_REQUEST, "outcome"),
+        Counter, "Requests by outcome (ok, abort, error, refused)", (*_REQUEST, "outcome"),
     ),
     "http_responses": (
         Counter, "HTTP responses by route, status and error code", ("route", "status", "code"),
@@ -302,7 +302,7 @@ class Metrics:
         self._by_label["request_success"].labels(task, model, finish_reason).inc()
 
     def count_outcome(self, task: str, model: str, outcome: str) -> None:
-        """A Request ended: "ok", "abort" or "error"."""
+        """A Request ended: "ok", "abort", "error", or "refused" by an engine (4xx)."""
         self._by_label["request_outcomes"].labels(task, model, outcome).inc()
 
     def expect(self, task: str, drafter: str, model: str) -> None:
@@ -313,7 +313,7 @@ class Metrics:
         self.task(task, drafter, model)
         for reason in ("stop", "length"):
             self._by_label["request_success"].labels(task, model, reason)
-        for outcome in ("ok", "abort", "error"):
+        for outcome in ("ok", "abort", "error", "refused"):
             self._by_label["request_outcomes"].labels(task, model, outcome)
 
     def count_response(self, route: str, status: int, code: str) -> None:

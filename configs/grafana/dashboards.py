@@ -430,7 +430,7 @@ SERVING = Dashboard(
         ),
         "Outcomes": (
             Panel(
-                "Requests by outcome", "ok, error, or abort (the client left).",
+                "Requests by outcome", "ok, error, abort (the client left) or refused (4xx).",
                 (Query(rate("request_outcomes_total", "outcome"), "{{outcome}}"),),
                 stacked=True,
             ),

@@ -181,7 +181,7 @@ def test_the_data_are_the_sums_of_the_reports(live: LiveServer) -> None:
         assert sum(drafts[f"accepted_by_{kind}"].values()) == drafts["accepted"]
     assert 0 < drafts["expected"] <= drafts["drafted"]
     [task] = (entry for entry in figures["tasks"] if entry["task"] == "tags")
-    assert task["outcomes"] == {"ok": 6, "abort": 0, "error": 0}
+    assert task["outcomes"] == {"ok": 6, "abort": 0, "error": 0, "refused": 0}
     assert sum(task["ttft"]) == sum(task["end_to_end"]) == 6
     assert sum(task["inter_token"]) == drafts["tokens"] - 6
     assert len(task["ttft"]) == len(figures["edges_s"]) + 1

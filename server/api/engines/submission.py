@@ -13,6 +13,7 @@ from server.errors import (
     ClientGoneError,
     ConstraintUnsatisfiableError,
     DeadlineExceededError,
+    RequestError,
     TailorError,
     UnavailableError,
     error_for_engine_code,
@@ -106,7 +107,7 @@ class RequestAccount:
         return max(self._last_s.values(), default=None)
 
     def close(self, outcome: str) -> None:
-        """The request has ended. outcome: "ok", "abort" or "error". Called once."""
+        """The request has ended. outcome: "ok" or of `_outcome_of`. Called once."""
         self._metrics.count_outcome(self.request.task, self.request.model, outcome)
 
 
@@ -201,7 +202,7 @@ class Submission:
             holder = self._holders[request_id]
             holder.forget(request_id)
             holder.send(("abort", request_id))
-            self.accounts[i].close("abort" if error is None else "error")
+            self.accounts[i].close(_outcome_of(error))
         self._open.clear()
         self._error = error or ClientGoneError("The client left before its answer was complete.")
         self._arrived.clear()
@@ -249,7 +250,7 @@ class Submission:
                 if delta.finish_reason == "abort"
                 else _engine_error(delta, account.request, self.grammar_field)
             )
-            self._end(delta.request_id, delta.finish_reason, error)
+            self._end(delta.request_id, error)
             return True
         self._arrived.append((i, delta))
         if delta.finish_reason is not None:
@@ -264,16 +265,23 @@ class Submission:
 
     def fail(self, request_id: str, error: TailorError) -> None:
         """The engine of an open Request has died: the iteration raises `error`."""
-        self._end(request_id, "error", error)
+        self._end(request_id, error)
         self.wake()
 
-    def _end(self, request_id: str, outcome: str, error: TailorError) -> None:
+    def _end(self, request_id: str, error: TailorError) -> None:
         """A Request has failed, and the others with it."""
         i, _ = self._open.pop(request_id)
-        self.accounts[i].close(outcome)
+        self.accounts[i].close(_outcome_of(error))
         self.abort(error)
         self._error = error
         self._arrived.clear()
+
+
+def _outcome_of(error: TailorError | None) -> str:
+    """What a request without its answer counts as: left by its client, refused (4xx) or failed."""
+    if error is None:
+        return "abort"
+    return "refused" if isinstance(error, RequestError) else "error"
 
 
 def _engine_error(delta: Delta, request: Request, grammar_field: str) -> TailorError:
