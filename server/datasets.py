@@ -72,15 +72,12 @@ def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     string is a prompt.
 
     Raises ConfigError with file and line for what is no JSON object, nested too deeply, too long,
-    or no text that can be encoded.
+    or no text that can be encoded, and OSError.
     """
-    try:
-        with data.open("rb") as file:
-            for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), 1):
-                if raw.strip():
-                    yield number, _object(raw, f"{data}:{number}")
-    except OSError as error:
-        raise ConfigError(f"{data}: {error.strerror}") from None
+    with data.open("rb") as file:
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), 1):
+            if raw.strip():
+                yield number, _object(raw, f"{data}:{number}")
 
 
 def _object(raw: bytes, where: str) -> dict[str, Any]:

@@ -282,14 +282,11 @@ def _retry_after_s(value: str | None) -> float | None:
     """Seconds of a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3)."""
     if value is None:
         return None
-    try:
+    with contextlib.suppress(ValueError):
         return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
+    with contextlib.suppress(ValueError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None
+    return None
 
 
 # --- sums over answers ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.commands.data import FieldOptions
-from server.commands.options import CallOptions, as_options, bounded
+from server.commands.options import CallOptions, as_options, bounded, writing
 from server.commands.quality import METRICS, Estimate, estimate, on_a_line
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
@@ -115,7 +115,9 @@ def _from_file(answers: Path, turns: dict[int, Turn]) -> dict[int, str | None]:
     """Answers of `tailor run` by line, recordings by prompt; None for rows without one."""
     by_line: dict[int, str | None] = {}
     by_prompt: dict[str, list[str]] = {}
-    for number, entry in json_lines(answers):
+    with writing(answers):
+        found = list(json_lines(answers))
+    for number, entry in found:
         if isinstance(entry.get("line"), int):
             by_line[entry["line"]] = _text_of(entry)
         elif isinstance(entry.get("prompt"), str) and isinstance(entry.get("completion"), str):

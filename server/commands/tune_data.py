@@ -27,7 +27,7 @@ from server.commands.record import (
     prompt_of,
 )
 from server.config import DEFAULT_TASKS, TaskConfig
-from server.datasets import ExampleReader, Fields, Render, rows, turn_of
+from server.datasets import ExampleReader, Fields, Render, answered_turn, rows, turn_of
 from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams
 
@@ -368,9 +368,7 @@ def check_data(data: Path, outputs: str, fields: Fields) -> None:
         where = f"{data}:{number}"
         if "prompt_ids" in row or "output_ids" in row:
             continue
-        turn = turn_of(row, where, fields)
-        if outputs == "gold" and turn.gold is None:
-            raise ConfigError(f"{where}: {fields.field}: must be a string")
+        (answered_turn if outputs == "gold" else turn_of)(row, where, fields)
     if num < _MIN_EXAMPLES:
         raise ConfigError(f"{data}: {num} examples; tuning needs {_MIN_EXAMPLES}")
 

@@ -105,7 +105,7 @@ def test_a_head_measured_above_its_bytes_is_not_believed(measured_s: float, most
     [
         ("a.csv", "prompt,completion\n" + "x,y\n" * 9, "9 examples; tuning needs 10"),
         ("a.csv", "q,completion\nx,y\n", "a.csv:2: prompt: is missing"),
-        ("a.jsonl", '{"prompt": "x"}\n' * 12, "a.jsonl:1: completion: must be a string"),
+        ("a.jsonl", '{"prompt": "x"}\n' * 12, "a.jsonl:1: completion: is missing"),
         ("a.jsonl", '{"messages": []}\n' * 12, "a.jsonl:1: messages: nothing is asked"),
     ],
 )
