@@ -239,23 +239,16 @@ _NEARLY_ALL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class EnrichSettings:
-    """budget: M, the most tokens. n_max: longest n-gram of *current* tokens, 2 or more. alpha: the
-    prefix collision score that a token must stay below; above 1 switches the test off. min_count:
-    an n-gram seen fewer times never becomes a token. least: a token that the texts hold fewer
-    times, each in its fewest ids, is dropped again; the paper drops none."""
+    """budget: M, the most tokens, 1 or more. n_max: longest n-gram of *current* tokens, 2 or more.
+    alpha: the prefix collision score, above 0, that a token must stay below; above 1 switches the
+    test off. min_count: an n-gram seen fewer times never becomes a token. least: a token that the
+    texts hold fewer times, each in its fewest ids, is dropped again; the paper drops none."""
 
     budget: int = 500
     n_max: int = 4
     alpha: float = 0.02
     min_count: int = 2
     least: int = 0
-
-    def __post_init__(self) -> None:
-        for name, lowest in (("budget", 1), ("n_max", 2), ("min_count", 1), ("least", 0)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name} must be at least {lowest}")
-        if self.alpha <= 0:
-            raise ValueError("alpha must be above 0")
 
 
 class _Outputs:

@@ -87,7 +87,7 @@ class ProfileSettings:
     input_aware: count only output tokens that their own input lacks; else every output token.
     languages: BCP 47 tags of the language filter; empty = no language filter. symbols,
     extra_blocks: see blocks_of_languages.
-    tolerance: tau, the share of documents that may lose a token; None = no tolerance filter
+    tolerance: tau, the share of documents (0..1) that may lose a token; None = no tolerance filter
     (0.0 drops nothing either, as every counted df is at least 1).
     max_fill: longest fill order kept.
     """
@@ -98,10 +98,6 @@ class ProfileSettings:
     extra_blocks: tuple[str, ...] = ()
     tolerance: float | None = 0.01
     max_fill: int = 32_768
-
-    def __post_init__(self) -> None:
-        if self.tolerance is not None and not 0.0 <= self.tolerance <= 1.0:
-            raise ValueError("tolerance must lie in 0..1")
 
 
 @dataclass(frozen=True, slots=True)

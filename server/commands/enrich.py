@@ -35,7 +35,7 @@ def mine_tokens(
 ) -> Enrichment:
     """The tokens that Algorithm 1 finds in the examples that are not held back; reads_prompts: in
     their prompts, too, which the model then reads in them. Raises ConfigError where there are
-    none, and for parameters that cannot be."""
+    none."""
     from vocab_store.enrichment import EnrichSettings, may_copy
     from vocab_store.enrichment import enrich as mine
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, OutputFile, as_options, writing
+from server.commands.options import Bar, IdOptions, OutputFile, as_options, bounded, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class FilterOptions:
     block: Annotated[tuple[str, ...], Parameter(help="keep a further block; may be repeated")] = ()
     tolerance: Annotated[
         float,
-        Parameter(metavar="TAU", help="share of documents that may lose a token (0.01)"),
+        bounded("share of documents that may lose a token (0.01)", metavar="TAU", gte=0, lte=1),
     ] = 0.01
 
 

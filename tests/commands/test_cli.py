@@ -121,6 +121,7 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
         ),
         ("tasks enrich --data d -o o", ["--tokens=0", "--n-max=1", "--alpha=nan", "--least=-1"]),
         ("run --task t --data d -o o", ["--concurrency=0", "--retries=-1", "--max-tokens=0"]),
+        ("vocab profile --data d -o o", ["--tolerance=nan", "--tolerance=2"]),
         ("complete --task t p", ["--temperature=nan", "--max-tokens=0"]),
         ("eval --data d --task t", ["--limit=-1", "--timeout=0", "--concurrency=0"]),
         ("corpus build --data d -o o", ["--n-max=17", "--p-min=0"]),

@@ -109,7 +109,6 @@ def test_errors_name_the_file(
     assert "train.jsonl:1: answer: is missing (there are: prompt, completion)" in told
     assert "--block needs --language" in says(*start, str(data), "--block", "Thai")
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
-    assert "tolerance must lie in 0..1" in says(*start, str(data), "--tolerance", "2")
     for place, why in ((tmp_path / "no" / "x", "No such file"), (tmp_path, "Is a directory")):
         assert f"tailor: {place}: {why}" in says(*start[:3], "--data", str(data), "-o", str(place))
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
