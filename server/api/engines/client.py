@@ -710,10 +710,8 @@ class EngineClient:
             if called is slot and not answer.done():
                 answer.set_exception(NoEngineError(f"The engine {slot.spec.name} died."))
         error = EngineDiedError("The engine died while it worked on this request.")
-        for request_id, (submission, _) in list(slot.open.items()):
-            if request_id in slot.open:  # an earlier failure may have aborted its siblings
-                slot.forget(request_id)
-                submission.fail(request_id, error)
+        for submission, _ in list(slot.open.values()):
+            submission.abort(error)
         self._died(slot, final)
 
     def _died(self, slot: EngineSlot, final: bool = False) -> None:

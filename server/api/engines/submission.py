@@ -242,15 +242,11 @@ class Submission:
         account = self.accounts[i]
         account.observe(delta, now_s)
         if delta.finish_reason in ("error", "abort"):
-            holder = self._holders[delta.request_id]
-            holder.forget(delta.request_id)
-            holder.send(("abort", delta.request_id))  # its other choices
-            error = (
+            self.abort(  # its other choices and Requests, too
                 UnavailableError("The request was aborted by the engine.", retry_after_s=1.0)
                 if delta.finish_reason == "abort"
                 else _engine_error(delta, account.request, self.grammar_field)
             )
-            self._end(delta.request_id, error)
             return True
         self._arrived.append((i, delta))
         if delta.finish_reason is not None:
@@ -262,19 +258,6 @@ class Submission:
                 self._holders[delta.request_id].forget(delta.request_id)
                 account.close("ok")
         return not (self._waits_for_all and self._open)
-
-    def fail(self, request_id: str, error: TailorError) -> None:
-        """The engine of an open Request has died: the iteration raises `error`."""
-        self._end(request_id, error)
-        self.wake()
-
-    def _end(self, request_id: str, error: TailorError) -> None:
-        """A Request has failed, and the others with it."""
-        i, _ = self._open.pop(request_id)
-        self.accounts[i].close(_outcome_of(error))
-        self.abort(error)
-        self._error = error
-        self._arrived.clear()
 
 
 def _outcome_of(error: TailorError | None) -> str:
