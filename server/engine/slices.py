@@ -444,8 +444,6 @@ class SliceBook:
 
     def _drop_old(self) -> None:
         """Forget tables of replaced profile versions, once no sequence uses them."""
-        if len(self._tables) <= len(self._newest):
-            return
         assert self._runner is not None
         wanted = set(self._newest.values())
         for key in [k for k in self._tables if k not in wanted]:

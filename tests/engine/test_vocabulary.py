@@ -133,8 +133,12 @@ def test_text_is_released_and_published_at_verification_only() -> None:
 
 def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     model = FakeModel(40, seed=3)
-    profiles = {"p": _profile({2, 3, 4}, 40)}
+    profiles = {"p": _profile({2, 3, 4}, 40), "q": _profile({2, 3}, 40)}
     engine, runner = _engine(model, profiles)
+    left = _request((5, 6), "slice", 0, request_id="left")
+    engine.submit(replace(left, vocabulary=VocabularyParams("slice", "q", 0)))
+    engine.abort("left")  # of its profile there is no T: p's old ones are forgotten all the same
+    engine.take_deltas()
     loads: list[int] = []
     load = runner.load_table
 
