@@ -153,11 +153,6 @@ class ExactControl:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
 
-    def forget(self, is_gone: Callable[[Hashable], bool]) -> None:
-        """Forget every key that is gone."""
-        for key in [key for key in self._plans if is_gone(key)]:
-            del self._plans[key]
-
     def plan(self, key: Hashable) -> ExactPlan:
         """The plan of a key; one with first_verify_every for an unknown key."""
         return self._plans.get(key) or ExactPlan(self._first_verify_every)
@@ -449,13 +444,6 @@ class SliceBook:
         for key in [k for k in self._tables if k not in wanted]:
             if self.index.drop_profile(key):
                 self._runner.drop_table(self._tables.pop(key))
-                self._forget_misses(key)
-
-    def _forget_misses(self, profile: str) -> None:
-        """Forget misses and plans of a profile version in every scope."""
-        self.control.forget(lambda key: isinstance(key, tuple) and key[0] == profile)
-        for key in [key for key in self._learned if key[0] == profile]:
-            del self._learned[key]
 
     def _load_rows(self, sequence: Sequence, head: SequenceHead, placement: Placement) -> None:
         """Copy the rows that a placement lists. Raises MemoryError; then none of them is cached."""
