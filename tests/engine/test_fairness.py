@@ -144,6 +144,19 @@ def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
     assert ended[0] == "long" and len(ended) == 16
 
 
+def test_keys_that_have_their_shares_take_nothing_from_each_other() -> None:
+    """Of sixteen seats one is left over for three keys, and who has it keeps it. Else each would
+    take it from another in every step, and their choices would begin again and again."""
+    engine = engine_of()
+    for i in range(20):
+        for key in "abc":
+            engine.submit(request(f"{key}{i}", key, 4, max_tokens=120))
+    for _ in range(30):
+        engine.step()
+    assert len(engine.scheduler.running) == SEATS and engine.scheduler.num_preemptions == 0
+    engine.abort_all()
+
+
 def test_a_higher_priority_gives_no_seat_to_a_key_of_a_lower_one() -> None:
     engine = engine_of()
     for i in range(SEATS):
