@@ -18,11 +18,12 @@ from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.slices import ExactControl
-from server.types import Delta, Request, VocabularyParams
+from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
 from tests.engine.requests import ids_of, request_of
 from tests.engine.scenarios import EOS, Collector
+from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -40,13 +41,14 @@ def _engine(
     *,
     ends: tuple[int, ...] = EOS,
     kind: type[FakeRunner] = FakeRunner,
+    drafters: Mapping[str, FakeDrafter] | None = None,
 ) -> tuple[Engine, FakeRunner]:
     """profile: of every name, or by name, as the mapping has it at the time."""
     vocab = model.vocab_size
     runner = kind(model, fake_info(vocab_size=vocab, max_model_len=256, eos_token_ids=ends))
     engine = Engine(
         runner,
-        {},
+        drafters or {},
         EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
         profiles=lambda name: profile if isinstance(profile, VocabProfile) else profile[name],
     )
@@ -167,6 +169,22 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     assert loads == [0, 1, 2, 3] and len(engine.slices._tables) == 1
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got if d.request_id == "old")
     assert all(set(d.token_ids) <= {1, 2, 3, 9, 5, 6} for d in got if d.request_id == "new")
+
+
+def test_each_mode_of_a_profile_keeps_its_t() -> None:
+    engine, runner = _engine(FakeModel(40, seed=3), _profile({2, 3, 4}, 40))
+    loads: list[int] = []
+    load = runner.load_table
+
+    def load_table(table: int, token_ids: Int32) -> None:
+        loads.append(table)
+        load(table, token_ids)
+
+    runner.load_table = load_table  # type: ignore[method-assign]
+    for mode in ("slice", "exact", "slice", "exact"):
+        engine.submit(_request((5, 6), mode, 4, max_tokens=4))
+        _drain(engine)
+    assert loads == [0, 1], "no request drives out what the other mode's come back to"
 
 
 def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
@@ -373,3 +391,23 @@ def test_the_full_head_takes_over_and_the_text_stays() -> None:
     assert ids_of(deltas) == _truth(model, request)
     last = [d.vocabulary for d in deltas if d.vocabulary][-10:]
     assert all(v.num_full_steps == 1 and v.num_slice_steps == 0 for v in last)
+    costs = engine.slices.control.costs()
+    assert costs is not None and costs.early_end == 0.0
+    engine.submit(replace(request, request_id="next"))
+    _drain(engine)
+    costs = engine.slices.control.costs()
+    assert costs is not None and costs.early_end > 0.0, "the first has left"
+
+
+def test_a_step_of_several_tokens_is_known_as_one() -> None:
+    """So that N tokens are N / tokens-per-step steps where drafts come true."""
+    model, drafts = FakeModel(24, seed=2), SpeculationParams("oracle", 4)
+    request = _request((3, 5), "exact", 4, speculation=drafts)
+    drafter = oracle_drafter([[3, 5, *_truth(model, request)]])
+    profile = _profile(set(range(24)), 24)
+    engine, _ = _engine(model, profile, drafters={"oracle": drafter})
+    engine.submit(request)
+    engine.step()
+    (head,) = (sequence.head for sequence in engine.scheduler.running)
+    _drain(engine)
+    assert head is not None and engine.slices.control.plan(head.key).tokens_per_step > 1.5
