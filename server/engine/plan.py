@@ -565,14 +565,11 @@ class Scheduler:
         return hits
 
     def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether blocks are free for a waiting sequence, beside those that prompts under way will
-        take."""
-        table, seats = self.table, self._running_seats()
-        wanted = -(-table.num_tokens[seats] // table.block_size) - table.num_blocks[seats]
-        promised = int(np.maximum(wanted, 0).sum())
+        """Whether blocks are free for a waiting sequence. As rows are left for it, prompts under
+        way have all of theirs, and their blocks."""
         idle_hits = sum(self.pool.ref_count(block) == 0 for block in hits)
         need = self._num_blocks(sequence.num_tokens + 1) - len(hits)
-        return need <= self.pool.num_free - idle_hits - promised
+        return need <= self.pool.num_free - idle_hits
 
     def _portion(self, sequence: Sequence) -> int:
         """Seats that are kept for a sequence and the choices that fork off it."""
