@@ -285,7 +285,10 @@ class Calibrations:
         self._next_save_s = time.monotonic() + self._save_every_s
         if self._folder is None or not dirty:
             return
-        self._to_save += [key for key in self._tables if (*key[:2], key[3]) in dirty]
+        used = [key for key in self._tables if (*key[:2], key[3]) in dirty]
+        for key in used:  # its drafter may have been made long ago
+            self._tables.move_to_end(key)
+        self._to_save += used
         rows = [[*key, *tally.tolist()] for key, tally in self._tallies.items()]
         path = self._folder / "tallies.json"
         body = {"version": 1, "tallies": rows}

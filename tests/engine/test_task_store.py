@@ -318,6 +318,26 @@ def test_calibration_is_kept_per_scope_and_told_as_a_sum(tmp_path: Path, start: 
     assert evidence(second, "a\0") == pytest.approx(asked[0], rel=1e-3)
 
 
+def test_a_calibration_in_use_is_kept_however_many_salts_come(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafter is made once, and is not asked for again where nothing is learned."""
+    monkeypatch.setattr("server.engine.calibrations.MAX_TABLES", 2)
+    first = start(tmp_path, save_every_s=0.0)
+    plain = SpeculationParams("auto", 5)
+    for i in range(4):
+        finish(first, *_wave(f"{i}-", 5, speculation=plain))
+        finish(first, _request(f"s{i}", [2, 3], speculation=plain, cache_salt=f"s{i}"))
+    evidence = _evidence(first, "\0")
+    first.close()
+    assert _evidence(start(tmp_path), "\0") == pytest.approx(evidence, rel=1e-3)
+
+
+def _evidence(engine: Engine, scope: str) -> float:
+    drafter = engine.drafters.resolve("task", SpeculationParams("auto", 5, scope=scope))
+    return float(drafter.trust.evidence[0].sum())  # type: ignore[union-attr]
+
+
 def _all_files(engine: Engine, folder: Path) -> list[Path]:
     engine.close()
     return sorted(folder.iterdir())
@@ -350,6 +370,7 @@ def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) 
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 1
     assert [name for name, *_ in memory.sizes() if name != "task"] == ["kept"]
+    assert {task for task, _ in memory._layers} == {"kept"}, "its layers would be held for ever"
     told = finish(engine, *_wave("n", 20))
     assert _tokens_per_step(told) < 1.2 * cold
 
