@@ -229,6 +229,25 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost(
         assert ids_of(results[request.request_id]) == _alone(request)
 
 
+def test_what_a_prompt_finds_of_its_own_after_a_preemption_is_not_told_as_cached() -> None:
+    """Usage and the counter tell what was there when it came."""
+    engine, _ = _engine(num_blocks=11, chunked_prefill_rows=4)
+    engine.submit(request_of("a", [4] * 9, max_tokens=20))
+    engine.step()
+    told = finish(engine, request_of("b", list(range(2, 16)) * 2, max_tokens=2))
+    assert engine.scheduler.num_preemptions > 0
+    assert sum(d.num_cached_tokens for d in told["b"]) == engine.scheduler.prefix_hits == 0
+
+
+def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
+    engine, _ = _engine()
+    for i in range(1500):
+        engine.submit(request_of(f"{i}", queue_timeout_s=3600.0))
+        engine.abort(f"{i}")
+        engine.tend()
+    assert len(engine.admission.expiries) < 1100
+
+
 def test_drafts_take_free_blocks_only() -> None:
     drafter = random_drafter(1, 16, 2)
     engine, _ = _engine(drafters={"d": drafter}, num_blocks=12, prefix_cache=False)
@@ -372,13 +391,16 @@ def test_a_drafter_that_always_misses_is_asked_less_and_less() -> None:
         max_model_len=512,
         cost=CostTable([1, 64], [1e-3, 20e-3]),
     )
+    # In the time of the table alone.
+    engine.gain.cost.observe = lambda *arguments: None  # type: ignore
+    engine.gain.host.observe = lambda *arguments: None  # type: ignore
     engine.submit(request_of("a", speculation=SpeculationParams("d", 8), max_tokens=300))
     results = finish(engine)["a"]
     drafted = sum(d.counts.num_drafted for d in results)
     assert len(ids_of(results)) == 300
     assert drafted < 60
     reasons = Counter(d.counts.no_draft_reason for d in results)
-    assert reasons["cooldown"] > 200
+    assert reasons["cooldown"] > 140
 
 
 def test_a_broken_drafter_costs_the_request_nothing_else() -> None:
