@@ -33,6 +33,8 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.token_table import table_of
 from tests.profiles import examples
 from tests.waiting import wait_until
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
 
 
 @dataclass
@@ -286,6 +288,36 @@ def test_grammars_that_wait_to_be_compiled_end_with_the_engine() -> None:
     engine.close()
     gate.set()
     assert [future.cancelled() for future in waiting] == [True, True]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(is_read: bool) -> None:
+    """Also where that is known only once the adapter is read, after the request came."""
+    profile = VocabProfile(
+        VocabSlice.make([1, 2, 3], RequiredIds.of(16, eos_ids=(1,))),
+        np.empty(0, np.int32), np.empty(0, np.float32),
+    )  # fmt: skip
+    _, runner, own = small(1, 1)
+    engine = Engine(runner, {}, EngineSettings(max_adapters=1), profiles=lambda _: profile)
+    gate = threading.Event()
+
+    def read(order: AdapterOrder) -> Vocabulary:
+        gate.wait(10)
+        return replace(own.read(order), own_head=True)
+
+    engine.adapters.read = read
+    engine.adapters.register(own.order("a0@"))
+    if is_read:
+        gate.set()
+        settle(engine)
+    engine.submit(replace(ask("r", "a0@"), vocabulary=VocabularyParams("slice", "p")))
+    assert engine.is_preparing is not is_read
+    gate.set()
+    result = run_requests(engine)["r", 0]
+    assert (result.error_code, result.ids) == ("unsupported_parameter", [])
+    engine.submit(ask("full", "a0@"))
+    assert run_requests(engine)["full", 0].finish_reason == "length"
+    engine.close()
 
 
 def test_a_runner_without_adapters_refuses_them() -> None:
