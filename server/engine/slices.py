@@ -284,7 +284,7 @@ class SliceBook:
         self._next_table = 0
         self._newest: dict[str, str] = {}  # mode and profile name -> key
         self._fills: dict[str, int] = {}
-        # Missed ids; the least recently used scope first.
+        # Missed ids; the scope whose last miss is oldest comes first.
         self._learned: OrderedDict[ScopedProfile, OrderedDict[int, None]] = OrderedDict()
         self._draw_keep: Int32 | None = None
         self._batch: Batch | None = None

@@ -16,6 +16,7 @@ import pytest
 from drafters.array_file import read_arrays
 from drafters.corpus import build_corpus
 from drafters.learned import COLUMNS, LearnedOutputs
+from server.engine.calibrations import MAX_SEEN
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
@@ -331,6 +332,31 @@ def test_a_calibration_in_use_is_kept_however_many_salts_come(
     evidence = _evidence(first, "\0")
     first.close()
     assert _evidence(start(tmp_path), "\0") == pytest.approx(evidence, rel=1e-3)
+
+
+def test_a_calibration_that_is_put_away_is_written(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.calibrations.MAX_TABLES", 2)
+    first = start(tmp_path)
+    plain = SpeculationParams("auto", 5)
+    finish(first, *_wave("b", 5, speculation=plain, tenant="b"))
+    evidence = _evidence(first, "b\0")
+    for tenant in ("c", "d"):
+        finish(first, _request(tenant, [2, 3], speculation=plain, tenant=tenant))
+    first.close()
+    assert _evidence(start(tmp_path), "b\0") == pytest.approx(evidence, rel=1e-3) and evidence > 0
+
+
+def test_what_is_seen_of_scopes_is_bounded() -> None:
+    memory = TaskStore(None, fingerprint="f")
+    first = memory.seen("task", "\0first")
+    for i in range(MAX_SEEN):
+        memory.seen("task", f"\0{i}")
+    assert memory.seen("task", "\0first") is not first
+    last = memory.seen("task", f"\0{MAX_SEEN - 1}")
+    assert memory.seen("task", f"\0{MAX_SEEN - 1}") is last
+    memory.close()
 
 
 def _evidence(engine: Engine, scope: str) -> float:

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
@@ -169,6 +170,16 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     assert loads == [0, 1, 2, 3] and len(engine.slices._tables) == 1
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got if d.request_id == "old")
     assert all(set(d.token_ids) <= {1, 2, 3, 9, 5, 6} for d in got if d.request_id == "new")
+
+
+def test_scopes_of_which_misses_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.engine.slices._MAX_SCOPES", 2)
+    engine, _ = _engine(FakeModel(24, seed=4, alphabet=3), _profile(set(range(6, 24)), 24))
+    missed = []
+    for salt in ("a", "b", "c", "b", "a"):
+        engine.submit(replace(_request((3, 5), "exact", 4), cache_salt=salt))
+        missed.append(sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary))
+    assert [num > 0 for num in missed] == [True, True, True, False, True]
 
 
 def test_each_mode_of_a_profile_keeps_its_t() -> None:
