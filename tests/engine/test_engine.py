@@ -231,7 +231,7 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost(
 
 def test_what_a_prompt_finds_of_its_own_after_a_preemption_is_not_told_as_cached() -> None:
     """Usage and the counter tell what was there when it came."""
-    engine, _ = _engine(num_blocks=11, chunked_prefill_rows=4)
+    engine, _ = _engine(num_blocks=11, chunked_prefill_rows=2)
     engine.submit(request_of("a", [4] * 9, max_tokens=20))
     engine.step()
     told = finish(engine, request_of("b", list(range(2, 16)) * 2, max_tokens=2))
