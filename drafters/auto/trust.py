@@ -194,7 +194,9 @@ class Trust:
         self.restore_arrays(evidence, outcomes)
         self._prior_odds = _odds(self.weights)
         self._prior_factors = self.factors
-        self.forget()
+        self.evidence[:] = 0.0
+        self.outcomes[:] = 0.0
+        self.update()
 
     def update(self) -> None:
         """Fold the evidence into weights (`fit_weights`) and factors."""
@@ -213,14 +215,6 @@ class Trust:
         """Say anew what compiled code reads, and what it learns into, which stays the same."""
         self.fields = Trusts(self.weights, self.factors)
         self.learned_fields: LearnedFields = (self.weights, self.evidence, self.outcomes)
-
-    def forget(self) -> None:
-        """Drop all evidence; the defaults are what is left."""
-        self.evidence[:] = 0.0
-        self.outcomes[:] = 0.0
-        self.fit = CorpusFit()
-        self._without = None
-        self.update()
 
     def table(self) -> list[dict[str, Any]]:
         """The calibration table, for people to read, the most used first: (source, match length,
