@@ -24,7 +24,7 @@ def test_what_is_held_is_bounded_in_outputs_and_prompts() -> None:
     held = LearnedOutputs(100, max_prompt=50, max_output=40)
     rng = Random(1)
     for i in range(500):
-        held.add([i] * rng.randrange(90), [i] * rng.randrange(60))
+        held.add([i] * rng.randrange(90), [i] * rng.randrange(60 if i < 250 else 3))
         examples = held.examples()
         assert held.num_tokens == sum(o.shape[0] for _, o in examples) <= 100
         assert held.num_prompt_tokens == sum(p.shape[0] for p, _ in examples) <= 400
@@ -80,7 +80,8 @@ def test_the_same_additions_hold_the_same_outputs(tmp_path: Path) -> None:
 
     first.save(tmp_path / "kept.bin", fingerprint="f", scope="s")
     again = LearnedOutputs(50)
-    again.restore(tmp_path / "kept.bin", fingerprint="f", scope="s")
+    for _ in range(2):  # in place of what there is
+        again.restore(tmp_path / "kept.bin", fingerprint="f", scope="s")
     assert _outputs(again) == _outputs(first) and again.num_seen == 300
     assert [p.tolist() for p, _ in again.examples()] == [p.tolist() for p, _ in first.examples()]
     smaller = LearnedOutputs(20)

@@ -31,10 +31,19 @@ def finish(engine: Engine, *requests: Request, max_steps: int = 1000) -> dict[st
             told.setdefault(delta.request_id, []).append(delta)
         engine.check()
         if not engine.has_work:
-            engine.tend()
-            engine.check()
+            check_idle(engine)
             return told
     raise AssertionError("the engine makes no progress")
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing is left of requests that have ended."""
+    engine.tend()
+    engine.check()
+    seats, drafts = engine.gain._seats, engine.drafts
+    if not engine.num_open:
+        assert len(seats.free) == len(seats.table), "a seat at Gain was not given back"
+        assert not drafts._num_open, "a choice that is gone is counted as one that may draft"
 
 
 def ids_of(deltas: Sequence[Delta]) -> list[int]:

@@ -28,6 +28,7 @@ from server.types import (
     VocabularyParams,
 )
 from tests.engine.one_token_loop import Outcome, one_token_loop
+from tests.engine.requests import check_idle
 from tests.fakes.fake_drafters import (
     FakeDrafter,
     LikelyDrafter,
@@ -424,8 +425,7 @@ def run_requests(
         step += 1
         assert step < max_steps, "the engine makes no progress"
     collector.take(engine.take_deltas())
-    engine.tend()
-    engine.check()
+    check_idle(engine)
     return collector.results
 
 

@@ -175,7 +175,6 @@ def test_trust_learns_what_holds_in_a_task() -> None:
 
 def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
     drafter = AutoDrafter(corpus=corpus)
-    drafter.trust.forget()
     session = drafter.open([1, 2, 3, 1, 2])
     session.settle()
     session.extend([3, 1, 2])
@@ -185,6 +184,20 @@ def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
     assert np.array_equal(drafter.trust.evidence, once)
     session.extend([3])
     assert drafter.trust.evidence.sum() > once.sum()
+    then = drafter.trust.evidence.copy()
+    session.catch_up([1, 2, 3])  # what it missed is known, and cost no time
+    assert np.array_equal(drafter.trust.evidence, then) and session.size == 12
+
+
+def test_an_end_says_nothing_of_the_corpus(corpus: Corpus) -> None:
+    """It is known from the corpus alone and never drafted: no way of drafting is better at it."""
+    drafter = AutoDrafter(corpus=corpus)
+    session = drafter.open([1, 2, 3])
+    session.settle()
+    session.extend([5, 6])
+    assert drafter.trust.fit.num_tokens == 2
+    session.extend(list(corpus.end_ids())[:1])
+    assert drafter.trust.fit.num_tokens == 2
 
 
 def test_a_tasks_corpus_brings_its_own_trust(corpus: Corpus) -> None:

@@ -173,6 +173,9 @@ def test_a_state_goes_with_its_token() -> None:
     assert session.propose(8, 2).token_ids.tolist() == before
     session.rollback(0)
     assert len(session.propose(8, 2)) == 0
+    session.extend([8])
+    assert len(session.propose(8, 2)) == 0, "the state is not this token's"
+    session.rollback(0)
     session.extend([7] + [4, 5] * MOST_FOLLOWED)
     assert PRIOR not in session.propose(8, 2).source.tolist()
 
