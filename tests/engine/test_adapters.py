@@ -173,6 +173,18 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     engine.close()
 
 
+def test_the_adapter_that_was_used_longest_ago_leaves_memory() -> None:
+    engine, _, own = small(3, 2)
+    for name in own.models:
+        engine.adapters.register(own.order(name), load=False)
+    for i, name in enumerate(("a0@", "a1@", "a0@", "a2@")):
+        engine.submit(ask(f"r{i}", name))
+        run_requests(engine)
+    states = engine.adapters.controls["adapter_states"](None)
+    assert {s["id"] for s in states if s["in_memory"]} == {"a0@", "a2@"}
+    engine.close()
+
+
 def runner_bytes(engine: Engine) -> int:
     """Of the adapter that was used last."""
     states = engine.adapters.controls["adapter_states"](None)
@@ -236,6 +248,27 @@ def test_others_go_on_while_an_adapter_is_read() -> None:
     assert results["waits", 0].finish_reason == "length"
     assert results["late", 0].error_code == "model_not_found"
     assert runner.num_adapters == 0 and engine.adapters.known.get("a0@") is None
+    engine.close()
+
+
+def test_the_grammars_of_a_forgotten_adapter_end_with_its_last_request() -> None:
+    engine, _, own = small(1, 1)
+    closed: list[bool] = []
+
+    class Grammars:
+        """As much of a GrammarCompiler as has threads."""
+
+        def close(self) -> None:
+            closed.append(True)
+
+    engine.adapters.read = lambda order: replace(own.read(order), grammars=Grammars())  # type: ignore[arg-type]
+    engine.adapters.register(own.order("a0@"))
+    settle(engine)
+    engine.submit(ask("r", "a0@"))
+    engine.step()
+    engine.adapters.forget("a0@")
+    assert not closed
+    assert run_requests(engine)["r", 0].finish_reason == "length" and closed == [True]
     engine.close()
 
 

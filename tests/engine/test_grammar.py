@@ -539,6 +539,9 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], An
     small = GrammarCompiler(load, VOCAB, max_kept=4)
     first = small.compile(GrammarSpec("regex", "a"))
     assert small.compile(GrammarSpec("regex", "a")) is first
+    other = small.compile(GrammarSpec("regex", "a"), "b\0")
+    assert other is not first, "how soon it is there would tell what another scope asks"
+    assert small.compile(GrammarSpec("regex", "a"), "b\0") is other
     for i in range(20):
         small.compile(GrammarSpec("regex", f"b{{{i}}}")).result()
     assert small.num_kept == 4

@@ -189,6 +189,17 @@ def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
     assert np.array_equal(drafter.trust.evidence, then) and session.size == 12
 
 
+def test_a_step_that_was_taken_back_is_not_compared(corpus: Corpus) -> None:
+    drafter = AutoDrafter(corpus=corpus)
+    session = drafter.open([1, 2, 3])
+    session.settle()
+    session.extend([5])
+    session.feedback(session.propose(4, 4), [])
+    session.rollback(0)
+    session.extend([9, 8])
+    assert drafter.trust.fit.num_steps == 0
+
+
 def test_an_end_says_nothing_of_the_corpus(corpus: Corpus) -> None:
     """It is known from the corpus alone and never drafted: no way of drafting is better at it."""
     drafter = AutoDrafter(corpus=corpus)
