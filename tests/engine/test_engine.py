@@ -494,6 +494,24 @@ def test_a_passing_failure_costs_no_request() -> None:
     assert sum(r[-1].finish_reason == "length" for r in results.values()) >= 2
 
 
+def test_a_prompt_whose_last_chunk_always_fails_fails_alone() -> None:
+    """A chunk without a draw clears nobody: else all would be computed again for ever."""
+
+    def fail(batch: Batch) -> None:
+        if 13 in batch.token_ids:
+            raise RuntimeError("boom")
+
+    engine, _ = _engine(runner={"fail": fail}, max_num_batched_tokens=8)
+    good = [request_of(f"r{i}", [3 + i, 4], logit_bias=((13, -100.0),)) for i in range(3)]
+    results = finish(engine, *good, request_of("bad", [5] * 18 + [13, 6]))
+    assert (results["bad"][-1].finish_reason, results["bad"][-1].error_code) == (
+        "error", "engine_error",
+    )  # fmt: skip
+    for request in good:
+        assert ids_of(results[request.request_id]) == _alone(request)
+    assert engine.recovery.num_failed_steps == 2
+
+
 def test_a_failed_move_forgets_the_cache_and_recomputes() -> None:
     request = request_of("a", max_tokens=12, speculation=SpeculationParams("d", 6))
     want = _alone(request)
