@@ -124,6 +124,10 @@ def test_choices_of_one_prompt_draft_from_the_step_after_it_and_tell_what_the_ca
     assert [delta.counts.no_draft_reason for delta in first] == ["prefill"] * 2
     for delta in finish(engine)["a"]:
         assert delta.num_cached_tokens == 0 and delta.counts.num_accepted == 6
+    # Nor has either a second seat where each step looks at them.
+    looked_at = replace(request.sampling, presence_penalty=0.5)
+    told = finish(engine, replace(request, request_id="b", sampling=looked_at, arrival_s=1e-3))["b"]
+    assert all(delta.queue_s > 0.0 for delta in told[:2])
 
 
 def test_what_is_evicted_first_is_the_end_of_a_prompt() -> None:

@@ -452,6 +452,11 @@ def test_what_repeats_is_seen_without_an_ask() -> None:
             gain.leave(seat)
         first.append(asked.index(True) if True in asked else 99)
     assert first[0] <= 2 and first[1] >= 6
+    gain = Gain(_line(FIRST_S, ROW_S))
+    seat = gain.seat("a")
+    assert gain.watch(seat, copies[:12], 9)
+    once = gain._scope_of(seat).copy()
+    assert not gain.watch(seat, copies[:12], 9) and np.array_equal(gain._scope_of(seat), once)
 
 
 def test_copies_are_found_as_soon_in_a_long_answer() -> None:
@@ -486,6 +491,11 @@ def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> N
     gain.leave(first)
     many = [gain.seat(i) for i in range(40)]
     assert len(set(many)) == 40 and gain.rests("a")
+    gain = Gain(_line(FIRST_S, ROW_S), capacity=1)
+    first, _ = gain.seat("a", knows=True), gain.seat("a", knows=True)
+    gain.leave(first)
+    gain.seat("b")
+    assert not gain.rests("a"), "its other choice goes on"
 
 
 def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
