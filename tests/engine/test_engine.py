@@ -373,6 +373,9 @@ def test_a_lone_request_drafts_beside_its_prompt() -> None:
     engine, _ = _engine(drafters={"d": drafter}, cost=cost)
     first, *_ = finish(engine, request)["a"]
     assert first.counts.num_accepted > 0 and first.counts.no_draft_reason == ""
+    short = replace(request.sampling, max_tokens=1)
+    (only,) = finish(engine, replace(request, sampling=short))["a"]
+    assert only.counts.no_draft_reason == "length", "no token comes behind it"
 
 
 def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
