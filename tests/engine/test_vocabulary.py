@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafters.tree import DraftTree
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -196,6 +197,20 @@ def test_each_mode_of_a_profile_keeps_its_t() -> None:
         engine.submit(_request((5, 6), mode, 4, max_tokens=4))
         _drain(engine)
     assert loads == [0, 1], "no request drives out what the other mode's come back to"
+
+
+def test_blocks_of_drafts_that_missed_go_back_while_tokens_wait() -> None:
+    wrong = FakeDrafter(lambda _, budget, depth: DraftTree.chain([23] * min(budget, depth)))
+    profile = _profile(set(range(24)), 24)
+    engine, _ = _engine(FakeModel(24, seed=2), profile, drafters={"wrong": wrong})
+    drafts, size = SpeculationParams("wrong", 20), engine.info.block_size
+    engine.submit(_request((3, 5), "exact", 8, speculation=drafts))
+    num_drafted = 0
+    while engine.has_work:
+        num_drafted += sum(delta.counts.num_drafted for delta in engine.step())
+        for sequence in engine.scheduler.running:
+            assert sequence.num_blocks == -(-sequence.num_tokens // size)
+    assert num_drafted > 2 * size
 
 
 def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
