@@ -354,7 +354,7 @@ class Scheduler:
         smaller = max(self.max_num_seqs, num_rows // 2)
         if smaller >= num_rows:
             return False
-        self.max_num_batched_tokens = min(self.max_num_batched_tokens, smaller)
+        self.max_num_batched_tokens = smaller
         _log.warning("a step of %d rows did not fit the memory: now %d at most", num_rows, smaller)
         return True
 
