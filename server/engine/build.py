@@ -117,10 +117,6 @@ class Builder:
         )  # fmt: skip
         return built
 
-    def forget(self) -> None:
-        """Some choice of the last step has ended."""
-        self._seats = self._last = None
-
     def _new(self, rows: Rows, trees: Trees, width: int, last: Built | None) -> Built:
         """A Batch whose rows and draws are still to be laid. last: of the same plain choices."""
         num_items, num_total = len(rows.sequences), trees.nodes.shape[1]

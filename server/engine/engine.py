@@ -348,7 +348,6 @@ class Engine:
         """Hand out the last Delta of a choice, and give back its blocks."""
         self._committer.release(sequence, ending)
         self.scheduler.remove(sequence)
-        self._builder.forget()
         self.slices.leave(sequence)
         request_id = sequence.request.request_id
         sequences = self._open[request_id]

@@ -56,7 +56,11 @@ def _alone(request: Request) -> list[int]:
     """Its text, every Batch of it made anew."""
     engine, runner = _engine()
     num = _counted(runner)
-    results = run_requests(engine, [(0, request)], each_step=lambda _: engine._builder.forget())
+
+    def forget(_: int) -> None:
+        engine._builder._seats = None
+
+    results = run_requests(engine, [(0, request)], each_step=forget)
     assert num == [0]
     return results[request.request_id, 0].ids
 
