@@ -189,6 +189,7 @@ def test_a_request_of_more_choices_than_seats_ends_beside_others() -> None:
     engine = engine_of()
     engine.submit(request("other0", "b", 4, max_tokens=30))
     engine.submit(request("many", "a", 4, n=100, max_tokens=3))
+    assert "many" in {delta.request_id for _ in range(2) for delta in engine.step()}
     ended: list[str] = []
     for i in range(1, 400):
         ended += [delta.request_id for delta in engine.step() if delta.finish_reason]
