@@ -113,7 +113,8 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, list[T]]] = {}  # by level and key, each in order
         self._num_of: dict[str, int] = {}  # that wait, of keys that have some
-        self._clocks: dict[str, int] = {}  # rows
+        # Rows that a key took, and those that others took while it wanted none.
+        self._clocks: dict[str, int] = {}
         self._now = 0
 
     def __len__(self) -> int:
@@ -187,12 +188,8 @@ class FairQueue(Generic[T]):
         self._now = max(self._now, *self._clocks.values(), 0)
         self._clocks.clear()
 
-    def clock(self, key: str) -> int:
-        """Rows that a key took, and those that others took while it wanted none."""
-        return self._clocks.get(key, 0)
-
     def _rank(self, item: T) -> tuple[Any, ...]:
-        return (self.clock(item.place[1]), *item.order)
+        return (self._clocks.get(item.place[1], 0), *item.order)
 
 
 # -- which rows ------------------------------------------------------------------------------------
@@ -378,8 +375,6 @@ class Scheduler:
         left = self.max_num_batched_tokens - len(plan.decoding)
         if len(plan.decoding) and (others or self.num_waiting_tokens):
             left = min(left, self._chunked_prefill_rows(plan.decoding))
-        if len(self._held) > 1:
-            others.sort(key=self._prompt_rank)
         for sequence in others:
             if left > 0 and sequence.status is Status.RUNNING:
                 left -= self._grant(sequence, left, plan)
@@ -393,11 +388,6 @@ class Scheduler:
                 break
             left -= self._grant(sequence, left, plan)
         return self._rows(plan)
-
-    def _prompt_rank(self, sequence: Sequence) -> tuple[int, int]:
-        """Whose prompt under way gets rows first: by priority, then by what keys took."""
-        request = sequence.request
-        return -request.priority, self.waiting.clock(request.tenant)
 
     def _make_way(self, sequence: Sequence, plan: _Plan) -> bool:
         """Preempt a choice for a waiting one that was not admitted and whose key stays within its
