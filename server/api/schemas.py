@@ -119,6 +119,8 @@ class _Taken:
                 taken[key] = {
                     name: self.schema(item, f"{at}.{_shown(name)}") for name, item in value.items()
                 }
+            elif key in ("const", "enum") and not _keeps_digits(value):
+                self._leave_out(at, "has a number of too many digits, which cannot be held")
             elif key in _VALUES:
                 taken[key] = value
             elif key in _COUNTS:
@@ -331,13 +333,23 @@ def _whole(number: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
+def _keeps_digits(value: Any) -> bool:
+    """Whether integers of a value stay what they are as 64-bit floats, as grammars read them."""
+    if isinstance(value, (dict, list)):
+        return all(map(_keeps_digits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or (abs(value) <= LARGEST_NUMBER and float(value) == value)
+
+
 def _drawn_in(key: str, bound: Any) -> Any:
-    """A bound that is further from 0 than LARGEST_NUMBER, at it, where that allows less."""
-    if not isinstance(bound, (int, float)) or isinstance(bound, bool):
+    """A bound that is further from 0 than LARGEST_NUMBER, at it, where that allows less; one of
+    more than 53 bits at a next multiple of 128, which a 64-bit float holds."""
+    if not _is_number(bound):
         return bound
-    if key.lower().endswith("minimum"):
-        return max(bound, -LARGEST_NUMBER)
-    return min(bound, LARGEST_NUMBER)
+    is_least = key.lower().endswith("minimum")
+    bound = max(bound, -LARGEST_NUMBER) if is_least else min(bound, LARGEST_NUMBER)
+    if isinstance(bound, int) and 1 << 53 < abs(bound) < LARGEST_NUMBER:
+        return -(-bound // 128 * 128) if is_least else bound // 128 * 128
+    return bound
 
 
 # --- objects that have no other members -----------------------------------------------------------

@@ -135,6 +135,13 @@ TAGS = {"type": "array", "items": TEXT, "uniqueItems": True}
         # The same in other words.
         ({"minItems": 1.0}, {"minItems": 1}),
         ({"minimum": -3.4e38, "maximum": 3.4e38}, {"minimum": -1e18, "maximum": 1e18}),
+        # Integers that a 64-bit float does not hold.
+        (
+            {"minimum": 2**53 + 1, "maximum": 10**18 - 1},
+            {"minimum": 2**53 + 128, "maximum": 10**18 - 128},
+        ),
+        ({"maximum": -(2**53) - 1}, {"maximum": -(2**53) - 128}),
+        ({"enum": [2**53, 10**18]}, {"enum": [2**53, 10**18]}),
         (
             {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": TEXT},
             {"properties": {"a": TEXT, "b": TEXT}, "additionalProperties": False},
@@ -170,6 +177,8 @@ def test_what_is_taken(schema: dict[str, Any], taken: dict[str, Any]) -> None:
         ({"allOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties cannot"),
         ({"propertyNames": {"format": "uuid"}}, "propertyNames cannot be held"),
         ({"pattern": r"\\(?=a)"}, "pattern looks ahead or behind"),
+        ({"enum": ["a", {"id": [2**53 + 1]}]}, "enum has a number of too many digits"),
+        ({"items": {"const": 2**63}}, "items.const has a number of too many digits"),
     ],
 )
 def test_what_is_refused_is_told_with_its_path_and_left_out_when_asked(
