@@ -465,8 +465,11 @@ def _translated(
             _check_neutral(model, path[0], value, name)
             continue
         inside = ours
-        for part in path[:-1]:
-            inside = ours[part] = dict(ours.get(part) or {})
+        if path[:-1]:
+            inside = ours.get(path[0], {})
+            if not isinstance(inside, dict):
+                continue  # what is wrong with it is told where it is checked
+            inside = ours[path[0]] = dict(inside)
         before = inside.setdefault(path[-1], value)
         if before is not value and (before != value or type(before) is not type(value)):
             other = spelled.get(path, ".".join(path))

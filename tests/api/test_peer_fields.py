@@ -139,6 +139,8 @@ def test_what_others_call_otherwise_is_honoured(
         ({"regex": 3}, "regex", "invalid_value"),
         ({"regex": "a", "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
          "invalid_value"),
+        ({"regex": "a", "structured_outputs": "b"}, "structured_outputs", "invalid_value"),
+        ({"regex": "a", "structured_outputs": []}, "structured_outputs", "invalid_value"),
         ({"grammar": "root ::= nothing"}, "grammar", "invalid_value"),
         ({"guided_json": {"not": {}}}, "guided_json", "unsupported_parameter"),
         ({"n_predict": 10_000, "max_tokens": None}, "n_predict", "context_length_exceeded"),
