@@ -186,7 +186,7 @@ def _schema_of(value: Any, at: str) -> Any:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise InvalidRequestError("the text is not JSON.", at=at) from None
-    if not isinstance(value, (dict, bool)):
+    if not isinstance(value, dict):
         raise InvalidRequestError("a schema is an object.", at=at)
     return value
 

@@ -75,6 +75,8 @@ STRUCTURED: list[tuple[str, dict[str, Any], type[RequestError]]] = [
     (".choice", {"choice": []}, InvalidRequestError),
     (".grammar", {"grammar": "start: nothing"}, InvalidRequestError),
     (".json", {"json": "{"}, InvalidRequestError),
+    (".json", {"json": True}, InvalidRequestError),
+    (".json", {"json": "false"}, InvalidRequestError),
     (".json", {"json": {"not": {"type": "string"}}}, InvalidRequestError),
     (".json", {"json": {"$ref": "http://127.0.0.1:9/schema"}}, InvalidRequestError),
     (
@@ -117,6 +119,7 @@ def test_what_is_refused_names_its_field(
     assert caught.value.param == param
     assert caught.value.status == 400
     assert caught.value.message.isprintable() and len(caught.value.message) < 300
+    assert "Expecting object schema" not in caught.value.message, "the library's own words"
 
 
 async def test_a_slow_grammar_does_not_stall_the_loop() -> None:
