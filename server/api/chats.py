@@ -30,6 +30,7 @@ from server.api.tools import (
 from server.errors import (
     InvalidBodyError,
     InvalidRequestError,
+    LimitExceededError,
     RequestError,
     UnsupportedFieldError,
     echoed,
@@ -213,7 +214,17 @@ async def _forced(
     forced = force_call(style, tools.callable, parallel=tools.parallel)
     grammar = grammar_of_prepared(forced.schema, "tools")
     scope = scope_of(target.tenant, body.cache_salt or "")
-    await orders.grammars.check(grammar, "tools", scope)
+    try:
+        await orders.grammars.check(grammar, "tools", scope)
+    except LimitExceededError:
+        raise  # it may be theirs together, and looking took its time
+    except InvalidRequestError:
+        for tool in chat.tools:  # whose schema is it?
+            if tool.name in tools.callable:
+                at = f"{tool.at}.parameters"
+                alone = grammar_of_prepared(tools.callable[tool.name], at)
+                await orders.grammars.check(alone, at, scope)
+        raise
     return forced, (grammar, "tools")
 
 

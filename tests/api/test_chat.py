@@ -717,7 +717,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
      "tool_choice.allowed_tools"),
     ({"model": "hermes", "tool_choice": "required",
       "tools": [weather(parameters={"type": "object", "properties": {"a": {"type": "what"}}})]},
-     "tools"),
+     "tools[0].function.parameters"),
+    ({"model": "hermes", "tool_choice": "required",
+      "tools": [weather(), weather("g", parameters={"properties": {"a": {"$ref": "#/no"}}})]},
+     "tools[1].function.parameters"),
     ({"model": "hermes", **one(role="tool")}, "messages[0].tool_call_id"),
     ({"model": "hermes", **one(role="assistant", tool_calls=[
         {**HERMES_CALL, "function": {"name": "f", "arguments": "[1]"}}])},
