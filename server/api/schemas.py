@@ -21,15 +21,15 @@ in the schema's order, and an integer has no fraction (1, never 1.0).
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 from urllib.parse import quote, unquote
 
-from server.api.bodies import depth
-from server.errors import LimitExceededError, UnsupportedFieldError, echoed
+from server.api.bodies import depth, parse_object
+from server.errors import InvalidBodyError, LimitExceededError, UnsupportedFieldError, echoed
 from server.grammar_text import MAX_SOURCE_CHARS
 
 MAX_DEPTH = 32
@@ -462,7 +462,9 @@ _LIMITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "maximum": lambda v, bound: v <= bound,
     "exclusiveMinimum": lambda v, bound: v > bound,
     "exclusiveMaximum": lambda v, bound: v < bound,
-    "multipleOf": lambda v, bound: bound > 0 and math.remainder(v, bound) == 0,
+    "multipleOf": lambda v, bound: (
+        bound > 0 and (Fraction(str(v)) / Fraction(str(bound))).denominator == 1
+    ),
 }
 
 
@@ -486,9 +488,8 @@ class StrictArguments:
         """Whether the text is a JSON object that matches the schema."""
         self._num_steps = 0
         try:
-            value = json.loads(text)
-            return isinstance(value, dict) and self._matches(self._root, value)
-        except (ValueError, RecursionError, OverflowError, _TooManySteps):
+            return self._matches(self._root, parse_object(text.encode()))
+        except (InvalidBodyError, RecursionError, OverflowError, _TooManySteps):
             return False
 
     def _learn(self, schema: Any) -> None:

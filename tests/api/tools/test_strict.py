@@ -69,6 +69,17 @@ def test_equality_is_that_of_json() -> None:
     assert not check.fits('{"c": false}')
 
 
+def test_a_multiple_is_one_of_the_decimals_that_are_written() -> None:
+    check = StrictArguments({"properties": {"price": {"multipleOf": 0.01}}}, "x")
+    assert all(check.fits(f'{{"price": {price}}}') for price in ("0.3", "19.99", "1e22", "-7"))
+    assert not any(check.fits(f'{{"price": {price}}}') for price in ("0.305", "1e-9", "NaN"))
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '1, "a": 1'])
+def test_what_a_client_could_not_send_back_does_not_fit(value: str) -> None:
+    assert not StrictArguments({}, "x").fits(f'{{"a": {value}}}')
+
+
 @pytest.mark.parametrize(
     "schema",
     [
