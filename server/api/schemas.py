@@ -66,7 +66,7 @@ _APPLIES = frozenset(
     {"$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"}
 )
 _REST = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
-_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?:[=!]|<[=!])")
+_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:[=!]|<[=!])|\\[bB])")
 _TEXT_ONLY = frozenset({"type", "$comment", "description", "title"})
 
 
@@ -99,6 +99,7 @@ class _Taken:
 
     def __init__(self, root: Any, at: str, is_lenient: bool, tool: str) -> None:
         self._root = root
+        self._has_ids = '"$id"' in json.dumps(root)
         self._at = at
         self._is_lenient = is_lenient
         self._tool = tool
@@ -129,6 +130,9 @@ class _Taken:
                 taken[key] = _drawn_in(key, value)
             elif key == "$ref" and isinstance(value, str):  # clients write names as they are
                 taken[key] = quote(value, safe="#%/?:@!$&'()*+,;=")
+                if value[:1] not in ("", "#") and not self._has_ids:
+                    self._leave_out(at, "refers to another document, and nothing is fetched")
+                    del taken[key]
             elif not _says_nothing(key, value, schema):
                 taken[key] = self.schema(value, at)
         for key in [key for key in taken if key in _NOT_HELD]:

@@ -177,6 +177,8 @@ def test_what_is_taken(schema: dict[str, Any], taken: dict[str, Any]) -> None:
         ({"allOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties cannot"),
         ({"propertyNames": {"format": "uuid"}}, "propertyNames cannot be held"),
         ({"pattern": r"\\(?=a)"}, "pattern looks ahead or behind"),
+        ({"pattern": r"^\w+\b"}, "pattern looks ahead or behind"),
+        ({"items": {"$ref": "http://127.0.0.1/x"}}, "items.$ref refers to another document"),
         ({"enum": ["a", {"id": [2**53 + 1]}]}, "enum has a number of too many digits"),
         ({"items": {"const": 2**63}}, "items.const has a number of too many digits"),
     ],
@@ -194,8 +196,14 @@ def test_what_is_refused_is_told_with_its_path_and_left_out_when_asked(
 
 
 def test_a_pattern_with_an_escaped_bracket_is_no_look_around() -> None:
-    schema = {"pattern": r"a\(?=b"}
+    for pattern in (r"a\(?=b", r"a\\b"):
+        assert prepared({"pattern": pattern}, "schema", SchemaRules()) == {"pattern": pattern}
+
+
+def test_a_reference_to_an_id_of_the_document_stays() -> None:
+    schema = {"$ref": "http://a.b/c", "$defs": {"c": {"$id": "http://a.b/c", "const": 1}}}
     assert prepared(schema, "schema", SchemaRules()) == schema
+    assert not grammar_problem(grammar_of_schema(schema, "schema", SchemaRules()))
 
 
 @pytest.mark.parametrize("reference", ["地址 <T>", "%E5%9C%B0%E5%9D%80%20%3CT%3E"])
