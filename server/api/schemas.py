@@ -358,13 +358,13 @@ def _drawn_in(key: str, bound: Any) -> Any:
 
 # --- objects that have no other members -----------------------------------------------------------
 
-_SAYS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
-_MIXES = frozenset({"$ref", "allOf", "anyOf", "if", "oneOf"})
-_TURNS = frozenset({"dependentSchemas", "if", "not"})
+_SAYS = frozenset({"additionalProperties", "patternProperties"})
+_MIXES = frozenset({"$ref", "allOf", "anyOf"})
 
 
 def close_described(schema: Any) -> Any:
-    """The schema, closed where an object describes its members and nothing else adds to them.
+    """A schema that can be held, closed where an object describes its members and nothing else adds
+    to them.
 
     Objects without `properties` stay as they are: they are meant to hold anything. Where a schema
     is put together from parts that describe one object (allOf, $ref or anyOf beside properties) no
@@ -419,19 +419,15 @@ def _is_mixed(schema: Any) -> bool:
         return any(map(_is_mixed, schema))
     if not isinstance(schema, Mapping):
         return False
-    if _TURNS.intersection(schema):
-        return True
     parts = schema.get("allOf")
     if parts is not None and (not isinstance(parts, (list, tuple)) or len(parts) != 1):
         return True
     if "properties" in schema and ("$ref" in schema or parts is not None):
         return True
-    given = (schema.get(key) for key in ("anyOf", "oneOf"))
-    turns = [turn for turn in given if isinstance(turn, (list, tuple))]
-    if "properties" in schema and any(
-        isinstance(part, Mapping) and "$ref" in part for turn in turns for part in turn
-    ):
-        return True
+    turns = schema.get("anyOf")
+    if "properties" in schema and isinstance(turns, (list, tuple)):
+        if any(isinstance(part, Mapping) and "$ref" in part for part in turns):
+            return True
     return any(
         any(map(_is_mixed, value.values()))
         if key in _NAMED and isinstance(value, Mapping)
