@@ -50,7 +50,7 @@ _ONE = "a response is one message"
 
 
 class FormatBody(JsonSchemaBody):
-    """text.format. Name and strict change nothing: a schema always holds."""
+    """text.format."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -161,6 +161,10 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
             "responses are not stored, and only the last items are kept in memory; only false is "
             "taken, got true.",
             at="store",
+        )
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise UnsupportedFieldError(
+            "a response's usage is told with its end.", at="stream_options.continuous_usage_stats"
         )
     turns = (
         [Turn("user", body.input, "input")]
