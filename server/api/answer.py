@@ -211,7 +211,7 @@ class Choice:
             if ended is not None:
                 events += reader.finish()
         if ended is not None:
-            is_cut = ended != "stop" or (self._is_forced and delta.stop_reason)  # by a stop string
+            is_cut = ended != "stop" or (self._is_forced and delta.stop_reason not in (None, b""))
             called = reader is not None and reader.num_calls > 0 and not is_cut
             self.finish_reason = "tool_calls" if called else ended
             self.stop_reason = delta.stop_reason

@@ -578,15 +578,18 @@ def test_a_forced_call_is_opened_by_the_server_and_held_to_its_schema(
     assert json.loads(request.grammar.source) == schema
 
 
-def test_a_forced_call_that_a_stop_string_cuts_is_no_call(
-    server: LiveServer, engines: dict[str, ScriptedEngine]
+@pytest.mark.parametrize("stop_reason", [b";", 0])
+def test_a_forced_call_that_a_stop_cuts_is_no_call(
+    server: LiveServer, engines: dict[str, ScriptedEngine], stop_reason: bytes | int
 ) -> None:
     engines["hermes"].script = lambda r: steps_of(
-        r, encode('{"city": "A;'), finish_reason="stop", stop_reason=b";"
+        r, encode('{"city": "A;'), finish_reason="stop", stop_reason=stop_reason
     )
-    body = {"model": "hermes", "tools": [weather()], "tool_choice": "required", "stop": ";"}
+    body = {"model": "hermes", "tools": [weather()], "tool_choice": "required", "stop": ";",
+            "stop_token_ids": [0]}  # fmt: skip
     [choice] = chat(server, **body).json()["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ";")
+    told = 0 if stop_reason == 0 else ";"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", told)
     assert choice["message"]["content"] == '{"city": "A' and "tool_calls" not in choice["message"]
     assert events(chat(server, **body, stream=True))[-1]["choices"][0]["finish_reason"] == "stop"
 
