@@ -6,12 +6,14 @@ test_decisions_of_a_model.py has a model's own numbers.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
+import server.api.faces.decisions as decisions_module
 from server.api.chat_template import ChatTemplate
 from server.api.faces.decisions import (
     Labeller,
@@ -216,6 +218,31 @@ def test_what_is_wrong_is_named(
 ) -> None:
     body = {"model": "tiny", "input": "hi", "questions": [PREDICATE], **change}
     check(server.post("/v1/decisions", **body), 400, code, param)
+
+
+def test_long_descriptions_are_read_beside_the_loop_and_those_that_cannot_fit_not_at_all(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """250 options with descriptions of 60,000 characters held all clients for a minute."""
+    threads: list[str] = []
+
+    def reads(*given: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return read(*given)
+
+    read = decisions_module._prompt_ids
+    monkeypatch.setattr(decisions_module, "_prompt_ids", reads)
+
+    def choice(num_chars: int) -> dict[str, Any]:
+        return {
+            **CHOICE,
+            "choices": [{"value": "a", "description": "x" * num_chars}, {"value": "b"}],
+        }
+
+    told = check(ask(server, choice(60_000)), 400, "context_length_exceeded", "input")
+    assert told.startswith("questions[0]: ") and threads == []
+    assert ask(server, *[choice(60)] * 80).status_code == 200
+    assert len(threads) == 80 and all(name.startswith("tokenize") for name in threads)
 
 
 def test_without_a_model_the_first_is_asked(server: LiveServer) -> None:

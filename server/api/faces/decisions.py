@@ -518,17 +518,21 @@ class QuestionFace(Face):
         """
         arrival_s = time.monotonic()
         task, model, limits = target.task, target.model, self.context.limits
-        room = target.room
+        room, both = target.room, "input and question have"
         if task.limits.max_prompt_tokens is not None:
             room = min(room, task.limits.max_prompt_tokens)
 
-        def check(num_shared: int) -> None:
-            if num_shared > room:
+        def check(what: str, num_tokens: int, at: str) -> None:
+            if num_tokens > room:
                 raise ContextLengthExceededError(
-                    f"the context holds {room} tokens, but the input has {num_shared} or more. "
+                    f"the context holds {room} tokens, but {what} {num_tokens} or more. "
                     "Nothing is truncated.",
-                    at=text_at,
+                    at=at,
+                    param=text_at,
                 )
+
+        def check_input(num_shared: int) -> None:
+            check("the input has", num_shared, text_at)
             check_total(num_shared * len(questions))
 
         def check_total(num_tokens: int) -> None:
@@ -540,7 +544,7 @@ class QuestionFace(Face):
                 )
 
         def encode() -> list[tuple[list[int], tuple[int, ...]]]:
-            check(len(_encode(model, [text])[0]))
+            check_input(len(_encode(model, [text])[0]))
             labeller = self._labellers.get(model.name)
             if labeller is None:
                 labeller = self._labellers[model.name] = Labeller(partial(_encode, model))
@@ -549,24 +553,20 @@ class QuestionFace(Face):
                 options = [option.shown for option in question.options] or ["Yes", "No"]
                 labels = labeller.labels(options, question.at)
                 whole = f"{text}\n\n{question.text(labels)}"
+                check(both, len(whole) // model.longest_token, question.at)
                 prompts.append((_prompt_ids(model, whole, labels.tail, text_at), labels.token_ids))
             return prompts
 
         # The texts of all questions together must be bounded before they are made.
-        check(len(text.encode()) // model.longest_token)
+        check_input(len(text.encode()) // model.longest_token)
         num_chars = len(text) * len(questions) + sum(
-            len(question.instructions) + sum(len(option.shown) for option in question.options)
+            len(question.instructions)
+            + sum(len(option.shown) + len(option.description or "") for option in question.options)
             for question in questions
         )
         prompts = await self.context.orders.work(encode, num_chars)
         for question, (ids, _) in zip(questions, prompts, strict=True):
-            if len(ids) > room:
-                raise ContextLengthExceededError(
-                    f"the context holds {room} tokens, but input and question have {len(ids)}. "
-                    "Nothing is truncated.",
-                    at=question.at,
-                    param=text_at,
-                )
+            check(both, len(ids), question.at)
         check_total(sum(len(ids) for ids, _ in prompts))
         timeout_s = tighter(limits.queue_timeout_s, task.limits.queue_timeout_s)
         return [
