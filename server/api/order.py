@@ -202,10 +202,10 @@ class Orders:
         vocabulary = vocabulary_of(body, task)
         timeout_s = tighter(self.limits.queue_timeout_s, task.limits.queue_timeout_s)
         echo_logprobs = [body.prompt_logprobs, generation.logprobs if generation.echo else None]
-        requests, num_truncated = [], 0
+        requests, num_truncated, num_chars = [], 0, sum(map(len, prompts))
         for i, prompt in enumerate(prompts):
             at = names["prompt"] if len(prompts) == 1 else f"{names['prompt']}[{i}]"
-            ids = await self._prompt_ids(generation, prompt, target, at)
+            ids = await self._prompt_ids(generation, prompt, target, at, num_chars)
             if generation.truncate_to is not None:
                 num_truncated += max(0, len(ids) - generation.truncate_to)
                 ids = ids[-generation.truncate_to :]
@@ -272,11 +272,12 @@ class Orders:
 
     # --- texts and ids ---
 
-    async def encode(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
-        """The ids of a text; long texts are done in a thread."""
-        if len(text) < LONG_TEXT_CHARS:
-            return _encoded(model, text, add_special)
-        return await self.work(lambda: _encoded(model, text, add_special), len(text))
+    async def encode(
+        self, model: ServedModel, text: str, *, add_special: bool, num_chars: int = 0
+    ) -> list[int]:
+        """The ids of a text; long texts are done in a thread. num_chars: of all of a request's."""
+        num_chars = max(num_chars, len(text))
+        return await self.work(lambda: _encoded(model, text, add_special), num_chars)
 
     async def work(self, do: Callable[[], _T], num_chars: int) -> _T:
         """Run `do`, which reads num_chars characters: here, or in a thread if they are many."""
@@ -296,14 +297,20 @@ class Orders:
             raise _too_long(names, names["prompt"], at_least, max_tokens, target.room, least=True)
 
     async def _prompt_ids(
-        self, generation: Generation, prompt: str | list[int], target: Target, at: str
+        self,
+        generation: Generation,
+        prompt: str | list[int],
+        target: Target,
+        at: str,
+        num_chars: int,
     ) -> list[int]:
+        """num_chars: of all prompts."""
         model, names = target.model, generation.names
         if isinstance(prompt, str):
             if generation.truncate_to is None:
                 self.check_size(len(prompt.encode()), target, generation.max_tokens, names)
             special = generation.adds_special_tokens
-            ids = await self.encode(model, prompt, add_special=special)
+            ids = await self.encode(model, prompt, add_special=special, num_chars=num_chars)
             if not ids:
                 raise InvalidRequestError(
                     "the prompt has no tokens; it cannot be empty.", at=at, param=names["prompt"]

@@ -88,8 +88,10 @@ def test_long_texts_are_tokenized_off_the_loop() -> None:
     takes = orders(models=[model])
     completion(takes, prompt="the " * 10)
     completion(takes, prompt="the " * 2000)
+    completion(takes, prompt=["the " * 100] * 20)  # long together
     takes.close()
-    assert "MainThread" in threads[0] and "tokenize" in threads[1]
+    assert "MainThread" in threads[0]
+    assert len(threads) == 22 and all("tokenize" in name for name in threads[1:])
 
 
 def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
