@@ -358,8 +358,7 @@ def _drawn_in(key: str, bound: Any) -> Any:
 
 # --- objects that have no other members -----------------------------------------------------------
 
-_SAYS = frozenset({"additionalProperties", "patternProperties"})
-_MIXES = frozenset({"$ref", "allOf", "anyOf"})
+_SAYS = frozenset({"additionalProperties", "patternProperties", "anyOf"})
 
 
 def close_described(schema: Any) -> Any:
@@ -385,7 +384,7 @@ def close_all(schema: Any) -> Any:
 
 
 def _close_one(part: dict[str, Any]) -> dict[str, Any]:
-    if "properties" in part and not _SAYS.intersection(part) and not _MIXES.intersection(part):
+    if "properties" in part and not _SAYS.intersection(part):
         part["additionalProperties"] = False
         members, required = part["properties"], part.get("required")
         if isinstance(members, dict) and isinstance(required, list):
@@ -406,7 +405,7 @@ def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
             changed[key] = {name: mapped(item, change) for name, item in value.items()}
-        elif key in _VALUES or (described and key in _MIXES):
+        elif key in _VALUES or (described and key == "anyOf"):
             changed[key] = value
         else:
             changed[key] = mapped(value, change)
@@ -468,10 +467,6 @@ _LIMITS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
-class _TooManySteps(Exception):
-    pass
-
-
 class StrictArguments:
     """The check of one tool. at: the path of its schema in the body, for errors.
 
@@ -489,7 +484,7 @@ class StrictArguments:
         self._num_steps = 0
         try:
             return self._matches(self._root, parse_object(text.encode()))
-        except (InvalidBodyError, RecursionError, OverflowError, _TooManySteps):
+        except (InvalidBodyError, RecursionError, OverflowError):
             return False
 
     def _learn(self, schema: Any) -> None:
@@ -521,7 +516,7 @@ class StrictArguments:
     def _matches(self, schema: Any, value: Any) -> bool:
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
-            raise _TooManySteps
+            raise RecursionError
         if isinstance(schema, bool):
             return schema
         reference = schema.get("$ref")
