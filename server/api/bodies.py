@@ -631,7 +631,7 @@ MAX_DEPTH = 64
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLOSE = (("connection", "close"),)
-"""The rest of an unread body must not be taken for the next request."""
+"""What is left of a body that may never end, or is too slow, is not waited for."""
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -644,8 +644,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaTypeError(
-            f"Compressed bodies are not accepted (content-encoding {echoed(encoding, 40)}).",
-            headers=_CLOSE,
+            f"Compressed bodies are not accepted (content-encoding {echoed(encoding, 40)})."
         )
     media, _, parameters = headers.get("content-type", "").partition(";")
     media = media.strip().lower()
@@ -653,11 +652,11 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         media.startswith("application/") and media.endswith("+json")
     ):
         raise UnsupportedMediaTypeError(
-            f"The content-type must be application/json, not {echoed(media, 60)}.", headers=_CLOSE
+            f"The content-type must be application/json, not {echoed(media, 60)}."
         )
     charset = re.search(r"charset\s*=\s*\"?([\w.-]+)", parameters, re.IGNORECASE)
     if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
-        raise UnsupportedMediaTypeError("The body must be UTF-8.", headers=_CLOSE)
+        raise UnsupportedMediaTypeError("The body must be UTF-8.")
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise _too_large(max_bytes)
@@ -666,7 +665,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 if len(body) + len(part) > max_bytes:
-                    raise _too_large(max_bytes)
+                    raise _too_large(max_bytes, _CLOSE)
                 body += part
     except TimeoutError:
         raise BodyTimeoutError(
@@ -675,9 +674,9 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     return bytes(body)
 
 
-def _too_large(max_bytes: int) -> BodyTooLargeError:
+def _too_large(max_bytes: int, headers: tuple[tuple[str, str], ...] = ()) -> BodyTooLargeError:
     return BodyTooLargeError(
-        f"The body is larger than the limit of {max_bytes} bytes.", headers=_CLOSE
+        f"The body is larger than the limit of {max_bytes} bytes.", headers=headers
     )
 
 
