@@ -277,6 +277,8 @@ class Orders:
     ) -> list[int]:
         """The ids of a text; long texts are done in a thread. num_chars: of all of a request's."""
         num_chars = max(num_chars, len(text))
+        if num_chars < LONG_TEXT_CHARS:
+            return _encoded(model, text, add_special)
         return await self.work(lambda: _encoded(model, text, add_special), num_chars)
 
     async def work(self, do: Callable[[], _T], num_chars: int) -> _T:

@@ -198,7 +198,7 @@ class Drafts:
         self._is_beside = is_beside
         self._states = states
         self._logged: set[str] = set()
-        self._num_open = 0  # choices that have a drafter
+        self.num_open = 0  # choices that have a drafter
         self._late: list[Sequence] | None = None  # of a step with prompts
         self._rest: _Rest | None = None
 
@@ -228,7 +228,7 @@ class Drafts:
                 (sequence.drafter_name, reads_states), knows = unmade, False
             knows = knows or (self._states is not None and reads_states)
             sequence.gain_seat = seat = self._gain.seat(scope, knows=knows)
-            self._num_open += 1
+            self.num_open += 1
             sequence.is_resting = not self._gain.is_asked(seat)
         except Exception as error:
             self.disable(sequence, error)
@@ -246,7 +246,7 @@ class Drafts:
             sequences, self._late = self._late, None
             self._settle(s for s in sequences if s.status is Status.RUNNING)
         num = len(rows.sequences)
-        self.is_off = not self._num_open
+        self.is_off = not self.num_open
         if self.is_off:
             return no_trees(num)
         rest = self._rest
@@ -614,7 +614,7 @@ class Drafts:
             self._end_rest()  # it may be one of those that rest
             self._gain.leave(sequence.gain_seat)
             sequence.gain_seat = -1
-            self._num_open -= 1
+            self.num_open -= 1
         try:
             if session is not None:
                 session.close()

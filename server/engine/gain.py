@@ -460,7 +460,7 @@ class Gain:
         self._capacity = capacity
         self._in_tokens = np.zeros(2)  # what a token saves and a node takes, at the last step
         self._scopes = _Rows(_NUM_COLUMNS)
-        self._seats = _Rows(4)
+        self.seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
 
     # -- who is known -----------------------------------------------------------------------
@@ -484,14 +484,14 @@ class Gain:
         else:
             self._known.move_to_end(key)
             self._scopes.table[row, _SEATS] += 1.0
-        seat = self._seats.take()
-        self._seats.table[seat, _SCOPE] = row
+        seat = self.seats.take()
+        self.seats.table[seat, _SCOPE] = row
         return seat
 
     def leave(self, seat: int) -> None:
         """The choice has ended."""
-        self._scope_of(seat)[_SEATS] -= 1.0
-        self._seats.free.append(seat)
+        self.scope_of(seat)[_SEATS] -= 1.0
+        self.seats.free.append(seat)
 
     def _forget_one(self) -> None:
         """Of the scopes without a choice, the one that was used longest ago."""
@@ -516,7 +516,7 @@ class Gain:
         curve, host, verdicts = self.cost.curve, self.host.numbers, np.empty((len(seats), 3))
         most = most_nodes(curve, host, shape, room, _NO_CHANCES, _NO_ORDER)
         num = weigh(
-            self._scopes.table, self._seats.table, np.array(seats, np.int64), curve, host, shape,
+            self._scopes.table, self.seats.table, np.array(seats, np.int64), curve, host, shape,
             most, verdicts, self._in_tokens,
         )  # fmt: skip
         why = ["" if is_asked else "cooldown" for is_asked in verdicts[:, 0].tolist()]
@@ -524,12 +524,12 @@ class Gain:
 
     def is_asked(self, seat: int) -> bool:
         """Whether a choice of this scope would be asked, if there is room, as last weighed."""
-        return self.cost is None or bool(self._scope_of(seat)[_IS_ASKED])
+        return self.cost is None or bool(self.scope_of(seat)[_IS_ASKED])
 
     def rested(self, seats: Sequence[int], num_steps: int) -> None:
         """So many steps of these choices were taken without `ask`, and without drafts."""
         if self.cost is not None and num_steps:
-            rest(self._scopes.table, self._seats.table, np.array(seats, np.int64), num_steps)
+            rest(self._scopes.table, self.seats.table, np.array(seats, np.int64), num_steps)
 
     def choose(
         self, seats: Int64, start: Int32, certain: Int32, claims: Float64, shape: StepShape,
@@ -545,7 +545,7 @@ class Gain:
         total, taken = claims.shape[0], np.zeros(seats.shape[0], np.int64)
         if total == 0 or room <= 0:
             return taken
-        tables = self._scopes.table, self._seats.table
+        tables = self._scopes.table, self.seats.table
         chances, owners = np.empty(total), np.empty(total, np.int64)
         expect(*tables, seats, start, certain, claims, chances, owners)
         order = np.argsort(-chances, kind="stable")
@@ -562,7 +562,7 @@ class Gain:
     def observe_asks(self, seats: Int64, start: Int32, certain: Int32, claims: Float64) -> int:
         """Who was asked proposed these nodes, maybe none; returns how many were. seats: -1 for a
         tree of which nobody was asked. The others: see choose."""
-        return note_asks(self._scopes.table, self._seats.table, seats, start, certain, claims)
+        return note_asks(self._scopes.table, self.seats.table, seats, start, certain, claims)
 
     def observe_drafts(
         self, seats: Int64, start: Int32, certain: Int32, claims: Float64, came: Int32
@@ -571,7 +571,7 @@ class Gain:
         tree of which nothing is known, else 0. seats: -1 where there is none. The others: see
         choose."""
         note_drafts(
-            self._scopes.table, self._seats.table, seats, start, certain, claims, came,
+            self._scopes.table, self.seats.table, seats, start, certain, claims, came,
             self._in_tokens,
         )  # fmt: skip
 
@@ -580,7 +580,7 @@ class Gain:
         was watched for already are left out. Returns whether its scope begins to repeat."""
         if self.cost is None:
             return False
-        own, scope = self._seats.table[seat], self._scope_of(seat)
+        own, scope = self.seats.table[seat], self.scope_of(seat)
         start, own[_WATCHED] = max(start, int(own[_WATCHED])), ids.shape[0]
         num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
         before = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY)
@@ -590,6 +590,6 @@ class Gain:
 
     # -- the estimate -----------------------------------------------------------------------
 
-    def _scope_of(self, seat: int) -> Float64:
-        scope: Float64 = self._scopes.table[int(self._seats.table[seat, _SCOPE])]
+    def scope_of(self, seat: int) -> Float64:
+        scope: Float64 = self._scopes.table[int(self.seats.table[seat, _SCOPE])]
         return scope

@@ -23,7 +23,7 @@ TaskControl hands it the outputs of requests that have finished well, makes draf
 layer is new, and answers ("control", ...) messages, which report, reload and forget.
 
 Written by the engine's thread: calibrations, queue, `gives_way`. By the worker: reservoirs, files,
-`_layers`, `_sizes` (whole entries at a time).
+`layers`, `_sizes` (whole entries at a time).
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class TaskStore:
         self._jobs: SimpleQueue[tuple[Job, int]] = SimpleQueue()
         self._has_ended = False
         self._reservoirs: OrderedDict[Key, Reservoir] = OrderedDict()
-        self._layers: dict[Key, Layer] = {}
+        self.layers: dict[Key, Layer] = {}
         self._sizes: dict[Key, tuple[int, int]] = {}  # tokens held, outputs ever learned
         self._fresh: deque[Key] = deque()
         self._totals: deque[tuple[Key, Mapping[TableId, Counts]]] = deque()
@@ -338,7 +338,7 @@ class TaskStore:
         """The layer to draft from if it is built, else None: `poll` reports it soon."""
         key = (task, scope)
         generation = self._generations.get(task, 0)
-        layer = self._layers.get(key)
+        layer = self.layers.get(key)
         if layer is not None and layer.base == corpus and layer.generation == generation:
             return layer.corpus
         if key not in self._opened or self._opened[key] != corpus:
@@ -389,7 +389,7 @@ class TaskStore:
         fresh: list[Key] = []
         while self._fresh:
             key = self._fresh.popleft()
-            if key not in self._layers:
+            if key not in self.layers:
                 self._opened.pop(key, None)  # put away: to be opened again when it is needed
             fresh.append(key)
         return fresh
@@ -508,7 +508,7 @@ class TaskStore:
         reservoir.replace(chain(arrival.examples, self._exchange.unpublished(key)))
         self._totals.append((key, arrival.tables))
         self._note_size(key, reservoir)
-        if not arrival.examples and self._layers.pop(key, None) is not None:  # it was forgotten
+        if not arrival.examples and self.layers.pop(key, None) is not None:  # it was forgotten
             reservoir.rebuild()
             self._fresh.append(key)
 
@@ -543,7 +543,7 @@ class TaskStore:
             key, reservoir = self._reservoirs.popitem(last=False)
             if reservoir.num_unsaved:
                 self._save_reservoir(key, reservoir)
-            self._layers.pop(key, None)
+            self.layers.pop(key, None)
             self._sizes.pop(key, None)
             self._fresh.append(key)
 
@@ -558,7 +558,7 @@ class TaskStore:
         return not waits
 
     def _held(self) -> int:
-        layers = (layer.corpus.automaton.num_states // 2 for layer in self._layers.values())
+        layers = (layer.corpus.automaton.num_states // 2 for layer in self.layers.values())
         return sum(layers) + sum(r.outputs.num_tokens for r in self._reservoirs.values())
 
     def _build(self, key: Key, reservoir: Reservoir) -> None:
@@ -576,7 +576,7 @@ class TaskStore:
         if len(reservoir.outputs) == 0:
             return
         layer = build_corpus(reservoir.outputs.examples(), base=base, fingerprint=fingerprint)
-        self._layers[key] = Layer(layer, wanted.corpus, wanted.generation)
+        self.layers[key] = Layer(layer, wanted.corpus, wanted.generation)
         now_s = time.monotonic()
         self._next_build_s = now_s + (now_s - began_s) / self._build_share
         self._fresh.append(key)
@@ -593,7 +593,7 @@ class TaskStore:
             self._exchange.forget(task)
         for key in [key for key in self._reservoirs if key[0] == task]:
             del self._reservoirs[key]
-            self._layers.pop(key, None)
+            self.layers.pop(key, None)
             self._fresh.append(key)
         for key in [key for key in self._sizes if key[0] == task]:
             del self._sizes[key]

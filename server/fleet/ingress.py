@@ -67,7 +67,7 @@ class IngressApp:
                         fleet,
                         replicas[name],
                         name=f"{name}/fleet",
-                        on_state=partial(self._note, name),
+                        on_state=partial(self.note, name),
                     ),
                 )
                 for name in plan.models
@@ -145,7 +145,7 @@ class IngressApp:
             if self._traces is not None:
                 self._traces.close()
 
-    def _note(self, model: str, state: FleetState) -> None:
+    def note(self, model: str, state: FleetState) -> None:
         """Tell each replica's figures in /metrics, and which are gone, or whose engine is."""
         before, info = self._known.get(model, set()), state.info
         there = {name: values for name, values in state.figures.items() if values}

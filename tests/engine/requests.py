@@ -40,10 +40,10 @@ def check_idle(engine: Engine) -> None:
     """Nothing is left of requests that have ended."""
     engine.tend()
     engine.check()
-    seats, drafts = engine.gain._seats, engine.drafts
+    seats, drafts = engine.gain.seats, engine.drafts
     if not engine.num_open:
         assert len(seats.free) == len(seats.table), "a seat at Gain was not given back"
-        assert not drafts._num_open, "a choice that is gone is counted as one that may draft"
+        assert not drafts.num_open, "a choice that is gone is counted as one that may draft"
 
 
 def ids_of(deltas: Sequence[Delta]) -> list[int]:

@@ -455,8 +455,8 @@ def test_what_repeats_is_seen_without_an_ask() -> None:
     gain = Gain(_line(FIRST_S, ROW_S))
     seat = gain.seat("a")
     assert gain.watch(seat, copies[:12], 9)
-    once = gain._scope_of(seat).copy()
-    assert not gain.watch(seat, copies[:12], 9) and np.array_equal(gain._scope_of(seat), once)
+    once = gain.scope_of(seat).copy()
+    assert not gain.watch(seat, copies[:12], 9) and np.array_equal(gain.scope_of(seat), once)
 
 
 def test_copies_are_found_as_soon_in_a_long_answer() -> None:

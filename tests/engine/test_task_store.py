@@ -398,7 +398,7 @@ def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) 
     memory.wait()
     assert len(list(tmp_path.glob("learned-*"))) == 1
     assert [name for name, *_ in memory.sizes() if name != "task"] == ["kept"]
-    assert {task for task, _ in memory._layers} == {"kept"}, "its layers would be held for ever"
+    assert {task for task, _ in memory.layers} == {"kept"}, "its layers would be held for ever"
     told = finish(engine, *_wave("n", 20))
     assert _tokens_per_step(told) < 1.2 * cold
 

@@ -252,7 +252,7 @@ async def test_a_replica_whose_engine_is_gone_is_told_as_down_and_holds_nothing(
 
     async def is_up() -> bool:
         await replica.look()
-        IngressApp._note(ingress, "tiny", FleetState(replica.info, {"tiny/0": replica.figures}))
+        IngressApp.note(ingress, "tiny", FleetState(replica.info, {"tiny/0": replica.figures}))
         text = metrics.exposition().decode()
         return 'tailor_engine_up{engine="tiny/0",model="tiny"} 1.0' in text
 

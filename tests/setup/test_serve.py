@@ -132,6 +132,7 @@ def test_a_terminal_that_closes_ends_the_server_unless_it_was_started_with_nohup
     child, terminal = pty.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else nohup makes a file of its own
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         os.execvp("nohup" if nohup else words[0], ["nohup", *words] if nohup else words)
     try:
         wait_until(told.exists, 60)
