@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +110,8 @@ def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         delimiter = max(",;\t", key=header.count)
         reader = csv.DictReader(file, strict=True, delimiter=delimiter)
         try:
-            names = [name for name in reader.fieldnames or () if name.strip()]
-            if twice := {name for name in names if names.count(name) > 1}:
+            names = Counter(name for name in reader.fieldnames or () if name.strip())
+            if twice := [name for name, num in names.items() if num > 1]:
                 raise ConfigError(f"{data}:1: {min(twice)}: is there twice")
             for row in reader:
                 if None in row or None in row.values():

@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -99,11 +100,15 @@ class _Taken:
 
     def __init__(self, root: Any, at: str, is_lenient: bool, tool: str) -> None:
         self._root = root
-        self._has_ids = '"$id"' in json.dumps(root)
         self._at = at
         self._is_lenient = is_lenient
         self._tool = tool
         self._num_compared = 0
+
+    @cached_property
+    def _has_ids(self) -> bool:
+        """Whether a reference to another document may be one to a part of this."""
+        return '"$id"' in json.dumps(self._root)
 
     def schema(self, schema: Any, path: str) -> Any:
         """A copy of the schema at `path` of the document."""

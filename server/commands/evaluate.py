@@ -179,7 +179,7 @@ def _metric_of(source: AnswerOptions) -> str | None:
     """The metric of the task's file. Raises ConfigError."""
     from server.config import load_tasks
 
-    folder = source.tasks or tasks_folder()
+    folder = tasks_folder(source.tasks)
     if source.task is None or folder is None:
         return None
     task = load_tasks(folder).get(source.task)

@@ -591,5 +591,6 @@ class Gain:
     # -- the estimate -----------------------------------------------------------------------
 
     def scope_of(self, seat: int) -> Float64:
+        """The row of a choice's scope, [_NUM_COLUMNS]; a view."""
         scope: Float64 = self._scopes.table[int(self.seats.table[seat, _SCOPE])]
         return scope

@@ -91,7 +91,7 @@ class FleetParts:
         server.yaml, its keys' secrets, the tasks' files and what an ingress reads of the models."""
         from server.wiring.task_set import tasks_folder
 
-        tasks = Path(self.server.tasks) if self.server.tasks is not None else tasks_folder()
+        tasks = tasks_folder(self.server.tasks)
         paths = [*(Path(m.path) for m in self.server.models), *([] if tasks is None else [tasks])]
         files = files_id([path for path in paths if path.exists()], endings=_FOR_INGRESS)
         secrets = [key.secret() for key in self.server.keys]  # which the dump hides

@@ -191,8 +191,8 @@ def _namespace(config: ServerConfig) -> str:
     """The namespace of a server: servers of different task folders keep their files apart."""
     import hashlib
 
-    folder = Path(config.tasks or tasks_folder() or "configs/tasks").resolve()
-    return hashlib.sha256(str(folder).encode()).hexdigest()[:24]
+    folder = tasks_folder(config.tasks) or Path("configs/tasks")
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
 
 
 def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedModel) -> None:

@@ -436,14 +436,16 @@ def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
     from drafters import DRAFTER_NAMES
 
     models = tuple(model.name for model in config.models)
-    folder = Path(config.tasks) if config.tasks is not None else tasks_folder()
+    folder = tasks_folder(config.tasks)
     if folder is None:
         return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
     return load_tasks(folder, models, DRAFTER_NAMES)
 
 
-def tasks_folder() -> Path | None:
-    """The default folder of tasks: ./configs/tasks, else those that Tailor brings."""
+def tasks_folder(named: str | Path | None = None) -> Path | None:
+    """The folder of tasks: the named one, else ./configs/tasks, else those that Tailor brings."""
+    if named is not None:
+        return Path(named)
     if DEFAULT_TASKS.is_dir():
         return DEFAULT_TASKS
     clone = Path(__file__).parents[2] / DEFAULT_TASKS

@@ -135,14 +135,8 @@ def test_text_is_released_and_published_at_verification_only() -> None:
     assert released == [1, 5, 5, 3] and engine.pool.num_cached == 5
 
 
-def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
-    model = FakeModel(40, seed=3)
-    profiles = {"p": _profile({2, 3, 4}, 40), "q": _profile({2, 3}, 40)}
-    engine, runner = _engine(model, profiles)
-    left = _request((5, 6), "slice", 0, request_id="left")
-    engine.submit(replace(left, vocabulary=VocabularyParams("slice", "q", 0)))
-    engine.abort("left")  # of its profile there is no T: p's old ones are forgotten all the same
-    engine.take_deltas()
+def _loads_of(runner: FakeRunner) -> list[int]:
+    """The tables that are loaded from now on, in order."""
     loads: list[int] = []
     load = runner.load_table
 
@@ -151,6 +145,18 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
         load(table, token_ids)
 
     runner.load_table = load_table  # type: ignore[method-assign]
+    return loads
+
+
+def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
+    model = FakeModel(40, seed=3)
+    profiles = {"p": _profile({2, 3, 4}, 40), "q": _profile({2, 3}, 40)}
+    engine, runner = _engine(model, profiles)
+    left = _request((5, 6), "slice", 0, request_id="left")
+    engine.submit(replace(left, vocabulary=VocabularyParams("slice", "q", 0)))
+    engine.abort("left")  # of its profile there is no T: p's old ones are forgotten all the same
+    engine.take_deltas()
+    loads = _loads_of(runner)
     for i in range(3):
         engine.submit(_request((5, 6), "slice", 0, request_id=str(i), max_tokens=4))
     _drain(engine)
@@ -185,14 +191,7 @@ def test_scopes_of_which_misses_are_kept_are_bounded(monkeypatch: pytest.MonkeyP
 
 def test_each_mode_of_a_profile_keeps_its_t() -> None:
     engine, runner = _engine(FakeModel(40, seed=3), _profile({2, 3, 4}, 40))
-    loads: list[int] = []
-    load = runner.load_table
-
-    def load_table(table: int, token_ids: Int32) -> None:
-        loads.append(table)
-        load(table, token_ids)
-
-    runner.load_table = load_table  # type: ignore[method-assign]
+    loads = _loads_of(runner)
     for mode in ("slice", "exact", "slice", "exact"):
         engine.submit(_request((5, 6), mode, 4, max_tokens=4))
         _drain(engine)
