@@ -110,6 +110,16 @@ def _widen(b: Any, inputs: Any, room: Any) -> None:
     put(b, b.ashr(pairs, eight), room, BLOCK, BLOCK)
 
 
+def _pinned(b: Any, sums: list[Any]) -> list[Any]:
+    """The same sums, here, and all in registers. Without it LLVM adds up several products before it
+    adds them to a sum, and writes to memory what it has no register for: up to half of the time."""
+    num, kinds = len(sums), [value.type for value in sums]
+    constraints = ",".join(["=x"] * num + [str(i) for i in range(num)] + ["~{memory}"])
+    kind = ir.FunctionType(ir.LiteralStructType(kinds), kinds)
+    held = b.call(ir.InlineAsm(kind, "", constraints, side_effect=True), sums)
+    return [b.extract_value(held, i) for i in range(num)]
+
+
 def _weight_parts(b: Any, w: Any, form: Form) -> list[Any]:
     """What _dot needs of LANES x 4 stored bytes (int32 lanes), made once for all rows."""
     if _VNNI:
@@ -213,9 +223,7 @@ if LANES == 4:
 
 
 def _sizes(form: Form) -> _Sizes:
-    """Inputs that are widened take registers: q8_0 with AVX2 multiplies as `int8` does."""
-    as_channel = form.per_output or (KERNEL == "avx2" and _is_widened(form))
-    return _CHANNEL_SIZES if as_channel else _BLOCK_SIZES
+    return _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
 
 
 # --- kernels --------------------------------------------------------------------------------
@@ -302,10 +310,12 @@ class _Kernel:
     def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
         self.form, self.num_rows, self.vectors = form, num_rows, vectors
         self.name = f"tailor_integers_{form.name}_{num_rows}_{vectors}"
-        # In which order a group's products are made: what comes first stays in registers.
-        order = itertools.product(range(_num_parts(form)), range(num_rows), range(vectors))
-        weights_go = num_rows < vectors
-        self.order = sorted(order, key=lambda t: (t[2], t[0], t[1]) if weights_go else t)
+        # In which order a group's products are made, and what is loaded for them together.
+        parts, rows, columns = range(_num_parts(form)), range(num_rows), range(vectors)
+        self.turns = [list(itertools.product([part], rows, columns)) for part in parts]
+        if num_rows < vectors:
+            self.turns = [[(p, m, v) for v in columns for p in parts for m in rows]]
+        self.pinned = KERNEL == "avx2" and num_rows > 1 and not form.per_output
         self.run = 32767 // (2 * 127 * (2**form.bits - 1))  # groups whose sums int16 holds
 
     def define(self, module: Any) -> Any:
@@ -315,6 +325,8 @@ class _Kernel:
             fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), self.name)
             fn.linkage = "internal"
             fn.attributes.add("noinline")
+            # Vectors that cross lines of memory took half of the time.
+            fn.attributes.alignstack = 4 * LANES
             b = ir.IRBuilder(fn.append_basic_block("entry"))
             self.room = None
             if _is_widened(self.form):
@@ -333,16 +345,19 @@ class _Kernel:
         for nth, step in enumerate(steps):
             if in_shorts and nth % self.run == 0:
                 sums = [const(0, _SHORTS)] * len(totals)
-            weights: dict[int, list[Any]] = {}
-            fours: dict[int, list[Any]] = {}
-            for part, m, v in self.order:
-                if v not in weights:
-                    stored = load_stored(b, self.form, words, step, v)
-                    weights[v] = _weight_parts(b, stored, self.form)
-                if m not in fours:
-                    fours[m] = _input_parts(b, inputs[m], step, self.form)
-                i = m * self.vectors + v
-                sums[i] = _dot(b, sums[i], weights[v][part], fours[m][part], self.form)
+            for turn in self.turns:
+                weights: dict[int, list[Any]] = {}
+                fours: dict[int, list[Any]] = {}
+                for part, m, v in turn:
+                    if v not in weights:
+                        stored = load_stored(b, self.form, words, step, v)
+                        weights[v] = _weight_parts(b, stored, self.form)
+                    if m not in fours:
+                        fours[m] = _input_parts(b, inputs[m], step, self.form)
+                    i = m * self.vectors + v
+                    sums[i] = _dot(b, sums[i], weights[v][part], fours[m][part], self.form)
+                if self.pinned:
+                    sums = _pinned(b, sums)
             if self.num_rows == 1 and self.form.bits == 8:
                 # One row waits for memory, and the core's prefetcher asks for less of it when
                 # lines are read in the compiler's order instead of their own. (Rows more multiply
@@ -413,7 +428,7 @@ class _Kernel:
             record = b.add(record, b.mul(inner.index, i64(form.record_bytes)))
         fetch_quarters(b, following, quarters, offset, form.record_bytes)
         inputs = self._inputs(b, rows, block)
-        own = [figures_at(b, b.add(row, b.mul(block, i64(16)))) for row in figure_rows]
+        own = [b.add(row, b.mul(block, i64(16))) for row in figure_rows]
         acc = self._record(b, record, column, head, inputs, own, (inner or outer).carried)
         if inner is not None:
             acc = inner.close(acc)
@@ -425,7 +440,7 @@ class _Kernel:
 
     def _record(
         self, b: Any, record: Any, column: Any, head: list[list[Any]], inputs: list[Any],
-        own: list[Figures], acc: list[Any],
+        own: list[Any], acc: list[Any],
     ) -> list[Any]:  # fmt: skip
         """The accumulators after one record."""
         form, vectors = self.form, self.vectors
@@ -433,17 +448,18 @@ class _Kernel:
         words = b.add(record, b.mul(column, i64(4)))
         tail = b.add(record, i64(form.low_bytes + form.high_bytes))
         tail = b.add(tail, b.mul(column, i64(1 if form.two_level else 2)))
-        x_scales = [splat(b, f.scale, FLOATS) for f in own]
         parts = BLOCK // form.sub
         for part in range(parts):
             totals = []
-            for f in own:
+            for where in own:
+                f = figures_at(b, where)
                 part_sum = f.whole
                 if parts == 2:
                     part_sum = f.first if part == 0 else b.sub(f.whole, f.first)
                 totals += self._start(b, part_sum)
             steps = range(part * 8 // parts, (part + 1) * 8 // parts)
             totals = self._sums(b, words, inputs, totals, steps)
+            x_scales = [splat(b, figures_at(b, where).scale, FLOATS) for where in own]
             for v in range(vectors):
                 w_scale = scale(b, form, tail, part, v, head)
                 for m in range(self.num_rows):
@@ -454,7 +470,7 @@ class _Kernel:
             w_min = minimum(b, form, b.add(tail, i64(form.scale_bytes)), v, head)
             for m in range(self.num_rows):
                 i = m * vectors + v
-                acc[i] = fma(b, w_min, splat(b, own[m].scale_sum, FLOATS), acc[i])
+                acc[i] = fma(b, w_min, splat(b, figures_at(b, own[m]).scale_sum, FLOATS), acc[i])
         return acc
 
 
