@@ -315,7 +315,7 @@ class _Kernel:
         self.turns = [list(itertools.product([part], rows, columns)) for part in parts]
         if num_rows < vectors:
             self.turns = [[(p, m, v) for v in columns for p in parts for m in rows]]
-        self.pinned = KERNEL == "avx2" and num_rows > 1 and not form.per_output
+        self.pinned = KERNEL == "avx2" and not form.per_output
         self.run = 32767 // (2 * 127 * (2**form.bits - 1))  # groups whose sums int16 holds
 
     def define(self, module: Any) -> Any:
