@@ -4,6 +4,7 @@ it has done to them, and with nothing submitted or aborted.
 
     engine, server = served_by(lambda: ScriptedEngine(saying(IDS)), tasks=TASKS)
     engines, server = chats_of(("hermes", "base"), saying(IDS))
+    server = over(spec(), max_model_len=CONTEXT)
 """
 
 from __future__ import annotations
@@ -13,9 +14,39 @@ from typing import Any
 
 import pytest
 
+from server.api.engines.client import EngineSpec
 from tests.api.chat_models import scripted, served
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import Script, ScriptedEngine
+
+_CHAT = {"messages": [{"role": "user", "content": "the"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the"},
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": {"input": "the"},
+    "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
+    "/v1/systemone": {
+        "state": "x",
+        "questions": {"y": {"type": "noul", "instructions": "y", "criteria": {"true": "z"}}},
+    },
+    "/tokenize": {"prompt": "the"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/chat/completions/render": _CHAT,
+}
+"""What each route that takes a model needs at least: test_keys.py sees that none is left out."""
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+def over(*engines: EngineSpec, name: str = "server", **options: Any) -> Any:
+    """`server`, or what else it is called, over engines that no test looks at. options: as
+    served_by's."""
+
+    @pytest.fixture(scope="module", name=name)
+    def server_of() -> Iterator[LiveServer]:
+        with LiveServer(engines, **_called(options)) as live:
+            yield live
+
+    return server_of
 
 
 def served_by(make: Callable[[], ScriptedEngine], **options: Any) -> tuple[Any, Any]:
@@ -39,6 +70,10 @@ def chats_of(names: Sequence[str], script: Script | None = None, **options: Any)
     )
 
 
+def _called(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: one() if callable(one) else one for key, one in options.items()}
+
+
 def _fixtures(
     name: str,
     make: Callable[[], list[ScriptedEngine]],
@@ -50,8 +85,7 @@ def _fixtures(
     @pytest.fixture(scope="module", name="server")
     def server_of() -> Iterator[LiveServer]:
         engines[:] = make()
-        made = {key: one() if callable(one) else one for key, one in options.items()}
-        with LiveServer(engines, **made) as live:
+        with LiveServer(engines, **_called(options)) as live:
             yield live
 
     @pytest.fixture(autouse=True, name=name)

@@ -14,6 +14,7 @@ import pytest
 
 from server.config import LimitsConfig
 from tests.api.chat_models import chat_spec, decode, encode, served, weather
+from tests.api.fixtures import BODIES
 from tests.api.live import LiveServer, keyed
 from tests.api.test_chat_template import CONTROLS
 from tests.api.test_errors import check
@@ -362,13 +363,7 @@ def test_no_name_is_a_path(server: LiveServer) -> None:
         "../../etc/passwd", "/etc/passwd", "..", ".", "hermes/../hermes", "hermes\x00", "a\r\nb",
         "\x1b[31m", "C:\\x", "file:///etc/passwd", "hermes/", "HERMES", "\u202ehermes",
     ):  # fmt: skip
-        for route, body in (
-            ("/v1/completions", {"prompt": "x"}),
-            ("/v1/chat/completions", {"messages": SAYS}),
-            ("/v1/decisions", {"input": "x", "questions": [QUESTION]}),
-            ("/tokenize", {"prompt": "x"}),
-            ("/detokenize", {"tokens": [5]}),
-        ):
+        for route, body in BODIES.items():
             answer = post(server, route, **{"model": name, **body})
             assert answer.status_code == 404, (name, route, answer.text)
             assert answer.json()["error"]["message"].isprintable()

@@ -13,7 +13,7 @@ from server.api.admin import ADAPTER_PATHS
 from server.api.keys import ApiKey, Bucket, Keyring
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
-from tests.api.fixtures import served_by
+from tests.api.fixtures import BODIES, served_by
 from tests.api.live import LiveServer, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.waiting import wait_until
@@ -139,27 +139,12 @@ def test_a_key_uses_what_its_list_names(server: LiveServer) -> None:
             assert tokens.status_code == answer.status_code
 
 
-GENERATES: dict[str, dict[str, object]] = {
-    "/v1/completions": {"prompt": "the"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
-    "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
-    "/v1/systemone": {
-        "state": "x",
-        "questions": {"y": {"type": "noul", "instructions": "y", "criteria": {"true": "z"}}},
-    },
-    "/tokenize": {"prompt": "the"},
-    "/v1/responses": {"input": "the"},
-    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "the"}]},
-    "/detokenize": {"tokens": [5]},
-}
-
-
 def test_no_route_takes_a_model_that_the_key_may_not_use(server: LiveServer) -> None:
     document = httpx.get(server.url + "/openapi.json", headers=as_key("sk-all")).json()
     posts = {p for p, item in document["paths"].items() if "post" in item}
     ours = {p for p in posts if not p.startswith("/v1/tasks")}
-    assert ours - ADAPTER_PATHS == set(GENERATES)
-    for path, body in GENERATES.items():
+    assert ours - ADAPTER_PATHS == set(BODIES)
+    for path, body in BODIES.items():
         for model in ("summary", "tiny", "none-of-this-name"):
             answer = httpx.post(
                 server.url + path, json={**body, "model": model}, headers=as_key("sk-sql")

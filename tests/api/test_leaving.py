@@ -12,25 +12,17 @@ from typing import Any
 import pytest
 
 from tests.api.chat_models import encode
-from tests.api.fixtures import chat_by
+from tests.api.fixtures import BODIES, STREAMED, chat_by
 from tests.api.live import LiveServer
-from tests.api.test_decisions import CHOICE, scoring
+from tests.api.test_decisions import scoring
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import wait_until
 
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "the", "max_tokens": 50},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the"}], "max_tokens": 50},
-    "/v1/responses": {"input": "the", "max_output_tokens": 50},
-    "/v1/decisions": {"input": "the", "questions": [CHOICE]},
-    "/v1/systemone": {
-        "state": "the", "questions": {"a": {"type": "choice", "instructions": "Which?",
-                                            "criteria": ["a", "b"]}},
-    },
-}  # fmt: skip
-STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-WAYS = [*((route, False) for route in BODIES), *((route, True) for route in STREAMED)]
+SEVERAL = {"prompt": ["the", "a"], "n": 2, "max_tokens": 50}
+ASKED = {**BODIES, "/v1/completions": SEVERAL}
 READ = ("/tokenize", "/detokenize", "/v1/chat/completions/render")
+GENERATES = [route for route in BODIES if route not in READ]
+WAYS = [*((route, False) for route in GENERATES), *((route, True) for route in STREAMED)]
 
 
 _SAYS, _SCORES = saying(encode(" over the lazy dog")), scoring(-1.0, -2.0, -4.0)
@@ -85,13 +77,13 @@ class Visitor:
 
 
 @pytest.mark.parametrize(
-    ("route", "reset"), [("/v1/completions", True), *((route, False) for route in [*BODIES, *READ])]
+    ("route", "reset"), [("/v1/completions", True), *((route, False) for route in BODIES)]
 )
 def test_before_its_body_is_complete(
     server: LiveServer, route: str, reset: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     visitor = Visitor(server, route, caplog)
-    visitor.send(BODIES.get(route, {"prompt": "the"}), share=0.5)
+    visitor.send(ASKED[route], share=0.5)
     visitor.leave(reset=reset)
     visitor.was_told("499")
 
@@ -108,12 +100,19 @@ def test_while_its_answer_is_made(
     reset: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Its requests are aborted before another step, and counted as such."""
     engine.gate.clear()
+    before = server.sample("tailor_request_outcomes_total", outcome="abort")
     visitor = Visitor(server, route, caplog)
-    visitor.send({**BODIES[route], **({"stream": True} if stream else {})})
-    wait_until(lambda: server.client.num_open >= 1)
+    visitor.send({**ASKED[route], **({"stream": True} if stream else {})})
+    num = 2 if route == "/v1/completions" else 1
+    wait_until(lambda: len(engine.submitted) == num)
     visitor.leave(reset=reset)
     visitor.was_told("499")
+    submitted = [request.request_id for request in engine.submitted]
+    wait_until(lambda: sorted(engine.aborted) == sorted(submitted))
+    left = server.sample("tailor_request_outcomes_total", outcome="abort")
+    assert left == before + num
 
 
 @pytest.mark.parametrize(
@@ -128,10 +127,13 @@ def test_in_the_middle_of_a_stream(
 ) -> None:
     engine.step_s = 0.05
     visitor = Visitor(server, route, caplog)
-    visitor.send({**BODIES[route], "stream": True})
+    visitor.send({**ASKED[route], "stream": True})
     visitor.read_until(b"lazy")
+    steps = engine.num_steps
     visitor.leave(reset=reset)
     visitor.was_told("499")
+    wait_until(lambda: len(engine.aborted) == len(engine.submitted))
+    assert engine.num_steps - steps <= 2, "the step under way, and at most one more"
 
 
 @pytest.mark.parametrize(("route", "stream"), WAYS)
@@ -139,7 +141,7 @@ def test_once_it_has_its_answer(
     server: LiveServer, route: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     visitor = Visitor(server, route, caplog)
-    visitor.send({**BODIES[route], **({"stream": True} if stream else {})})
+    visitor.send({**ASKED[route], **({"stream": True} if stream else {})})
     visitor.read_until(b"\r\n0\r\n\r\n" if stream else b'"usage"')
     visitor.leave(reset=True)
     visitor.was_told("200")

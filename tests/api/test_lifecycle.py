@@ -1,6 +1,7 @@
-"""Clients that leave, engines that die, queues that fill up, servers that are told to stop.
+"""Requests that fail, engines that die, queues that fill up, servers that are told to stop.
 
-What happens under load and by signals is in test_faults.py.
+What happens under load and by signals is in test_faults.py, to clients that leave in
+test_leaving.py.
 """
 
 from __future__ import annotations
@@ -45,44 +46,7 @@ def send_request(port: int, **body: Any) -> socket.socket:
     return s
 
 
-# --- clients that leave ---
-
-
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_is_aborted_within_a_step(
-    server: LiveServer, engine: ScriptedEngine, stream: bool, reset: bool
-) -> None:
-    engine.step_s = 0.05
-
-    def num_left() -> float:
-        return server.sample("tailor_request_outcomes_total", outcome="abort")
-
-    steps, before = engine.num_steps, num_left()
-    s = send_request(server.port, max_tokens=200, stream=stream, n=2)
-    wait_until(lambda: engine.num_steps - steps >= 3)
-    if stream:
-        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
-    if reset:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    steps = engine.num_steps
-    s.close()
-    wait_until(lambda: bool(engine.aborted))
-    # The step under way, and at most one more.
-    assert engine.num_steps - steps <= 2
-    assert engine.aborted == [engine.submitted[0].request_id]
-    assert server.client.num_open == 0
-    wait_until(lambda: num_left() == before + 1)
-
-
-def test_a_client_that_leaves_a_list_aborts_every_prompt(
-    server: LiveServer, engine: ScriptedEngine
-) -> None:
-    engine.gate.clear()
-    s = send_request(server.port, prompt=["a", "b", "c"], max_tokens=100)
-    wait_until(lambda: len(engine.submitted) == 3)
-    s.close()
-    wait_until(lambda: len(engine.aborted) == 3)
+# --- failures ---
 
 
 @pytest.mark.server_error

@@ -11,16 +11,11 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from server.types import Delta, Request
 from tests.api.chat_models import encode
-from tests.api.fixtures import chat_by
+from tests.api.fixtures import BODIES, STREAMED, chat_by
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 
 JSON = "application/json"
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hello"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
-    "/v1/responses": {"input": "hello"},
-}
 BROKEN: dict[str, str] = {
     "/v1/completions": '{"id": 1}',
     "/v1/chat/completions": "{}",
@@ -69,7 +64,7 @@ def fails_later(request: Request) -> list[list[Delta]]:
     return [*steps_of(request, encode(" over the"))[:-1], last]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", STREAMED)
 def test_events_are_what_the_document_says(
     server: LiveServer, engine: ScriptedEngine, path: str
 ) -> None:

@@ -16,17 +16,10 @@ from server.api.faces.completions import CompletionBody
 from server.api.faces.responses import ResponsesBody
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from tests.api.chat_models import scripted, served
-from tests.api.fixtures import chats_of
+from tests.api.fixtures import BODIES, STREAMED, chats_of
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine
-
-ROUTES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "the quick", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the"}], "max_tokens": 2},
-    "/v1/responses": {"input": "the", "max_output_tokens": 2},
-}
-
 
 THINK, NOT = {"enable_thinking": True}, {"enable_thinking": False}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -38,8 +31,7 @@ engines, server = chats_of(("hermes", "base"))
 
 def post(server: LiveServer, path: str, key: str | None = None, **body: Any) -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    body = {**ROUTES[path], **body}
-    return httpx.post(server.url + path, json=body, headers=headers, timeout=10)
+    return httpx.post(server.url + path, json={**BODIES[path], **body}, headers=headers, timeout=10)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -99,7 +91,7 @@ def test_what_a_name_stands_for_is_a_field(model: type[GenerationBody]) -> None:
     ("path", "theirs", "ours"),
     [
         ("/v1/completions", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ("/v1/completions", {"n_predict": 3, "max_tokens": None}, {"max_tokens": 3}),
+        ("/v1/completions", {"n_predict": 3}, {"max_tokens": 3}),
         ("/v1/chat/completions", {"max_new_tokens": 2}, {"max_completion_tokens": 2}),
         ("/v1/responses", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ("/v1/completions", {"no_stop_trim": True}, {"include_stop_str_in_output": True}),
@@ -143,7 +135,7 @@ def test_what_others_call_otherwise_is_honoured(
         ({"regex": "a", "structured_outputs": []}, "structured_outputs", "invalid_value"),
         ({"grammar": "root ::= nothing"}, "grammar", "invalid_value"),
         ({"guided_json": {"not": {}}}, "guided_json", "unsupported_parameter"),
-        ({"n_predict": 10_000, "max_tokens": None}, "n_predict", "context_length_exceeded"),
+        ({"n_predict": 10_000}, "n_predict", "context_length_exceeded"),
     ],
 )  # fmt: skip
 def test_errors_have_the_name_that_was_sent(
@@ -153,7 +145,7 @@ def test_errors_have_the_name_that_was_sent(
     assert param in told and "repetition_penalty: " not in told
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("body", [{}, {"model": None}])
 def test_without_a_model_the_first_one_answers(
     server: LiveServer, path: str, body: dict[str, Any]
