@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from server.api.engines.client import EngineSpec
 from tests.api.chat_models import scripted, served
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import Script, ScriptedEngine
@@ -37,7 +36,7 @@ BODIES: dict[str, dict[str, Any]] = {
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-def over(*engines: EngineSpec, name: str = "server", **options: Any) -> Any:
+def over(*engines: Any, name: str = "server", **options: Any) -> Any:
     """`server`, or what else it is called, over engines that no test looks at. options: as
     served_by's."""
 

@@ -62,6 +62,11 @@ def keyed(*names: str, **sections: Any) -> ServerConfig:
     return ServerConfig.model_validate({"keys": keys, **sections})
 
 
+def as_key(secret: str) -> dict[str, str]:
+    """The headers of who has this key; of nobody without one."""
+    return {"authorization": f"Bearer {secret}"} if secret else {}
+
+
 class LiveServer:
     """A running server; a context manager. `status` is serve's return value after the exit."""
 
@@ -212,11 +217,13 @@ class LiveServer:
         self._openai.append(client)
         return client
 
-    def post(self, path: str = "/v1/completions", /, **body: Any) -> httpx.Response:
-        """POST a JSON body; model and prompt have defaults for completions."""
+    def post(
+        self, path: str = "/v1/completions", secret: str = "", /, **body: Any
+    ) -> httpx.Response:
+        """POST a JSON body, with this key; model and prompt have defaults for completions."""
         if path == "/v1/completions":
             body = {"model": "tiny", "prompt": "the", **body}
-        return self.http.post(self.url + path, json=body)
+        return self.http.post(self.url + path, json=body, headers=as_key(secret), timeout=60)
 
     def ask_figures(self) -> None:
         """Have the engines tell the metrics how they are."""

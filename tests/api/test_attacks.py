@@ -1,7 +1,7 @@
 """What an unfriendly internet sends. After each attack the server answers a normal request, the KV
 cache is empty, nothing is open and the memory is where it was.
 
-Refusals by field are in test_errors.py, clients that leave in test_lifecycle.py and
+Refusals by field are in test_errors.py, clients that leave in test_leaving.py and
 test_end_to_end.py, what keys learn of each other in test_isolation.py, slow and large HTTP in
 test_timeouts.py, chats, tools and grammars in test_attacks_chat.py, task names and uploads in
 test_tasks.py, configs in tests/setup; here is the rest of the list.
@@ -25,7 +25,8 @@ import pytest
 
 from server import logs
 from server.config import LimitsConfig
-from tests.api.live import LiveServer, keyed
+from tests.api.fixtures import over
+from tests.api.live import LiveServer, as_key, keyed
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_errors import raw
 from tests.api.unharmed import exchange, reset, unharmed_by
@@ -34,14 +35,10 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.attack
 
 LIMITS = LimitsConfig(max_body_bytes=8 << 20, body_timeout_s=1.0, header_timeout_s=2.0)
-KEY = {"authorization": "Bearer sk-one"}
+KEY = as_key("sk-one")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    config = keyed("one", "two", limits=LIMITS)
-    with LiveServer([spec()], config=config, max_model_len=CONTEXT) as live:
-        yield live
+server = over(spec(), config=keyed("one", limits=LIMITS), max_model_len=CONTEXT)
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +50,8 @@ def unharmed(server: LiveServer) -> Iterator[None]:
         yield
 
 
-def post(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Response:
-    return live.http.post(
-        live.url + "/v1/completions",
-        json={"model": "tiny", **body},
-        headers={"authorization": f"Bearer {secret}"},
-    )
+def post(live: LiveServer, **body: Any) -> httpx.Response:
+    return live.post("/v1/completions", "sk-one", **body)
 
 
 # --- values ---

@@ -42,23 +42,14 @@ def server() -> Iterator[LiveServer]:
         yield s
 
 
-def post(live: LiveServer, path: str, secret: str = "sk-one", /, **body: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {secret}"}
-    return live.http.post(live.url + path, json=body, headers=headers, timeout=60)
-
-
 def chat(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Response:
-    return post(
-        live,
-        "/v1/chat/completions",
-        secret,
-        **{"model": "hermes", "messages": SAYS, "max_completion_tokens": 3, **body},
-    )
+    body = {"model": "hermes", "messages": SAYS, "max_completion_tokens": 3, **body}
+    return live.post("/v1/chat/completions", secret, **body)
 
 
 def complete(live: LiveServer, **body: Any) -> httpx.Response:
-    body = {"model": "hermes", "prompt": "the", "max_tokens": 3, **body}
-    return post(live, "/v1/completions", **body)
+    body = {"model": "hermes", "max_tokens": 3, **body}
+    return live.post("/v1/completions", "sk-one", **body)
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +258,7 @@ def test_decisions_of_twenty_thousand_are_refused_quickly(server: LiveServer) ->
         {"input": [{"role": "user", "content": "x"}] * MANY, "questions": [QUESTION]},
     ):
         began_s = time.process_time()
-        answer = post(server, "/v1/decisions", **{"model": "hermes", **body})
+        answer = server.post("/v1/decisions", "sk-one", model="hermes", **body)
         assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:300]
         assert time.process_time() - began_s < 5
 
@@ -364,7 +355,7 @@ def test_no_name_is_a_path(server: LiveServer) -> None:
         "\x1b[31m", "C:\\x", "file:///etc/passwd", "hermes/", "HERMES", "\u202ehermes",
     ):  # fmt: skip
         for route, body in BODIES.items():
-            answer = post(server, route, **{"model": name, **body})
+            answer = server.post(route, "sk-one", **{"model": name, **body})
             assert answer.status_code == 404, (name, route, answer.text)
             assert answer.json()["error"]["message"].isprintable()
         for field in ("corpus", "drafter"):
@@ -385,7 +376,7 @@ def test_a_chat_s_prefix_is_not_told_to_another_key(server: LiveServer) -> None:
 
     def cached_of_a_decision(secret: str) -> int:
         body = {"model": "hermes", "input": "the lazy dog " * 12, "questions": [QUESTION]}
-        answer = post(server, "/v1/decisions", secret, **body)
+        answer = server.post("/v1/decisions", secret, **body)
         return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
 
     for ask in (cached, cached_of_a_decision):

@@ -4,12 +4,12 @@ a call that must be made is made."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.api.chat_models import chat_spec, encode, served, weather
+from tests.api.fixtures import over
 from tests.api.live import LiveServer
 from tests.api.test_completions import events, streamed
 
@@ -17,12 +17,11 @@ MODELS = ("hermes", "mistral", "llama")
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    specs = [chat_spec(name, i) for i, name in enumerate(MODELS)]
-    models = {name: served(name) for name in MODELS}
-    with LiveServer(specs, models=models, drafters=("off", "suffix", "auto")) as live:
-        yield live
+server = over(
+    *(chat_spec(name, i) for i, name in enumerate(MODELS)),
+    models=lambda: {name: served(name) for name in MODELS},
+    drafters=("off", "suffix", "auto"),
+)
 
 
 def chat(server: LiveServer, **body: Any) -> Any:

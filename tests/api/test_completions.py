@@ -86,16 +86,6 @@ def test_a_stream_is_the_whole_text(
     assert all(c.usage is None and "usage" not in c.model_fields_set for c in chunks)
 
 
-def test_include_usage_is_null_until_the_last_chunk(server: LiveServer) -> None:
-    response = server.post(stream=True, max_tokens=4, stream_options={"include_usage": True})
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *chunks, last = events(response)
-    assert all("usage" in c and c["usage"] is None and c["choices"] for c in chunks)
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 4
-    assert last["usage"]["total_tokens"] == 4 + last["usage"]["prompt_tokens"]
-
-
 def test_continuous_usage_counts_up(server: LiveServer) -> None:
     response = server.post(
         stream=True, max_tokens=4,
@@ -103,6 +93,7 @@ def test_continuous_usage_counts_up(server: LiveServer) -> None:
     )  # fmt: skip
     chunks = events(response)
     assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 4, 4]
+    assert [len(c["choices"]) for c in chunks] == [1, 1, 1, 1, 0]
 
 
 def test_prompt_shapes(server: LiveServer, engine: ScriptedEngine) -> None:
@@ -338,7 +329,7 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": [9, 5, 9], "logit_bias": {"7": -100, "3": 2}, "allowed_token_ids": [8, 3],
     "ignore_eos": True, "seed": 3, "include_stop_str_in_output": True,
     "skip_special_tokens": False, "priority": -4, "cache_salt": "salt", "user": "me",
-    "metadata": {"a": "b"}, "store": False,
+    "metadata": {"a": "b"}, "store": True, "safety_identifier": "s", "prompt_cache_key": "k",
 }  # fmt: skip
 
 

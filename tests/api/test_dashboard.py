@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from server.api.dashboard import PAGE_PATHS, History, View
 from server.api.keys import ApiKey
 from server.config import KeyConfig, ServerConfig, VocabularyConfig
-from tests.api.live import LiveServer, encode
+from tests.api.live import LiveServer, as_key, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.monitoring.live_engine import monitored, suffix_task
 from tests.waiting import wait_until
@@ -142,8 +142,7 @@ def test_the_history_is_served_and_its_field_is_checked(live: LiveServer) -> Non
 
 
 def data(server: LiveServer, key: str = "") -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = httpx.get(server.url + "/dashboard/data", headers=headers)
+    answer = httpx.get(server.url + "/dashboard/data", headers=as_key(key))
     assert answer.status_code == 200, answer.text
     assert answer.headers["cache-control"] == "no-store"
     figures: dict[str, Any] = answer.json()
@@ -253,7 +252,7 @@ def test_a_key_sees_its_own_and_polling_costs_it_nothing() -> None:
         assert {entry["task"] for entry in data(server, "sk-b")["tasks"]} >= {"tags", "other"}
         engine.gate.clear()
         body = {"model": "tags", "prompt": "the", "max_tokens": 5, "stream": True}
-        with httpx.Client(timeout=10, headers={"authorization": "Bearer sk-a"}) as client:
+        with httpx.Client(timeout=10, headers=as_key("sk-a")) as client:
             request = client.build_request("POST", server.url + "/v1/completions", json=body)
             answer = client.send(request, stream=True)
             wait_until(lambda: data(server, "sk-a")["num_open"] == 1)

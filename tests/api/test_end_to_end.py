@@ -11,7 +11,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -20,22 +19,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.live import LiveServer, encode, keyed
+from tests.api.fixtures import over
+from tests.api.live import LiveServer, as_key, encode, keyed
 from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events, streamed
-from tests.api.test_keys import as_key
 from tests.api.test_lifecycle import send_request
 from tests.api.unharmed import rss_mib
 from tests.profiles import examples
 from tests.waiting import wait_until
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer([spec()], max_model_len=CONTEXT) as live:
-        yield live
-
-
+server = over(spec(), max_model_len=CONTEXT)
 PROMPTS = ["the quick brown fox", "Once upon a time", "SELECT name FROM users", "héllo wörld"]
 NUM_TOKENS = 24
 VARIANTS: list[dict[str, Any]] = [

@@ -25,7 +25,7 @@ from server.config import (
 )
 from server.config.server import CorsConfig, MetricsConfig
 from server.errors import TailorError
-from tests.api.fixtures import served_by
+from tests.api.fixtures import over, served_by
 from tests.api.live import LiveServer, encode, keyed
 from tests.api.unharmed import exchange
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -160,14 +160,6 @@ def test_refusals_by_code(server: LiveServer, body: dict[str, Any], code: str, p
     check(server.post(**body), 400, code, param)
 
 
-def test_noop_fields_are_the_documented_ones(server: LiveServer) -> None:
-    noops: dict[str, Any] = {
-        "user": "x", "metadata": {}, "store": True, "safety_identifier": "s",
-        "prompt_cache_key": "k",
-    }  # fmt: skip
-    assert server.post(**noops).status_code == 200
-
-
 def test_a_prompt_that_just_fits(server: LiveServer) -> None:
     assert server.post(prompt=[1] * 100, max_tokens=156).status_code == 200
 
@@ -271,14 +263,12 @@ def test_bodies_that_are_no_strict_json(server: LiveServer, content: bytes, says
     assert says in message
 
 
-def test_nul_and_surrogate_pairs_are_text(server: LiveServer) -> None:
-    content = b'{"model": "tiny", "prompt": "a\\u0000\\ud83d\\ude00", "max_tokens": 1}'
-    assert raw(server, content).status_code == 200
-
-
-def test_brackets_in_strings_are_not_depth(server: LiveServer) -> None:
-    content = json.dumps({"model": "tiny", "prompt": '[{"' * 80, "max_tokens": 1}).encode()
-    assert raw(server, content).status_code == 200
+@pytest.mark.parametrize("prompt", ["a\\u0000\\ud83d\\ude00", '[{\\"' * 80])
+def test_nul_surrogate_pairs_and_brackets_in_strings_are_text(
+    server: LiveServer, prompt: str
+) -> None:
+    content = f'{{"model": "tiny", "prompt": "{prompt}", "max_tokens": 1}}'
+    assert raw(server, content.encode()).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -526,11 +516,7 @@ def test_responses_are_counted_by_route_status_and_code(server: LiveServer) -> N
 # --- keys ---
 
 
-@pytest.fixture(scope="module")
-def locked() -> Iterator[LiveServer]:
-    engine = ScriptedEngine(saying(encode(" over")))
-    with LiveServer([engine], config=keyed("one", "two")) as live:
-        yield live
+locked = over(ScriptedEngine(saying([5])), name="locked", config=keyed("one"))
 
 
 def test_open_routes_need_none(locked: LiveServer) -> None:

@@ -23,7 +23,7 @@ from server.config.server import MetricsConfig
 from server.engine import grammar
 from server.engine.task_store import TaskStore
 from server.grammar_text import grammar_problem, grammar_text
-from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
+from tests.api.live import TABLE, TOKENIZER, LiveServer, as_key, encode
 from tests.api.real_engine import FINGERPRINT, spec, task_drafters
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -90,12 +90,11 @@ def keys(unused: Iterator[str]) -> tuple[str, str]:
 
 
 def _get(server: LiveServer, path: str, key: str = "") -> httpx.Response:
-    headers = {"authorization": f"Bearer sk-{key}"} if key else {}
-    return server.http.get(server.url + path, headers=headers)
+    return server.http.get(server.url + path, headers=as_key(key and f"sk-{key}"))
 
 
 def _post(server: LiveServer, key: str, name: str = "", **body: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer sk-{key}", **({"x-request-id": name} if name else {})}
+    headers = as_key(f"sk-{key}") | ({"x-request-id": name} if name else {})
     url = f"{server.url}/v1/completions"
     return server.http.post(url, json=body, headers=headers, timeout=60.0)
 

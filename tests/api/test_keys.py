@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
-import openai
 import pytest
 from pydantic import ValidationError
 
@@ -14,7 +14,7 @@ from server.api.keys import ApiKey, Bucket, Keyring
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
 from tests.api.fixtures import BODIES, served_by
-from tests.api.live import LiveServer, encode, served
+from tests.api.live import LiveServer, as_key, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.waiting import wait_until
 
@@ -22,13 +22,8 @@ SAYS = saying(encode(" over the lazy dog"))
 TASKS = {name: TaskConfig(name=name) for name in ("sql", "summary")}
 
 
-def as_key(secret: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {secret}"}
-
-
-def ask(live: LiveServer, secret: str, model: str = "tiny", **body: object) -> httpx.Response:
-    body = {"model": model, "prompt": "the", "max_tokens": 2, **body}
-    return live.http.post(live.url + "/v1/completions", json=body, headers=as_key(secret))
+def ask(live: LiveServer, secret: str, model: str = "tiny", **body: Any) -> httpx.Response:
+    return live.post("/v1/completions", secret, **{"model": model, "max_tokens": 2, **body})
 
 
 # --- buckets, with a clock of our own ---
@@ -131,11 +126,7 @@ def test_a_key_uses_what_its_list_names(server: LiveServer) -> None:
             assert answer.status_code == (200 if name in names else 404), (secret, name)
             head = httpx.get(f"{server.url}/v1/models/{name}", headers=as_key(secret))
             assert head.status_code == answer.status_code
-            tokens = httpx.post(
-                server.url + "/tokenize",
-                json={"model": name, "prompt": "the"},
-                headers=as_key(secret),
-            )
+            tokens = server.post("/tokenize", secret, model=name, prompt="the")
             assert tokens.status_code == answer.status_code
 
 
@@ -146,9 +137,7 @@ def test_no_route_takes_a_model_that_the_key_may_not_use(server: LiveServer) -> 
     assert ours - ADAPTER_PATHS == set(BODIES)
     for path, body in BODIES.items():
         for model in ("summary", "tiny", "none-of-this-name"):
-            answer = httpx.post(
-                server.url + path, json={**body, "model": model}, headers=as_key("sk-sql")
-            )
+            answer = server.post(path, "sk-sql", **{**body, "model": model})
             assert answer.status_code == 404, (path, answer.text)
             assert answer.json()["error"]["code"] == "model_not_found"
 
@@ -156,8 +145,6 @@ def test_no_route_takes_a_model_that_the_key_may_not_use(server: LiveServer) -> 
 def test_a_closed_name_looks_like_one_that_is_not_there(server: LiveServer) -> None:
     closed, missing = (ask(server, "sk-sql", name).json() for name in ("summary", "surmise"))
     assert str(closed).replace("summary", "X") == str(missing).replace("surmise", "X")
-    with pytest.raises(openai.NotFoundError):
-        server.openai("sk-sql").completions.create(model="summary", prompt="x")
 
 
 def test_a_404_tells_the_names_that_the_key_may_use(server: LiveServer) -> None:
@@ -184,8 +171,8 @@ def test_a_rate_is_held_and_told(server: LiveServer) -> None:
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert 1 <= int(answers[-1].headers["retry-after"]) <= 20
     assert ask(server, "sk-all").status_code == 200  # the others go on
-    with pytest.raises(openai.RateLimitError):
-        server.openai("sk-few").models.list()
+    listed = httpx.get(server.url + "/v1/models", headers=as_key("sk-few"))
+    assert listed.status_code == 429
 
 
 def test_open_requests_are_bounded_streams_too(server: LiveServer, engine: ScriptedEngine) -> None:
@@ -207,9 +194,7 @@ def test_a_refused_request_and_one_that_fails_give_their_seats_back(server: Live
     assert ask(server, "sk-seat").status_code == 200
 
 
-def test_a_token_rate_counts_prompts_and_choices(
-    server: LiveServer,
-) -> None:
+def test_a_token_rate_counts_prompts_and_choices(server: LiveServer) -> None:
     prompt = [5] * 10
     assert ask(server, "sk-tokens", prompt=prompt, max_tokens=30).status_code == 200  # 40 of 100
     for n in (2, 4):

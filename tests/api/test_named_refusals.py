@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.api.fixtures import over
 from tests.api.live import BYTE_IDS, TOKENIZER, LiveServer
 from tests.api.real_engine import spec
 from tests.api.test_errors import check
@@ -15,10 +15,7 @@ from tests.api.test_errors import check
 A = BYTE_IDS[b"a"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer([spec(tokenizer=TOKENIZER)]) as live:
-        yield live
+server = over(spec(tokenizer=TOKENIZER))
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:

@@ -80,3 +80,18 @@ def test_events_are_what_the_document_says(
         hold(event, schema)
     with pytest.raises((ValidationError, ValueError)):
         hold({"data": BROKEN[path]}, schema)
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_an_error_before_the_first_event_is_one_once_the_headers_are_sent(
+    server: LiveServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("server.api.route_context.HEADER_WAIT_S", 0.0)
+    engine.script = lambda request: [steps_of(request, [], finish_reason="error")[0]]
+    engine.step_s = 0.2
+    answer = server.post(path, **{"model": "hermes", "stream": True, **BODIES[path]})
+    assert answer.status_code == 200
+    told, *end = events_of(answer.text)
+    assert '"code":"engine_error"' in told["data"]
+    assert end == ([] if path == "/v1/responses" else [{"data": "[DONE]"}])
+    hold(told, schema_of(server, path))

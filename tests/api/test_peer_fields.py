@@ -29,9 +29,8 @@ GBNF = 'root ::= "yes" | "no" [a-z]*'
 engines, server = chats_of(("hermes", "base"))
 
 
-def post(server: LiveServer, path: str, key: str | None = None, **body: Any) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.post(server.url + path, json={**BODIES[path], **body}, headers=headers, timeout=10)
+def post(server: LiveServer, path: str, secret: str = "", **body: Any) -> httpx.Response:
+    return server.post(path, secret, **{"model": None, **BODIES[path], **body})
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

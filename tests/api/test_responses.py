@@ -284,20 +284,6 @@ def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEn
     assert events[-1].sequence_number == len(events) - 1
 
 
-def test_an_error_before_the_first_event_is_one_once_the_headers_are_sent(
-    server: LiveServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("server.api.route_context.HEADER_WAIT_S", 0.0)
-    engine.script = lambda request: [steps_of(request, [], finish_reason="error")[0]]
-    engine.step_s = 0.2
-    answer = post(server, stream=True)
-    assert answer.status_code == 200
-    [name, data] = answer.text.strip().split("\n")
-    assert name == "event: error"
-    told = json.loads(data.removeprefix("data: "))
-    assert (told["type"], told["code"]) == ("error", "engine_error")
-
-
 def test_the_answer_is_openais(server: LiveServer) -> None:
     Response.model_validate(post(server, tools=[TOOL]).json(), strict=True)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.api.fixtures import over
 from tests.api.live import TOKENIZER, LiveServer
 from tests.api.real_engine import spec
 from tests.api.test_completions import streamed
@@ -25,13 +25,7 @@ SCHEMA = {
 }
 
 
-ENGINE: dict[str, Any] = {"tokenizer": TOKENIZER, "model": {"context": 1, "boost": 4.0}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer([spec(**ENGINE)]) as live:
-        yield live
+server = over(spec(tokenizer=TOKENIZER, model={"context": 1, "boost": 4.0}))
 
 
 def _texts(server: LiveServer, **body: Any) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from server.errors import ConfigError
 from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
 from server.wiring.task_set import TaskSet
-from tests.api.live import TOKENIZER, LiveServer, encode, served
+from tests.api.live import TOKENIZER, LiveServer, as_key, encode, served
 from tests.api.real_engine import CONTEXT, FINGERPRINT, make_engine, task_drafters
 from tests.fakes.engine_thread import start_thread
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -36,8 +36,7 @@ from tests.waiting import wait_until
 
 DRAFTERS = ("off", "auto", "mix", "suffix", "trie")
 SQL = "description: SQL\nspeculation: {drafter: auto, max_draft_tokens: 8}\n"
-ADMIN = {"authorization": "Bearer the-admin-key"}
-TEAM = {"authorization": "Bearer the-team-key"}
+ADMIN, TEAM, OTHER = (as_key(f"the-{name}-key") for name in ("admin", "team", "other"))
 
 
 def _make_engine(folder: Path) -> Engine:
@@ -460,8 +459,7 @@ def test_a_damaged_corpus_is_named_with_its_task_set_aside_and_harms_nobody(
         error = call(live, "POST", "/v1/tasks/reload", 400)["error"]["message"]
         assert f"task sql: speculation.corpus: {file} is damaged" in error
         # An engine meets it all the same, for a key that has not drafted before.
-        other = {"authorization": "Bearer the-other-key"}
-        assert complete(live, "sql", headers=other)["choices"][0]["text"] == text
+        assert complete(live, "sql", headers=OTHER)["choices"][0]["text"] == text
         assert complete(live, "learner")["choices"][0]["text"]
         told = [r.message for r in caplog.records if "drafts without its corpus" in r.message]
         assert (
@@ -559,7 +557,7 @@ def test_a_task_learns_from_its_requests_apart_for_each_key(live: LiveServer, pl
     text = complete(live, "learner")["choices"][0]["text"]
     wait_until(lambda: steps() > 1.5 * cold, 10)
     assert complete(live, "learner")["choices"][0]["text"] == text
-    assert steps(headers={"authorization": "Bearer the-other-key"}) <= 1.2 * cold
+    assert steps(headers=OTHER) <= 1.2 * cold
     assert steps(cache_salt="salt") <= 1.2 * cold
     assert steps(speculation={"corpus": "off"}) <= 1.2 * cold
 

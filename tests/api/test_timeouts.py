@@ -6,23 +6,14 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
-from server.api.engines.client import EngineSpec
-from server.config import (
-    LimitsConfig,
-    ServerConfig,
-    SpeculationConfig,
-    TaskConfig,
-    TaskLimits,
-)
-from server.types import Delta, Request
-from tests.api.fixtures import served_by
+from server.config import LimitsConfig, ServerConfig, SpeculationConfig, TaskConfig, TaskLimits
+from tests.api.fixtures import over, served_by
 from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_lifecycle import send_request
@@ -99,12 +90,10 @@ def test_the_server_s_limit_and_the_task_s_the_tighter_one_counts() -> None:
             assert live.post(model=model, max_tokens=200).status_code == 504
 
 
-@pytest.fixture(scope="module")
-def one_seat() -> Iterator[LiveServer]:
-    """A real engine with one seat and slow steps: the second request waits."""
-    busy: EngineSpec = spec(step_s=0.05, max_num_seqs=1)
-    with LiveServer([busy], tasks=TASKS, max_model_len=CONTEXT) as live:
-        yield live
+one_seat = over(
+    spec(step_s=0.05, max_num_seqs=1), name="one_seat", tasks=TASKS, max_model_len=CONTEXT
+)
+"""A real engine with one seat and slow steps: the second request waits."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -161,33 +150,13 @@ def test_a_stream_that_speaks_has_no_comments_and_0_is_off() -> None:
         assert "keep-alive" not in live.post(stream=True, max_tokens=4).text
 
 
-def test_an_error_before_the_first_token_of_a_late_stream_is_an_event() -> None:
-    def script(request: Request) -> list[list[Delta]]:
-        return [
-            [Delta(request.request_id, 0, (), finish_reason="error", error="no", error_code="x")]
-        ]
-
-    engine = ScriptedEngine(script)
-    engine.gate.clear()
-    with LiveServer([engine]) as live:
-        s = send_request(live.port, stream=True)
-        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")  # the headers, after a second
-        engine.gate.set()
-        rest = read_all(s)
-        s.close()
-        assert b'"engine_error"' in rest and rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-
-
 # --- connections ---
 
 
-@pytest.fixture(scope="module")
-def strict() -> Iterator[LiveServer]:
-    limits = LimitsConfig(
-        max_header_bytes=4096, header_timeout_s=0.8, send_timeout_s=0.4, body_timeout_s=0.5
-    )
-    with LiveServer([ScriptedEngine(saying(IDS))], config=ServerConfig(limits=limits)) as live:
-        yield live
+STRICT = LimitsConfig(
+    max_header_bytes=4096, header_timeout_s=0.8, send_timeout_s=0.4, body_timeout_s=0.5
+)
+strict = over(ScriptedEngine(saying(IDS)), name="strict", config=ServerConfig(limits=STRICT))
 
 
 def connect(live: LiveServer) -> socket.socket:
