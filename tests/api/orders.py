@@ -9,13 +9,7 @@ from typing import Any
 
 from server.api.bodies import validate
 from server.api.faces.completions import CompletionBody, Completions
-from server.api.faces.decisions import (
-    DecisionBody,
-    Decisions,
-    Question,
-    input_text,
-    questions_of,
-)
+from server.api.faces.decisions import DecisionBody, Decisions, Question, input_text, questions_of
 from server.api.order import Order, Orders, Target
 from server.api.served_model import Catalog, ServedModel
 from server.config import LimitsConfig, TaskConfig

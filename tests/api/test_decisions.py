@@ -15,13 +15,7 @@ import pytest
 
 import server.api.faces.decisions as decisions_module
 from server.api.chat_template import ChatTemplate
-from server.api.faces.decisions import (
-    Labeller,
-    Labels,
-    Question,
-    input_text,
-    probabilities_of,
-)
+from server.api.faces.decisions import Labeller, Labels, Question, input_text, probabilities_of
 from server.types import Delta, Request
 from tests.api.fixtures import served_by
 from tests.api.live import TOKENIZER, LiveServer, served

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.api.live import LiveServer, encode
+from tests.api.fixtures import served_by
+from tests.api.live import encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 REPLY = " over the lazy dog."
@@ -17,12 +16,4 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(saying(encode(REPLY), per_step=2))
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with LiveServer([engine]) as live:
-        yield live
+engine, server = served_by(lambda: ScriptedEngine(saying(encode(REPLY), per_step=2)))

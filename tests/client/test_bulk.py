@@ -95,20 +95,15 @@ def test_a_killed_run_goes_on_where_it_stopped(
              "--url", server.url,
              "--in", str(source), "--out", str(target), "--max-tokens", "6",
              "--concurrency", "2"]  # fmt: skip
-    engine.submitted.clear()
     engine.step_s = 0.01
-    try:
-        # A suite that runs in the background of a shell passes on that SIGINT is ignored.
-        listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        run = subprocess.Popen(
-            words, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=listens
-        )
-        wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 7)
-        assert run.poll() is None
-        run.send_signal(end)
-        _, told = run.communicate(timeout=20)
-    finally:
-        engine.step_s = 0.0
+    # A suite that runs in the background of a shell passes on that SIGINT is ignored.
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    run = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
+    wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 7)
+    assert run.poll() is None
+    run.send_signal(end)
+    _, told = run.communicate(timeout=20)
+    engine.step_s = 0.0
     assert run.returncode == (130 if end == signal.SIGINT else -end)
     done = target.read_bytes().count(b"\n")
     assert 7 <= done < num

@@ -12,13 +12,7 @@ from tokenizers import Tokenizer
 from server.api.chat_template import ChatTemplate
 from server.commands.data import chat_render
 from server.config import ModelConfig
-from server.datasets import (
-    ExampleReader,
-    Fields,
-    open_table,
-    tokenize_in_place,
-    turn_of,
-)
+from server.datasets import ExampleReader, Fields, open_table, tokenize_in_place, turn_of
 from server.errors import ConfigError, RequestError
 from server.wiring.model import served_model
 from tests.api.tiny_tokenizers import byte_level_tokenizer

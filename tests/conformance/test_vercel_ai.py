@@ -4,16 +4,16 @@ them: what it sends, with the ids of the answers that it gets here."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.types import Request
-from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served
+from tests.api.chat_models import decode, encode
+from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
-from tests.fakes.scripted_engine import ScriptedEngine, steps_of
+from tests.fakes.scripted_engine import steps_of
 
 TALKS = json.loads(Path(__file__).with_name("vercel_ai.json").read_text())
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -31,13 +31,7 @@ def reply(request: Request) -> Any:
     return steps_of(request, [*encode(text), 0], finish_reason="stop")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    engine = ScriptedEngine(
-        reply, model="hermes", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
-    )
-    with LiveServer([engine], models={"hermes": served("hermes")}) as live:
-        yield live
+engine, server = chat_by(reply)
 
 
 def answered(text: str) -> dict[str, Any]:

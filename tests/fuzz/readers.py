@@ -391,21 +391,6 @@ def _mutate_packed(*names: str) -> Callable[[random.Random, bytes], bytes]:
     return mutate
 
 
-def _mutate_safetensors(chance: random.Random, data: bytes) -> bytes:
-    length = int.from_bytes(data[:8], "little")
-    header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
-    if chance.randrange(2):
-        bad = np.asarray(chance.choice(FLOATS)).astype("<f4").tobytes()
-        for _ in range(chance.choice((1, 5))):
-            at = 4 * chance.randrange(max(1, len(body) // 4))
-            body[at : at + 4] = bad
-    else:
-        header = mutate_json(chance, header)
-    told = json.dumps(header).encode()
-    size = chance.choice((len(told), len(told), len(told), *NUMBERS)) % (1 << 64)
-    return size.to_bytes(8, "little") + told + body
-
-
 _OFFSETS: tuple[Any, ...] = (
     [0, 0], [8, 4], [-4, 4], [0, 1 << 63], [0, 4.0], ["0", "4"], [0], [], None,
 )  # fmt: skip
@@ -416,32 +401,35 @@ _DTYPES: tuple[Any, ...] = ("F64", "BF16", "I8", "U64", "BOOL", "F8_E4M3", "f32"
 _BEFORE = (b" ", b"\xef\xbb\xbf", b"\x00", b"[" * 99_999, b'{"a":' * 9_999, b"\xff\xfe")
 
 
-def _mutate_header(chance: random.Random, data: bytes) -> bytes:
-    """What a safetensors file says before its numbers; they stay."""
-    files = pickle.loads(data)
-    whole = files["model.safetensors"]
-    length = int.from_bytes(whole[:8], "little")
-    header, body = json.loads(whole[8 : 8 + length]), whole[8 + length :]
-    kind = chance.randrange(4)
-    if kind == 0:
+def _mutate_safetensors(chance: random.Random, data: bytes) -> bytes:
+    """Its numbers, or what it says before them: any of it, one tensor, the text."""
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    kind = chance.randrange(6)
+    tensors = sorted(header.keys() - {"__metadata__"})
+    if kind < 2:
+        bad = np.asarray(chance.choice(FLOATS)).astype("<f4").tobytes()
+        for _ in range(chance.choice((1, 5))):
+            at = 4 * chance.randrange(max(1, len(body) // 4))
+            body[at : at + 4] = bad
+    elif kind == 2:
         header = mutate_json(chance, header)
-    elif kind < 3:
-        one, other = chance.sample(sorted(header.keys() - {"__metadata__"}), 2)
+    elif kind < 5:
+        one, other = chance.sample(tensors, 2)
         field, values = chance.choice(
             (("data_offsets", _OFFSETS), ("shape", _SHAPES), ("dtype", _DTYPES))
         )
         wrong = (*values, header[other].get(field), {}, chance.choice(NUMBERS))
         header[one][field] = chance.choice(wrong)
-        if kind == 2:
+        if kind == 4:
             header[chance.choice((other, "", "\n", "../a", one * 200))] = header.pop(one)
     told = json.dumps(header).encode()
-    if kind == 3:
+    if kind == 5:
         told = chance.choice(
             (told[:-1], told + told, told.replace(b"}", b"},", 1), chance.choice(_BEFORE) + told)
         )
     size = len(told) if chance.randrange(4) else chance.choice(NUMBERS) % (1 << 64)
-    files["model.safetensors"] = size.to_bytes(8, "little") + told + body
-    return pickle.dumps(files)
+    return size.to_bytes(8, "little") + told + body
 
 
 def _use_folder(data: bytes, folder: Path) -> None:
@@ -867,11 +855,10 @@ READERS: dict[str, Reader] = {
         Reader(
             "model folder",
             _folders,
-            _mutate_packed("config.json", "model.safetensors", "generation_config.json"),
+            _mutate_packed("config.json", *["model.safetensors"] * 3, "generation_config.json"),
             _use_folder,
             (ModelError,),
         ),
-        Reader("safetensors header", _folders, _mutate_header, _use_folder, (ModelError,)),
         Reader(
             "adapter",
             _adapters,

@@ -10,15 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from loadtest import quality
-from loadtest.quality import (
-    filled,
-    in_ids,
-    intent,
-    make_rows,
-    metrics_of,
-    read_texts,
-    slots,
-)
+from loadtest.quality import filled, in_ids, intent, make_rows, metrics_of, read_texts, slots
 from loadtest.recordings import Ids
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
