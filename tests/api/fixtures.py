@@ -18,6 +18,8 @@ from tests.api.chat_models import scripted, served
 from tests.api.live import LiveServer
 from tests.fakes.scripted_engine import Script, ScriptedEngine
 
+Engines = dict[str, ScriptedEngine]
+"""The engines of a server, by model."""
 _CHAT = {"messages": [{"role": "user", "content": "the"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the"},

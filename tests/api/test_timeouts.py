@@ -101,7 +101,7 @@ def test_a_request_that_waits_too_long_is_refused_and_the_others_go_on(
     one_seat: LiveServer, stream: bool
 ) -> None:
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(one_seat.post, max_tokens=80, ignore_eos=True)
+        first = threads.submit(one_seat.post, max_tokens=40, ignore_eos=True)
         wait_until(lambda: one_seat.client.num_open == 1)
         late = one_seat.post(model="impatient", max_tokens=2, stream=stream)
         assert not first.done()  # it did not wait for the first one's end
@@ -147,7 +147,7 @@ def test_a_stream_that_speaks_has_no_comments_and_0_is_off() -> None:
         assert "keep-alive" not in live.post(stream=True, max_tokens=60).text
     config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=0))
     with LiveServer([ScriptedEngine(saying(IDS), step_s=0.3)], config=config) as live:
-        assert "keep-alive" not in live.post(stream=True, max_tokens=4).text
+        assert "keep-alive" not in live.post(stream=True, max_tokens=2).text
 
 
 # --- connections ---
@@ -219,8 +219,8 @@ def test_a_long_answer_outlives_the_header_timeout() -> None:
     limits = LimitsConfig(header_timeout_s=0.2)
     engine = ScriptedEngine(saying(IDS), step_s=0.02)
     with LiveServer([engine], config=ServerConfig(limits=limits)) as live:
-        assert live.post(max_tokens=40).status_code == 200
-        assert live.post(max_tokens=40, stream=True).text.endswith("[DONE]\n\n")
+        assert live.post(max_tokens=20).status_code == 200
+        assert live.post(max_tokens=20, stream=True).text.endswith("[DONE]\n\n")
 
 
 @pytest.mark.parametrize(

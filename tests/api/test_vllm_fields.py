@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from tests.api.chat_models import CONTEXT, TABLE, decode, encode, weather
-from tests.api.fixtures import chats_of
+from tests.api.fixtures import Engines, chats_of
 from tests.api.live import LiveServer
 from tests.api.test_completions import events
 from tests.api.test_errors import check
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.fakes.scripted_engine import saying
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 SAYS = encode(" the lazy dog")
@@ -35,9 +35,7 @@ def chat(server: LiveServer, **body: Any) -> httpx.Response:
 # --- fields ---
 
 
-def test_prompt_logprobs_of_completions(
-    server: LiveServer, engines: dict[str, ScriptedEngine]
-) -> None:
+def test_prompt_logprobs_of_completions(server: LiveServer, engines: Engines) -> None:
     [choice] = complete(server, prompt_logprobs=1).json()["choices"]
     request = engines["base"].submitted[-1]
     assert request.echo_logprobs == 1 and choice["logprobs"] is None
@@ -71,9 +69,7 @@ def test_tokens_as_ids(server: LiveServer) -> None:
     assert bytes(first["bytes"]).decode() == decode([SAYS[0]])
 
 
-def test_bad_words_of_one_token_are_banned(
-    server: LiveServer, engines: dict[str, ScriptedEngine]
-) -> None:
+def test_bad_words_of_one_token_are_banned(server: LiveServer, engines: Engines) -> None:
     assert complete(server, bad_words=["the", " fox"]).status_code == 200
     banned = {i for i, bias in engines["base"].submitted[-1].sampling.logit_bias if bias == -100.0}
     assert {decode([i]).strip() for i in banned} == {"the", "fox"}
@@ -85,7 +81,7 @@ def test_bad_words_of_one_token_are_banned(
 
 @pytest.mark.parametrize("prompt", ["the quick brown fox jumps", encode("the quick brown fox")])
 def test_a_prompt_is_truncated_only_when_asked_and_told(
-    server: LiveServer, engines: dict[str, ScriptedEngine], prompt: Any
+    server: LiveServer, engines: Engines, prompt: Any
 ) -> None:
     whole = complete(server, prompt=prompt).json()["usage"]
     assert "truncated_tokens" not in whole["prompt_tokens_details"]
@@ -111,7 +107,7 @@ def test_a_prompt_that_would_not_fit_can_be_truncated(server: LiveServer) -> Non
     check(response, 400, "unsupported_parameter", "truncate_prompt_tokens")
 
 
-def test_logprobs_of_named_ids(server: LiveServer, engines: dict[str, ScriptedEngine]) -> None:
+def test_logprobs_of_named_ids(server: LiveServer, engines: Engines) -> None:
     """As in vLLM: they stand in place of the likeliest, beside the drawn token's own."""
     named = {"logprob_token_ids": [9, 4, 9], "return_tokens_as_token_ids": True}
     [choice] = complete(server, logprobs=5, echo=True, **named).json()["choices"]
@@ -146,9 +142,7 @@ def test_named_ids_are_checked(server: LiveServer) -> None:
 # --- routes ---
 
 
-def test_tokenize_reads_messages_and_tools(
-    server: LiveServer, engines: dict[str, ScriptedEngine]
-) -> None:
+def test_tokenize_reads_messages_and_tools(server: LiveServer, engines: Engines) -> None:
     bodies: list[dict[str, Any]] = [
         {}, {"tools": [weather()]}, {"add_generation_prompt": False},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -236,7 +230,7 @@ def test_head_on_every_get_route(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_forced_call_that_is_cut_is_no_call(
-    server: LiveServer, engines: dict[str, ScriptedEngine], choice: Any
+    server: LiveServer, engines: Engines, choice: Any
 ) -> None:
     whole = (
         ' {"city": "Rome"}'
