@@ -553,21 +553,24 @@ def test_a_forced_call_is_opened_by_the_server_and_held_to_its_schema(
     assert json.loads(request.grammar.source) == schema
 
 
-@pytest.mark.parametrize("stop_reason", [b";", 0])
-def test_a_forced_call_that_a_stop_cuts_is_no_call(
-    server: LiveServer, engines: Engines, stop_reason: bytes | int
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "stop", "told"), [("stop", b";", ";"), ("stop", 0, 0), ("length", None, None)]
+)
+def test_a_forced_call_that_is_cut_is_no_call(
+    server: LiveServer, engines: Engines, reason: Any, stop: Any, told: Any, several: bool
 ) -> None:
-    engines["hermes"].script = lambda r: steps_of(
-        r, encode('{"city": "A;'), finish_reason="stop", stop_reason=stop_reason
-    )
-    body = {"model": "hermes", "tools": [weather()], "tool_choice": "required", "stop": ";",
-            "stop_token_ids": [0]}  # fmt: skip
+    text = ('{"name": "f", "arguments": ' if several else "") + '{"city": "A'
+    ids = encode(text if stop is None else f"{text};")
+    engines["hermes"].script = lambda r: steps_of(r, ids, finish_reason=reason, stop_reason=stop)
+    body = {"model": "hermes", "tools": [weather("f"), weather("g")][: 1 + several],
+            "tool_choice": "required", "stop": ";", "stop_token_ids": [0],
+            "max_completion_tokens": 50}  # fmt: skip
     [choice] = chat(server, **body).json()["choices"]
-    told = 0 if stop_reason == 0 else ";"
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", told)
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, told)
     assert choice["message"]["content"] == '{"city": "A' and "tool_calls" not in choice["message"]
     end = events(chat(server, **body, stream=True))[-1]["choices"][0]
-    assert (end["finish_reason"], end["stop_reason"]) == ("stop", told)
+    assert (end["finish_reason"], end.get("stop_reason")) == (reason, told)
 
 
 def test_one_of_several_tools_must_be_called(server: LiveServer, engines: Engines) -> None:

@@ -104,7 +104,7 @@ def test_one_request_a_question_and_the_first_one_alone(
 
 def test_the_prompt_shows_input_question_and_options() -> None:
     labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
-    [question] = asked({**CHOICE, "choices": [{"value": "sales"}, {"value": "money"}]})
+    [question] = asked({**CHOICE, "choices": values("sales", "money")})
     labels = labels_of(labeller, question)
     text = question.text(labels)
     assert not labels.lettered
@@ -118,7 +118,7 @@ def test_the_prompt_shows_input_question_and_options() -> None:
 
 def test_options_that_begin_alike_are_lettered() -> None:
     labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
-    [question] = asked({**CHOICE, "choices": [{"value": "true"}, {"value": True}, {"value": " x"}]})
+    [question] = asked({**CHOICE, "choices": values("true", True, " x")})
     labels = labels_of(labeller, question)
     assert labels.lettered and labels.shown == ("A. true", "B. true", 'C. " x"')
     assert len(set(labels.token_ids)) == 3
@@ -153,51 +153,52 @@ def test_messages_and_parts_become_text() -> None:
     )
 
 
+def of(question: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """The part of a body that asks this question alone, changed."""
+    return {"questions": [{**question, **change}]}
+
+
+def values(*told: Any) -> list[dict[str, Any]]:
+    return [{"value": value} for value in told]
+
+
+def said(*parts: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": [*parts]}]}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
         ({"questions": []}, "questions", "invalid_value"),
         ({"questions": [PREDICATE] * 401}, "questions", "limit_exceeded"),
         ({"questions": [1]}, "questions[0]", "invalid_value"),
-        ({"questions": [{"type": "box"}]}, "questions[0].type", "invalid_value"),
-        ({"questions": [{"type": "predicate"}]}, "questions[0].instructions", "invalid_value"),
-        ({"questions": [{**PREDICATE, "x": 1}]}, "questions[0].x", "unknown_parameter"),
+        (of({"type": "box"}), "questions[0].type", "invalid_value"),
+        (of({"type": "predicate"}), "questions[0].instructions", "invalid_value"),
+        (of(PREDICATE, x=1), "questions[0].x", "unknown_parameter"),
         (
-            {"questions": [{**PREDICATE, "instructions": [{"type": "input_image"}]}]},
+            of(PREDICATE, instructions=[{"type": "input_image"}]),
             "questions[0].instructions[0]", "unsupported_parameter",
         ),
+        (of(CHOICE, choices=values("a")), "questions[0].choices", "invalid_value"),
+        (of(CHOICE, choices=values("a", "a")), "questions[0].choices", "invalid_value"),
+        (of(CHOICE, choices=values("a", 1)), "questions[0].choices[1].value", "invalid_value"),
         (
-            {"questions": [{**CHOICE, "choices": [{"value": "a"}]}]},
-            "questions[0].choices", "invalid_value",
-        ),
-        (
-            {"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": "a"}]}]},
-            "questions[0].choices", "invalid_value",
-        ),
-        (
-            {"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": 1}]}]},
-            "questions[0].choices[1].value", "invalid_value",
-        ),
-        (
-            {"questions": [{**CHOICE, "choices": [{"value": f"of {i}"} for i in range(255)]}]},
+            of(CHOICE, choices=values(*(f"of {i}" for i in range(255)))),
             "questions[0]", "unsupported_parameter",
         ),
         (
-            {"questions": [{**SCORE, "levels": [{"label": str(i)} for i in range(11)]}]},
+            of(SCORE, levels=[{"label": str(i)} for i in range(11)]),
             "questions[0].levels", "invalid_value",
         ),
         ({"input": ""}, "input", "invalid_value"),
         ({"input": []}, "input", "invalid_value"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "invalid_value"),
-        ({"input": [{"role": "user", "content": []}]}, "input[0].content", "invalid_value"),
+        (said(), "input[0].content", "invalid_value"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            said({"type": "input_image", "image_url": "x"}),
             "input[0].content[0]", "unsupported_parameter",
         ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_json", "data": [1]}]}]},
-            "input[0].content[0].data", "invalid_value",
-        ),
+        (said({"type": "input_json", "data": [1]}), "input[0].content[0].data", "invalid_value"),
         (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
             "input[0].call_id", "invalid_value",

@@ -3,7 +3,6 @@ with messages, a chat's rendered prompt, /tokenizer_info, /ping, /load, HEAD."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -223,28 +222,3 @@ def test_head_on_every_get_route(server: LiveServer) -> None:
         got, head = httpx.get(server.url + path), httpx.head(server.url + path)
         assert (head.status_code, head.content) == (got.status_code, b""), path
     assert httpx.head(server.url + "/v1/completions").status_code == 405
-
-
-# --- calls ---
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_forced_call_that_is_cut_is_no_call(
-    server: LiveServer, engines: Engines, choice: Any
-) -> None:
-    whole = (
-        ' {"city": "Rome"}'
-        if choice != "required"
-        else ('{"name": "f", "arguments": {"city": "Rome"}}')
-    )
-    broken = encode(whole)[:-2]
-    engines["hermes"].script = saying(broken)
-    body = {"tools": [weather("f")], "tool_choice": choice}
-    if choice == "required":
-        body["tools"] = [weather("f"), weather("g")]
-    answer = chat(server, max_completion_tokens=len(broken), **body).json()["choices"][0]
-    assert answer["finish_reason"] == "length"
-    assert "tool_calls" not in answer["message"], answer
-    assert '"Rome' in answer["message"]["content"]
-    with pytest.raises(ValueError):
-        json.loads(answer["message"]["content"])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.model.tiny_models import save_tiny
+
+VOCAB_ROWS = 512
+"""Of `weightless`: more than its tokenizer has."""
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +20,18 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model of two layers; who changes it copies it first."""
     made = tmp_path_factory.mktemp("shallow") / "tiny"
     save_tiny(made, "llama", num_hidden_layers=2)
+    return made
+
+
+@pytest.fixture
+def weightless(tmp_path: Path) -> Path:
+    """A model's folder as far as commands read it that compute nothing."""
+    made = tmp_path / "model"
+    made.mkdir()
+    byte_level_tokenizer().save(str(made / "tokenizer.json"))
+    config = {"vocab_size": VOCAB_ROWS, "hidden_size": 16, "eos_token_id": 1}
+    (made / "config.json").write_text(json.dumps(config))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
     return made
 
 

@@ -11,21 +11,8 @@ from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.conftest import VOCAB_ROWS
 from tests.json_lines import write_lines
-
-VOCAB_ROWS = 512
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model's folder as far as a corpus needs it."""
-    made = tmp_path / "model"
-    made.mkdir()
-    byte_level_tokenizer().save(str(made / "tokenizer.json"))
-    config = {"vocab_size": VOCAB_ROWS, "eos_token_id": 1}
-    (made / "config.json").write_text(json.dumps(config))
-    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
-    return made
 
 
 @pytest.fixture
@@ -37,10 +24,10 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_build_show_and_replay(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weightless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "task.corpus"
-    arguments = ["--model", str(folder), "--data", str(data), "-o", str(output)]
+    arguments = ["--model", str(weightless), "--data", str(data), "-o", str(output)]
     assert main(["corpus", "build", *arguments]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     tokenizer = byte_level_tokenizer()
@@ -52,7 +39,7 @@ def test_build_show_and_replay(
     assert first[-1] == 0, "an output ends with the generation config's first EOS id"
     assert tokenizer.decode(first[:-1]) == " answer: yes, town 0"
 
-    assert main(["corpus", "show", str(output), "--model", str(folder), "--top", "2"]) == 0
+    assert main(["corpus", "show", str(output), "--model", str(weightless), "--top", "2"]) == 0
     shown = capsys.readouterr().out
     assert "40, " in shown and "K80" in shown and "distinct" in shown
 
@@ -65,11 +52,11 @@ def test_build_show_and_replay(
 
 
 def test_data_without_examples_is_told_and_no_corpus_is_written(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weightless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, output = tmp_path / "bad.jsonl", tmp_path / "out.corpus"
     file.write_text("\n")
-    arguments = ["--model", str(folder), "--data", str(file), "-o", str(output)]
+    arguments = ["--model", str(weightless), "--data", str(file), "-o", str(output)]
     assert main(["corpus", "build", *arguments]) == 1
     told = capsys.readouterr().err
     assert str(file) in told and "no examples" in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.numpy import load_file
 from server import token_bytes
 from server.commands.cli import main
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.conftest import VOCAB_ROWS
 from tests.json_lines import write_lines
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import VocabProfile, model_facts
@@ -26,30 +26,16 @@ PAIRS = [
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    tokenizer = byte_level_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    size = tokenizer.get_vocab_size() + 8  # a padded vocabulary
-    (folder / "config.json").write_text(
-        json.dumps({"vocab_size": size, "hidden_size": 16, "eos_token_id": 0})
-    )
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
-    return folder
-
-
-@pytest.fixture
 def data(tmp_path: Path) -> Path:
     rows = [{"prompt": p, "completion": c} for p, c in PAIRS * 5]
     return write_lines(tmp_path / "train.jsonl", rows)
 
 
 def test_profile_and_show(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weightless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, edge = tmp_path / "task.vocab", tmp_path / "edge"
-    arguments = ["--model", str(model), "--data", str(data), "-o", str(out)]
+    arguments = ["--model", str(weightless), "--data", str(data), "-o", str(out)]
     arguments += ["--language", "en", "--export-edge-llm", str(edge)]
     assert main(["vocab", "profile", *arguments]) == 0
     told = capsys.readouterr()
@@ -57,7 +43,7 @@ def test_profile_and_show(
     assert "held-out documents 2 " in told.out and "100.00 % of tokens" in told.out
 
     tokenizer = byte_level_tokenizer()
-    tokens = token_bytes.build(tokenizer, tokenizer.get_vocab_size() + 8)
+    tokens = token_bytes.build(tokenizer, VOCAB_ROWS)
     required = RequiredIds.from_tokens(tokens, (0, 1))
     made = VocabProfile.load(out, fingerprint=tokens.fingerprint, required=required)
     kept = load_file(str(edge / "vocab_map.safetensors"))["vocab_map"]
@@ -69,7 +55,7 @@ def test_profile_and_show(
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_fields_and_forms_of_data_make_the_same_profile(
-    model: Path, data: Path, tmp_path: Path, form: str
+    weightless: Path, data: Path, tmp_path: Path, form: str
 ) -> None:
     """--field and --prompt-field, on CSV and Parquet, as everywhere."""
     file = tmp_path / f"other.{form}"
@@ -83,7 +69,7 @@ def test_fields_and_forms_of_data_make_the_same_profile(
         parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
         table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
         parquet.write_table(table, file)
-    common = ["vocab", "profile", "--model", str(model)]
+    common = ["vocab", "profile", "--model", str(weightless)]
     fields = ["--field", "answer", "--prompt-field", "question"]
     one, other = tmp_path / "one.vocab", tmp_path / "other.vocab"
     assert main([*common, "--data", str(data), "-o", str(one)]) == 0
@@ -94,13 +80,13 @@ def test_fields_and_forms_of_data_make_the_same_profile(
 
 
 def test_errors_name_the_file(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weightless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def says(*words: str) -> str:
         assert main(["vocab", *words]) == 1
         return capsys.readouterr().err
 
-    start = ["profile", "--model", str(model), "-o", str(tmp_path / "out.vocab"), "--data"]
+    start = ["profile", "--model", str(weightless), "-o", str(tmp_path / "out.vocab"), "--data"]
     assert "nothing.jsonl: No such file" in says(*start, str(tmp_path / "nothing.jsonl"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n')
@@ -113,6 +99,6 @@ def test_errors_name_the_file(
         assert f"tailor: {place}: {why}" in says(*start[:3], "--data", str(data), "-o", str(place))
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
     assert not (tmp_path / "out.vocab").exists()
-    (model / "config.json").write_text("{}")
+    (weightless / "config.json").write_text("{}")
     with pytest.raises(VocabStoreError, match="lacks vocab_size"):
-        model_facts(model)
+        model_facts(weightless)

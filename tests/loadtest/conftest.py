@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The JSON line that a program ended in."""
     result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     return result
+
+
+def write_sets(folder: Path, num: int, rows: Mapping[str, Callable[[int], Any]]) -> Path:
+    """Data sets by name, `num` lines to learn from and as many, from number 100, to test with."""
+    for name, row in rows.items():
+        for split, first in (("train", 0), ("test", 100)):
+            lines = (row(i) for i in range(first, first + num))
+            write_lines(folder / name / f"{split}.jsonl", lines)
+    return folder
 
 
 @pytest.fixture

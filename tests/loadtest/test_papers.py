@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest import papers
-from tests.json_lines import write_lines
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import last_json, write_sets
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """squad: answers that repeat their prompts; massive_en: answers of one kind."""
-    made = tmp_path_factory.mktemp("data")
-    for name, answer in (("squad", "the river {i} runs"), ("massive_en", "intent: play, song")):
-        for split, first in (("train", 0), ("test", 100)):
-            rows = [
-                {"prompt": f"Where? the river {i} runs here. It", "completion": answer.format(i=i)}
-                for i in range(first, first + 30)
-            ]
-            write_lines(made / name / f"{split}.jsonl", rows)
-    return made
+
+    def row(answer: str, i: int) -> dict[str, str]:
+        return {"prompt": f"Where? the river {i} runs here. It", "completion": answer.format(i=i)}
+
+    answers = {"squad": "the river {i} runs", "massive_en": "intent: play, song"}
+    rows = {name: partial(row, answer) for name, answer in answers.items()}
+    return write_sets(tmp_path_factory.mktemp("data"), 30, rows)
 
 
 def _tables(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, dict[str, Any]]:

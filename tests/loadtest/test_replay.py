@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from loadtest import replay
 from loadtest.peer_drafters import tree_of_paths
 from loadtest.recordings import open_ids
 from tests.json_lines import write_lines
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import last_json, write_sets
 
 NUM = 3
 
@@ -27,15 +28,12 @@ NUM = 3
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets, each with answers of one kind."""
-    folder = tmp_path_factory.mktemp("data")
-    for name, word in (("alpha", "river"), ("beta", "meadow")):
-        for split, first in (("train", 0), ("test", 100)):
-            lines = [
-                {"prompt": f"{i}:", "completion": f"the {word} number {i} is long and green"}
-                for i in range(first, first + 40)
-            ]
-            write_lines(folder / name / f"{split}.jsonl", lines)
-    return folder
+
+    def row(word: str, i: int) -> dict[str, str]:
+        return {"prompt": f"{i}:", "completion": f"the {word} number {i} is long and green"}
+
+    rows = {"alpha": partial(row, "river"), "beta": partial(row, "meadow")}
+    return write_sets(tmp_path_factory.mktemp("data"), 40, rows)
 
 
 def run(*words: object) -> int:
