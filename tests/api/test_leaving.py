@@ -3,7 +3,6 @@ complete, streamed or not, and nothing stays behind."""
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import struct
@@ -13,7 +12,7 @@ import pytest
 
 from tests.api.chat_models import encode
 from tests.api.fixtures import BODIES, STREAMED, chat_by
-from tests.api.live import LiveServer
+from tests.api.live import LiveServer, post_bytes
 from tests.api.test_decisions import scoring
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.waiting import wait_until
@@ -38,14 +37,10 @@ class Visitor:
         self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         self._before = self._counted("499"), self._counted("200")
 
-    def send(self, body: dict[str, Any], share: float = 1.0) -> None:
-        """A POST of this body; of its bytes only a share."""
-        content = json.dumps({"model": "hermes", **body}).encode()
-        head = (
-            f"POST {self._route} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(content)}\r\n\r\n"
-        )
-        self._socket.sendall(head.encode() + content[: int(len(content) * share)])
+    def send(self, body: dict[str, Any], num_missing: int = 0) -> None:
+        """A POST of this body; of its bytes, the last so many are not sent."""
+        data = post_bytes(self._route, {"model": "hermes", **body})
+        self._socket.sendall(data[: len(data) - num_missing])
 
     def read_until(self, text: bytes) -> None:
         seen = b""
@@ -83,7 +78,7 @@ def test_before_its_body_is_complete(
     server: LiveServer, route: str, reset: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     visitor = Visitor(server, route, caplog)
-    visitor.send(ASKED[route], share=0.5)
+    visitor.send(ASKED[route], num_missing=10)
     visitor.leave(reset=reset)
     visitor.was_told("499")
 

@@ -7,7 +7,6 @@ test_leaving.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from server.errors import NoEngineError
 from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.fixtures import served_by
-from tests.api.live import LiveServer, as_bytes, encode, keyed
+from tests.api.live import LiveServer, as_bytes, encode, keyed, post_bytes
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 from tests.waiting import wait_until
 
@@ -37,12 +36,8 @@ engine, server = served_by(lambda: ScriptedEngine(saying(IDS)), tasks={"quick": 
 
 def send_request(port: int, **body: Any) -> socket.socket:
     """A raw completion request; the socket stays open."""
-    content = json.dumps({"model": "tiny", "prompt": "the", **body}).encode()
     s = socket.create_connection(("127.0.0.1", port), timeout=10)
-    s.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(content), content)
-    )
+    s.sendall(post_bytes("/v1/completions", {"model": "tiny", "prompt": "the", **body}))
     return s
 
 

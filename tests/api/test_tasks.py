@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import threading
@@ -28,7 +27,7 @@ from server.errors import ConfigError
 from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
 from server.wiring.task_set import TaskSet
-from tests.api.live import TOKENIZER, LiveServer, as_key, encode, served
+from tests.api.live import TOKENIZER, LiveServer, as_key, encode, post_bytes, served
 from tests.api.real_engine import CONTEXT, FINGERPRINT, make_engine, task_drafters
 from tests.fakes.engine_thread import start_thread
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -36,7 +35,7 @@ from tests.waiting import wait_until
 
 DRAFTERS = ("off", "auto", "mix", "suffix", "trie")
 SQL = "description: SQL\nspeculation: {drafter: auto, max_draft_tokens: 8}\n"
-ADMIN, TEAM, OTHER = (as_key(f"the-{name}-key") for name in ("admin", "team", "other"))
+ADMIN, TEAM = as_key("the-admin-key"), as_key("the-team-key")
 
 
 def _make_engine(folder: Path) -> Engine:
@@ -143,30 +142,16 @@ def call(live: LiveServer, method: str, path: str, status: int = 200, **kwargs: 
     return response.json()
 
 
-def complete(live: LiveServer, model: str, prompt: str = "the", **body: Any) -> dict[str, Any]:
-    headers = body.pop("headers", TEAM)
-    answer = live.http.post(
-        live.url + "/v1/completions",
-        headers=headers,
-        json={
-            "model": model, "prompt": prompt, "max_tokens": 20, "temperature": 0,
-            "ignore_eos": True, "include_speculation": True, **body,
-        },
-    )  # fmt: skip
+def complete(
+    live: LiveServer, model: str, prompt: str = "the", secret: str = "the-team-key", **body: Any
+) -> dict[str, Any]:
+    asked = {
+        "max_tokens": 20, "temperature": 0, "ignore_eos": True, "include_speculation": True, **body,
+    }  # fmt: skip
+    answer = live.post("/v1/completions", secret, model=model, prompt=prompt, **asked)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
-
-
-def refused(live: LiveServer, model: str, **speculation: Any) -> tuple[str, str]:
-    answer = live.http.post(
-        live.url + "/v1/completions",
-        headers=TEAM,
-        json={"model": model, "prompt": "the", "max_tokens": 4, "speculation": speculation},
-    )
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    return error["param"], error["message"]
 
 
 # --- looking ---
@@ -342,12 +327,10 @@ def test_an_upload_whose_client_has_left_is_not_applied(
         return mended.sample("tailor_http_responses_total", route=route, status=status)
 
     monkeypatch.setattr(tasks_module, "_read_upload", held)
-    body = json.dumps({"examples": EXAMPLES}).encode()
-    head = f"POST /v1/tasks/sql/corpus HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-    head += "content-type: application/json\r\nauthorization: Bearer the-admin-key\r\n\r\n"
+    upload = post_bytes("/v1/tasks/sql/corpus", {"examples": EXAMPLES}, "the-admin-key")
     before = counted("499")
     with socket.create_connection(("127.0.0.1", mended.port), timeout=10) as visitor:
-        visitor.sendall(head.encode() + body)
+        visitor.sendall(upload)
         assert reads.wait(30)
         if leaves:
             visitor.close()
@@ -459,7 +442,7 @@ def test_a_damaged_corpus_is_named_with_its_task_set_aside_and_harms_nobody(
         error = call(live, "POST", "/v1/tasks/reload", 400)["error"]["message"]
         assert f"task sql: speculation.corpus: {file} is damaged" in error
         # An engine meets it all the same, for a key that has not drafted before.
-        assert complete(live, "sql", headers=OTHER)["choices"][0]["text"] == text
+        assert complete(live, "sql", secret="the-other-key")["choices"][0]["text"] == text
         assert complete(live, "learner")["choices"][0]["text"]
         told = [r.message for r in caplog.records if "drafts without its corpus" in r.message]
         assert (
@@ -485,9 +468,7 @@ def test_a_reload_changes_what_new_requests_get(live: LiveServer, place: Place) 
     told = call(live, "POST", "/v1/tasks/reload")
     assert told["added"] == ["fresh"] and told["removed"] == ["limited"]
     assert told["changed"] == ["sql"]
-    answer = httpx.post(
-        live.url + "/v1/completions", headers=TEAM, json={"model": "sql", "prompt": "the"}
-    ).json()
+    answer = live.post("/v1/completions", "the-team-key", model="sql").json()
     assert answer["usage"]["completion_tokens"] == 3
     names = [m["id"] for m in call(live, "GET", "/v1/models", headers=TEAM)["data"]]
     assert "fresh" in names and "limited" not in names
@@ -557,7 +538,7 @@ def test_a_task_learns_from_its_requests_apart_for_each_key(live: LiveServer, pl
     text = complete(live, "learner")["choices"][0]["text"]
     wait_until(lambda: steps() > 1.5 * cold, 10)
     assert complete(live, "learner")["choices"][0]["text"] == text
-    assert steps(headers=OTHER) <= 1.2 * cold
+    assert steps(secret="the-other-key") <= 1.2 * cold
     assert steps(cache_salt="salt") <= 1.2 * cold
     assert steps(speculation={"corpus": "off"}) <= 1.2 * cold
 
@@ -631,8 +612,11 @@ def test_options_of_a_request_go_over_the_task_s(mended: LiveServer) -> None:
 def test_options_outside_the_task_s_limits_are_refused(
     calm: LiveServer, speculation: dict[str, Any], param: str, told: str
 ) -> None:
-    at, message = refused(calm, "limited", **speculation)
-    assert at == param and told in message
+    asked = {"model": "limited", "speculation": speculation}
+    answer = calm.post("/v1/completions", "the-team-key", **asked)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and told in error["message"]
 
 
 def test_without_who_changes_tasks_they_can_be_looked_at() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.api.live import LiveServer
+from tests.api.live import LiveServer, post_bytes
 from tests.waiting import wait_until
 
 MOST_GROWTH_MIB = 48
@@ -76,13 +75,8 @@ def reset(live: LiveServer, path: str, bodies: Sequence[Mapping[str, Any]]) -> N
     was answered; returns when the server works for none of them any more."""
 
     def cut(i: int) -> None:
-        content = json.dumps(bodies[i]).encode()
         with socket.create_connection(("127.0.0.1", live.port), timeout=30) as s:
-            s.sendall(
-                b"POST %b HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\n"
-                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-                % (path.encode(), len(content), content)
-            )
+            s.sendall(post_bytes(path, bodies[i], "sk-one"))
             if i % 3 == 0:
                 s.recv(100)
             s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
