@@ -390,22 +390,6 @@ class Tile(NamedTuple):
     values: Any
 
 
-class Residual(NamedTuple):
-    """What happens between a block's product and the next: `residual` in kernels/step.py.
-
-    bias: float32 [H] or [0]. post: the norm before the sum, used if has_post. scale: on what is
-    added. following: the norm after it, used if has_following.
-    """
-
-    bias: Float32
-    has_post: bool
-    post: Float32
-    scale: np.float32
-    has_following: bool
-    following: Float32
-    eps: np.float32
-
-
 # --- adapters -------------------------------------------------------------------------------------
 
 KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")

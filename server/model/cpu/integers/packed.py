@@ -195,9 +195,15 @@ class IntegerWeights(RunnerWeights):
         return self._buffers[num_inputs]
 
     def _head_of(self, part: Part) -> PackedHead:
-        inputs = part.inputs if part.form.per_output else 0
-        factors = self._factors("head", inputs)[None]
-        return integer_head(part, self._hidden_size, self._rows(part.inputs), factors)
+        """The full head, or a part of it: panels [panels, bytes of a panel]."""
+        form, inputs, rows = part.form, part.inputs, self._rows(part.inputs)
+        factors = self._factors("head", inputs if form.per_output else 0)[None]
+
+        def record(panels: UInt8, num_panels: int) -> Linear:
+            some = Part(form, inputs, num_panels * PANEL, panels)
+            return integer_linear([[some]], rows, factors)
+
+        return PackedHead(part.panels, PANEL, self._hidden_size, _runs(form, inputs), record)
 
     def _some_rows(self, rows: Rows, token_ids: Int64) -> PackedHead:
         """A head of some rows of the model's."""
@@ -253,18 +259,3 @@ def _runs(form: Form, num_inputs: int) -> Int64:
         add(form.low_bytes + form.high_bytes, 4)
         add(form.scale_bytes * (1 + form.has_min), small)
     return np.array(runs, np.int64)
-
-
-def integer_head(part: Part, width: int, rows: Activations, factors: Float32) -> PackedHead:
-    """The full head [panels, bytes of a panel].
-
-    rows: the buffer of quantised inputs that products use. factors: of a head with one scale an
-    output, what its inputs are spread with (float32 [1, num_inputs]), else [1, 0].
-    """
-    form, inputs = part.form, part.inputs
-
-    def record(panels: UInt8, num_panels: int) -> Linear:
-        some = Part(form, inputs, num_panels * PANEL, panels)
-        return integer_linear([[some]], rows, factors)
-
-    return PackedHead(part.panels, PANEL, width, _runs(form, inputs), record)

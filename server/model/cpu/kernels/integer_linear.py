@@ -70,15 +70,21 @@ def _set_rows(job, q, figures, first, num):
 
 
 @borrowing
-def _even_span(num_rows, weights):
-    """(rows of a span, spans): at most ROW_SPAN rows, all but the last alike and of whole kernels:
-    the fewer rows of a kernel, the longer its sums wait for each other."""
+def even_span(num_rows, whole):
+    """(rows of a span, spans): at most ROW_SPAN rows, all but the last alike and of whole kernels
+    of `whole` rows: the fewer rows of a kernel, the longer its sums wait for each other. Items go
+    panel by panel, so that a panel is read from memory once and then from the cache for the other
+    spans."""
     spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     span = (num_rows + spans - 1) // spans
     if spans > 1:
-        whole = _WHOLE_ROWS if weights.tile_rows == NO_TILES else _WHOLE_TILES
         span = (span + whole - 1) // whole * whole
     return span, (num_rows + span - 1) // span
+
+
+@borrowing
+def _whole_rows(weights):
+    return _WHOLE_ROWS if weights.tile_rows == NO_TILES else _WHOLE_TILES
 
 
 @borrowing
@@ -142,7 +148,7 @@ def _product_share(weights, layer, num_rows, out, work):
     Views of arrays are not made here (vectors.rms_norm).
     """
     parts = weights.parts
-    span, spans = _even_span(num_rows, weights)
+    span, spans = even_span(num_rows, _whole_rows(weights))
     q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
     words = own_words(work)
     job = work.sync[words : words + JOB_ITEMS]
@@ -192,7 +198,7 @@ def _own_first(weights, layer, num_parts, work):
 def _gated_share(weights, layer, num_rows, out, gelu, work):
     """One thread's share of out = act(gate) * up: the panel of the same outputs of both parts."""
     parts = weights.parts
-    span, spans = _even_span(num_rows, weights)
+    span, spans = even_span(num_rows, _whole_rows(weights))
     q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
     words = own_words(work)
     job = work.sync[words : words + JOB_ITEMS]

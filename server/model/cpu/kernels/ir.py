@@ -79,10 +79,12 @@ def const(value: float, vector: Any = VEC) -> Any:
 
 
 def call(b: Any, name: str, result: Any, arguments: list[Any], *, var_arg: bool = False) -> Any:
-    """A call of a function by name, LLVM's or the C library's; declared on first use."""
+    """A call of a function by name, LLVM's or the C library's; declared on first use. var_arg: it
+    takes any number of arguments behind the first."""
     fn = b.module.globals.get(name)
     if fn is None:
-        kind = ir.FunctionType(result, [a.type for a in arguments], var_arg=var_arg)
+        kinds = [a.type for a in arguments]
+        kind = ir.FunctionType(result, kinds[:1] if var_arg else kinds, var_arg=var_arg)
         fn = ir.Function(b.module, kind, name)
     return b.call(fn, arguments)
 

@@ -18,7 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.jit import borrowing, entry_run_by
-from server.model.cpu.kernels.integer_linear import integer_gated_linear, integer_linear
+from server.model.cpu.kernels.integer_linear import (
+    even_span,
+    integer_gated_linear,
+    integer_linear,
+)
 from server.model.cpu.kernels.team import barrier, begin_items, run, take, take_near
 from server.model.cpu.kernels.vectors import (
     HALVES,
@@ -34,7 +38,6 @@ from server.model.cpu.records import (
     LANES,
     MAX_ROWS,
     PANEL,
-    ROW_SPAN,
     Float32x2,
     Linear,
     Work,
@@ -55,16 +58,6 @@ class _Task(NamedTuple):
 
 
 @borrowing
-def _even_span(num_rows, num_spans):
-    """Rows of a span: all spans alike, in whole kernels. Items go panel by panel, so that a panel
-    is read from memory once and then from the cache for the other spans."""
-    span = (num_rows + num_spans - 1) // num_spans
-    if num_spans > 1:
-        span = (span + MAX_ROWS - 1) // MAX_ROWS * MAX_ROWS
-    return span
-
-
-@borrowing
 def _product_share(task, work):
     """One thread's share of out = x @ W: (panel, span of rows) items.
 
@@ -73,8 +66,7 @@ def _product_share(task, work):
     x, num_rows, k, panels, num_panels, bf16, out, ldo = task
     item_bytes = 2 if bf16 else 4
     size = k * PANEL * item_bytes
-    num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    span = _even_span(num_rows, num_spans)
+    span, num_spans = even_span(num_rows, MAX_ROWS)
     num_whole = num_panels
     if num_spans == 1:
         num_whole -= num_panels % work.threads
@@ -108,8 +100,7 @@ def _gated_share(task, gelu, work):
     pairs = work.pairs[work.thread].ctypes.data
     x, num_rows, k, panels, num_panels, bf16, out, ldo = task
     size = k * PANEL * (2 if bf16 else 4)
-    num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    span = _even_span(num_rows, num_spans)
+    span, num_spans = even_span(num_rows, MAX_ROWS)
     num_items = num_panels // 2 * num_spans
     item = take_near(work, num_items)
     while item >= 0:

@@ -27,7 +27,6 @@ from server.model.cpu.kernels.ir import (
     F32,
     I16,
     I64,
-    Loop,
     choose,
     floats,
     function,
@@ -41,7 +40,7 @@ from server.model.cpu.kernels.ir import (
 from server.model.cpu.kernels.ir import product as emit_product
 from server.model.cpu.kernels.linear import linear
 from server.model.cpu.kernels.team import barrier
-from server.model.cpu.kernels.vectors import gelu_gate, silu_gate
+from server.model.cpu.kernels.vectors import gelu_gate, scaled_product, silu_gate
 from server.model.cpu.records import ADAPTER_FORMS as FORMS
 from server.model.cpu.records import ADAPTER_ROWS as ROWS
 from server.model.cpu.records import ADAPTER_WIDE as _WIDE
@@ -185,7 +184,9 @@ def _add_share(x, adapters, layer, kind, out, first, step):
             ),
             columns // LANES,
         )  # fmt: skip
-        _scale(t, scales)
+        for m in range(num):
+            row_of = t[m].ctypes.data
+            scaled_product(row_of, np.float32(1.0), scales, row_of, columns // LANES)
         for p in range(adapters.parts.shape[3]):
             part = adapters.parts[place, layer, kind, p]
             if part[4] > 0:
@@ -201,22 +202,6 @@ def add_lora(x, adapters, layer, kind, out, work):
     if adapters.spans.shape[0] > 0:
         _add_share(x, adapters, layer, kind, out, work.thread, work.threads)
         barrier(work)
-
-
-@word(None, int, int, int)
-def _scale_rows(b: Any, t: Any, scales: Any, num: Any) -> Any:
-    """t[i] *= scales[i] for 16 * num floats at addresses t and scales."""
-    tf, sf = floats(b, t), floats(b, scales)
-    loop = Loop(b, num, [])
-    at = b.mul(loop.index, i64(LANES))
-    store(b, b.fmul(load(b, tf, at), load(b, sf, at)), tf, at)
-    loop.close([])
-
-
-@allocating
-def _scale(t, scales):
-    for m in range(t.shape[0]):
-        _scale_rows(t[m].ctypes.data, scales, t.shape[1] // LANES)
 
 
 @allocating

@@ -70,7 +70,6 @@ from server.model.cpu.records import (
     Int64x2,
     Layers,
     Positions,
-    Residual,
     Rows,
     Scratch,
     Shape,
@@ -91,36 +90,34 @@ def _row(x, r):
 
 
 @borrowing
-def _norm_rows(num_rows, x, weight, out, eps, work):
-    """out[r] = RMSNorm(x[r]) * weight for this thread's rows r < num_rows."""
-    n = weight.shape[0]
-    for r in range(work.thread, num_rows, work.threads):
-        rms_norm(_row(x, r), weight.ctypes.data, _row(out, r), n, eps)
+def _norm_row(x, r, is_normed, weight, out, eps):
+    """out[r] = RMSNorm(x[r]) * weight, or x[r] as it is."""
+    if is_normed:
+        rms_norm(_row(x, r), weight.ctypes.data, _row(out, r), weight.shape[0], eps)
+    else:
+        for i in range(weight.shape[0]):
+            out[r, i] = x[r, i]
 
 
 @borrowing
-def residual(num_rows, x, y, norms, out, work):
-    """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, for this thread's
-    rows r < num_rows.
+def residual(num_rows, x, y, bias, post, has_following, following, out, shape, work):
+    """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, or x[r] without
+    has_following, for this thread's rows r < num_rows.
 
-    has_post: y[r] goes through RMSNorm * post first, in place. Without has_following, out[r] =
-    x[r]. One pass over a row, while it is in the cache.
+    bias: float32 [H] or [0]. post: the norm that y[r] goes through first, in place, where the model
+    has norms after its blocks. One pass over a row, while it is in the cache.
     """
-    n = norms.following.shape[0]
+    n = following.shape[0]
     for r in range(work.thread, num_rows, work.threads):
-        if norms.has_post:
-            rms_norm(_row(y, r), norms.post.ctypes.data, _row(y, r), n, norms.eps)
-        if norms.bias.shape[0] > 0:
+        if shape.norms_after:
+            rms_norm(_row(y, r), post.ctypes.data, _row(y, r), n, shape.eps)
+        if bias.shape[0] > 0:
             for i in range(n):
-                x[r, i] += (y[r, i] + norms.bias[i]) * norms.scale
+                x[r, i] += (y[r, i] + bias[i]) * shape.residual_scale
         else:
             for i in range(n):
-                x[r, i] += y[r, i] * norms.scale
-        if norms.has_following:
-            rms_norm(_row(x, r), norms.following.ctypes.data, _row(out, r), n, norms.eps)
-        else:
-            for i in range(n):
-                out[r, i] = x[r, i]
+                x[r, i] += y[r, i] * shape.residual_scale
+        _norm_row(x, r, has_following, following, out, shape.eps)
 
 
 @compiled
@@ -230,12 +227,9 @@ def _forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
     num = rows.num
     x, y, normed = scratch.x, scratch.projected, scratch.normed
     num_layers = layers.norms.shape[0]
-    if shape.norms_before:
-        _norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, work)
-    else:
-        for r in range(thread, num, work.threads):
-            for j in range(x.shape[1]):
-                normed[r, j] = x[r, j]
+    norm_in = layers.norms[0, NORM_IN]
+    for r in range(thread, num, work.threads):
+        _norm_row(x, r, shape.norms_before, norm_in, normed, shape.eps)
     picks = False
     for i in range(num_layers):
         norms = layers.norms[i]
@@ -263,11 +257,10 @@ def _forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
             attend(rows, queries, layer, shape, scratch, scratch.attended, work)
             linear(scratch.attended, num, layers.out, i, y, work)
             add_lora(scratch.attended, adapters, i, OUT, y, work)
-        after = Residual(
-            layers.out_bias[i], shape.norms_after, norms[NORM_POST_ATTENTION], shape.residual_scale,
-            shape.norms_before, norms[NORM_MLP], shape.eps,
+        residual(
+            num, x, y, layers.out_bias[i], norms[NORM_POST_ATTENTION], shape.norms_before,
+            norms[NORM_MLP], normed, shape, work,
         )  # fmt: skip
-        residual(num, x, y, after, normed, work)
         if adapters.spans.shape[0] > 0:
             gated_linear_lora(
                 normed, num, layers.gate_up, i, adapters, scratch.inner, shape.gelu, work
@@ -278,11 +271,10 @@ def _forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
         add_lora(scratch.inner, adapters, i, DOWN, y, work)
         # The next layer's input norm, or the model's last.
         following = layers.final_norm if last else layers.norms[i + 1, NORM_IN]
-        after = Residual(
-            layers.out_bias[i, :0], shape.norms_after, norms[NORM_POST_MLP], shape.residual_scale,
-            shape.norms_before or last, following, shape.eps,
+        residual(
+            num, x, y, layers.out_bias[i, :0], norms[NORM_POST_MLP], shape.norms_before or last,
+            following, scratch.hidden if last and not picks else normed, shape, work,
         )  # fmt: skip
-        residual(num, x, y, after, scratch.hidden if last and not picks else normed, work)
     if picks:
         _put_rows(ends, scratch, work)
 

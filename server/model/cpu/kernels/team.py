@@ -102,7 +102,7 @@ def _sleep(b: Any, address: Any, known: Any) -> None:
     else:
         low = b.and_(known, i64(0xFFFFFFFF))
         numbers = [i64(number), address, i64(_FUTEX_WAIT), low, i64(0)]
-        _system_call(b, numbers)
+        call(b, "syscall", I64, numbers, var_arg=True)
 
 
 @word(None, int)
@@ -110,14 +110,8 @@ def _wake(b: Any, address: Any) -> None:
     """Wake all that sleep at `address`."""
     number = _futex(b)
     if number is not None:
-        _system_call(b, [i64(number), address, i64(_FUTEX_WAKE), i64(0x7FFFFFFF), i64(0)])
-
-
-def _system_call(b: Any, numbers: list[Any]) -> None:
-    fn = b.module.globals.get("syscall")
-    if fn is None:
-        fn = ir.Function(b.module, ir.FunctionType(I64, [I64], var_arg=True), "syscall")
-    b.call(fn, numbers)
+        numbers = [i64(number), address, i64(_FUTEX_WAKE), i64(0x7FFFFFFF), i64(0)]
+        call(b, "syscall", I64, numbers, var_arg=True)
 
 
 @word(None)
