@@ -69,9 +69,9 @@ def open_text(
     """A model's tokenizer, and what reads data files with it. adapter: whose tokens are in its ids.
     report: told what takes long. Raises ConfigError, ModelError."""
     from server.api.chat_template import load_chat_template
+    from server.model.adapter import enrichment_of
     from server.model.catalog import text_folder
     from server.token_bytes import enriched
-    from server.wiring.model import enrichment_of
 
     folder = text_folder(model, report=report)
     tokenizer, table, eos = open_table(folder)
@@ -85,7 +85,7 @@ def open_text(
         vocab_size=table.vocab_size,
         render=None if chat is None else chat_render(chat),
     )
-    own = enrichment_of(adapter, table)
+    own = enrichment_of(adapter, table.fingerprint.hex())
     if own is not None:
         table = enriched(table, own.ids, own.parts, own.hash)
     return ModelText(folder, tokenizer, table, eos, reader, own)

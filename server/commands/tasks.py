@@ -119,8 +119,8 @@ def tune_task(
     from drafters.auto.copying import Pieces
     from server.commands.tune import tune as run
     from server.commands.tune_data import Tuning, check_data
+    from server.model.adapter import enrichment_of
     from server.wiring.drafter import make_task_drafter
-    from server.wiring.model import enrichment_of
 
     # Told before a model is loaded.
     file.check()

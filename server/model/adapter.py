@@ -118,9 +118,12 @@ class LoraAdapter:
 
         self.separate_head = tied and HEAD in self._rows
         self._tied = tied
-        self.enrichment = self._read_enrichment()
+        self.enrichment = enrichment_of(folder)
         if self.enrichment is not None:
             self.files = (*self.files, folder / ENRICHMENT_FILE)
+            for table, (ids, _) in self._rows.items():
+                if set(self.enrichment.ids) - set(ids):
+                    raise self._wrong(f"{ENRICHMENT_FILE} names ids that have no row in {table}")
 
     def _row_keys(self, keys: set[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         """{table: (its ids, tensor with a row for each)}, of EMBEDDING and HEAD."""
@@ -152,19 +155,6 @@ class LoraAdapter:
                 raise ModelError(f"adapter {self.folder} holds no {key}")
             found[table] = (tuple(ids), key)
         return found
-
-    def _read_enrichment(self) -> Enrichment | None:
-        file = self.folder / ENRICHMENT_FILE
-        if not file.is_file():
-            return None
-        try:
-            enrichment = Enrichment.load(file)
-        except (EnrichmentFileError, OSError) as error:
-            raise self._wrong(f"{error}") from None
-        for table, (ids, _) in self._rows.items():
-            if set(enrichment.ids) - set(ids):
-                raise self._wrong(f"{ENRICHMENT_FILE} names ids that have no row in {table}")
-        return enrichment
 
     def _check(self, config: Mapping[str, Any]) -> None:
         def refuse(reason: str) -> None:
@@ -322,6 +312,20 @@ class LoraAdapter:
         a, b = self.pair(name)
         merged: torch.Tensor = weight.float() + (b @ a) * self.scale(name)
         return merged
+
+
+def enrichment_of(folder: str | Path | None, tokenizer: str | None = None) -> Enrichment | None:
+    """What the ids of an adapter's own stand for; None where it brings none, or there is none.
+
+    tokenizer: fingerprint (hex) of the base's, which must be the enrichment's. Raises ModelError.
+    """
+    file = None if folder is None else Path(folder).expanduser() / ENRICHMENT_FILE
+    if file is None or not file.is_file():
+        return None
+    try:
+        return Enrichment.load(file, tokenizer=tokenizer)
+    except (EnrichmentFileError, OSError) as error:
+        raise ModelError(f"adapter {folder}: {error}") from None
 
 
 def linear_sizes(s: ModelShape) -> dict[str, tuple[int, int]]:

@@ -6,12 +6,16 @@ The same function makes the drafters of an engine and those that `tailor tasks t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from drafters.array_file import ArrayFileError, FingerprintError
+from drafters.catalog import Need, make_drafter, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +47,6 @@ class CorpusFiles:
     def load(self, path: str, fingerprint: str, task: str) -> tuple[Corpus | None, str]:
         """(the corpus, an id that names it by its content); (None, "") where it cannot be drafted
         from, which is told once in the log. Raises FingerprintError for another tokenizer's."""
-        from drafters.array_file import ArrayFileError, FingerprintError
         from drafters.corpus import Corpus
 
         key = f"{fingerprint} {path}"
@@ -91,8 +94,6 @@ def make_task_drafter(
     ids, so prompts are read in them, too. corpora: of the engine. pieces: of the same ids;
     None: nothing is copied by text. prior: the model's. Raises ValueError.
     """
-    from drafters.catalog import Need, make_drafter, spec_of
-
     spec = spec_of(name)
     given: dict[str, Any] = {}
     if Need.EOS in spec.needs:
@@ -164,8 +165,6 @@ class EnrichedDrafter:
 
 def _read(file: OptionFile, name: str, task: str, fingerprint: str, model: str | None) -> Any:
     """The content of an option's file. Raises ValueError."""
-    from drafters.array_file import FingerprintError
-
     module, _, attribute = file.kind.partition(":")
     kind = getattr(importlib.import_module(module), attribute)
     expected: str | None = fingerprint
@@ -193,8 +192,6 @@ def content_id(path: Path) -> str:
 
     Raises OSError.
     """
-    import hashlib
-
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())

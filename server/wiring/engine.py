@@ -16,13 +16,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafters import DRAFTER_NAMES
+from drafters import DRAFTER_NAMES, make_drafter
+from drafters.array_file import ArrayFileError
+from server import logs, token_bytes
 from server.errors import ModelError
 from server.machine import cores, release_memory
+from server.model.adapter import enrichment_of
 from server.model.cache_folder import cache_dir
-from server.types import adapter_of
+from server.types import (
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    VocabularyMode,
+    VocabularyParams,
+    adapter_of,
+)
 from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter, model_fingerprint
-from server.wiring.model import enrichment_of, table_file
+from server.wiring.model import table_file
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds
 
 if TYPE_CHECKING:
     from drafters.auto.prior import Prior
@@ -36,15 +48,8 @@ if TYPE_CHECKING:
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
     from server.token_bytes import TokenBytes
-    from server.types import (
-        AdapterOrder,
-        ModelInfo,
-        SpeculationParams,
-        VocabularyMode,
-    )
+    from server.types import AdapterOrder, ModelInfo
     from vocab_store.enrichment import Enrichment
-    from vocab_store.profile import VocabProfile
-    from vocab_store.slice import RequiredIds
 
 log = logging.getLogger("tailor.server")
 
@@ -96,10 +101,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     Raises ModelError and its kin for a model that cannot be served, ValueError for numbers that
     do not fit the device.
     """
-    from server import logs
-
     logs.configure(order.log_format, order.log_level, engine=order.name)
-    from server import token_bytes
     from server.engine.engine import Engine
     from server.engine.plan import EngineSettings
     from server.engine.probe import load_or_measure
@@ -167,9 +169,6 @@ class ProfileFiles:
 
     def __call__(self, name: str) -> VocabProfile:
         """The profile in a file. Raises VocabStoreError (a ValueError) or OSError."""
-        from vocab_store.profile import VocabProfile
-        from vocab_store.slice import RequiredIds
-
         found = os.stat(name)
         stamp = (found.st_mtime_ns, found.st_size)
         known = self._loaded.get(name)
@@ -198,7 +197,7 @@ class _Vocabularies:
         from drafters.auto.copying import Pieces
         from server.engine.adapters import Vocabulary
 
-        self._runner, self._table, self._grammars = runner, table, grammars
+        self._runner, self._grammars = runner, grammars
         pieces = Pieces(table.offsets, table.blob)
         self._base = Vocabulary(table.fingerprint.hex(), enrichment, pieces=pieces)
         self.shelf: AdapterShelf | None = None
@@ -222,7 +221,6 @@ class _Vocabularies:
         Raises ModelError and its kin.
         """
         from drafters.auto.copying import Pieces
-        from server import token_bytes
         from server.engine.adapters import Vocabulary
         from server.engine.batch import AdaptingRunner
         from server.engine.grammar import GrammarCompiler
@@ -231,7 +229,7 @@ class _Vocabularies:
         assert isinstance(self._runner, AdaptingRunner)
         eos_token_ids, grammars = self._runner.info.eos_token_ids, self._grammars
         own_head = self._runner.check_adapter(order.folder)
-        enrichment = enrichment_of(order.folder, self._table)
+        enrichment = enrichment_of(order.folder, self._base.fingerprint)
         if (enrichment is not None) != bool(order.table):
             raise ModelError(f"adapter {order.adapter_id}: its files have changed")
         if enrichment is None:
@@ -262,7 +260,6 @@ def prior_file(fingerprint: str) -> Path:
 
 def _prior(order: EngineOrder, runner: Runner) -> Prior | None:
     """The model's prior, where there is one that its runner's states can be given to."""
-    from drafters.array_file import ArrayFileError
     from drafters.auto.prior import Prior
     from server.engine.batch import StateRunner
 
@@ -381,9 +378,6 @@ def _warm_up(
 ) -> None:
     """Run a short request with each drafter and each profile: what is imported, loaded or copied on
     first use is ready before the engine is. The prefix cache is emptied after it."""
-    from drafters import make_drafter
-    from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
-
     for name in drafters:
         if name != "off":
             make_drafter(name)

@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.json_text import object_in, parsed
+from server import token_bytes
 from server.errors import CacheFolderError, ConfigError, ModelError
+from server.model.adapter import ENRICHMENT_FILE, enrichment_of
+from server.model.cache_folder import cache_dir, remembered_sha256, writing_to_cache
+from server.model.catalog import cached_folder, source_of
+from server.token_bytes import TokenBytes
 from server.types import PARAMETERS, AdapterOrder
 
 if TYPE_CHECKING:
@@ -25,12 +30,11 @@ if TYPE_CHECKING:
 
     from server.api.served_model import ServedModel
     from server.config import AdapterConfig, EngineConfig, ModelConfig, SamplingDefaults
-    from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
 log = logging.getLogger("tailor.server")
 
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "enrichment.json")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", ENRICHMENT_FILE)
 _SPARE_PLACES = (None, "/dev/shm")  # the system's folder of temporary files first
 
 
@@ -45,7 +49,6 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     from server.api.chat_template import load_chat_template
     from server.api.served_model import ServedModel
     from server.config import SamplingDefaults
-    from server.model.cache_folder import remembered_sha256
     from server.model.families import position_limit, text_values
     from server.model.generic import is_generic
     from server.model.known_config import last_token_id
@@ -94,7 +97,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         aliases=model.aliases,
         tokenizer_class=_tokenizer_class(folder),
     )
-    return _with_own(base, folder, enrichment_of(model.adapter, table))
+    return _with_own(base, folder, enrichment_of(model.adapter, table.fingerprint.hex()))
 
 
 _SAMPLED = {one.name: one.kind for one in PARAMETERS if one.in_models}
@@ -133,8 +136,6 @@ def _tokenizer_class(folder: Path) -> str:
 def _table(tokenizer: Tokenizer, file: Path, vocab_size: int) -> TokenBytes:
     """The table at `file`, which is named after the tokenizer's content (so nothing is compared,
     half a second for 262,000 ids), or a new one."""
-    from server import token_bytes
-
     size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
     with suppress(OSError, ValueError):
         table = token_bytes.open_table(file)
@@ -146,9 +147,6 @@ def _table(tokenizer: Tokenizer, file: Path, vocab_size: int) -> TokenBytes:
 def _written(table: TokenBytes, file: Path) -> TokenBytes:
     """A table in its file, mapped. Where the cache folder is full or read-only, the file lies in a
     temporary folder until this process ends. Raises CacheFolderError where that is, too."""
-    from server import token_bytes
-    from server.model.cache_folder import writing_to_cache
-
     try:
         with writing_to_cache():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -165,29 +163,9 @@ def _written(table: TokenBytes, file: Path) -> TokenBytes:
     return token_bytes.open_table(file)
 
 
-def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enrichment | None:
-    """What the ids of an adapter's own stand for; None where it brings none.
-
-    adapter: the adapter's folder. table: of the base tokenizer, which must be the enrichment's.
-    Raises ModelError.
-    """
-    from vocab_store.enrichment import Enrichment
-    from vocab_store.errors import EnrichmentFileError
-
-    file = None if adapter is None else Path(adapter).expanduser() / "enrichment.json"
-    if file is None or not file.is_file():
-        return None
-    try:
-        return Enrichment.load(file, tokenizer=None if table is None else table.fingerprint.hex())
-    except (EnrichmentFileError, OSError) as error:
-        raise ModelError(f"adapter {adapter}: {error}") from None
-
-
 def _with_own(base: ServedModel, folder: Path, enrichment: Enrichment | None) -> ServedModel:
     """A model with an adapter's own tokens, where it has some; their table is in its file, mapped.
     folder: the base model's."""
-    from server import token_bytes
-
     if enrichment is None:
         return base
     wide = token_bytes.enriched(base.table, enrichment.ids, enrichment.parts, enrichment.hash)
@@ -209,8 +187,6 @@ def _with_own(base: ServedModel, folder: Path, enrichment: Enrichment | None) ->
 
 def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
     """Where the id -> bytes table of a model's tokenizer is kept, with an enrichment's tokens."""
-    from server.model.cache_folder import cache_dir, remembered_sha256
-
     # Versions that write other files may serve from one cache, as while one replaces the other.
     tables = cache_dir() / "tokens" / "v3"
     name = remembered_sha256(folder / "tokenizer.json")[:24]
@@ -221,8 +197,6 @@ def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
 
 def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
     """Whether a model is served from its GGUF as it is: asked for, or nothing else is."""
-    from server.model.catalog import source_of
-
     own = model.over(engine)
     if own.weights != "auto":
         return own.weights == "file"
@@ -234,8 +208,6 @@ def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
 def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
     """The model's folder. Fetching and converting, once, is done by a process of its own, because
     it loads torch and the whole model, and this one will only speak HTTP."""
-    from server.model.catalog import cached_folder
-
     kind = model.over(engine).weights if serves_file(model, engine) else "float32"
     folder = cached_folder(model.path, "float32" if kind == "float32" else "file")
     if folder is None:
@@ -273,8 +245,6 @@ class AdapterSet:
 
         Raises ConfigError for what cannot be served and ModelError for files that cannot be read.
         """
-        from server.model.cache_folder import remembered_sha256
-
         base = self._bases[model] if model else next(iter(self._bases.values()))
         folder = Path(config.path).expanduser()
         for name in _ADAPTER_FILES[:2]:
@@ -287,7 +257,7 @@ class AdapterSet:
         for name in _ADAPTER_FILES:
             if (folder / name).is_file():
                 digest.update(f"{name} {remembered_sha256(folder / name)}\n".encode())
-        enrichment = enrichment_of(str(folder), base.table)
+        enrichment = enrichment_of(folder, base.table.fingerprint.hex())
         served = _with_own(base, self._folders[base.name], enrichment)
         table = "" if enrichment is None else str(served.table.path)
         version = digest.hexdigest()[:16]

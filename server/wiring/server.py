@@ -10,6 +10,7 @@ processes.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,12 @@ from drafters import DRAFTER_NAMES
 from server.config import DEFAULT_TASK, EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
 from server.machine import cores
+from server.model.build import RunnerSpec
+from server.model.cache_folder import cache_dir
 from server.wiring.engine import EngineOrder, ProfileFiles, build_engine
 from server.wiring.model import AdapterSet, served_model
 from server.wiring.task_set import TaskSet, tasks_folder
+from vocab_store.profile import model_facts
 
 if TYPE_CHECKING:
     from server.api.engines.client import EngineClient
@@ -59,8 +63,6 @@ def plan_server(
     folders: each model's folder by the model's name. reload_tasks: reads the tasks again; None:
     they are fixed. Raises ModelError, and ConfigError for a corpus that cannot be used.
     """
-    from server.model.cache_folder import cache_dir
-
     models: dict[str, ServedModel] = {}
     orders: list[EngineOrder] = []
     # Engines on the CPU share its cores unless threads is set.
@@ -141,8 +143,6 @@ def _orders(
     table: TokenBytes,
 ) -> list[EngineOrder]:
     """One model's engines, one a device. engine: as they run it. own: the tasks that run on it."""
-    from server.model.build import RunnerSpec
-
     modes = {task.vocabulary.mode for task in own if task.name != DEFAULT_TASK}
     slices_only = engine.full_head == "auto" and modes == {"slice"}
     slices_only = slices_only and all(device == "cpu" for device in model.devices)
@@ -189,8 +189,6 @@ def _orders(
 
 def _namespace(config: ServerConfig) -> str:
     """The namespace of a server: servers of different task folders keep their files apart."""
-    import hashlib
-
     folder = tasks_folder(config.tasks) or Path("configs/tasks")
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
 
@@ -200,8 +198,6 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
 
     Raises ConfigError that names the task.
     """
-    from vocab_store.profile import model_facts
-
     for task in tasks:
         path = task.vocabulary.profile
         if path is None:

@@ -32,12 +32,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drafters import DRAFTER_NAMES
+from drafters.array_file import ArrayFileError, FingerprintError
 from drafters.atomic_file import replacing
 from drafters.catalog import Need, that_use
 from drafters.json_text import object_in, parsed
 from server.api.shapes import CorpusSize
 from server.config import DEFAULT_TASK, DEFAULT_TASKS, ServerConfig, TaskConfig, load_tasks
 from server.errors import ConfigError, StorageError, TaskNotFoundError, echoed
+from vocab_store.enrichment import Enrichment
+from vocab_store.errors import ProfileFileError
+from vocab_store.profile import VocabProfile
 
 log = logging.getLogger("tailor.tasks")
 
@@ -80,12 +85,9 @@ class TaskSet:
         self._run = run or _run_apart
         self._lock = asyncio.Lock()
         self._files = dict(tasks)
-        self._tasks, self._sizes = self._checked(self._files, is_start=True)
-
-    @property
-    def tasks(self) -> Mapping[str, TaskConfig]:
-        """The tasks to serve: as in their files, but for corpora that were uploaded."""
-        return self._tasks
+        self.tasks: Mapping[str, TaskConfig]
+        """To serve: as in their files, but for corpora that were uploaded."""
+        self.tasks, self._sizes = self._checked(self._files, is_start=True)
 
     @contextlib.asynccontextmanager
     async def adapter_turn(self) -> AsyncIterator[Callable[..., Awaitable[None]]]:
@@ -105,10 +107,7 @@ class TaskSet:
 
         None when the task names none. Reads the file; raises ConfigError when it cannot be used.
         """
-        from vocab_store.errors import ProfileFileError
-        from vocab_store.profile import VocabProfile
-
-        path = self._tasks[task].vocabulary.profile
+        path = self.tasks[task].vocabulary.profile
         if path is None:
             return None
         try:
@@ -128,9 +127,9 @@ class TaskSet:
         """Read all task files again. Raises ConfigError, and changes nothing then."""
         async with self._lock:
             files = dict(await asyncio.to_thread(self._load))
-            self._tasks, self._sizes = await asyncio.to_thread(self._checked, files)
+            self.tasks, self._sizes = await asyncio.to_thread(self._checked, files)
             self._files = files
-            return self._tasks
+            return self.tasks
 
     async def upload(
         self, task: str, examples: Sequence[Mapping[str, Any]], *, append: bool
@@ -165,7 +164,7 @@ class TaskSet:
         """Read a task's uploads again: another process has changed them."""
         async with self._lock:
             if task not in self._files:
-                return self._tasks
+                return self.tasks
             return await asyncio.to_thread(self._check_again, task)
 
     def _file(self, task: str) -> TaskConfig:
@@ -193,9 +192,9 @@ class TaskSet:
     def _check_again(self, task: str) -> Mapping[str, TaskConfig]:
         """Check one task again, whose corpus has changed."""
         tasks, sizes = self._checked({task: self._files[task]})
-        self._tasks = {**self._tasks, **tasks}
+        self.tasks = {**self.tasks, **tasks}
         self._sizes = {**{n: s for n, s in self._sizes.items() if n != task}, **sizes}
-        return self._tasks
+        return self.tasks
 
     def _checked(
         self, files: Mapping[str, TaskConfig], *, is_start: bool = False
@@ -352,12 +351,10 @@ def build_upload(
     fingerprint: of the ids that the corpus is in. enrichment: file of the tokens that outputs are
     written with, None for the base's alone. Raises ConfigError for examples that cannot be used.
     """
-    from drafters.array_file import ArrayFileError
     from drafters.auto.copying import Pieces
     from drafters.auto.held_out import build_calibrated
     from drafters.learned import LearnedOutputs
     from server.datasets import ExampleReader, open_table
-    from vocab_store.enrichment import Enrichment
 
     tokenizer, table, eos_token_id = open_table(model)
     vocab_size = table.vocab_size
@@ -409,7 +406,6 @@ class _DamagedError(ConfigError):
 
 def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     """Raises ConfigError unless the file is a corpus of this tokenizer."""
-    from drafters.array_file import ArrayFileError, FingerprintError
     from drafters.corpus_file import read_extent
 
     try:
@@ -433,8 +429,6 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
 
 def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
     """The tasks that a server of this configuration serves. Raises ConfigError."""
-    from drafters import DRAFTER_NAMES
-
     models = tuple(model.name for model in config.models)
     folder = tasks_folder(config.tasks)
     if folder is None:
