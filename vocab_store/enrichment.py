@@ -45,7 +45,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -163,14 +163,8 @@ class Enrichment:
 
     def first(self, budget: int) -> Enrichment:
         """The enrichment with only the first `budget` tokens that were found."""
-        return Enrichment(
-            self.tokenizer,
-            self.base_vocab_size,
-            self.ids[:budget],
-            self.parts[:budget],
-            dict(self.made) | {"budget": min(budget, len(self))},
-            self.prompts,
-        )
+        made = {**self.made, "budget": min(budget, len(self))}
+        return replace(self, ids=self.ids[:budget], parts=self.parts[:budget], made=made)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically, for its owner to read: it spells parts of the data. Raises

@@ -17,6 +17,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 _CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
@@ -118,15 +120,10 @@ def _without_template(texts: Sequence[list[str]]) -> list[list[str]]:
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Kendall's tau-b of (x, y): 1 where they rise together, -1 where one falls as the other rises;
     None where all of one are equal."""
-    concordant = x_ties = y_ties = 0
-    num = len(pairs) * (len(pairs) - 1) // 2
-    for i, (x, y) in enumerate(pairs):
-        for u, v in pairs[:i]:
-            concordant += ((x > u) - (x < u)) * ((y > v) - (y < v))
-            x_ties += x == u
-            y_ties += y == v
-    scale = (num - x_ties) * (num - y_ties)
-    return concordant / math.sqrt(scale) if scale else None
+    each = np.array(pairs, np.float64).reshape(-1, 2).T
+    x, y = (np.sign(np.subtract.outer(v, v)) for v in each)  # of every two, both ways
+    scale = float((x * x).sum() * (y * y).sum())
+    return float((x * y).sum()) / math.sqrt(scale) if scale else None
 
 
 def direction(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -26,6 +26,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -422,6 +423,7 @@ def build_profile(
         df = document_frequencies(examples, num, progress=progress)
     ids = np.flatnonzero(df)
     num_input_aware = len(ids)
+    tables = ("fonttools", "langcodes") if settings.languages else ()  # of languages' blocks
     if settings.languages:
         blocks = blocks_of_languages(
             settings.languages, symbols=settings.symbols, extra_blocks=settings.extra_blocks
@@ -452,7 +454,7 @@ def build_profile(
         "fingerprint": tokens.fingerprint.hex(),
         "corpus_sha256": corpus_hash(examples),
         "settings": asdict(settings),
-        "versions": {"profile": VERSION, "numpy": np.__version__, **_table_versions(settings)},
+        "versions": {"profile": VERSION} | {name: version(name) for name in ("numpy", *tables)},
         "report": asdict(report),
     }
     # Through JSON once, so that a profile in memory and one from a file are equal.
@@ -473,14 +475,6 @@ def report_of(manifest: dict[str, Any]) -> ProfileReport:
         return ProfileReport(**raw, heldout=coverage, worst_missed=worst)
     except (KeyError, TypeError, ValueError) as error:
         raise ProfileFileError("the manifest holds no report") from error
-
-
-def _table_versions(settings: ProfileSettings) -> dict[str, str]:
-    if not settings.languages:
-        return {}
-    from importlib.metadata import version
-
-    return {"fonttools": version("fonttools"), "langcodes": version("langcodes")}
 
 
 def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:

@@ -423,13 +423,6 @@ def _read_as_it_is(gguf: Path, out: Path, report: Report) -> None:
     known_config.keep_ropes(raw, tables, out)
 
 
-def _convert(gguf: Path, out: Path, report: Report) -> None:
-    """Dequantise `gguf` into `out` as float32 safetensors with config and tokenizer."""
-    report(f"Converting {gguf.name} to safetensors (once)")
-    config, expected = _describe(gguf, out, report)
-    _write_floats(gguf, config, expected, out)
-
-
 _SHARD_BYTES = 2 << 30
 """The largest file of weights; one is held in memory while it is made."""
 
@@ -476,17 +469,17 @@ def _describe(gguf: Path, out: Path, report: Report) -> tuple[Any, Mapping[str, 
     return config, {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _write_floats(
-    gguf: Path, config: Any, expected: Mapping[str, tuple[int, ...]], out: Path
-) -> None:
-    """Write the weights of a GGUF into `out` as float32 safetensors.
+def _convert(gguf: Path, out: Path, report: Report) -> None:
+    """Dequantise `gguf` into `out` as float32 safetensors with config and tokenizer.
 
     float32 because a dequantised value (an integer times an fp16 scale, plus an fp16 minimum) has
-    more bits than bfloat16 or float16 keep. config, expected: as `_describe` gives them.
+    more bits than bfloat16 or float16 keep.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
+    report(f"Converting {gguf.name} to safetensors (once)")
+    config, expected = _describe(gguf, out, report)
     weights = GgufWeights(gguf, config, expected)
     tied = {HEAD} if config.tie_word_embeddings else set()
     split = split_state_dict_into_shards_factory(
@@ -501,4 +494,3 @@ def _write_floats(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    weights.close()

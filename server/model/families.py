@@ -320,16 +320,22 @@ for _row in _ROWS:
     register(_row)
 
 
+def told_by(config: Any) -> tuple[list[Any], Any]:
+    """(architectures, model_type) of a transformers config or of a config.json; [] for none."""
+    if isinstance(config, Mapping):
+        names, kind = config.get("architectures"), config.get("model_type")
+    else:
+        names, kind = getattr(config, "architectures", None), config.model_type
+    return names if isinstance(names, list) else [], kind
+
+
 def family_of(config: Any) -> Family:
     """The family of a transformers config or of a config.json, by its architecture or model_type.
 
     Raises KeyError when there is none.
     """
-    if isinstance(config, Mapping):
-        names, kind = config.get("architectures"), config.get("model_type")
-    else:
-        names, kind = getattr(config, "architectures", None), config.model_type
-    for name in names if isinstance(names, list) else ():
+    names, kind = told_by(config)
+    for name in names:
         if name in BY_ARCHITECTURE:
             return BY_ARCHITECTURE[name]
     return FAMILIES[str(kind)]
@@ -344,6 +350,12 @@ def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {}
     text = raw.get("text_config")
     return {**defaults, **(text if isinstance(text, Mapping) else raw)}
+
+
+def logit_scale(config: Any) -> float:
+    """What logits are multiplied by (Cohere), or divided (Granite)."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
 
 
 def position_limit(values: Any, asked: int | None = None) -> int:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from server.model.families import BY_ARCHITECTURE, FAMILIES
+from server.model.families import BY_ARCHITECTURE, FAMILIES, told_by
 
 IMPLEMENTATION = "transformers"
 """The implementation of a model of the generic path, in GET /v1/models and the log."""
@@ -53,11 +53,8 @@ def source_of(model_type: str) -> str:
 def is_generic(raw: Mapping[str, Any] | Any) -> bool:
     """Whether a config.json or a transformers config is one that the generic path may try: no
     family of ours, and transformers' class calls its attention interface."""
-    if isinstance(raw, Mapping):
-        names, kind = raw.get("architectures"), raw.get("model_type")
-    else:
-        names, kind = getattr(raw, "architectures", None), raw.model_type
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+    names, kind = told_by(raw)
+    if len(names) != 1 or not isinstance(names[0], str):
         return False
     name = WRAPPERS.get(names[0], names[0])
     if name != names[0] and isinstance(raw, Mapping):

@@ -220,15 +220,6 @@ def _windows(m: _Metadata, period: int) -> list[str]:
 # --- architectures --------------------------------------------------------------------------------
 
 
-def _named(model_type: str, **values: Any) -> Callable[[_Metadata], dict[str, Any]]:
-    """An architecture with no metadata of its own."""
-
-    def own(_: _Metadata) -> dict[str, Any]:
-        return {"model_type": model_type, **values}
-
-    return own
-
-
 def _gemma(m: _Metadata, largest: int) -> dict[str, Any]:
     """largest: layers of the size whose scores are scaled by the hidden size."""
     wide = m.need("embedding_length") // m.need("attention.head_count")
@@ -364,8 +355,8 @@ def _lfm2(m: _Metadata) -> dict[str, Any]:
 
 ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "llama": lambda m: {"model_type": "llama", "mlp_bias": m.has("blk.ffn_down.bias")},
-    "qwen2": _named("qwen2", use_sliding_window=False),
-    "qwen3": _named("qwen3", use_sliding_window=False),
+    "qwen2": lambda _: {"model_type": "qwen2", "use_sliding_window": False},
+    "qwen3": lambda _: {"model_type": "qwen3", "use_sliding_window": False},
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "smollm3": _smollm3,
@@ -375,7 +366,8 @@ ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "olmo2": _olmo2,
     "mistral3": _mistral3,
     "ernie4_5": lambda m: {"model_type": "ernie4_5", "use_bias": m.has("blk.attn_q.bias")},
-    "hunyuan-dense": _named("hunyuan_v1_dense"),  # the base of its rope is stretched already
+    # The base of its rope is stretched already.
+    "hunyuan-dense": lambda _: {"model_type": "hunyuan_v1_dense"},
     "exaone4": _exaone4,
     "glm4": lambda m: {"model_type": "glm4", "rope_parameters": _partial_rope(m)},
     "lfm2": _lfm2,
@@ -428,7 +420,7 @@ BY_TRANSFORMERS: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "qwen35": _qwen35,
     "starcoder2": _starcoder2,
     "phi2": _phi2,
-    "gemma": _named("gemma"),
+    "gemma": lambda _: {"model_type": "gemma"},
 }
 """The same of models of the generic path (generic.py), which are served from floats."""
 

@@ -160,10 +160,6 @@ class GgufWeights:
         embedding table are read again."""
         self._index.release_pages()
 
-    def close(self) -> None:
-        """Let go of the file. Tensors that were read stay valid. Idempotent."""
-        self._tensors.clear()
-
 
 # -- Gated delta nets -----------------------------------------------------------------------------
 #

@@ -154,12 +154,8 @@ class _Cursor:
         if kind in _NUMBERS:
             self.pass_over(num * np.dtype(_NUMBERS[kind]).itemsize)
         elif kind == _STRING:
-            data, size, at, unpack = (
-                self._data,
-                self._size,
-                self.at,
-                struct.Struct("<Q").unpack_from,
-            )
+            data, size, at = self._data, self._size, self.at
+            unpack = struct.Struct("<Q").unpack_from
             for _ in range(num):
                 if at + 8 > size:
                     break

@@ -78,12 +78,8 @@ def gguf_fields(index: GgufIndex) -> dict[str, Any]:
 
 def eos_ids(fields: Fields) -> list[int]:
     """Every id that ends a text, the one called EOS first."""
-    ids: list[int] = []
-    for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
-        value = fields.get(key)
-        if value is not None and int(value) not in ids:
-            ids.append(int(value))
-    return ids
+    found = map(fields.get, ("eos_token_id", "eot_token_id", "eom_token_id"))
+    return list(dict.fromkeys(int(value) for value in found if value is not None))
 
 
 # --- how text is cut before the merges ------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from server.errors import UnsupportedModelError
-from server.model.families import layer_types
+from server.model.families import layer_types, logit_scale
 from server.model.generic import RECURRENT
 from server.model.interface import Call, StepHolder
 
@@ -125,8 +125,7 @@ def inspected(module: nn.Module, ids: torch.Tensor) -> Inspected:
         logits = logits.float()
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        factor = float(getattr(config, "logit_scale", None) or 1.0)
-        factor /= float(getattr(config, "logits_scaling", None) or 1.0)
+        factor = logit_scale(config)
         own = head_logits(module, hidden * factor)
         own = cap * torch.tanh(own / cap) if cap else own
         if float((own - logits).abs().max()) > rounding * float(logits.abs().max()):

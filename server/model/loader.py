@@ -108,8 +108,7 @@ class WeightReader:
     """The tensors of a model folder by name, read when asked for. Opened by `open_model`.
 
     Names are those of transformers' state dict. With tied embeddings the head is the embedding.
-    NF4 weights of bitsandbytes (nf4.py) are floats here. Without close(), the files are unmapped
-    with the object.
+    NF4 weights of bitsandbytes (nf4.py) are floats here. The files are unmapped with the object.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class WeightReader:
         self.tensor_names = tensor_names
         self._tied = tied
         self._adapter = adapter
-        self._is_open = True
         self._where: dict[str, tuple[Any, str]] = {}  # in which file, under which name
         self._parts: dict[str, Any] = {}  # of NF4 weights, by stored name
         for file in files:
@@ -161,8 +159,7 @@ class WeightReader:
         """The tensor on the CPU, in its stored dtype, or in float32 where an adapter is merged.
 
         A view of the mapped file where nothing is merged: read-only by contract, paged in by use; a
-        copy where an adapter has rows in the table. Raises KeyError for an unknown name and
-        RuntimeError after close().
+        copy where an adapter has rows in the table. Raises KeyError for an unknown name.
         """
         reader, stored = self._locate(name)
         narrow, tensor = self.nf4(name), None
@@ -194,17 +191,9 @@ class WeightReader:
 
     def _locate(self, name: str) -> tuple[Any, str]:
         """(in which file, the tensor's name there)."""
-        if not self._is_open:
-            raise RuntimeError("the weights are closed")
         if self._tied and name == self.tensor_names.head:
             name = self.tensor_names.embedding
         return self._where[name]
-
-    def close(self) -> None:
-        """Let go of the files. Tensors that were read stay valid. Idempotent."""
-        self._is_open = False
-        self._where.clear()
-        self._parts.clear()
 
 
 # --- a folder -------------------------------------------------------------------------------------
@@ -458,13 +447,15 @@ def build_module(
 
     module = _meta_module(folder.config)
     tied = bool(getattr(folder.config, "tie_word_embeddings", False))
-    names = getattr(folder.weights, "tensor_names", TensorNames())
+    weights = folder.weights
+    names = getattr(weights, "tensor_names", TensorNames())
     absent = {*skip, names.head} if tied else set(skip)
     state = {}
     for name in module.state_dict():  # parameters, and constants that are saved
         if name in absent:
             continue
-        tensor = _float_tensor(folder.weights, name).to(device=device, dtype=dtype)
+        raw = weights.floats(name) if isinstance(weights, GgufWeights) else weights.get(name)
+        tensor = torch.as_tensor(raw).to(device=device, dtype=dtype)
         # A view of the mapped file would change with the file: copy it.
         if tensor.device.type == "cpu":
             tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -477,15 +468,6 @@ def build_module(
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, leaf, buffer.to(device))
     return module.requires_grad_(False).eval()
-
-
-def _float_tensor(weights: WeightReader | GgufWeights, name: str) -> torch.Tensor:
-    """A tensor as torch has it; of a GGUF dequantised."""
-    if not isinstance(weights, GgufWeights):
-        return weights.get(name)
-    import torch
-
-    return torch.from_numpy(weights.floats(name))
 
 
 def finish_module(module: nn.Module, num_positions: int = 0) -> nn.Module:

@@ -27,13 +27,14 @@ from torch.nn import functional
 
 from drafters.atomic_file import replacing
 from server.errors import ConfigError
+from server.model.adapter import ENRICHMENT_FILE
+from server.model.families import logit_scale
 from server.training.examples import Layout, Microbatch
 from server.training.stored import Matrix
 from vocab_store.enrichment import Enrichment
 
 Start = Literal["leaning", "mean"]
 START: Start = "leaning"
-ENRICHMENT_FILE = "enrichment.json"
 ATTENTION = "tailor_training"
 _CHUNK_BYTES = 64 << 20
 """Of the logits, and of the head's rows, that are there at a time."""
@@ -374,15 +375,9 @@ class Tuned:
         states = body(
             input_ids=batch.input_ids, position_ids=batch.positions, use_cache=False
         ).last_hidden_state
-        scale = _logit_scale(self.module.config)
+        scale = logit_scale(self.module.config)
         states = states.flatten(0, 1).index_select(0, batch.rows) * scale
         return self.head.loss(states.to(self.dtype), batch.targets, batch.spelled)
-
-
-def _logit_scale(config: Any) -> float:
-    """What logits are multiplied by (Cohere), or divided (Granite)."""
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
 
 
 def prepare(

@@ -75,12 +75,7 @@ class Integers:
         numbers: npt.NDArray[np.uint8] = stored.numbers.reshape(num, -1, BLOCK)
         if self._packed:  # two a byte: the halves of a block of 32
             numbers = numbers[..., :16] | np.left_shift(numbers[..., 16:], np.uint8(4))
-        scales = stored.scales.astype(np.float32)
-        minima = None if stored.minima is None else stored.minima.astype(np.float32)
-        if stored.tops is not None:
-            scales = scales * np.repeat(stored.tops.astype(np.float32), 256 // form.sub, axis=1)
-        if minima is not None and stored.low_tops is not None:
-            minima = -minima * np.repeat(stored.low_tops.astype(np.float32), 256 // BLOCK, axis=1)
+        scales, minima = stored.factors()
         self._numbers = torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
         self._scales = torch.from_numpy(scales).to(device)
         self._minima = None if minima is None else torch.from_numpy(minima).to(device)

@@ -83,15 +83,6 @@ def test_module_owns_its_memory(folder: Path) -> None:
     assert torch.equal(module.get_parameter("model.embed_tokens.weight"), before)
 
 
-def test_closed_reader_raises(folder: Path) -> None:
-    save_tiny(folder, "llama")
-    weights = open_model(folder).weights
-    weights.close()
-    weights.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        weights.get("lm_head.weight")
-
-
 def test_every_eos_id_is_known(folder: Path) -> None:
     save_tiny(folder, "llama")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 4000]}))

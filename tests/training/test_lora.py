@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from server.commands.enrich import give_rows
 from server.errors import ConfigError
+from server.model.adapter import ENRICHMENT_FILE
 from server.training.examples import (
     TrainExample,
     collate,
@@ -22,7 +23,6 @@ from server.training.examples import (
     shared_prefix,
 )
 from server.training.lora import (
-    ENRICHMENT_FILE,
     LoraLinear,
     LoraOptions,
     OwnHead,

@@ -201,7 +201,8 @@ def gate_up_layout(layers: Layers, shape: ModelShape) -> tuple[int, int]:
 class AdapterBank:
     """The adapters in memory of one runner. Used from one thread at a time, between steps.
 
-    max_rows: most rows of a step.
+    max_rows: most rows of a step. record: what a step needs of the adapters in memory, without
+    spans; another one when that changes.
     """
 
     def __init__(self, shape: ModelShape, layers: Layers, max_rows: int, work: Work) -> None:
@@ -213,7 +214,7 @@ class AdapterBank:
         self._head_logits = np.zeros((0, 0), np.float32)
         alternate, up = gate_up_layout(layers, shape)
         places = (1, shape.num_layers, len(KINDS))
-        self._step = StepAdapters(
+        self.record = StepAdapters(
             _NO_SPANS,
             np.zeros((*places, 5), np.int64),
             np.zeros((*places, _MAX_PARTS, 5), np.int64),
@@ -231,7 +232,7 @@ class AdapterBank:
         """Put a packed adapter at a free place. No step may be in flight."""
         if place in self._held:
             raise ValueError(f"place {place} is taken")
-        step = self._step
+        step = self.record
         if place >= step.inputs.shape[0]:
             room = max(place + 1, 2 * step.inputs.shape[0])
             step = step._replace(inputs=grown(step.inputs, room), parts=grown(step.parts, room))
@@ -240,21 +241,15 @@ class AdapterBank:
             width = max(2 * -(-inner // PANEL) * PANEL, 2 * inner + LANES)
             step = step._replace(wide=np.zeros((self._max_rows, padded(width)), np.float32))
         step.inputs[place], step.parts[place] = adapter.inputs, adapter.parts
-        self._step = step
+        self.record = step
         self._held[place] = adapter
         self.max_vocab_size = max(self.max_vocab_size, adapter.vocab_size)
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine. No step may be in flight."""
         if self._held.pop(place, None) is not None:
-            self._step.inputs[place] = 0
-            self._step.parts[place] = 0
-
-    @property
-    def record(self) -> StepAdapters:
-        """What a step needs of the adapters in memory, without spans; another one when that
-        changes."""
-        return self._step
+            self.record.inputs[place] = 0
+            self.record.parts[place] = 0
 
     def spans(self, batch: Batch) -> Int64:
         """Which of a step's rows have which adapter: StepAdapters.spans."""

@@ -45,7 +45,8 @@ class KvPages:
     """Makes pages of KV arrays ready, a stretch of blocks at a time, on a thread of its own.
 
     arrays: each [..., blocks, x, y], C-contiguous: every leading index is a plane, one run of
-    blocks. The first stretch is ready when the constructor returns. Where the kernel cannot do it
+    blocks. num_ready: blocks 0 .. num_ready - 1 have their pages. The first stretch is ready when
+    the constructor returns. Where the kernel cannot do it
     (not Linux, too old, not enough memory), pages are made by the usual page faults.
     """
 
@@ -55,7 +56,7 @@ class KvPages:
         block_bytes = max(array.strides[-3] for array in arrays)
         self._stretch = max(1, _STRETCH_BYTES // block_bytes)
         self._short = max(1, _SMALL_BYTES // _SHORTS // block_bytes)
-        self._ready = 0
+        self.num_ready = 0
         self._wanted = 0
         self._closed = False
         self._news = threading.Condition()
@@ -69,14 +70,9 @@ class KvPages:
         for address, size in self._ranges(0, min(_SHORTS * self._short, self._num_blocks)):
             self._madvise(address, size, _MADV_NOHUGEPAGE)  # without it, huge pages are as well
         if self._populate(0, self._short):
-            self._ready = min(self._short, self._num_blocks)
+            self.num_ready = min(self._short, self._num_blocks)
             self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
             self._thread.start()
-
-    @property
-    def num_ready(self) -> int:
-        """Blocks 0 .. num_ready - 1 have their pages."""
-        return self._ready
 
     def use(self, block: int) -> None:
         """Note that `block` is in use: pages up to a stretch after it are made ready soon."""
@@ -101,14 +97,14 @@ class KvPages:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._closed or self._wanted > self._ready)
+                self._news.wait_for(lambda: self._closed or self._wanted > self.num_ready)
                 if self._closed:
                     return
-            length = self._short if self._ready < _SHORTS * self._short else self._stretch
-            end = min(self._num_blocks, self._ready + length)
-            if not self._populate(self._ready, end):
+            length = self._short if self.num_ready < _SHORTS * self._short else self._stretch
+            end = min(self._num_blocks, self.num_ready + length)
+            if not self._populate(self.num_ready, end):
                 return
-            self._ready = end
+            self.num_ready = end
 
     def _populate(self, first: int, end: int) -> bool:
         """Pages of blocks [first, end) of every plane. False: the kernel will not."""

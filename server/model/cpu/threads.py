@@ -141,8 +141,9 @@ class KernelThreads:
     process. Does nothing where there are other than as many threads as cores: then the scheduler
     has room, or no choice.
 
-    Made on the worker thread. thread_ids: the team's others (Team.thread_ids). pause_s: sleep
-    after which threads are spread. pinned_s: for how long; less than pause_s.
+    Made on the worker thread, with the team's others (Team.thread_ids). pause_s: sleep after which
+    threads are spread. pinned_s: for how long; less than pause_s. thread_ids: the kernel's, of the
+    threads that are spread; empty when none are.
     """
 
     def __init__(
@@ -152,25 +153,20 @@ class KernelThreads:
         self._pinned_s = pinned_s
         self._rested_s = time.monotonic()
         self._cores: list[int] = []
-        self._thread_ids: list[int] = []
+        self.thread_ids: tuple[int, ...] = ()
         if not hasattr(os, "sched_getaffinity") or not thread_ids:
             return
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) == len(thread_ids) + 1:
             self._cores = cores
-            self._thread_ids = [threading.get_native_id(), *thread_ids]
-
-    @property
-    def thread_ids(self) -> tuple[int, ...]:
-        """Kernel ids of the threads that are spread; empty when none are."""
-        return tuple(self._thread_ids)
+            self.thread_ids = (threading.get_native_id(), *thread_ids)
 
     def wake(self) -> None:
         """Call before a step."""
-        if not self._thread_ids or time.monotonic() - self._rested_s < self._pause_s:
+        if not self.thread_ids or time.monotonic() - self._rested_s < self._pause_s:
             return
         with contextlib.suppress(OSError):  # cores were taken away, or a sandbox forbids it
-            for core, thread_id in zip(self._cores, self._thread_ids, strict=True):
+            for core, thread_id in zip(self._cores, self.thread_ids, strict=True):
                 os.sched_setaffinity(thread_id, {core})
         timer = threading.Timer(self._pinned_s, self._float)
         timer.daemon = True
@@ -181,6 +177,6 @@ class KernelThreads:
         self._rested_s = time.monotonic()
 
     def _float(self) -> None:
-        for thread_id in self._thread_ids:
+        for thread_id in self.thread_ids:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread_id, self._cores)

@@ -52,7 +52,8 @@ class RunnerWeights:
 
     layers: the records of the forward pass. inner_size: width of what goes into the last product
     of an MLP. packed_head: the LM head, for products and for slices. num_bytes: of all panels, and
-    norms. embedding: the embedding table, as tensors.Weights gives it, which stays in its file.
+    norms. embedding: the embedding table of num_embeddings rows, as tensors.Weights gives it, which
+    stays in its file.
     table: the same as it lies in memory; NO_TABLE where the runner's own body embeds.
     """
 
@@ -63,11 +64,7 @@ class RunnerWeights:
 
     def __init__(self, embedding: Any, table: Table) -> None:
         self.embedding, self.table = embedding, table
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the embedding table."""
-        return int(self.embedding.shape[0])
+        self.num_embeddings = int(embedding.shape[0])
 
 
 class PackedWeights(RunnerWeights):

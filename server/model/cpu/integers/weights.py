@@ -42,6 +42,20 @@ class Stored:
     tops: npt.NDArray[np.float16] | None = None
     low_tops: npt.NDArray[np.float16] | None = None
 
+    def factors(self) -> tuple[Float32, Float32 | None]:
+        """(what numbers less the zero point are multiplied by, what is added then or None), each
+        float32 [N, K / inputs that share one], as gguf.quants computes them."""
+        scales, minima = self.scales.astype(np.float32), None
+        if self.tops is not None:
+            tops = self.tops.astype(np.float32)
+            scales = scales * np.repeat(tops, 256 // self.form.sub, axis=1)
+        if self.minima is not None:
+            minima = self.minima.astype(np.float32)
+            if self.low_tops is not None:
+                tops = self.low_tops.astype(np.float32)
+                minima = -(minima * np.repeat(tops, 256 // BLOCK, axis=1))
+        return scales, minima
+
 
 def from_ggml(name: str, raw: UInt8) -> Stored:
     """Rows as a GGUF holds them. name: a form's; raw: uint8 [N, bytes of a row].
@@ -111,23 +125,12 @@ def _round(values: Float32, scales: Float32, zero: int, most: int) -> UInt8:
 
 def dequantised(stored: Stored) -> Float32:
     """float32 [N, K]: the values that the numbers stand for, as gguf.quants computes them."""
-    form, num = stored.form, stored.numbers.shape[0]
-    numbers = stored.numbers.astype(np.float32) - np.float32(form.zero)
-    if form.per_output:
-        plain: Float32 = numbers * stored.scales
-        return plain
-    parts = numbers.reshape(num, -1, form.sub)
-    scales, minima = stored.scales.astype(np.float32), None
-    if stored.minima is not None:
-        minima = stored.minima.astype(np.float32)
-    if stored.tops is not None:
-        scales = scales * np.repeat(stored.tops.astype(np.float32), 256 // form.sub, axis=1)
-    if minima is not None and stored.low_tops is not None:
-        minima = -(minima * np.repeat(stored.low_tops.astype(np.float32), 256 // BLOCK, axis=1))
-    values = parts * scales[..., None]
+    scales, minima = stored.factors()
+    numbers = stored.numbers.astype(np.float32) - np.float32(stored.form.zero)
+    values = numbers.reshape(*scales.shape, -1) * scales[..., None]
     if minima is not None:
-        values = values + minima[..., None]
-    result: Float32 = values.reshape(num, -1)
+        values += minima[..., None]
+    result: Float32 = values.reshape(stored.numbers.shape)
     return result
 
 
