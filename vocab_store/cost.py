@@ -52,11 +52,6 @@ class HeadCosts:
     verify_row_s: float = 0.0
     early_end: float = 0.0
 
-    @property
-    def fixed_verify_s(self) -> float:
-        """The fixed seconds of one verification."""
-        return self.full_s if self.verify_s is None else self.verify_s
-
 
 def slice_head_s(costs: HeadCosts, num_ids: _Number) -> _Number:
     """Seconds of the head over `num_ids` rows: linear in rows, as memory-bound products are."""
@@ -89,7 +84,8 @@ def exact_cost_s(
     # end, which rounding can carry out of 0..1.
     stop = 1.0 - (1.0 - np.asarray(miss)) * (1.0 - costs.early_end)
     kept = expected_yield(stop, verify_every)
-    return (run * (step_s + costs.verify_row_s) + costs.fixed_verify_s) / kept
+    verify_s = costs.full_s if costs.verify_s is None else costs.verify_s
+    return (run * (step_s + costs.verify_row_s) + verify_s) / kept
 
 
 def best_verify_every(

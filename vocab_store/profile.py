@@ -36,12 +36,8 @@ import numpy.typing as npt
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import object_in, parsed
 from vocab_store.errors import ProfileFileError, VocabStoreError
-from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
+from vocab_store.slice import Float32, Int32, Int64, RequiredIds, TokenTexts, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 VERSION = 1
 _MAGIC = b"TLRVOCB1"

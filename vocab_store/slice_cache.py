@@ -138,9 +138,8 @@ class SliceCacheIndex:
         """
         holder = self._sequences[sequence]
         gone = {int(i) for i in token_ids}
-        rows = [(holder.scope, i) for i in gone]
         holder.ids = [i for i in holder.ids if i not in gone]
-        for row in rows:
+        for row in [(holder.scope, i) for i in gone]:
             del self._num_users[row]
             heapq.heappush(self._free, self._position.pop(row))
         self.num_loads -= len(gone)

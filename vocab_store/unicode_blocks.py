@@ -49,12 +49,9 @@ class UnknownBlockError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BlockSet:
-    """A set of Unicode blocks that answers for characters and for token bytes.
+    """A set of Unicode blocks that answers for characters and for token bytes. starts, ends: the
+    blocks' code points, [start, end), ascending."""
 
-    names: block names, in code point order. starts, ends: the blocks' code points, [start, end).
-    """
-
-    names: tuple[str, ...]
     starts: tuple[int, ...]
     ends: tuple[int, ...]
 
@@ -204,11 +201,7 @@ def blocks_of_languages(
         or _serves(block, scripts)
     ]
     kept.sort(key=lambda block: block.start)
-    return BlockSet(
-        tuple(block.name for block in kept),
-        tuple(block.start for block in kept),
-        tuple(block.end for block in kept),
-    )
+    return BlockSet(tuple(block.start for block in kept), tuple(block.end for block in kept))
 
 
 def _serves(block: _Block, scripts: frozenset[str]) -> bool:

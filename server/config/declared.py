@@ -118,13 +118,7 @@ def _field(one: Option, with_default: bool) -> Any:
     shown = one.help
     if with_default and one.default is not None and not one.choices:
         shown += f" ({one.default:g})" if one.kind is float else f" ({one.default})"
-    given: dict[str, Any] = {"description": shown}
-    if one.key != one.name:
-        given["alias"] = one.key
+    given: dict[str, Any] = {} if one.key == one.name else {"alias": one.key}
     if one.kind is str and not one.choices:
         given.update(min_length=1, max_length=MAX_TEXT)
-    if one.ge is not None:
-        given["ge"] = one.ge
-    if one.le is not None:
-        given["le"] = one.le
-    return Field(None, **given)
+    return Field(None, ge=one.ge, le=one.le, description=shown, **given)

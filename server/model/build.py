@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.generic import IMPLEMENTATION, is_generic
+from server.model.kv_memory import MARGIN, num_blocks_for
 from server.types import EngineSizes, ModelInfo, NarrowForm
 
 if TYPE_CHECKING:
@@ -208,7 +209,6 @@ def _cpu_info(
     """The sizes that a CPU's memory has room for, and what else the engine tells. forms: of
     weights, the kernel, K and V."""
     from server.model.cpu.runner import kv_bytes_per_block
-    from server.model.kv_memory import num_blocks_for
 
     (form, kernel, kv_dtype), sizes = forms, spec.sizes
     longest = -(-(spec.max_model_len or shape.max_position_embeddings) // sizes.block_size)
@@ -281,8 +281,6 @@ def _fit_kv(spec: RunnerSpec, shape: ModelShape, runner: TorchRunner) -> None:
 
     Raises ValueError when no block fits, or max_model_len does not.
     """
-    from server.model.kv_memory import MARGIN, num_blocks_for
-
     runner.take_room(spec.adapters, spec.adapter_places)
     block_bytes, size = runner.info.kv_block_bytes, spec.sizes.block_size
     num_blocks = num_blocks_for(
@@ -306,7 +304,6 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     from server.model.gpu.body import kept_by
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import FEW_SLOTS, TorchModel, TorchRunner
-    from server.model.kv_memory import num_blocks_for
     from server.model.loader import build_module, finish_module, open_model
     from server.model.shape import generic_shape, shape_of
 
