@@ -81,109 +81,113 @@ class ArrayFile(NamedTuple):
             self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
-def write_arrays(
-    path: Path | str,
-    *,
-    kind: str,
-    version: int,
-    fingerprint: str,
-    meta: Mapping[str, Any],
-    arrays: Mapping[str, Array],
-    mode: int = OWNER,
-) -> None:
-    """Write atomically (a temporary beside it, then a rename). Arrays are stored C-contiguous.
-    mode: of atomic_file."""
-    path = Path(path)
-    entries: dict[str, dict[str, Any]] = {}
-    offset = 0
-    for name, array in arrays.items():
-        if array.dtype.name not in DTYPES:
-            raise TypeError(f"array {name!r} has dtype {array.dtype}, not one of {DTYPES}")
-        entries[name] = {"dtype": array.dtype.name, "shape": list(array.shape), "offset": offset}
-        offset += -(-array.nbytes // ALIGN) * ALIGN
-    header = json.dumps(
-        {
-            "kind": kind,
-            "version": version,
-            "fingerprint": fingerprint,
-            "meta": dict(meta),
-            "arrays": entries,
-        }
-    ).encode()
-    if len(header) > MAX_HEADER:
-        raise ValueError(f"the header of {path} has more than {MAX_HEADER} bytes")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, mode) as out:
-        out.write(MAGIC + len(header).to_bytes(8, "little") + bytes(8))
-        checksum = 0
-        flats: list[bytes | memoryview] = [header, *map(_flat_bytes, arrays.values())]
-        for flat in flats:
-            pad = bytes(-(out.tell() + len(flat)) % ALIGN)
-            out.write(flat)
-            out.write(pad)
-            checksum = zlib.crc32(pad, zlib.crc32(flat, checksum))
-        out.seek(16)
-        out.write(checksum.to_bytes(4, "little"))
-
-
-def _flat_bytes(array: Array) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def read_arrays(
-    path: Path | str,
-    *,
-    kind: str,
-    version: int,
-    fingerprint: str | None,
-    columns: Mapping[str, Column],
-) -> ArrayFile:
-    """Map a file and check all of it: a second for a gigabyte or two.
+@dataclass(frozen=True, slots=True)
+class ArrayFormat:
+    """One kind of file: how it is written, and what must hold of it where it is read.
 
     columns: by the array's name, what it must be; a name with an asterisk is for any number of
-    arrays, others must be there. Arrays that no column is for are left out. Raises OSError;
-    FingerprintError when `fingerprint` is given and differs; ArrayFileError for any other fault.
+    arrays, others must be there. Arrays that no column is for are left out.
     """
-    path = Path(path)
-    with path.open("rb") as source:
-        size = os.fstat(source.fileno()).st_size
-        head = source.read(_HEAD[MAGIC])
-        if len(head) < _HEAD[MAGIC] or head[:8] not in _HEAD:
-            raise ArrayFileError(f"{path} is not a {kind} file")
-        begin, length = _HEAD[head[:8]], int.from_bytes(head[8:16], "little")
-        if length > min(MAX_HEADER, size - begin):
-            raise ArrayFileError(f"{path} has a damaged header")
-        # ACCESS_COPY: compiled code sees an ordinary writable array, hence one compilation.
-        mapping = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
-    try:
-        header = parsed(mapping[begin : begin + length])
-        found_kind, found_version = header["kind"], header["version"]
-        found_fingerprint, meta = str(header["fingerprint"]), dict(header["meta"])
-        entries = dict(header["arrays"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArrayFileError(f"{path} has a damaged header") from error
-    if found_kind != kind:
-        raise ArrayFileError(f"{path} is of the kind {str(found_kind)[:40]!r}, not {kind!r}")
-    if found_version != version:
-        raise ArrayFileError(
-            f"{path} is version {str(found_version)[:20]}; this program reads version {version}:"
-            " build it again"
-        )
-    if fingerprint is not None and found_fingerprint != fingerprint:
-        raise FingerprintError(
-            f"{path} was built with tokenizer {found_fingerprint[:80]}, but the model's is"
-            f" {fingerprint}: build it again with this model"
-        )
-    start = -(-(begin + length) // ALIGN) * ALIGN
-    arrays: dict[str, Array] = {}
-    for name, entry in entries.items():
-        arrays[name] = _array(mapping, start, entry, f"{path} is cut short or damaged at {name!r}")
-    read = ArrayFile({**meta, "fingerprint": found_fingerprint}, arrays, mapping)
-    if begin == _HEAD[MAGIC] and _checksum(mapping, begin) != int.from_bytes(head[16:20], "little"):
-        raise ArrayFileError(f"{path} is damaged: its checksum is another one")
-    read = read._replace(arrays=_checked(path, kind, arrays, columns))
-    read.release_pages()
-    return read
+
+    kind: str
+    version: int
+    columns: Mapping[str, Column]
+
+    def write(
+        self,
+        path: Path | str,
+        arrays: Mapping[str, Array],
+        *,
+        fingerprint: str,
+        meta: Mapping[str, Any] = {},
+        mode: int = OWNER,
+    ) -> None:
+        """Write atomically (a temporary beside it, then a rename). Arrays are stored C-contiguous.
+        mode: of atomic_file."""
+        path = Path(path)
+        entries: dict[str, dict[str, Any]] = {}
+        flats: list[bytes | memoryview] = []
+        offset = 0
+        for name, array in arrays.items():
+            dtype = array.dtype.name
+            if dtype not in DTYPES:
+                raise TypeError(f"array {name!r} has dtype {dtype}, not one of {DTYPES}")
+            entries[name] = {"dtype": dtype, "shape": list(array.shape), "offset": offset}
+            offset += -(-array.nbytes // ALIGN) * ALIGN
+            flats.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        header = json.dumps(
+            {
+                "kind": self.kind,
+                "version": self.version,
+                "fingerprint": fingerprint,
+                "meta": dict(meta),
+                "arrays": entries,
+            }
+        ).encode()
+        if len(header) > MAX_HEADER:
+            raise ValueError(f"the header of {path} has more than {MAX_HEADER} bytes")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, mode) as out:
+            out.write(MAGIC + len(header).to_bytes(8, "little") + bytes(8))
+            checksum = 0
+            for flat in (header, *flats):
+                pad = bytes(-(out.tell() + len(flat)) % ALIGN)
+                out.write(flat)
+                out.write(pad)
+                checksum = zlib.crc32(pad, zlib.crc32(flat, checksum))
+            out.seek(16)
+            out.write(checksum.to_bytes(4, "little"))
+
+    def read(self, path: Path | str, *, fingerprint: str | None) -> ArrayFile:
+        """Map a file and check all of it: a second for a gigabyte or two.
+
+        Raises OSError; FingerprintError when `fingerprint` is given and differs; ArrayFileError for
+        any other fault.
+        """
+        path = Path(path)
+        with path.open("rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            head = source.read(_HEAD[MAGIC])
+            if len(head) < _HEAD[MAGIC] or head[:8] not in _HEAD:
+                raise ArrayFileError(f"{path} is not a {self.kind} file")
+            begin, length = _HEAD[head[:8]], int.from_bytes(head[8:16], "little")
+            if length > min(MAX_HEADER, size - begin):
+                raise ArrayFileError(f"{path} has a damaged header")
+            # ACCESS_COPY: compiled code sees an ordinary writable array, hence one compilation.
+            mapping = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            header = parsed(mapping[begin : begin + length])
+            kind, version = header["kind"], header["version"]
+            found, meta = str(header["fingerprint"]), dict(header["meta"])
+            entries = dict(header["arrays"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArrayFileError(f"{path} has a damaged header") from error
+        if kind != self.kind:
+            raise ArrayFileError(f"{path} is of the kind {str(kind)[:40]!r}, not {self.kind!r}")
+        if version != self.version:
+            raise ArrayFileError(
+                f"{path} is version {str(version)[:20]}; this program reads version {self.version}:"
+                " build it again"
+            )
+        if fingerprint is not None and found != fingerprint:
+            raise FingerprintError(
+                f"{path} was built with tokenizer {found[:80]}, but the model's is"
+                f" {fingerprint}: build it again with this model"
+            )
+        start = -(-(begin + length) // ALIGN) * ALIGN
+        arrays: dict[str, Array] = {}
+        for name, entry in entries.items():
+            problem = f"{path} is cut short or damaged at {name!r}"
+            arrays[name] = _array(mapping, start, entry, problem)
+        if begin == _HEAD[MAGIC]:
+            with memoryview(mapping) as whole, whole[begin:] as payload:
+                checksum = zlib.crc32(payload)
+            if checksum != int.from_bytes(head[16:20], "little"):
+                raise ArrayFileError(f"{path} is damaged: its checksum is another one")
+        arrays = _checked(path, self.kind, arrays, self.columns)
+        read = ArrayFile({**meta, "fingerprint": found}, arrays, mapping)
+        read.release_pages()
+        return read
 
 
 def _array(mapping: mmap.mmap, start: int, entry: Any, problem: str) -> Array:
@@ -201,11 +205,6 @@ def _array(mapping: mmap.mmap, start: int, entry: Any, problem: str) -> Array:
         return np.frombuffer(mapping, dtype, count, start + offset).reshape(shape)
     except (KeyError, TypeError, ValueError, OverflowError, MemoryError):
         raise ArrayFileError(problem) from None
-
-
-def _checksum(mapping: mmap.mmap, begin: int) -> int:
-    with memoryview(mapping) as whole, whole[begin:] as payload:
-        return zlib.crc32(payload)
 
 
 def _checked(

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, write_arrays
+from drafters.array_file import ArrayFileError
 from drafters.arrays import Float64, Int32, Int64
 from drafters.auto.automaton import Automaton, build_automaton
 from drafters.auto.nearest import Nearest, build_nearest
 from drafters.auto.trust import is_evidence
-from drafters.corpus_file import KIND, NUMBERS, VERSION, read_corpus
+from drafters.corpus_file import FORMAT, NUMBERS, read_corpus
 from drafters.published.ngram_tables import NGramTables, count_ngrams
 
 Progress = Callable[[str, float], None]
@@ -108,14 +108,8 @@ class Corpus:
         for prefix in _PARTS:
             values = getattr(self, prefix)._asdict()
             arrays |= {f"{prefix}.{n}": v for n, v in values.items() if isinstance(v, np.ndarray)}
-        write_arrays(
-            path,
-            kind=KIND,
-            version=VERSION,
-            fingerprint=self.fingerprint,
-            meta={name: getattr(self.tables, name) for name in NUMBERS},
-            arrays=arrays,
-        )
+        meta = {name: getattr(self.tables, name) for name in NUMBERS}
+        FORMAT.write(path, arrays, fingerprint=self.fingerprint, meta=meta)
 
     @classmethod
     def load(cls, path: Path | str, *, fingerprint: str | None) -> Corpus:

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from drafters.array_file import Array, ArrayFile, ArrayFileError, Column, blocks, read_arrays
+from drafters.array_file import Array, ArrayFile, ArrayFileError, ArrayFormat, Column, blocks
 
-KIND = "task corpus"
-VERSION = 2  # 2: occurrences beside edges and tops
 NUMBERS = ("n_max", "p_min", "num_tokens", "num_documents")
 """What the file says beside its arrays: of the n-gram tables, and of the corpus."""
 
@@ -24,26 +22,30 @@ START = -2
 MAX_TOP = 8  # commonest next tokens that an automaton's state has beside its edges
 MAX_N = 16  # of n-gram tables
 
-COLUMNS = {
-    "token_ids": Column("int32", ("tokens",), low=0),
-    "document_starts": Column("int64", ("documents+1",), cuts="tokens"),
-    "tables.first_row": Column("int64", ("orders+1",), cuts="rows"),
-    "tables.keys": Column("int64", ("rows",)),
-    "tables.starts": Column("int64", ("rows+1",), cuts="entries"),
-    "tables.tokens": Column("int32", ("entries",), low=0),
-    "tables.counts": Column("int32", ("entries",), low=1),
-    "automaton.states": Column("int32", (None, 5), low=-1),
-    "automaton.edges": Column("int32", ("edges", 3), low=START),
-    "automaton.tops": Column("int32", ("tops", 2), low=START),
-    "nearest.keys": Column("int64", ("terms",), ascends=True),
-    "nearest.starts": Column("int64", ("terms+1",), cuts="postings"),
-    "nearest.postings": Column("int32", ("postings",), low=0, high="examples"),
-    "nearest.weights": Column("float32", ("terms",), low=0),
-    "nearest.norms": Column("float32", ("examples",), low=1),
-    "nearest.template": Column("int64", ("pairs",), ascends=True),
-    "trust.evidence": Column("float64", (2, None), low=0),
-    "trust.outcomes": Column("float64", (3, None), low=0),
-}
+FORMAT = ArrayFormat(
+    "task corpus",
+    2,  # occurrences beside edges and tops
+    {
+        "token_ids": Column("int32", ("tokens",), low=0),
+        "document_starts": Column("int64", ("documents+1",), cuts="tokens"),
+        "tables.first_row": Column("int64", ("orders+1",), cuts="rows"),
+        "tables.keys": Column("int64", ("rows",)),
+        "tables.starts": Column("int64", ("rows+1",), cuts="entries"),
+        "tables.tokens": Column("int32", ("entries",), low=0),
+        "tables.counts": Column("int32", ("entries",), low=1),
+        "automaton.states": Column("int32", (None, 5), low=-1),
+        "automaton.edges": Column("int32", ("edges", 3), low=START),
+        "automaton.tops": Column("int32", ("tops", 2), low=START),
+        "nearest.keys": Column("int64", ("terms",), ascends=True),
+        "nearest.starts": Column("int64", ("terms+1",), cuts="postings"),
+        "nearest.postings": Column("int32", ("postings",), low=0, high="examples"),
+        "nearest.weights": Column("float32", ("terms",), low=0),
+        "nearest.norms": Column("float32", ("examples",), low=1),
+        "nearest.template": Column("int64", ("pairs",), ascends=True),
+        "trust.evidence": Column("float64", (2, None), low=0),
+        "trust.outcomes": Column("float64", (3, None), low=0),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def read_corpus(path: Path | str, *, fingerprint: str | None) -> ArrayFile:
     fingerprint: of the tokenizer; None is any. Raises OSError, FingerprintError (another tokenizer)
     or ArrayFileError (anything else).
     """
-    read = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS)
+    read = FORMAT.read(path, fingerprint=fingerprint)
     arrays = read.arrays
     problem = _wrong_numbers(read.meta, arrays) or _wrong_states(
         arrays["automaton.states"], arrays["automaton.edges"], arrays["automaton.tops"]

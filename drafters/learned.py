@@ -22,18 +22,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, ArrayFormat, Column
 from drafters.arrays import Int32
 from drafters.corpus import joined, starts_of
 
-KIND = "learned outputs"
-VERSION = 1
-COLUMNS = {
-    "prompt_ids": Column("int32", ("prompt_tokens",), low=0),
-    "prompt_starts": Column("int64", ("examples+1",), cuts="prompt_tokens"),
-    "output_ids": Column("int32", ("tokens",), low=0),
-    "output_starts": Column("int64", ("examples+1",), cuts="tokens"),
-}
+FORMAT = ArrayFormat(
+    "learned outputs",
+    1,
+    {
+        "prompt_ids": Column("int32", ("prompt_tokens",), low=0),
+        "prompt_starts": Column("int64", ("examples+1",), cuts="prompt_tokens"),
+        "output_ids": Column("int32", ("tokens",), low=0),
+        "output_starts": Column("int64", ("examples+1",), cuts="tokens"),
+    },
+)
 """Of a file of learned outputs; what several writers share has more (drafters.shared_outputs)."""
 
 
@@ -109,14 +111,8 @@ class LearnedOutputs:
 
     def save(self, path: Path | str, *, fingerprint: str, scope: str) -> None:
         """Write atomically. fingerprint: of the tokenizer; scope: whose outputs these are."""
-        write_arrays(
-            path,
-            kind=KIND,
-            version=VERSION,
-            fingerprint=fingerprint,
-            meta={"scope": scope, "num_seen": self.num_seen},
-            arrays=arrays_of(self._examples),
-        )
+        meta = {"scope": scope, "num_seen": self.num_seen}
+        FORMAT.write(path, arrays_of(self._examples), fingerprint=fingerprint, meta=meta)
 
     def restore(self, path: Path | str, *, fingerprint: str, scope: str) -> None:
         """Take over what save() wrote, in place of what there is; more than fits is driven out.
@@ -124,9 +120,7 @@ class LearnedOutputs:
         Raises FileNotFoundError; FingerprintError for another tokenizer's; ArrayFileError for
         another scope's, and for any other fault.
         """
-        meta, arrays, _ = read_arrays(
-            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
-        )
+        meta, arrays, _ = FORMAT.read(path, fingerprint=fingerprint)
         if meta.get("scope") != scope:
             raise ArrayFileError(f"{path} holds what another task or client taught")
         num_seen = meta.get("num_seen")
@@ -147,7 +141,7 @@ def text_of(prompt: Int32, output: Int32) -> int:
 
 
 def arrays_of(examples: Sequence[tuple[Int32, Int32]]) -> dict[str, npt.NDArray[Any]]:
-    """(prompt ids, output ids) as COLUMNS has them. The inverse of `examples_of`."""
+    """(prompt ids, output ids) as FORMAT has them. The inverse of `examples_of`."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, parts in (("prompt", [p for p, _ in examples]), ("output", [o for _, o in examples])):
         arrays |= {f"{name}_ids": joined(parts), f"{name}_starts": starts_of(parts)}
@@ -155,7 +149,7 @@ def arrays_of(examples: Sequence[tuple[Int32, Int32]]) -> dict[str, npt.NDArray[
 
 
 def examples_of(arrays: Mapping[str, npt.NDArray[Any]]) -> list[tuple[Int32, Int32]]:
-    """(prompt ids, output ids) of arrays that COLUMNS hold for; copies."""
+    """(prompt ids, output ids) of arrays that FORMAT holds for; copies."""
 
     def parts(name: str) -> list[Int32]:
         ids, bounds = arrays[f"{name}_ids"], arrays[f"{name}_starts"].tolist()

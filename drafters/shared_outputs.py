@@ -15,24 +15,16 @@ file of drafters.learned with more arrays: LearnedOutputs.restore reads it, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, Column
 from drafters.arrays import Int32
-from drafters.learned import (
-    COLUMNS,
-    KIND,
-    VERSION,
-    LearnedOutputs,
-    arrays_of,
-    examples_of,
-    text_of,
-)
+from drafters.learned import FORMAT, LearnedOutputs, arrays_of, examples_of, text_of
 from drafters.shared_counts import Counts, TableId, pack, unpack
 
 Place = tuple[int, int, int]
@@ -40,12 +32,15 @@ Place = tuple[int, int, int]
 
 NOWHERE: Place = (0, 0, 0)
 
-_COLUMNS = {
-    **COLUMNS,
-    "places": Column("int64", ("examples+1", 3), low=0),
-    "counts.*.cells": Column("int64", (None,), low=0, ascends=True),
-    "counts.*.values": Column("float64", (None,), low=0),
-}
+_FORMAT = replace(
+    FORMAT,
+    columns={
+        **FORMAT.columns,
+        "places": Column("int64", ("examples+1", 3), low=0),
+        "counts.*.cells": Column("int64", (None,), low=0, ascends=True),
+        "counts.*.values": Column("float64", (None,), low=0),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +121,7 @@ def save_shared(path: Path, file: SharedFile, *, fingerprint: str, scope: str) -
             shapes[name] = list(shape)
         tables.append([*table, shapes])
     meta = {**file.meta, "scope": scope, "num_seen": len(places), "tables": tables}
-    write_arrays(
-        path, kind=KIND, version=VERSION, fingerprint=fingerprint, meta=meta, arrays=arrays
-    )
+    _FORMAT.write(path, arrays, fingerprint=fingerprint, meta=meta)
 
 
 def load_shared(path: Path, *, fingerprint: str | None, scope: str | None) -> SharedFile:
@@ -136,9 +129,7 @@ def load_shared(path: Path, *, fingerprint: str | None, scope: str | None) -> Sh
 
     Raises FileNotFoundError; FingerprintError; ArrayFileError for all else that is not right.
     """
-    meta, arrays, _ = read_arrays(
-        path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=_COLUMNS
-    )
+    meta, arrays, _ = _FORMAT.read(path, fingerprint=fingerprint)
     if scope is not None and meta.get("scope") != scope:
         raise ArrayFileError(f"{path} holds what another task or client taught")
     try:

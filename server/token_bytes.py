@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFile, ArrayFileError, Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFile, ArrayFileError, ArrayFormat, Column
 from server.errors import UnsupportedTokenizerError
 
 if TYPE_CHECKING:
@@ -35,13 +35,15 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-VERSION = 2
-_KIND = "token table"
-_COLUMNS = {
-    "offsets": Column("int64", ("ids+1",), cuts="bytes"),
-    "special_ids": Column("int64", (None,), low=0, high="ids", ascends=True),
-    "blob": Column("uint8", ("bytes",)),
-}
+_FORMAT = ArrayFormat(
+    "token table",
+    2,
+    {
+        "offsets": Column("int64", ("ids+1",), cuts="bytes"),
+        "special_ids": Column("int64", (None,), low=0, high="ids", ascends=True),
+        "blob": Column("uint8", ("bytes",)),
+    },
+)
 
 
 class TokenBytes:
@@ -195,7 +197,7 @@ class _Decoder:
 
 def _fingerprint(spec_json: str) -> bytes:
     """Of the tokenizer alone: models that pad the same vocabulary differently share corpora."""
-    return hashlib.sha256(f"{VERSION}:".encode() + spec_json.encode()).digest()
+    return hashlib.sha256(f"{_FORMAT.version}:".encode() + spec_json.encode()).digest()
 
 
 def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
@@ -244,18 +246,13 @@ def enriched(
 
 def save(table: TokenBytes, path: str | Path) -> None:
     """Write the table atomically. Raises OSError."""
-    write_arrays(
-        path,
-        kind=_KIND,
-        version=VERSION,
-        fingerprint=table.fingerprint.hex(),
-        meta={"strip_start": table.strip_start},
-        arrays={
-            "offsets": np.asarray(table.offsets, np.int64),
-            "special_ids": np.asarray(table.special_ids, np.int64),
-            "blob": table.blob,
-        },
-    )
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "offsets": np.asarray(table.offsets, np.int64),
+        "special_ids": np.asarray(table.special_ids, np.int64),
+        "blob": table.blob,
+    }
+    meta = {"strip_start": table.strip_start}
+    _FORMAT.write(path, arrays, fingerprint=table.fingerprint.hex(), meta=meta)
 
 
 def open_table(path: str | Path) -> TokenBytes:
@@ -264,7 +261,7 @@ def open_table(path: str | Path) -> TokenBytes:
     Raises ArrayFileError when the file is not a table of this version or is damaged, OSError when
     it cannot be read.
     """
-    read = read_arrays(path, kind=_KIND, version=VERSION, fingerprint=None, columns=_COLUMNS)
+    read = _FORMAT.read(path, fingerprint=None)
     strip_start, fingerprint = read.meta.get("strip_start"), read.meta["fingerprint"]
     if strip_start not in (0, 1) or not re.fullmatch("[0-9a-f]{64}", fingerprint):
         raise ArrayFileError(f"{path} is damaged: it does not say whose it is")

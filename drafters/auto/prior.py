@@ -22,12 +22,10 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, ArrayFormat, Column
 from drafters.arrays import Float32, Float32x2, Int32, Int32x2
 from drafters.jit import borrowing, entry, inlined
 
-KIND = "prior of a model"
-VERSION = 1
 WIDTH = 96
 """Numbers of a state: a constant of the compiled product."""
 LANES = 16  # outputs come in such groups
@@ -40,18 +38,22 @@ Int8 = npt.NDArray[np.int8]
 Int8x2 = Annotated[Int8, 2]
 Int16 = npt.NDArray[np.int16]
 
-COLUMNS = {
-    "ids": Column("int32", ("outputs",), low=-1, high="vocabulary"),
-    "project": Column("float32", ("hidden", WIDTH)),
-    "project_bias": Column("float32", (WIDTH,)),
-    "embed": Column("uint8", ("vocabulary", WIDTH)),
-    "embed_scale": Column("float32", ("vocabulary",)),
-    "recur": Column("float32", (WIDTH, WIDTH)),
-    "recur_bias": Column("float32", (WIDTH,)),
-    "output": Column("uint8", ("outputs", WIDTH)),
-    "output_scale": Column("float32", ("outputs",)),
-    "output_bias": Column("float32", ("outputs",)),
-}
+FORMAT = ArrayFormat(
+    "prior of a model",
+    1,
+    {
+        "ids": Column("int32", ("outputs",), low=-1, high="vocabulary"),
+        "project": Column("float32", ("hidden", WIDTH)),
+        "project_bias": Column("float32", (WIDTH,)),
+        "embed": Column("uint8", ("vocabulary", WIDTH)),
+        "embed_scale": Column("float32", ("vocabulary",)),
+        "recur": Column("float32", (WIDTH, WIDTH)),
+        "recur_bias": Column("float32", (WIDTH,)),
+        "output": Column("uint8", ("outputs", WIDTH)),
+        "output_scale": Column("float32", ("outputs",)),
+        "output_bias": Column("float32", ("outputs",)),
+    },
+)
 
 
 class Prior(NamedTuple):
@@ -82,16 +84,12 @@ class Prior(NamedTuple):
         arrays = self._asdict()
         for name in ("embed", "output"):
             arrays[name] = arrays[name].view(np.uint8)
-        write_arrays(
-            path, kind=KIND, version=VERSION, fingerprint=fingerprint, meta={}, arrays=arrays
-        )
+        FORMAT.write(path, arrays, fingerprint=fingerprint)
 
     @classmethod
     def load(cls, path: Path | str, *, fingerprint: str | None) -> Prior:
-        """Map what save() wrote. Raises as drafters.array_file.read_arrays does."""
-        arrays = read_arrays(
-            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
-        ).arrays
+        """Map what save() wrote. Raises as ArrayFormat.read does."""
+        arrays = FORMAT.read(path, fingerprint=fingerprint).arrays
         for name, array in arrays.items():
             if array.dtype == np.float32 and array.size and np.abs(array).max() > _LARGEST:
                 raise ArrayFileError(f"{path} is damaged: {name} has values that cannot be")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from drafters.array_file import Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFormat, Column
 from drafters.arrays import Float32, Int32, Int32x2
 from drafters.calibration import Calibration
 from drafters.catalog import GrammysOptions
@@ -25,12 +25,14 @@ from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
-KIND = "target bigram table"
-VERSION = 1
-COLUMNS = {
-    "next_ids": Column("int32", ("ids", "likeliest"), low=0, high="ids"),
-    "chances": Column("float32", ("ids", "likeliest"), low=0),
-}
+_FORMAT = ArrayFormat(
+    "target bigram table",
+    1,
+    {
+        "next_ids": Column("int32", ("ids", "likeliest"), low=0, high="ids"),
+        "chances": Column("float32", ("ids", "likeliest"), low=0),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +56,13 @@ class BigramTable:
 
     def save(self, path: Path | str) -> None:
         """Write atomically."""
-        write_arrays(
-            path,
-            kind=KIND,
-            version=VERSION,
-            fingerprint=self.fingerprint,
-            meta={},
-            arrays={"next_ids": self.next_ids, "chances": self.chances},
-        )
+        arrays = {"next_ids": self.next_ids, "chances": self.chances}
+        _FORMAT.write(path, arrays, fingerprint=self.fingerprint)
 
     @classmethod
     def load(cls, path: Path | str, *, fingerprint: str | None) -> BigramTable:
-        """Map what save() wrote; raises as drafters.array_file.read_arrays does."""
-        meta, arrays, _ = read_arrays(
-            path, kind=KIND, version=VERSION, fingerprint=fingerprint, columns=COLUMNS
-        )
+        """Map what save() wrote; raises as ArrayFormat.read does."""
+        meta, arrays, _ = _FORMAT.read(path, fingerprint=fingerprint)
         return cls(str(meta["fingerprint"]), arrays["next_ids"], arrays["chances"])
 
 

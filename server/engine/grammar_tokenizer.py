@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFormat, Column
 from drafters.arrays import Int64
 from drafters.heap import pop, push
 from drafters.jit import compiled, entry
@@ -49,12 +49,15 @@ if TYPE_CHECKING:
 ReadTokenizer = Callable[[str], Any]
 """Tokenizer.from_str of the `tokenizers` library, which this package does not import."""
 
-_KIND, _VERSION = "table of merges", 2
-_COLUMNS = {
-    "told": Column("uint8", (None,)),
-    "pairs": Column("int64", ("pairs",), low=0, ascends=True),
-    "merged": Column("int64", ("pairs",), low=0),
-}
+_FORMAT = ArrayFormat(
+    "table of merges",
+    2,
+    {
+        "told": Column("uint8", (None,)),
+        "pairs": Column("int64", ("pairs",), low=0, ascends=True),
+        "merged": Column("int64", ("pairs",), low=0),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +176,15 @@ def _merge_tables(vocab: Mapping[str, int], merges: Sequence[Any]) -> tuple[Int6
 def save_tables(tables: CutterTables, path: Path) -> None:
     """Write tables that have merges, atomically. Raises OSError."""
     assert tables.pairs is not None and tables.merged is not None
-    told = json.dumps(
-        {"spec": tables.spec, "control": tables.control, "num_ids": tables.num_ids}
-    ).encode()
-    write_arrays(
-        path,
-        kind=_KIND,
-        version=_VERSION,
-        fingerprint="",
-        meta={},
-        arrays={
-            "told": np.frombuffer(told, np.uint8), "pairs": tables.pairs, "merged": tables.merged
-        },
-    )  # fmt: skip
+    spec = {"spec": tables.spec, "control": tables.control, "num_ids": tables.num_ids}
+    told = np.frombuffer(json.dumps(spec).encode(), np.uint8)
+    arrays: dict[str, Any] = {"told": told, "pairs": tables.pairs, "merged": tables.merged}
+    _FORMAT.write(path, arrays, fingerprint="")
 
 
 def open_tables(path: Path) -> CutterTables:
     """Map what `save_tables` wrote. Raises ValueError for another file, OSError."""
-    read = read_arrays(path, kind=_KIND, version=_VERSION, fingerprint="", columns=_COLUMNS)
+    read = _FORMAT.read(path, fingerprint="")
     told = parsed(read.arrays["told"].tobytes())
     read.release_pages()
     return CutterTables(

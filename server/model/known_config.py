@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, Column, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, ArrayFormat, Column
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
 from server.model import families, shape, supported
@@ -33,7 +33,11 @@ from server.model.shape import ModelShape
 
 Float32 = npt.NDArray[np.float32]
 
-_ROPES = "rope tables"
+_ROPES = ArrayFormat(
+    "rope tables",
+    1,
+    dict.fromkeys(("cos", "sin"), Column("float32", ("types", "positions", "numbers"))),
+)
 
 _CONFIG_KEYS = (
     "eos_token_id", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
@@ -55,20 +59,18 @@ class KnownConfig:
     def ropes(self, num_positions: int) -> tuple[Float32, Float32] | None:
         """rope_tables of at least so many positions, when they are kept: mapped, because tables
         of a long context are larger than what is ever read of them."""
-        size = (len(self.shape.rope_layer_types), "positions", self.shape.rotary_dim // 2)
+        size = len(self.shape.rope_layer_types), self.shape.rotary_dim // 2
         for place in (self.folder, None):
             try:
-                read = read_arrays(
-                    _file(self.key, "ropes", place), kind=_ROPES, version=1, fingerprint=self.key,
-                    columns=dict.fromkeys(("cos", "sin"), Column("float32", size)),
-                )  # fmt: skip
+                read = _ROPES.read(_file(self.key, "ropes", place), fingerprint=self.key)
             except (OSError, ArrayFileError):
                 continue
             cos, sin = read.arrays["cos"], read.arrays["sin"]
             # With `longrope`, tables of more positions than the usual are other ones.
             usual = self.shape.max_position_embeddings
             is_long = num_positions > usual
-            if cos.shape[1] >= num_positions and (cos.shape[1] > usual) == is_long:
+            fits = cos.shape[1] >= num_positions and (cos.shape[1] > usual) == is_long
+            if fits and cos.shape[::2] == size:
                 return cos, sin
         return None
 
@@ -116,10 +118,8 @@ def keep_ropes(
     """Keep tables that rope_tables made."""
     key, (cos, sin) = _key(raw), ropes
     with suppress(OSError):
-        write_arrays(
-            _file(key, "ropes", place), kind=_ROPES, version=1, fingerprint=key, meta={},
-            arrays={"cos": cos, "sin": sin}, mode=EVERYBODY,
-        )  # fmt: skip
+        file = _file(key, "ropes", place)
+        _ROPES.write(file, {"cos": cos, "sin": sin}, fingerprint=key, mode=EVERYBODY)
 
 
 def last_token_id(tokenizer_file: Path, fingerprint: str) -> int:

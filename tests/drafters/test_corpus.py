@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.array_file import (
-    ArrayFileError,
-    Column,
-    FingerprintError,
-    read_arrays,
-    write_arrays,
-)
+from drafters.array_file import ArrayFileError, ArrayFormat, Column, FingerprintError
 from drafters.auto.automaton import automaton_step, build_automaton
 from drafters.auto.held_out import build_calibrated
 from drafters.corpus import Corpus, build_corpus
-from drafters.corpus_file import KIND, START, VERSION, read_extent
+from drafters.corpus_file import FORMAT, START, read_extent
 from drafters.published.ngram_tables import NGramTables, count_ngrams
 from tests.profiles import examples
 from vocab_store.entropy import measure
@@ -151,10 +146,10 @@ def test_the_extent_of_a_file_is_that_of_its_corpus_and_needs_no_compiler(tmp_pa
     with pytest.raises(FingerprintError):
         read_extent(path, fingerprint="b")
     one = {"token_ids": np.zeros(3, np.int32)}
-    write_arrays(path, kind=KIND, version=VERSION, fingerprint="a", meta={}, arrays=one)
+    FORMAT.write(path, one, fingerprint="a")
     with pytest.raises(ArrayFileError, match="lacks a part of a task corpus"):
         read_extent(path, fingerprint="a")
-    write_arrays(path, kind=KIND, version=VERSION - 1, fingerprint="a", meta={}, arrays=one)
+    replace(FORMAT, version=FORMAT.version - 1).write(path, one, fingerprint="a")
     with pytest.raises(ArrayFileError, match="build it again"):
         read_extent(path, fingerprint="a")
 
@@ -175,26 +170,24 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArrayFileError, match="damaged header"):
         Corpus.load(path, fingerprint=None)
     one = {"a": np.zeros(3, np.int32)}
-    write_arrays(path, kind="other", version=1, fingerprint="", meta={}, arrays=one)
+    replace(FORMAT, kind="other").write(path, one, fingerprint="")
     with pytest.raises(ArrayFileError, match="of the kind 'other'"):
         Corpus.load(path, fingerprint=None)
-    write_arrays(path, kind="task corpus", version=99, fingerprint="", meta={}, arrays=one)
+    replace(FORMAT, version=99).write(path, one, fingerprint="")
     with pytest.raises(ArrayFileError, match="version 99"):
         Corpus.load(path, fingerprint=None)
-    write_arrays(path, kind="task corpus", version=VERSION, fingerprint="", meta={}, arrays=one)
+    FORMAT.write(path, one, fingerprint="")
     with pytest.raises(ArrayFileError, match="lacks a part"):
         Corpus.load(path, fingerprint=None)
 
 
 def test_writing_what_was_read_changes_no_file(tmp_path: Path) -> None:
     path = tmp_path / "arrays"
-    write_arrays(
-        path, kind="k", version=1, fingerprint="f", meta={}, arrays={"a": np.arange(4, dtype="i4")}
-    )
+    form = ArrayFormat("k", 1, {"a": Column("int32", ("a",))})
+    form.write(path, {"a": np.arange(4, dtype="i4")}, fingerprint="f")
 
     def read() -> np.ndarray:
-        columns = {"a": Column("int32", ("a",))}
-        return read_arrays(path, kind="k", version=1, fingerprint="f", columns=columns).arrays["a"]
+        return form.read(path, fingerprint="f").arrays["a"]
 
     read()[0] = 99  # a private page
     assert read().tolist() == [0, 1, 2, 3]

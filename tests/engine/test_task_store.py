@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafters.array_file import read_arrays
 from drafters.corpus import build_corpus
-from drafters.learned import COLUMNS, LearnedOutputs
+from drafters.learned import FORMAT, LearnedOutputs
 from server.engine.calibrations import MAX_SEEN
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -71,9 +70,7 @@ def _kept(folder: Path) -> list[tuple[list[int], list[int]]]:
     """All examples in the files of a folder; whose they are is not asked."""
     found = []
     for path in sorted(folder.glob("learned-*.bin")):
-        read = read_arrays(
-            path, kind="learned outputs", version=1, fingerprint="f", columns=COLUMNS
-        )
+        read = FORMAT.read(path, fingerprint="f")
         held = LearnedOutputs(1 << 20)
         held.restore(path, fingerprint="f", scope=str(read.meta["scope"]))
         found += [(p.tolist(), o.tolist()) for p, o in held.examples()]

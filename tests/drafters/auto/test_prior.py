@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters.array_file import ArrayFileError, FingerprintError, write_arrays
+from drafters.array_file import ArrayFileError, FingerprintError
 from drafters.arrays import Float32
 from drafters.auto.cells import NUM_BUCKETS, PRIOR, prior_cell
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.prior import (
-    KIND,
+    FORMAT,
     MOST_FOLLOWED,
     NO_HIDDEN,
-    VERSION,
     WIDTH,
     Prior,
     PriorScratch,
@@ -121,10 +120,7 @@ def test_arrays_that_cannot_be_are_refused(
     arrays: dict[str, np.ndarray] = prior._asdict()
     arrays |= {name: arrays[name].view(np.uint8) for name in ("embed", "output")}
     kept = {n: change.get(n, a) for n, a in arrays.items()}
-    write_arrays(
-        file, kind=KIND, version=VERSION, fingerprint="model", meta={},
-        arrays={n: a for n, a in kept.items() if a is not None},
-    )  # fmt: skip
+    FORMAT.write(file, {n: a for n, a in kept.items() if a is not None}, fingerprint="model")
     with pytest.raises(ArrayFileError):
         Prior.load(file, fingerprint="model")
 
