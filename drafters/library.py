@@ -215,12 +215,6 @@ def build(command: list[str], out: Path) -> None:
         os.replace(made, out)
 
 
-def door_path() -> Path:
-    """Where the cache has door.c, compiled."""
-    told = hashlib.sha256(b"sealed" + (_OWN / "door.c").read_bytes()).hexdigest()[:24]
-    return code_folder() / f"door-{platform.machine()}-{told}.so"
-
-
 def build_door(out: Path, machine: str = platform.machine()) -> None:
     """Compile door.c. Raises RuntimeError, OSError."""
     words = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-s", str(_OWN / "door.c")]
@@ -234,7 +228,8 @@ def _door() -> Any:
     path = _OWN / "_code" / "door.so"
     try:
         if not path.exists():
-            path = door_path()
+            told = hashlib.sha256(b"sealed" + (_OWN / "door.c").read_bytes()).hexdigest()[:24]
+            path = code_folder() / f"door-{platform.machine()}-{told}.so"
             if not is_whole(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 build_door(path)
@@ -351,7 +346,9 @@ def compile_module(module: str, target: str, path: Path) -> Path:
     what = f"no machine code of {module} for {target} is here"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _find_room(path.parent)
+        # A folder that takes no object file is found before seconds go into one.
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(bytes(_OBJECT_BYTES))
         with alone(path.with_suffix(".lock")):
             if is_whole(path):  # another process made it meanwhile
                 return path
@@ -376,12 +373,6 @@ def compile_module(module: str, target: str, path: Path) -> Path:
         why = f"{told}\n{done.stderr[-3000:]}".strip()
         raise RuntimeError(f"{what}, and compiling it failed: {why}")
     return path
-
-
-def _find_room(folder: Path) -> None:
-    """Raise OSError for a folder that takes no object file, before seconds go into one."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_OBJECT_BYTES))
 
 
 @functools.cache

@@ -41,7 +41,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -322,18 +321,10 @@ STEP_S, ROW_S = 0.03, 0.0005
 LOADS = ((20.0, 2.0), (35.0, 16.0), (35.0, 2.0))  # seconds, requests a second
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request. at_s: seconds from the beginning."""
+def arrivals() -> Iterator[tuple[float, int, int, int]]:
+    """(seconds from the beginning, task, prompt tokens, output tokens) of each request.
 
-    at_s: float
-    task: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-def arrivals() -> Iterator[Arrival]:
-    """Each of LOADS after the other, the same ones each time; the k-th task gets 1/k of the first
+    Each of LOADS after the other, the same ones each time; the k-th task gets 1/k of the first
     one's, lengths are between half and one and a half of 40 and 32 tokens."""
     chance = random.Random(7)
     shares = [1.0 / (k + 1) for k in range(SCALED_TASKS)]
@@ -343,7 +334,7 @@ def arrivals() -> Iterator[Arrival]:
         while at_s < seconds:
             [task] = chance.choices(range(SCALED_TASKS), shares)
             prompt, output = (round(mean * (0.5 + chance.random())) for mean in (40, 32))
-            yield Arrival(begins_s + at_s, task, prompt, output)
+            yield begins_s + at_s, task, prompt, output
             at_s += chance.expovariate(rate)
         begins_s += seconds
 
@@ -354,15 +345,14 @@ async def play(url: str) -> tuple[list[float], list[tuple[float, int]]]:
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=UNBOUNDED) as client:
         began_s = time.perf_counter()
 
-        async def ask(arrival: Arrival) -> float:
-            await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.perf_counter()))
-            prompt = [50 + (arrival.task + k * 7) % 300 for k in range(arrival.num_prompt_tokens)]
-            prompt[0] = 50 + int(arrival.at_s * 1e3) % 300  # nothing of it is in a prefix cache
-            asked = body(arrival.task, prompt, arrival.num_output_tokens, stream=True)
-            timing = await stream(client, "", asked)
+        async def ask(at_s: float, task: int, num_prompt_tokens: int, num_tokens: int) -> float:
+            await asyncio.sleep(max(0.0, began_s + at_s - time.perf_counter()))
+            prompt = [50 + (task + k * 7) % 300 for k in range(num_prompt_tokens)]
+            prompt[0] = 50 + int(at_s * 1e3) % 300  # nothing of it is in a prefix cache
+            timing = await stream(client, "", body(task, prompt, num_tokens, stream=True))
             return timing.end_s - timing.start_s
 
-        playing = asyncio.gather(*(ask(arrival) for arrival in arrivals()))
+        playing = asyncio.gather(*(ask(*arrival) for arrival in arrivals()))
         while not playing.done():
             num = num_up((await client.get("/metrics")).text)
             if not changes or changes[-1][1] != num:

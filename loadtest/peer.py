@@ -365,15 +365,15 @@ def tailor_peer(
     return Peer(name, str(script), "tailor", model=url_name, env=given | dict(env or {}))
 
 
-def stop(peer: Peer, *, grace_s: float = 20.0) -> None:
-    """End a server that start() began: SIGTERM to its session, SIGKILL after the grace time."""
+def stop(peer: Peer) -> None:
+    """End a server that start() began: SIGTERM to its session, SIGKILL after 20 seconds."""
     process = peer.process
     if process is None:
         return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
-        process.wait(grace_s)
+        process.wait(20.0)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -125,7 +125,6 @@ class GrammysDrafter:
         num_drafts: int = 10,
         length: int = 10,
         query: int = 1,
-        calibration: Calibration | None = None,
     ) -> None:
         check_options(GrammysOptions, {"table": table, "strategy": strategy})
         for name, value in (("num_drafts", num_drafts), ("length", length), ("query", query)):
@@ -136,7 +135,7 @@ class GrammysDrafter:
         self.num_drafts = num_drafts
         self.length = length
         self.query = query
-        self.calibration = calibration or Calibration(self.sources)
+        self.calibration = Calibration(self.sources)
 
     def open(self, prompt_ids: Sequence[int], **_: Any) -> GrammysSession:
         """A session over the whole prompt; nothing else is used."""

@@ -197,14 +197,13 @@ class MixDrafter:
         n_max: int = MixOptions.n_max,
         horizon: int = MixOptions.horizon,
         mixing: float = MixOptions.mixing,
-        calibration: Calibration | None = None,
     ) -> None:
         check_options(MixOptions, {"n_max": n_max, "horizon": horizon, "mixing": mixing})
         newest = learned if learned is not None else corpus
         self.n_max = n_max
         self.horizon = horizon
         self.mixing = mixing
-        self.calibration = calibration or Calibration(self.sources)
+        self.calibration = Calibration(self.sources)
         self.tables = (
             newest.tables
             if newest is not None

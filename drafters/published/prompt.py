@@ -54,7 +54,6 @@ class PromptDrafter:
         num_tokens: int = 10,
         max_ngram: int = 2,
         eos_token_ids: Sequence[int] = (),
-        calibration: Calibration | None = None,
     ) -> None:
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
@@ -63,7 +62,7 @@ class PromptDrafter:
         self.num_tokens = num_tokens
         self.max_ngram = max_ngram
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.calibration = calibration or Calibration(self.sources)
+        self.calibration = Calibration(self.sources)
 
     def open(self, prompt_ids: Sequence[int], **_: Any) -> PromptSession:
         """A session over the whole prompt; nothing else is used."""

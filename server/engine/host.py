@@ -65,10 +65,9 @@ class Heartbeat:
     age_s: seconds since the loop last finished a step or a message; 0 while it waits for work.
     """
 
-    def __init__(self, send: Callable[[Message], None], every_s: float = BEAT_S) -> None:
+    def __init__(self, send: Callable[[Message], None]) -> None:
         """send: callable from a thread other than the loop's; an OSError from it ends the beats."""
         self._send = send
-        self._every_s = every_s
         self._busy_since_s: float | None = None  # written by the loop alone
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -91,7 +90,7 @@ class Heartbeat:
         self._thread.join(1.0)  # it may be in a send that nobody reads; it is a daemon
 
     def _beat(self) -> None:
-        while not self._end.wait(self._every_s):
+        while not self._end.wait(BEAT_S):
             since_s = self._busy_since_s
             age_s = 0.0 if since_s is None else time.monotonic() - since_s
             try:

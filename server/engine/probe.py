@@ -26,6 +26,7 @@ from server.types import SamplingParams
 _log = logging.getLogger(__name__)
 _VERSION = 5  # of the measurement and of the kernels measured: likely ids are priced since 5
 _SLOW_S = 0.25  # a step of 8 rows: measuring would delay the start
+_NUM_LIKELY = 8  # ids of a row that drafters ask for
 _MOST_LIKELY_S = 1e-9  # an id of the vocabulary: a quarter of it was measured, quiet
 
 
@@ -83,14 +84,14 @@ def make_prober(runner: Runner, *, drawn: bool = True) -> Prober:
     return lambda rows, kv_len: _step_s(runner, probe_batch(runner, rows, kv_len, drawn=drawn))
 
 
-def measure_head(runner: Runner, *, kv_len: int = 64, repeats: int = 7) -> tuple[float, float]:
+def measure_head(runner: Runner) -> tuple[float, float]:
     """(seconds of the LM head and its draw for one row, for each further row), medians.
 
     The difference between steps that draw from every row and steps that draw from none.
     """
     with_head, body = make_prober(runner), make_prober(runner, drawn=False)
     many = max(2, min(8, runner.info.max_num_batched_tokens, runner.info.max_model_len // 2))
-    kv_len = max(1, min(kv_len, runner.info.max_model_len - many))
+    kv_len, repeats = max(1, min(64, runner.info.max_model_len - many)), 7
     seconds = []
     for num_rows in (1, many):
         with_head(num_rows, kv_len), body(num_rows, kv_len)  # what is set up on first use
@@ -100,17 +101,17 @@ def measure_head(runner: Runner, *, kv_len: int = 64, repeats: int = 7) -> tuple
     return seconds[0], max(0.0, (seconds[1] - seconds[0]) / (many - 1))
 
 
-def measure_likely(runner: Runner, num_likely: int, *, repeats: int = 5) -> float:
-    """Seconds that the num_likely likeliest ids of one row take: the difference between steps of 16
-    rows with them and without, the least of each. What others on the machine add is bounded."""
+def measure_likely(runner: Runner) -> float:
+    """Seconds that the likeliest ids of one row take: the difference between steps of 16 rows with
+    them and without, the least of each. What others on the machine add is bounded."""
     info = runner.info
     if info.head_bytes_in_file:
         return 0.0
     many = max(1, min(16, info.max_num_batched_tokens, info.max_model_len // 2))
     plain = probe_batch(runner, many, max(1, min(64, info.max_model_len - many)))
-    batches = (plain, replace(plain, num_likely=num_likely))
+    batches = (plain, replace(plain, num_likely=_NUM_LIKELY))
     least = [float("inf")] * 2
-    for turn in range(repeats + 1):  # the first one pays for what is set up on first use
+    for turn in range(6):  # the first one pays for what is set up on first use
         for i, batch in enumerate(batches):
             seconds = _step_s(runner, batch)
             least[i] = min(least[i], seconds) if turn else least[i]
@@ -133,16 +134,13 @@ def _improved(table: CostTable, runner: Runner, short_len: int) -> CostTable:
     return CostTable.from_dict(plain)
 
 
-def load_or_measure(
-    runner: Runner, path: Path | None, *, max_rows: int = 128, num_likely: int = 8
-) -> CostTable:
+def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int) -> CostTable:
     """The runner's CostTable: from `path` when it holds one, else measured and written there.
 
     path: a file whose name says device, model, dtype and threads; None measures every time. A
     damaged file is measured again; steps of a few rows that are quicker now than in the file take
     their place there. Whatever it says, served steps correct it (step_times.py). Sizes beyond
-    max_rows are extrapolated in proportion. num_likely: likeliest ids of a row that drafters ask
-    for.
+    max_rows are extrapolated in proportion.
     """
     if path is not None:
         try:
@@ -165,8 +163,7 @@ def load_or_measure(
     table = CostTable.measure(
         make_prober(runner), most, short_len=short, long_len=max(short, min(512, room - most))
     )
-    likely_s = measure_likely(runner, num_likely)
-    table = CostTable.from_dict({**table.as_dict(), "likely_s": likely_s})
+    table = CostTable.from_dict({**table.as_dict(), "likely_s": measure_likely(runner)})
     _log.info(
         "measured the cost of a step in %.1f s: 1 row %.2f ms, 8 rows %.2f ms",
         time.perf_counter() - began,

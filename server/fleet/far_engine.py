@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from server import channel
@@ -292,16 +292,14 @@ class TextChangedError(Exception):
     """Another replica wrote another text: its model or its arithmetic differs."""
 
 
+@dataclass(slots=True)
 class _Choice:
     """What the client has of one choice, and how much of it this run has repeated."""
 
-    __slots__ = ("has_first", "is_over", "num_repeated", "sent")
-
-    def __init__(self) -> None:
-        self.sent: list[int] = []
-        self.num_repeated = 0
-        self.has_first = False
-        self.is_over = False
+    sent: list[int] = field(default_factory=list)
+    num_repeated: int = 0
+    has_first: bool = False
+    is_over: bool = False
 
 
 class Continuation:
