@@ -84,19 +84,6 @@ def meets_slo(timing: Timing, late_s: float, slo: Mapping[str, float]) -> bool:
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
-def _samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """The streams' decode speeds; every sample of LATENCIES, in seconds, of which the first and the
-    last count from the due time."""
-    timings = [answer.timing for answer in answers]
-    return {
-        "decode_tokens_per_s": [v for t in timings if (v := t.decode_tokens_per_s) is not None],
-        "ttft_s": [a.timing.ttft_s + a.late_s for a in answers if a.timing.chunk_s],
-        "tpot_s": [v for t in timings if (v := t.tpot_s) is not None],
-        "itl_s": [gap for t in timings for gap in t.inter_chunk_s],
-        "e2e_s": [a.timing.end_s - a.timing.start_s + a.late_s for a in answers],
-    }
-
-
 def _account(
     answers: Sequence[Answer], num_failed: int, slo: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -106,13 +93,23 @@ def _account(
     steps = sum(one.get("steps", 0) for one in speculation)
     drafted = sum(one.get("drafted_tokens", 0) for one in speculation)
     with_steps = sum(a.timing.num_tokens for a in answers if a.timing.speculation)
+    timings = [answer.timing for answer in answers]
+    # The streams' decode speeds, and LATENCIES, of which the first and the last count from the due
+    # time.
+    samples = {
+        "decode_tokens_per_s": [v for t in timings if (v := t.decode_tokens_per_s) is not None],
+        "ttft_s": [a.timing.ttft_s + a.late_s for a in answers if a.timing.chunk_s],
+        "tpot_s": [v for t in timings if (v := t.tpot_s) is not None],
+        "itl_s": [gap for t in timings for gap in t.inter_chunk_s],
+        "e2e_s": [a.timing.end_s - a.timing.start_s + a.late_s for a in answers],
+    }
     return {
         "num_requests": len(answers) + num_failed,
         "num_good": good,
         "good_share": good / max(1, len(answers) + num_failed),
         "tokens_per_step": with_steps / steps if steps else None,
         "nodes_per_step": drafted / steps if steps else None,
-        **{name: summarize(values) for name, values in _samples(answers).items()},
+        **{name: summarize(values) for name, values in samples.items()},
     }
 
 

@@ -112,16 +112,12 @@ def train(
         f"held-out examples {result.nats_before:.2f} -> {result.nats_after:.2f}, of step "
         f"{result.kept_step}"
     )
-    print(f"written: {output}, next: {_next_command(output, base)}")
+    following = f"tailor serve --model {base.model} --adapter {output}"
+    if base.weights in ("int4", "file"):  # rounding merged weights again would lose the adapter
+        part = f"models[].adapters: [{{path: {output}}}]"
+        following = f"{part} of a server.yaml, weights: {base.weights}"
+    print(f"written: {output}, next: {following}")
     return 0
-
-
-def _next_command(output: Path, base: BaseOptions) -> str:
-    """What serves the adapter over the numbers that it was trained over: rounding merged weights
-    again would lose it."""
-    if base.weights in ("int4", "file"):
-        return f"models[].adapters: [{{path: {output}}}] of a server.yaml, weights: {base.weights}"
-    return f"tailor serve --model {base.model} --adapter {output}"
 
 
 def train_adapter(

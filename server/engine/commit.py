@@ -508,6 +508,9 @@ class Committer:
         start = sequence.num_released
         token_ids, logprobs = sequence.release()
         counts, sequence.counts = sequence.counts, _NO_COUNTS
+        queue_s = 0.0  # from arrival to the first step
+        if is_first and request.arrival_s > 0.0 and sequence.first_step_s > 0.0:
+            queue_s = max(0.0, sequence.first_step_s - request.arrival_s)
         head = sequence.head
         delta = Delta(
             request.request_id,
@@ -520,7 +523,7 @@ class Committer:
             ending.error,
             ending.error_code,
             num_cached_tokens=max(0, sequence.num_cached_tokens) if is_first else 0,
-            queue_s=_queue_s(sequence) if is_first else 0.0,
+            queue_s=queue_s,
             counts=counts,
             sources=tuple(sequence.token_sources[start : start + len(token_ids)]),
             label_logprobs=sequence.label_logprobs if is_first else (),
@@ -554,14 +557,6 @@ def _take_scores(
                 tuple(drawn.score_top[c]),
             )
         )
-
-
-def _queue_s(sequence: Sequence) -> float:
-    """Seconds from arrival to the first step."""
-    arrival_s = sequence.request.arrival_s
-    if arrival_s <= 0.0 or sequence.first_step_s <= 0.0:
-        return 0.0
-    return max(0.0, sequence.first_step_s - arrival_s)
 
 
 def _note_sources(sequence: Sequence, run: _Run) -> None:
