@@ -12,7 +12,7 @@ import torch
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.catalog import model_folder
-from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, config_values
+from server.model.gguf_config import BY_TRANSFORMERS, config_values
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
@@ -90,10 +90,6 @@ def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:
 
 def test_every_generic_architecture_that_is_read_has_a_model() -> None:
     assert {model.kind for model in generic.MODELS.values()} == set(BY_TRANSFORMERS)
-
-
-def test_every_architecture_has_a_model_but_one_of_its_other_name() -> None:
-    assert {model.kind for model in MODELS.values()} == set(ARCHITECTURES) - {"granitehybrid"}
 
 
 def _metadata(path: Path, kind: str, **changes: Any) -> None:

@@ -20,18 +20,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes, GrammarSpec, Request, SamplingParams, SpeculationParams
+from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter
 from tests.model.cpu_models import cpu_runner
-from tests.model.test_structured_model import TOKENIZER, VOCAB, _module
+from tests.model.tiny_models import tiny_config
 from tests.profiles import examples
 
 Path_ = tuple[int, ...]
@@ -43,6 +44,19 @@ GRAMMAR = GrammarSpec(
     "lark", 'start: "a" ("nd" | "ll the " x | "s") | "the " x "."\nx: "fo" /[xnr]/'
 )
 TOP_K = 3
+VOCAB = 400
+TOKENIZER = byte_level_tokenizer()
+
+
+def _module() -> LlamaForCausalLM:
+    torch.manual_seed(11)
+    config = tiny_config("llama", vocab_size=VOCAB, eos_token_id=0, bos_token_id=1, pad_token_id=0)
+    module: LlamaForCausalLM = LlamaForCausalLM(config)
+    module.eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(3.0)  # so that one id stands out
+    return module
 
 
 @dataclass

