@@ -415,6 +415,11 @@ def run_requests(
     return collector.results
 
 
+def answers(engine: Engine, *requests: Request) -> dict[tuple[str, int], Result]:
+    """What comes of these requests, and of those that are there already, until all are done."""
+    return run_requests(engine, [(0, request) for request in requests])
+
+
 def drive(
     work: Workload,
     engine: Engine,

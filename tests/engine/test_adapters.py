@@ -22,6 +22,7 @@ from tests.engine.requests import request_of
 from tests.engine.scenarios import (
     Collector,
     Workload,
+    answers,
     compare,
     drive,
     make_drafter,
@@ -159,8 +160,7 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     settle(engine)
     assert runner.num_adapters == 1
     for i in range(50):
-        engine.submit(ask(f"r{i}", f"a{i}@"))
-        assert run_requests(engine)[f"r{i}", 0].finish_reason == "length"
+        assert answers(engine, ask(f"r{i}", f"a{i}@"))[f"r{i}", 0].finish_reason == "length"
         assert runner.num_adapters <= 4
     states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
     assert len(states) == 50
@@ -178,8 +178,7 @@ def test_the_adapter_that_was_used_longest_ago_leaves_memory() -> None:
     for name in own.models:
         engine.adapters.register(own.order(name), load=False)
     for i, name in enumerate(("a0@", "a1@", "a0@", "a2@")):
-        engine.submit(ask(f"r{i}", name))
-        run_requests(engine)
+        answers(engine, ask(f"r{i}", name))
     states = engine.adapters.controls["adapter_states"](None)
     assert {s["id"] for s in states if s["in_memory"]} == {"a0@", "a2@"}
     engine.close()
@@ -195,8 +194,7 @@ def test_figures_are_of_a_bounded_number_of_names() -> None:
     engine, _, own = small(MAX_NAMES + 5, 2)
     for i, name in enumerate(own.models):
         engine.adapters.register(own.order(name), load=False)
-        engine.submit(ask(f"r{i}", name))
-        run_requests(engine)
+        answers(engine, ask(f"r{i}", name))
     figures = engine.adapters.figures
     assert len(figures) == MAX_NAMES + 1
     others = figures[OTHER_ADAPTERS]
@@ -213,12 +211,10 @@ def test_a_request_is_refused_when_all_in_memory_are_in_use() -> None:
         engine.adapters.register(own.order(name), load=False)
     for i in range(3):
         engine.submit(ask(f"r{i}", f"a{i}@"))
-    engine.submit(ask("base", ""))
-    results = run_requests(engine)
+    results = answers(engine, ask("base", ""))
     assert results["r2", 0].error_code == "adapters_full"
     assert {results[name, 0].finish_reason for name in ("r0", "r1", "base")} == {"length"}
-    engine.submit(ask("again", "a2@"))
-    assert run_requests(engine)["again", 0].finish_reason == "length"
+    assert answers(engine, ask("again", "a2@"))["again", 0].finish_reason == "length"
     engine.close()
 
 
@@ -277,14 +273,11 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
     runner.models = {"a1@": own.models["a1@"]}  # the other's files are gone
     for name in own.models:
         engine.adapters.register(own.order(name), load=False)
-    engine.submit(ask("bad", "a0@"))
-    engine.submit(ask("good", "a1@"))
-    results = run_requests(engine)
+    results = answers(engine, ask("bad", "a0@"), ask("good", "a1@"))
     assert results["bad", 0].error_code == "engine_error"
     assert results["good", 0].finish_reason == "length"
     runner.models = own.models  # they are back
-    engine.submit(ask("bad", "a0@"))
-    assert run_requests(engine)["bad", 0].finish_reason == "length"
+    assert answers(engine, ask("bad", "a0@"))["bad", 0].finish_reason == "length"
     engine.close()
 
 
@@ -296,8 +289,7 @@ def test_its_ids_and_its_head_are_its_own() -> None:
     engine.submit(ask("base", "", allowed_token_ids=(16,)))
     engine.submit(ask("outside", "a0@", allowed_token_ids=(17,)))
     sliced = ask("sliced", "a0@")
-    engine.submit(replace(sliced, vocabulary=VocabularyParams("slice", "p")))
-    results = run_requests(engine)
+    results = answers(engine, replace(sliced, vocabulary=VocabularyParams("slice", "p")))
     assert results["own", 0].ids == [16] * 5
     assert results["base", 0].error_code == results["outside", 0].error_code == "invalid_value"
     assert results["sliced", 0].error_code == "unsupported_parameter"
@@ -348,8 +340,7 @@ def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(is_read: bool) -
     gate.set()
     result = run_requests(engine)["r", 0]
     assert (result.error_code, result.ids) == ("unsupported_parameter", [])
-    engine.submit(ask("full", "a0@"))
-    assert run_requests(engine)["full", 0].finish_reason == "length"
+    assert answers(engine, ask("full", "a0@"))["full", 0].finish_reason == "length"
     engine.close()
 
 
@@ -362,8 +353,7 @@ def test_a_runner_without_adapters_refuses_them() -> None:
     engine = Engine(Plain(), {}, EngineSettings())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no adapters"):
         engine.adapters.register(AdapterOrder("a@", "a", 16))
-    engine.submit(ask("r", "a@"))
-    assert run_requests(engine)["r", 0].error_code == "model_not_found"
+    assert answers(engine, ask("r", "a@"))["r", 0].error_code == "model_not_found"
 
 
 def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:

@@ -25,7 +25,7 @@ from server.engine.trees import CELL, SOURCE, Trees, checked
 from server.types import GrammarSpec, Request, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.requests import request_of
-from tests.engine.scenarios import Collector, Result, run_requests
+from tests.engine.scenarios import Collector, Result, answers, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -348,8 +348,9 @@ def test_forced_tokens_save_steps_and_change_nothing(compiler: GrammarCompiler) 
     outcomes = {}
     for draft in (False, True):
         engine = _engine(compiler)
-        engine.submit(_request("r", COMPACT, draft=draft, temperature=1.0, seed=5, num_logprobs=2))
-        outcomes[draft] = run_requests(engine)["r", 0]
+        outcomes[draft] = answers(
+            engine, _request("r", COMPACT, draft=draft, temperature=1.0, seed=5, num_logprobs=2)
+        )["r", 0]
     plain, drafted = outcomes[False], outcomes[True]
     assert drafted.ids == plain.ids and drafted.logprobs == plain.logprobs
     assert drafted.finish_reason == "stop"
@@ -378,8 +379,7 @@ def test_what_is_forced_beside_a_rest_counts_as_no_ask(compiler: GrammarCompiler
 
     gain.ask = lambda seats, *_: (["cooldown"] * len(seats), 0)  # type: ignore[method-assign]
     gain.observe_asks, gain.choose = observed, chosen  # type: ignore[method-assign,assignment]
-    engine.submit(_request("r", COMPACT, draft=True))
-    (result,) = run_requests(engine).values()
+    (result,) = answers(engine, _request("r", COMPACT, draft=True)).values()
     assert sum(c.num_accepted for c in result.counts) > 8 and len(told) > 4
     assert {(*seats, num) for seats, num in told} == {(-1, -1), (0,)}
 
@@ -406,8 +406,7 @@ def test_a_grammar_that_fails_has_unverified_tokens_checked_at_once(
     for mode in ("full", "exact"):
         engine = _engine(compiler, profile=profile, may_use_full_head=False)
         vocabulary = VocabularyParams(mode, "p", 40)
-        engine.submit(replace(_request(mode, COMPACT), vocabulary=vocabulary))
-        results.update(run_requests(engine))
+        results.update(answers(engine, replace(_request(mode, COMPACT), vocabulary=vocabulary)))
     full, exact = results["full", 0], results["exact", 0]
     assert exact.error_code == full.error_code == "grammar_limit"
     assert len(full.ids) == len(exact.ids) == num
@@ -422,10 +421,12 @@ def test_what_excludes_every_token_fails_alone_and_says_so(
     other = next(i for i in range(2, VOCAB) if i not in start)
     allowed = (*start, other)
     grammar = GrammarSpec("lark", 'start: "the fox"')
-    engine.submit(_request("r", grammar, draft=draft, allowed_token_ids=allowed))
-    engine.submit(_request("never", GrammarSpec("regex", "[^\\x00-\\U0010FFFF]")))
-    engine.submit(_request("fine", None, max_tokens=3))
-    results = run_requests(engine)
+    results = answers(
+        engine,
+        _request("r", grammar, draft=draft, allowed_token_ids=allowed),
+        _request("never", GrammarSpec("regex", "[^\\x00-\\U0010FFFF]")),
+        _request("fine", None, max_tokens=3),
+    )
     assert results["r", 0].error_code == "constraint_unsatisfiable"
     assert results["never", 0].error_code == "grammar_invalid"  # known once it is compiled
     assert results["r", 0].ids == start  # what came before was handed out, accepted drafts too
@@ -454,8 +455,12 @@ def test_without_a_compiler_or_with_ignore_eos_a_grammar_is_refused(
     compiler: GrammarCompiler, grammar: GrammarSpec | None
 ) -> None:
     for engine, ignore_eos in ((_engine(None), False), (_engine(compiler), True)):
-        engine.submit(_request("r", grammar, ignore_eos=ignore_eos, max_tokens=1))
-        codes = {r.error_code for r in run_requests(engine).values()}
+        codes = {
+            r.error_code
+            for r in answers(
+                engine, _request("r", grammar, ignore_eos=ignore_eos, max_tokens=1)
+            ).values()
+        }
         assert codes == ({None} if grammar is None else {"unsupported_parameter"})
 
 
@@ -500,13 +505,11 @@ def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> No
 def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> None:
     gate = threading.Event()
     engine = _engine(_slow(gate, load, timeout_s=0.05))
-    engine.submit(_request("r", COMPACT, choices=2))
-    results = run_requests(engine)
+    results = answers(engine, _request("r", COMPACT, choices=2))
     assert {r.error_code for r in results.values()} == {"grammar_limit"} and len(results) == 2
     engine = _engine(_slow(gate, load))
     asked = replace(_request("r", COMPACT), queue_timeout_s=0.05, arrival_s=time.monotonic())
-    engine.submit(asked)
-    assert run_requests(engine)["r", 0].error_code == "queue_timeout"
+    assert answers(engine, asked)["r", 0].error_code == "queue_timeout"
     gate.set()
 
 
@@ -514,9 +517,11 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(
     compiler: GrammarCompiler, load: Callable[[], Any]
 ) -> None:
     engine = _engine(compiler)
-    engine.submit(_request("bad", GrammarSpec("lark", 'start: "a" <|nothing|>')))
-    engine.submit(_request("fine", None, max_tokens=2))
-    results = run_requests(engine)
+    results = answers(
+        engine,
+        _request("bad", GrammarSpec("lark", 'start: "a" <|nothing|>')),
+        _request("fine", None, max_tokens=2),
+    )
     assert results["bad", 0].error_code == "grammar_invalid"
     assert results["fine", 0].finish_reason == "length"
 
@@ -530,8 +535,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(
 
     engine = _engine(GrammarCompiler(broken, VOCAB))
     for name, code in (("r", "engine_error"), ("later", None), ("last", None)):
-        engine.submit(_request(name, COMPACT))
-        assert run_requests(engine)[name, 0].error_code == code
+        assert answers(engine, _request(name, COMPACT))[name, 0].error_code == code
     assert len(tries) == 2
 
 

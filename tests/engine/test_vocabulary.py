@@ -64,7 +64,10 @@ def _request(
     return request_of(request_id, prompt, vocabulary=vocabulary, **{"max_tokens": 40, **sampling})
 
 
-def _drain(engine: Engine) -> list[Delta]:
+def _drain(engine: Engine, *requests: Request) -> list[Delta]:
+    """Submit them, and step until all is done."""
+    for request in requests:
+        engine.submit(request)
     deltas = engine.take_deltas()
     while engine.has_work:
         deltas += engine.step()
@@ -80,16 +83,21 @@ def test_a_missed_id_joins_the_slice_and_is_not_missed_again() -> None:
     model = FakeModel(24, seed=4, alphabet=3)  # ids 0, 1, 2 come again and again
     request = _request((3, 5), "exact", 4)
     engine, _ = _engine(model, _profile(set(range(6, 24)), 24))
-    engine.submit(request)
-    deltas = _drain(engine)
+    deltas = _drain(engine, request)
     assert ids_of(deltas) == _truth(model, request)
     counts = [d.vocabulary for d in deltas if d.vocabulary]
     missed = {t for d in deltas for t in d.token_ids} - set(range(6, 24)) - {1, 3, 5}
     assert sum(v.num_missed for v in counts) <= len(missed)
     assert counts[-1].num_ids == 19 + 2 + len(missed)
     # The next request of the profile begins with them.
-    engine.submit(replace(request, request_id="again"))
-    assert sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary) == 0
+    assert (
+        sum(
+            d.vocabulary.num_missed
+            for d in _drain(engine, replace(request, request_id="again"))
+            if d.vocabulary
+        )
+        == 0
+    )
 
 
 def test_one_verification_takes_every_sequence() -> None:
@@ -113,8 +121,7 @@ def test_beside_a_full_head_exact_draws_from_it_once_nothing_waits() -> None:
     engine, _ = _engine(model, _profile(set(range(24)), 24))
     engine.submit(_request((3, 5), "exact", 4, max_tokens=16))
     deltas = engine.step() + engine.step()  # the first token, one waiting
-    engine.submit(_request((7, 5), "full", 0, request_id="full", max_tokens=30))
-    deltas += _drain(engine)
+    deltas += _drain(engine, _request((7, 5), "full", 0, request_id="full", max_tokens=30))
     counts = [d.vocabulary for d in deltas if d.vocabulary]
     assert sum(v.num_verifications for v in counts) == 1
     assert sum(v.num_slice_steps for v in counts) == 4
@@ -165,13 +172,11 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     engine.submit(_request((5, 6), "slice", 0, request_id="old", max_tokens=9))
     engine.step()
     profiles["p"] = _profile({2, 3, 9}, 40)
-    engine.submit(_request((5, 6), "slice", 0, request_id="new", max_tokens=9))
-    got = _drain(engine)
+    got = _drain(engine, _request((5, 6), "slice", 0, request_id="new", max_tokens=9))
     profiles["p"] = _profile({2, 3, 11}, 40)
     engine.submit(_request((5, 6), "slice", 0, request_id="waiting", max_tokens=9))
     profiles["p"] = _profile({2, 3, 12}, 40)
-    engine.submit(_request((5, 6), "slice", 0, request_id="newest", max_tokens=9))
-    late = _drain(engine)
+    late = _drain(engine, _request((5, 6), "slice", 0, request_id="newest", max_tokens=9))
     assert all(set(d.token_ids) <= {1, 2, 3, 11, 5, 6} for d in late if d.request_id == "waiting")
     assert all(set(d.token_ids) <= {1, 2, 3, 12, 5, 6} for d in late if d.request_id == "newest")
     assert loads == [0, 1, 2, 3] and len(engine.slices._tables) == 1
@@ -184,8 +189,13 @@ def test_scopes_of_which_misses_are_kept_are_bounded(monkeypatch: pytest.MonkeyP
     engine, _ = _engine(FakeModel(24, seed=4, alphabet=3), _profile(set(range(6, 24)), 24))
     missed = []
     for salt in ("a", "b", "c", "b", "a"):
-        engine.submit(replace(_request((3, 5), "exact", 4), cache_salt=salt))
-        missed.append(sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary))
+        missed.append(
+            sum(
+                d.vocabulary.num_missed
+                for d in _drain(engine, replace(_request((3, 5), "exact", 4), cache_salt=salt))
+                if d.vocabulary
+            )
+        )
     assert [num > 0 for num in missed] == [True, True, True, False, True]
 
 
@@ -193,8 +203,7 @@ def test_each_mode_of_a_profile_keeps_its_t() -> None:
     engine, runner = _engine(FakeModel(40, seed=3), _profile({2, 3, 4}, 40))
     loads = _loads_of(runner)
     for mode in ("slice", "exact", "slice", "exact"):
-        engine.submit(_request((5, 6), mode, 4, max_tokens=4))
-        _drain(engine)
+        _drain(engine, _request((5, 6), mode, 4, max_tokens=4))
     assert loads == [0, 1], "no request drives out what the other mode's come back to"
 
 
@@ -231,13 +240,15 @@ def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
     runner.load_rows, runner.launch = load_rows, launched  # type: ignore[method-assign]
     prompt = tuple(Random(2).choices(range(2, 40), k=150))  # three chunks of 64 rows at most
     num_rows = len(set(prompt) - {2, 3, 4})
-    engine.submit(_request(prompt, "slice", 0, max_tokens=8))
-    _drain(engine)
+    _drain(engine, _request(prompt, "slice", 0, max_tokens=8))
     assert events[:4] == [f"load {num_rows}", "prompt", "prompt", "prompt"]
     assert set(events[4:]) == {"decode"}
     events.clear()
-    engine.submit(_request(prompt, "exact", 4, request_id="e", max_tokens=20))
-    missed = sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary is not None)
+    missed = sum(
+        d.vocabulary.num_missed
+        for d in _drain(engine, _request(prompt, "exact", 4, request_id="e", max_tokens=20))
+        if d.vocabulary is not None
+    )
     assert events[0] == "prompt", "the rows are there still, nothing is copied again"
     loads = [event for event in events if event.startswith("load")]
     assert 0 < len(loads) <= missed + 1 and set(loads) == {"load 1"}
@@ -250,8 +261,9 @@ def test_ids_above_any_bound_of_a_smaller_vocabulary_are_drawn() -> None:
     high = {127_999, 128_000, 131_072, vocab - 1}
     engine, _ = _engine(model, _profile(high, vocab))
     prompt = (140_000, 5)
-    engine.submit(_request(prompt, "slice", 0, max_tokens=30, temperature=1.0, seed=1))
-    got = ids_of(_drain(engine))
+    got = ids_of(
+        _drain(engine, _request(prompt, "slice", 0, max_tokens=30, temperature=1.0, seed=1))
+    )
     assert set(got) <= high | set(prompt) | set(EOS)
     assert {128_000, 131_072, vocab - 1, 140_000} <= set(got)
 
@@ -280,8 +292,7 @@ def test_all_choices_of_a_request_have_the_profile_that_was_there_when_it_came()
             return self.pop(name)
 
     engine, _ = _engine(FakeModel(40, seed=3), Vanishing(p=_profile({2, 3, 4}, 40)))
-    engine.submit(_request((5, 6), "slice", 0, max_tokens=4, num_choices=2))
-    got = _drain(engine)
+    got = _drain(engine, _request((5, 6), "slice", 0, max_tokens=4, num_choices=2))
     assert {d.choice_id for d in got} == {0, 1} and not any(d.error for d in got)
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got)
 
@@ -293,8 +304,7 @@ def test_an_engine_starts_again_without_a_profile_that_is_gone() -> None:
 
     engine, _ = _engine(FakeModel(80, seed=3), Gone(p=_profile({2, 3, 4}, 80)))
     warm_up(engine, (), (("slice", "gone"), ("slice", "p")))
-    engine.submit(_request((5, 6), "slice", 0, max_tokens=4))
-    assert _drain(engine)[-1].finish_reason == "length"
+    assert _drain(engine, _request((5, 6), "slice", 0, max_tokens=4))[-1].finish_reason == "length"
 
 
 def test_refusals() -> None:
@@ -411,15 +421,13 @@ def test_the_full_head_takes_over_and_the_text_stays() -> None:
 
     engine, _ = _engine(model, _profile({2, 3, 4, 5}, 24), kind=TimedRunner)
     request = _request((3, 5), "exact", 0, max_tokens=120)
-    engine.submit(request)
-    deltas = _drain(engine)
+    deltas = _drain(engine, request)
     assert ids_of(deltas) == _truth(model, request)
     last = [d.vocabulary for d in deltas if d.vocabulary][-10:]
     assert all(v.num_full_steps == 1 and v.num_slice_steps == 0 for v in last)
     costs = engine.slices.control.costs()
     assert costs is not None and costs.early_end == 0.0
-    engine.submit(replace(request, request_id="next"))
-    _drain(engine)
+    _drain(engine, replace(request, request_id="next"))
     costs = engine.slices.control.costs()
     assert costs is not None and costs.early_end > 0.0, "the first has left"
 
