@@ -389,7 +389,6 @@ def run_requests(
     arrivals: Iterable[tuple[int, Request]] = (),
     aborts: Iterable[tuple[int, str]] = (),
     each_step: Callable[[int], None] = lambda _: None,
-    max_steps: int = 3000,
 ) -> dict[tuple[str, int], Result]:
     """Submit, abort and step until all is done: a request arrives and leaves before the step that
     its number names. Checks the engine's state after every step."""
@@ -409,7 +408,7 @@ def run_requests(
         if engine.num_open and not (waiting or engine.has_work):  # a grammar or adapter is read
             wait_until(lambda: engine.has_work)
         step += 1
-        assert step < max_steps, "the engine makes no progress"
+        assert step < 3000, "the engine makes no progress"
     collector.take(engine.take_deltas())
     check_idle(engine)
     return collector.results
@@ -424,12 +423,11 @@ def drive(
     work: Workload,
     engine: Engine,
     each_step: Callable[[int], None] = lambda _: None,
-    max_steps: int = 3000,
 ) -> dict[tuple[str, int], Result]:
     """A workload's requests, until all are done."""
     arrivals = [(at, request) for at, request, _ in work.requests]
     aborts = [(at, request.request_id) for _, request, at in work.requests if at is not None]
-    return run_requests(engine, arrivals, aborts, each_step, max_steps)
+    return run_requests(engine, arrivals, aborts, each_step)
 
 
 def compare(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,38 +64,42 @@ def _drafts(made: Gain, seat: int, claim: float, came: bool, num: int) -> None:
         note_drafts(made, seat, claims, range(int(came)))
 
 
-def to_the_first_ask() -> float:
-    made = _gain()
-    return _steps_until(made, made.seat("a"), True)
+def _of_a_choice(figure: Callable[[Gain, int], float], *, knows: bool) -> Callable[[], float]:
+    """A figure of the first choice of a scope. knows: whether its drafter knows something."""
+
+    def found() -> float:
+        made = _gain()
+        return figure(made, made.seat("a", knows=knows))
+
+    return found
 
 
-def asks_saved_up() -> float:
-    made = _gain()
-    seat = made.seat("a")
+new, known = (partial(_of_a_choice, knows=knows) for knows in (False, True))
+
+
+def to_the_first_ask(made: Gain, seat: int) -> float:
+    return _steps_until(made, seat, True)
+
+
+def asks_saved_up(made: Gain, seat: int) -> float:
     made.rested([seat], 100_000)
     return _steps_until(made, seat, False)
 
 
-def steps_in_debt() -> float:
+def steps_in_debt(made: Gain, seat: int) -> float:
     """After the first drafts, which all missed."""
-    made = _gain()
-    seat = made.seat("a")
     made.ask([seat], ALONE, 64)
     note_drafts(made, seat, np.full(400, 0.1), ())
     return _steps_until(made, seat, True)
 
 
-def nodes_beside_wrong_high_claims() -> float:
-    made = _gain()
-    seat = made.seat("a", knows=True)
+def nodes_beside_wrong_high_claims(made: Gain, seat: int) -> float:
     _drafts(made, seat, 0.5, True, 30)
     note_drafts(made, seat, np.full(120, 0.8), ())
     return choose(made, [made.seat("a")], [np.full(1, 0.5)], ALONE, 64)[0]
 
 
-def misses_until_nothing_is_taken() -> float:
-    made = _gain()
-    seat = made.seat("a", knows=True)
+def misses_until_nothing_is_taken(made: Gain, seat: int) -> float:
     for missed in range(200):
         if not choose(made, [seat], [np.full(1, 0.7)], ALONE, 64)[0]:
             return missed
@@ -102,16 +107,12 @@ def misses_until_nothing_is_taken() -> float:
     return 200
 
 
-def asks_until_a_text_that_paid_is_given_up() -> float:
-    made = _gain()
-    seat = made.seat("a", knows=True)
+def asks_until_a_text_that_paid_is_given_up(made: Gain, seat: int) -> float:
     _drafts(made, seat, 0.9, True, 200)
     return _steps_until(made, seat, False)
 
 
-def rest_until_it_is_asked_again() -> float:
-    made = _gain()
-    seat = made.seat("a", knows=True)
+def rest_until_it_is_asked_again(made: Gain, seat: int) -> float:
     for _ in range(200):
         made.ask([seat], ALONE, 64)
         note_ask(made, seat, np.empty(0))
@@ -123,19 +124,16 @@ def rest_until_it_is_asked_again() -> float:
     return steps
 
 
-def asks_without_a_node_until_given_up() -> float:
-    made = _gain()
-    return _steps_until(made, made.seat("a", knows=True), False)
+def asks_without_a_node_until_given_up(made: Gain, seat: int) -> float:
+    return _steps_until(made, seat, False)
 
 
 def looks_at_an_answer_that_drafts_nothing() -> float:
     return eight_choices(dear=True)[1]
 
 
-def asks_of_a_text_that_repeated_once() -> float:
+def asks_of_a_text_that_repeated_once(made: Gain, seat: int) -> float:
     """In vain: what it promised is used up."""
-    made = _gain()
-    seat = made.seat("a")
     made.watch(seat, np.array([5, 6, 7, 8, 5, 6, 7], np.int32), 4)
     return _steps_until(made, seat, False)
 
@@ -189,15 +187,15 @@ def rows_after_32_prompts() -> float:
 
 
 CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
-    (gain, "SHARE", 0.005, to_the_first_ask, 10, 16),
-    (gain, "MOST", 1.6, asks_saved_up, 25, 40),
-    (gain, "LEAST", 0.4, steps_in_debt, 20, 45),
-    (gain, "EDGES", (0.15, 0.35, 0.4, 0.85), nodes_beside_wrong_high_claims, 1, 1),
-    (gain, "PRIOR", 6.0, misses_until_nothing_is_taken, 10, 16),
-    (gain, "MEMORY", 64.0, asks_until_a_text_that_paid_is_given_up, 30, 60),
-    (gain, "IDLE", 512.0, rest_until_it_is_asked_again, 300, 600),
-    (gain, "DOUBT", 0.1, asks_without_a_node_until_given_up, 20, 33),
-    (gain, "REPEAT", 0.8, asks_of_a_text_that_repeated_once, 3, 5),
+    (gain, "SHARE", 0.005, new(to_the_first_ask), 10, 16),
+    (gain, "MOST", 1.6, new(asks_saved_up), 25, 40),
+    (gain, "LEAST", 0.4, new(steps_in_debt), 20, 45),
+    (gain, "EDGES", (0.15, 0.35, 0.4, 0.85), known(nodes_beside_wrong_high_claims), 1, 1),
+    (gain, "PRIOR", 6.0, known(misses_until_nothing_is_taken), 10, 16),
+    (gain, "MEMORY", 64.0, known(asks_until_a_text_that_paid_is_given_up), 30, 60),
+    (gain, "IDLE", 512.0, known(rest_until_it_is_asked_again), 300, 600),
+    (gain, "DOUBT", 0.1, known(asks_without_a_node_until_given_up), 20, 33),
+    (gain, "REPEAT", 0.8, new(asks_of_a_text_that_repeated_once), 3, 5),
     (draft, "REST", 2, looks_at_an_answer_that_drafts_nothing, 8, 14),
     (step_times, "DOUBT", 0.1, a_first_step_that_is_a_tenth_slower, 1.085, 1.1),
     (step_times, "NOISE", 0.2, a_step_that_took_ten_times_as_long, 1.15, 1.3),

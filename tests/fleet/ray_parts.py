@@ -16,7 +16,7 @@ from server.config import DEFAULT_TASK, ServerConfig, TaskConfig
 from server.config.cluster import LearningConfig
 from server.config.task import SpeculationConfig
 from server.engine.engine import Engine
-from server.engine.process import start_process
+from server.engine.process import EngineFactory, start_process
 from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import Sharing
 from server.fleet.parts import FleetParts, version_of
@@ -73,9 +73,9 @@ class FakeParts(FleetParts):
     more_tasks: a file of further tasks' names, a line each, which a reload reads again. weights: of
     the engines; other weights are another version, which writes the same here. shared: a folder by
     which the engines learn from each other; then more_tasks draft by `auto` and say learn: persist.
-    drafts: the engines draft and learn, each alone (learning_engine). slow: (rank, seconds) of a
-    replica whose steps take longer. text: another one is another model, which writes other texts.
-    processes: each engine has a process of its own, as in a real fleet.
+    drafts: the engines draft and learn, each alone (learning_engine). text:
+    another one is another model, which writes other texts. processes: each engine has a process of
+    its own, as in a real fleet.
     """
 
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -85,7 +85,6 @@ class FakeParts(FleetParts):
     weights: int = 0
     shared: str | None = None
     row_s: float = 0.0
-    slow: tuple[int, float] | None = None
     text: int = 0
     processes: bool = False
 
@@ -102,7 +101,7 @@ class FakeParts(FleetParts):
         return version_of(self.server.model_dump_json(), self.weights)
 
     def engine_version(self, model: str) -> str:
-        return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights, self.text)
+        return version_of(self.step_s, self.row_s, self.drafts, self.weights, self.text)
 
     def plan(self, threads: int | None = None) -> ServerPlan:
         from server.wiring.model import AdapterSet
@@ -137,12 +136,11 @@ class FakeParts(FleetParts):
         }
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
-        step_s = self.slow[1] if self.slow is not None and self.slow[0] == rank else self.step_s
-        factory = partial(self.make, step_s)
+        factory: EngineFactory = self.make
         if self.sharing is not None:
             own = Path(f"{self.shared}-{rank}-{os.getpid()}")
             factory = partial(
-                make_learning_engine, self.sharing, own, step_s=step_s, model=self.model
+                make_learning_engine, self.sharing, own, step_s=self.step_s, model=self.model
             )
         start_one = start_process if self.processes else start_thread
         return EngineSpec(f"{model}/{rank}", model, "cpu", partial(start_one, factory))
@@ -157,11 +155,11 @@ class FakeParts(FleetParts):
             tasks=self.tasks(), drafters=DRAFTER_NAMES,
         )  # fmt: skip
 
-    def make(self, step_s: float) -> Engine:
+    def make(self) -> Engine:
         """One engine."""
         if self.drafts:
-            return learning_engine(step_s=step_s, row_s=self.row_s)
-        return make_engine(step_s=step_s, row_s=self.row_s, drafts=False, model=self.model)
+            return learning_engine(step_s=self.step_s, row_s=self.row_s)
+        return make_engine(step_s=self.step_s, row_s=self.row_s, drafts=False, model=self.model)
 
     @property
     def model(self) -> dict[str, Any]:

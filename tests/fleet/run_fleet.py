@@ -57,8 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=0, help="Ray nodes; 0: Ray embedded")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--row-s", type=float, default=0.0)
-    parser.add_argument("--slow", help="RANK:SECONDS of a step of one replica")
-    parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
     parser.add_argument("--processes", action="store_true", help="of engines, one each")
     parser.add_argument("--drafts", action="store_true", help="the engines draft and learn")
@@ -94,7 +92,7 @@ def _fleet_of(
             "ingress": {
                 "replicas": options.ingresses,
                 "num_cpus": 2,  # see _nodes: it fits on the first node alone
-                "http": options.http,
+                "http": "direct",
                 "own_ports": options.own_ports,
             },
             "replicas": {**engines, "num_cpus": 0.1, "health_check_s": 1.0},
@@ -102,7 +100,6 @@ def _fleet_of(
             "learning": None if options.shared is None else {},
         }
     )
-    rank, _, slow_s = (options.slow or "").partition(":")
     parts = FakeParts(
         server,
         step_s=options.step_s,
@@ -110,7 +107,6 @@ def _fleet_of(
         more_tasks=options.more_tasks,
         shared=options.shared,
         row_s=options.row_s,
-        slow=(int(rank), float(slow_s)) if slow_s else None,
         processes=options.processes,
     )
     return cluster, parts

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,24 @@ SIZES = {
 }
 
 
-def own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
-    """A maker of a family by its class name, from SIZES and what differs."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 
-    def make() -> PreTrainedModel:
-        model_class: Any = getattr(transformers, architecture)
-        return model_class(model_class.config_class(**{**SIZES, **heads, **changes}))
 
-    return make
+@dataclass(frozen=True)
+class Maker:
+    """Makes models of a class, from SIZES and what differs."""
+
+    architecture: str
+    changes: dict[str, Any]
+
+    def __call__(self) -> PreTrainedModel:
+        model_class: Any = getattr(transformers, self.architecture)
+        return model_class(model_class.config_class(**{**SIZES, **_HEADS, **self.changes}))
+
+
+def own(architecture: str, **changes: Any) -> Maker:
+    """A family's by its class name."""
+    return Maker(architecture, changes)
 
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -66,7 +76,7 @@ GRANITE = {
 }
 _LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0]}
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+FAMILIES: dict[str, Maker] = {
     # Grouped queries (3 per KV head), llama3 rope scaling, head not tied.
     "llama": own(
         "LlamaForCausalLM",

@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from tests.model.families import GRANITE, LLAMA3, MAX_LEN, WINDOW, randomised
+from tests.model.families import FAMILIES, GRANITE, LLAMA3, MAX_LEN, WINDOW, randomised
 
 VOCAB_SIZE = 320
 
@@ -67,6 +67,12 @@ class GgufModel:
         config = model_class.config_class(**{**_SIZES, **self.changes})
         torch.manual_seed(0)
         return randomised(model_class(config), zero_norms=bool(self.norms))
+
+
+def like(family: str, kind: str, changes: dict[str, Any], **how: Any) -> GgufModel:
+    """As families.py has the family, but for some changes. how: of GgufModel."""
+    maker = FAMILIES[family]
+    return GgufModel(maker.architecture, kind, maker.changes | changes, **how)
 
 
 # --- keys of some architectures -------------------------------------------------------------------
@@ -172,16 +178,10 @@ MODELS: dict[str, GgufModel] = {
     ),
     "qwen2": GgufModel("Qwen2ForCausalLM", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": GgufModel("Qwen3ForCausalLM", "qwen3", {"head_dim": 32, "rope_parameters": _YARN}),
-    "gemma2": GgufModel(
-        "Gemma2ForCausalLM",
+    "gemma2": like(
         "gemma2",
-        {
-            "query_pre_attn_scalar": 16,
-            "sliding_window": WINDOW,
-            "layer_types": [_SLIDING, _FULL] * 2,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 6.0,
-        },
+        "gemma2",
+        {"query_pre_attn_scalar": 16, "layer_types": [_SLIDING, _FULL] * 2},
         norms=1.0,
         about=_gemma2,
     ),
@@ -227,17 +227,13 @@ MODELS: dict[str, GgufModel] = {
     ),
     "granite": GgufModel("GraniteForCausalLM", "granite", GRANITE, permuted=True, about=_granite),
     # Dense, it is written as a Granite 3.
-    "granitemoehybrid": GgufModel(
-        "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid": like(
+        "granitemoehybrid",
         "granite",
         {
-            "num_local_experts": 0,
-            "shared_intermediate_size": 96,
             "layer_types": [_FULL] * 4,
             "position_embedding_type": "rope",
-            "mamba_n_heads": 4,
             "tie_word_embeddings": True,
-            **GRANITE,
         },
         permuted=True,
         about=_granite,
@@ -273,34 +269,14 @@ MODELS: dict[str, GgufModel] = {
         about=_mistral3,
     ),
     "ernie4_5": GgufModel("Ernie4_5ForCausalLM", "ernie4_5", {"tie_word_embeddings": True}),
-    "hunyuan_v1_dense": GgufModel(
-        "HunYuanDenseV1ForCausalLM",
-        "hunyuan-dense",
-        {
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 10000.0,
-                "factor": 1.0,
-                "alpha": 20.0,
-            }
-        },
-        about=_hunyuan,
-    ),
+    "hunyuan_v1_dense": like("hunyuan_v1_dense", "hunyuan-dense", {}, about=_hunyuan),
     "exaone4": GgufModel(
         "Exaone4ForCausalLM",
         "exaone4",
         {"sliding_window": WINDOW, "layer_types": [_SLIDING, _SLIDING, _FULL, _FULL]},
         about=_exaone4,
     ),
-    "glm4": GgufModel(
-        "Glm4ForCausalLM",
-        "glm4",
-        {
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            "attention_bias": True,
-        },
-        about=_glm4,
-    ),
+    "glm4": like("glm4", "glm4", {}, about=_glm4),
     "lfm2": GgufModel(
         "Lfm2ForCausalLM",
         "lfm2",
@@ -459,11 +435,16 @@ def write(
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    finish(writer)
+    return tensors
+
+
+def finish(writer: Writer) -> None:
+    """Write what a file was given, and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return tensors
 
 
 def _two_ends(writer: Writer, config: Any) -> None:

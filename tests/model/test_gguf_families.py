@@ -18,7 +18,7 @@ from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
 from tests.model import gguf_generic_models as generic
 from tests.model.families import served, tokens, truth
-from tests.model.gguf_models import MODELS, VOCAB_SIZE, write
+from tests.model.gguf_models import MODELS, VOCAB_SIZE, finish, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -108,10 +108,7 @@ def _metadata(path: Path, kind: str, **changes: Any) -> None:
         elif value is not None:
             writer.add_uint32(f"{kind}.{key}", value)
     writer.add_tensor("token_embd.weight", np.zeros((VOCAB_SIZE, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from server.model.gguf_tokenizer import gguf_fields
 from server.model.loader import open_model
 from server.model.scoring import Text, score
 from server.types import EngineSizes
-from tests.model.gguf_models import BLOCKS, write_llama
+from tests.model.gguf_models import BLOCKS, finish, write_llama
 from tests.processes import run_python
 
 
@@ -177,10 +177,7 @@ def test_sentencepiece_needs_scores_but_in_gemma(
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["a", "b", "ab"])
     writer.add_tensor("token_embd.weight", np.zeros((3, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     if is_read:
         assert gguf_fields(GgufIndex(file))["tokens"] == ["a", "b", "ab"]
     else:
