@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -43,21 +44,22 @@ def test_every_copy_has_its_source_and_the_server_is_not_root(file: Path) -> Non
     assert json.loads(last["VOLUME"]) == ["/var/cache/tailor"]
 
 
-def test_both_images_install_torch_as_the_constraints_pin_it() -> None:
-    pinned = next(
-        line
-        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
-        if line.startswith("torch==")
-    )
+def pins() -> list[str]:
+    return (REPOSITORY / "constraints.txt").read_text().splitlines()
+
+
+def test_both_images_and_make_install_torch_as_the_constraints_pin_it() -> None:
+    [pinned] = [line for line in pins() if line.startswith("torch==")]
     assert len(DOCKERFILES) == 2
     for file in DOCKERFILES:
         assert f"-c constraints.txt {pinned}" in file.read_text()
+    named = re.findall(r"torch==[\d.]+", (REPOSITORY / "Makefile").read_text())
+    assert set(named) == {pinned}
 
 
 def test_the_cuda_image_leaves_triton_to_torch() -> None:
     """torch's CUDA build names one Triton; the one that CPU builds are tested with is another."""
-    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    assert not any(line.lower().startswith(("triton", "pytorch-triton")) for line in constraints)
+    assert not any(line.lower().startswith(("triton", "pytorch-triton")) for line in pins())
     for file in DOCKERFILES:
         assert "constraints-triton" not in file.read_text()
     # What follows torch must not bring another build of it.
@@ -82,8 +84,7 @@ def test_the_resolver_asks_for_what_the_image_installs() -> None:
 
 def test_a_machine_without_a_gpu_gets_the_cpu_s_torch() -> None:
     """make and the CPU image ask uv, which knows its index; pip's usual index is what is left."""
-    pinned = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    assert any(line.startswith("uv==") for line in pinned)
+    assert any(line.startswith("uv==") for line in pins())
     for name in ("Makefile", "docker/Dockerfile.cpu"):
         text = (REPOSITORY / name).read_text()
         asked, left = text.index("--torch-backend cpu"), text.rindex("torch==2.13.0")

@@ -59,6 +59,13 @@ def _pods(resource: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield group["template"]
 
 
+def _containers(kind: str) -> Iterator[dict[str, Any]]:
+    """Of all pods of a kind."""
+    for resource in _resources(kind):
+        for pod in _pods(resource):
+            yield from pod["spec"]["containers"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kustomization_names_every_file(kind: str) -> None:
     read = _kustomization(kind)
@@ -217,15 +224,11 @@ def test_a_ray_service_is_closed_and_outlives_its_head() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_container_has_limits_of_whole_cores_and_memory(kind: str) -> None:
     """From them follow threads and KV cache (server/machine.py); without them, the whole node's."""
-    for resource in _resources(kind):
-        for pod in _pods(resource):
-            for container in pod["spec"]["containers"]:
-                limits = container["resources"]["limits"]
-                assert int(limits["cpu"]) >= 1 and limits["memory"].endswith("Gi")
+    for container in _containers(kind):
+        limits = container["resources"]["limits"]
+        assert int(limits["cpu"]) >= 1 and limits["memory"].endswith("Gi")
 
 
-def test_no_image_comes_from_a_named_host() -> None:
-    for kind in KINDS:
-        for resource in _resources(kind):
-            for pod in _pods(resource):
-                assert all("/" not in c["image"] for c in pod["spec"]["containers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_image_comes_from_a_named_host(kind: str) -> None:
+    assert all("/" not in container["image"] for container in _containers(kind))

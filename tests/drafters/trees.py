@@ -1,7 +1,11 @@
-"""Draft trees as tests write and read them."""
+"""Draft trees as tests write and read them, and sessions that know a text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.tree import DraftTree
 from tests.fakes import fake_drafters
 
@@ -28,3 +32,13 @@ def likeliest(tree: DraftTree) -> list[int]:
             path.append(int(tree.token_ids[child]))
             node = child
     return path
+
+
+def opened(
+    drafter: AutoDrafter, prompt: Sequence[int], output: Sequence[int] = (), **more: Any
+) -> AutoSession:
+    """A session that has read its prompt, and what came behind it. more: of `open`."""
+    session = drafter.open(prompt, **more)
+    session.settle()
+    session.extend(output)
+    return session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable
 
 import pytest
 
@@ -51,15 +52,14 @@ class Fleet:
         self.desk = Budgets(self.num, self.clock)
 
     async def enters(self, i: int) -> bool:
-        try:
-            await self.uses[i].enter()
-        except RateLimitedError:
-            return False
-        return True
+        return await self._may(self.uses[i].enter())
 
     async def reserves(self, i: int, amount: int) -> bool:
+        return await self._may(self.uses[i].reserve(amount))
+
+    async def _may(self, asking: Awaitable[None]) -> bool:
         try:
-            await self.uses[i].reserve(amount)
+            await asking
         except RateLimitedError:
             return False
         return True

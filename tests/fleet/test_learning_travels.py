@@ -122,6 +122,11 @@ class Fleet:
         self.replicas.append(Replica(engine, exchange, memory))
         return self.replicas[-1]
 
+    def tend(self) -> None:
+        """All that is due at every replica."""
+        for replica in self.replicas:
+            replica.tend()
+
     def build(self, **numbers: Any) -> Any:
         return Builder(self.storage, _config(**numbers)).run()
 
@@ -195,18 +200,15 @@ def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:
     prompts = [[i, i + 1, 5, 7] for i in range(8, 16)]
     for i, prompt in enumerate(prompts):
         (first, second)[i % 2].ask(prompt)
-    for replica in (first, second):
-        replica.tend()
+    fleet.tend()
     assert fleet.build().num_merged == 2
     for replica in (first, second):
         replica.tend()
         assert replica.num_learned == 12 * len(prompts)
     for _ in range(3):  # counts of drafts come after the outputs
-        for replica in (first, second):
-            replica.tend()
+        fleet.tend()
         fleet.build()
-    for replica in (first, second):  # what it has from others is not sent once more
-        replica.tend()
+    fleet.tend()  # what a replica has from others is not sent once more
     assert fleet.build().num_merged == 0
     third = fleet.add()
     for prompt in (prompts[0], [50, 51, 5, 7]):  # the first is known from the others
@@ -390,8 +392,7 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     for replica in (first, second):
         replica.learn()
     fleet.build()
-    for replica in (first, second):
-        replica.tend()
+    fleet.tend()
     first.engine.controls["task_forget"]({"task": "task"})  # the second one is not reached
     first.memory.wait()
     forget(fleet.storage, "task")

@@ -185,12 +185,6 @@ def test_make_targets_of_the_documents_exist() -> None:
         assert re.search(rf"^{''.join(target)}:", makefile, re.M), target
 
 
-def test_make_s_torch_is_the_pinned_one() -> None:
-    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
-    named = re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())
-    assert pinned and set(named) == {pinned[1]}
-
-
 def test_constraints_hold_every_dependency() -> None:
     import tomllib
 

@@ -12,7 +12,7 @@ from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.retrieval import Seen
 from drafters.replay import Recording, replay
-from tests.drafters.trees import likeliest
+from tests.drafters.trees import likeliest, opened
 
 TEXT = "Ada Kowalczyk, Moving pictures of distant islands. Harbour Press, 1987."
 WORDS = ["Ada", " Ada", " K", "K", "owal", "czyk", "Kow", "alczyk", "Moving", " pictures", " of"]
@@ -38,8 +38,7 @@ def pieces() -> Pieces:
 
 def session_behind(pieces: Pieces | None, text: str, prompt: str = TEXT) -> AutoSession:
     """A session whose output so far is `text`."""
-    session = AutoDrafter(pieces=pieces).open(ids(prompt))
-    session.settle()
+    session = opened(AutoDrafter(pieces=pieces), ids(prompt))
     for token in ids(text):
         session.extend([token])
     return session
@@ -89,8 +88,7 @@ def test_a_rollback_and_a_gap_leave_the_place_of_a_fresh_session(pieces: Pieces)
     mark = back.checkpoint()
     back.extend(ids(" Press, 1987"))
     back.rollback(mark)
-    gap = AutoDrafter(pieces=pieces).open(ids(TEXT))
-    gap.settle()
+    gap = opened(AutoDrafter(pieces=pieces), ids(TEXT))
     gap.catch_up(ids(text))
     back.extend(ids(text)[mark:])
     wanted = fresh.propose(12, 12)

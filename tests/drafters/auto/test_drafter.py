@@ -19,6 +19,7 @@ from drafters.corpus import Corpus
 from drafters.published.suffix import SuffixDrafter
 from drafters.replay import Recording, replay
 from drafters.tree import followed
+from tests.drafters.trees import opened
 
 EOS = 0
 
@@ -131,8 +132,7 @@ def test_survival_is_the_chance_of_acceptance(corpus: Corpus) -> None:
     claimed: list[float] = []
     hits: list[bool] = []
     for recording in recordings(120, 6):
-        session = drafter.open(recording.prompt_ids)
-        session.settle()
+        session = opened(drafter, recording.prompt_ids)
         position = 0
         while position < len(recording.output_ids):
             tree = session.propose(16, 16)
@@ -158,9 +158,7 @@ def test_trust_learns_what_holds_in_a_task() -> None:
     before = after = 0.0
     for turn in range(60):
         prompt = [rng.randrange(1, 30) for _ in range(60)]
-        session = drafter.open(prompt)
-        session.settle()
-        session.extend([prompt[5]])
+        session = opened(drafter, prompt, [prompt[5]])
         tree = session.propose(4, 1)
         if turn == 0:
             before = float(tree.survival.sum())
@@ -175,9 +173,7 @@ def test_trust_learns_what_holds_in_a_task() -> None:
 
 def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
     drafter = AutoDrafter(corpus=corpus)
-    session = drafter.open([1, 2, 3, 1, 2])
-    session.settle()
-    session.extend([3, 1, 2])
+    session = opened(drafter, [1, 2, 3, 1, 2], [3, 1, 2])
     once = drafter.trust.evidence.copy()
     session.rollback(1)
     session.extend([1, 2])
@@ -191,9 +187,7 @@ def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
 
 def test_a_step_that_was_taken_back_is_not_compared(corpus: Corpus) -> None:
     drafter = AutoDrafter(corpus=corpus)
-    session = drafter.open([1, 2, 3])
-    session.settle()
-    session.extend([5])
+    session = opened(drafter, [1, 2, 3], [5])
     session.feedback(session.propose(4, 4), [])
     session.rollback(0)
     session.extend([9, 8])
@@ -203,9 +197,7 @@ def test_a_step_that_was_taken_back_is_not_compared(corpus: Corpus) -> None:
 def test_an_end_says_nothing_of_the_corpus(corpus: Corpus) -> None:
     """It is known from the corpus alone and never drafted: no way of drafting is better at it."""
     drafter = AutoDrafter(corpus=corpus)
-    session = drafter.open([1, 2, 3])
-    session.settle()
-    session.extend([5, 6])
+    session = opened(drafter, [1, 2, 3], [5, 6])
     assert drafter.trust.fit.num_tokens == 2
     session.extend(list(corpus.end_ids())[:1])
     assert drafter.trust.fit.num_tokens == 2
@@ -262,8 +254,7 @@ def test_a_trust_without_evidence_is_not_fitted_while_the_first_request_waits(
     fitted: list[Trust] = []
     monkeypatch.setattr(Trust, "update", lambda trust: fitted.append(trust))
     drafter = AutoDrafter()
-    session = drafter.open([1, 2, 3, 1, 2])
-    session.settle()
+    session = opened(drafter, [1, 2, 3, 1, 2])
     assert not fitted
     for _ in range(200):
         session.extend([3, 1, 2])
@@ -273,9 +264,7 @@ def test_a_trust_without_evidence_is_not_fitted_while_the_first_request_waits(
 
 def test_after_a_changed_token_the_prediction_is_drafted_on_at_once() -> None:
     prediction = list(range(50, 90))
-    session = AutoDrafter().open([1, 2, 3], prediction_ids=prediction)
-    session.settle()
-    session.extend(prediction[:10])
+    session = opened(AutoDrafter(), [1, 2, 3], prediction[:10], prediction_ids=prediction)
     session.extend([7])  # in place of prediction[10]; 7 was never seen, so nothing matches it
     tree = session.propose(8, 8)
     assert followed(tree.children(), prediction[11:]) and tree.token_ids[0] == prediction[11]
@@ -289,9 +278,8 @@ def test_after_a_changed_token_the_prediction_is_drafted_on_at_once() -> None:
 def test_a_prediction_that_is_wrong_is_dropped() -> None:
     rng = random.Random(9)
     drafter = AutoDrafter()
-    session = drafter.open([1, 2, 3], prediction_ids=[rng.randrange(50, 5000) for _ in range(200)])
-    session.settle()
-    session.extend([rng.randrange(5000, 9000) for _ in range(40)])
+    prediction, output = ([rng.randrange(at, 2 * at) for _ in range(200)] for at in (50, 5000))
+    session = opened(drafter, [1, 2, 3], output[:40], prediction_ids=prediction)
     assert len(session.propose(16, 16)) == 0
 
 
@@ -299,9 +287,7 @@ def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> No
     prompt, output = examples(1, 10)[0]
     drafter = AutoDrafter(corpus=corpus, learn=False)
     prediction = [*output[:3], 77, *output[4:]]
-    session = drafter.open(prompt, prediction_ids=prediction)
-    session.settle()
-    session.extend(output[:2])
+    session = opened(drafter, prompt, output[:2], prediction_ids=prediction)
     mark = session.checkpoint()
     session.extend([9, 9, 9, 9])
     session.propose(8, 8)
@@ -344,8 +330,7 @@ def test_a_corpus_that_fits_is_followed_again(corpus: Corpus) -> None:
     drafter = AutoDrafter(corpus=corpus)
     drafter.trust.fit.num_tokens, drafter.trust.fit.gain = 400.0, -80.0
     assert not drafter.follows_corpus
-    session = drafter.open(examples(1, 2)[0][0])
-    session.settle()
+    session = opened(drafter, examples(1, 2)[0][0])
     assert len(session.propose(8, 8)) == 0, "nothing else knows how an output begins"
     _tokens_per_step(drafter, recordings(200, 13))
     assert drafter.follows_corpus and drafter.trust.fit.gain > 0.0

@@ -15,7 +15,7 @@ from drafters.auto.trust import Trust
 from drafters.corpus import build_corpus
 from tests.drafters.auto.golden_scenes import SCENES, trees
 from tests.drafters.auto.reference_tree import grow
-from tests.drafters.trees import paths
+from tests.drafters.trees import opened, paths
 from tests.profiles import examples
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_trees.json").read_text())
@@ -59,9 +59,7 @@ def test_trees_are_those_of_plain_counting(
     if documents:
         corpus = build_corpus([([], document) for document in documents], fingerprint="")
     drafter = AutoDrafter(corpus=corpus, trust=_TRUST, eos_token_ids=(0,), learn=False)
-    session = drafter.open(prompt)
-    session.settle()
-    session.extend(output)
+    session = opened(drafter, prompt, output)
     tree = session.propose(budget, max_depth)
     tree.validate()
     expected = grow(prompt, output, documents, _TRUST, (budget, max_depth, 0.003), (0,))

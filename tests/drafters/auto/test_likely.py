@@ -18,7 +18,7 @@ from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
 from drafters.replay import Recording, replay
 from drafters.tree import DraftTree
-from tests.drafters.trees import tree_of
+from tests.drafters.trees import opened, tree_of
 
 Rows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -64,8 +64,7 @@ def held(table: LikelyTable, *newest: int) -> dict[int, float]:
 
 
 def test_what_a_rejected_node_s_row_said_is_drafted_where_its_token_comes() -> None:
-    session = AutoDrafter().open([1, 2, 3])
-    session.settle()
+    session = opened(AutoDrafter(), [1, 2, 3])
     tree = tree_of((10, -1, 0.5), (11, 0, 0.3), (20, -1, 0.2))
     told = rows({30: 0.9}, {12: 0.8}, {13: 0.8}, {21: 0.7, 22: 0.2})
     note(session, tree, told, [30])  # nothing was accepted
@@ -77,8 +76,7 @@ def test_what_a_rejected_node_s_row_said_is_drafted_where_its_token_comes() -> N
 
 def test_what_the_last_row_held_likely_may_come_one_later() -> None:
     trust = Trust(np.full(NUM_CELLS, 0.5))
-    session = AutoDrafter(trust=trust, learn=False).open([1, 2, 3])
-    session.settle()
+    session = opened(AutoDrafter(trust=trust, learn=False), [1, 2, 3])
     note(session, DraftTree.empty(), rows({7: 0.5, 8: 0.3}), [7])
     assert list(from_logits(session.propose(8, 1))) == [8]
     session.extend([9])  # a step without rows: what the one before it said is past
@@ -93,8 +91,7 @@ def test_a_row_is_no_evidence_for_its_own_token() -> None:
     rng = random.Random(3)
     drafter = AutoDrafter(seen=Seen())
     for _ in range(40):
-        session = drafter.open([1, 2, 3])
-        session.settle()
+        session = opened(drafter, [1, 2, 3])
         for _ in range(25):
             token = rng.randrange(1, 60)
             note(session, DraftTree.empty(), rows({token: 1.0}), [token])

@@ -21,7 +21,7 @@ from drafters.auto.prior import (
     chances_of,
 )
 from drafters.auto.trust import Trust
-from tests.drafters.trees import paths
+from tests.drafters.trees import opened, paths
 from tests.fakes.fake_drafters import random_prior
 
 VOCAB, HIDDEN, OUTPUTS = 50, 24, 32
@@ -157,8 +157,7 @@ def test_auto_drafts_what_the_head_says() -> None:
 def test_a_state_goes_with_its_token() -> None:
     """Behind ids that came without a state the head goes on; taken back, they are forgotten."""
     drafter = AutoDrafter(model_prior=make_prior(sure=40.0), num_likely=0)
-    session = drafter.open([1, 2, 3])
-    session.settle()
+    session = opened(drafter, [1, 2, 3])
     session.note_state(hidden_of(2))
     session.extend([7])
     before = session.propose(8, 2).token_ids.tolist()
@@ -203,8 +202,7 @@ def test_trust_in_it_is_learned() -> None:
     rng = np.random.default_rng(0)
     sizes = []
     for i in range(40):
-        session = drafter.open([1, 2, 3])
-        session.settle()
+        session = opened(drafter, [1, 2, 3])
         for step in range(16):
             session.note_state(hidden_of(1000 * i + step))
             session.extend([int(rng.integers(40, VOCAB))])
