@@ -38,20 +38,6 @@ def num_ngrams(tables: NGramTables) -> list[int]:
     return np.diff(tables.starts[tables.first_row]).tolist()
 
 
-def test_a_corpus_small_enough_to_check_by_eye() -> None:
-    # "1 2 3" twice, "1 2 4" once, and an n-gram never spans two documents.
-    tables = count_ngrams(*flat([[1, 2, 3], [1, 2, 3], [1, 2, 4]]), n_max=3, p_min=1)
-    assert tables.lookup([]) == {1: 3, 2: 3, 3: 2, 4: 1}
-    assert tables.lookup([1]) == {2: 3}
-    assert tables.lookup([1, 2]) == {3: 2, 4: 1}
-    assert list(tables.lookup([1, 2])) == [3, 4]  # most frequent first
-    assert tables.lookup([3]) == {}
-    pruned = count_ngrams(*flat([[1, 2, 3], [1, 2, 3], [1, 2, 4]]), n_max=3, p_min=2)
-    assert pruned.lookup([1, 2]) == {3: 2}
-    assert pruned.lookup([]) == {1: 3, 2: 3, 3: 2}
-    assert num_ngrams(pruned) == [3, 2, 1]
-
-
 @settings(max_examples=examples(400), deadline=None)
 @given(docs=documents, p_min=st.integers(1, 4), n_max=st.integers(1, 5))
 def test_tables_equal_a_brute_force_count(docs: list[list[int]], p_min: int, n_max: int) -> None:

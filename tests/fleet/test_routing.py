@@ -97,13 +97,6 @@ def test_of_many_replicas_a_choice_looks_at_few_whatever_their_number() -> None:
     assert routing.choose(_job(), views.get)[0] == names[0]  # one of all goes on, and it is found
 
 
-def test_a_task_stays_at_home_while_that_is_free() -> None:
-    routing = _routing(list("abcd"))
-    home = routing.ranking("slots", 1)[0]
-    for _ in range(50):
-        assert routing.choose(_job(), _views(dict.fromkeys("abcd", 2)).get)[0] == home
-
-
 def test_a_full_home_is_left_and_a_slow_one_too() -> None:
     routing = _routing(["a", "b"])
     home = routing.ranking("slots", 1)[0]

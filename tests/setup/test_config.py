@@ -127,10 +127,6 @@ def test_yaml_is_the_core_schema() -> None:
     }  # fmt: skip
 
 
-def test_off_is_a_drafter(tmp_path: Path) -> None:
-    assert _task(tmp_path, "speculation: {drafter: off}\n").speculation.drafter == "off"
-
-
 def test_name_defaults_to_the_file_s(tmp_path: Path) -> None:
     assert _task(tmp_path, "", "tag-it.yaml").name == "tag-it"
     assert _task(tmp_path, "name: other\n", "tag-it.yaml").name == "other"

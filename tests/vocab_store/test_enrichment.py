@@ -131,12 +131,6 @@ def test_prompts_add_the_tokens_that_the_algorithm_finds_in_them(
     assert found.made["of_prompts"] == len(found.parts) - len(expected)
 
 
-def test_what_less_than_half_of_the_prompts_hold_becomes_no_token() -> None:
-    prompts = [(0, 1, 2, 3, 4)] * 6 + [(0, 1, 2, 4, 5)] * 5
-    found = enrich([(0, 5)] * 2, piece, tokenizer="t", base_vocab_size=V, prompts=prompts)
-    assert set(found.parts) == {(0, 5), (0, 1, 2), (0, 1, 2, 3, 4)}
-
-
 def test_what_outputs_copy_from_their_prompts_is_part_of_no_token() -> None:
     # 0 and 1 stand in all prompts: the task's own words. 4 and 5 are what is asked.
     prompts = [(0, 1, 4)] * 20 + [(0, 1, 5)] * 20 + [(0, 1, 3)] * 20

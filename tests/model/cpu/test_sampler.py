@@ -120,18 +120,3 @@ def test_a_row_with_nan_fails_alone() -> None:
     out = np.zeros(2, np.int32)
     cpu_sampler.greedy(np.array([0, 1]), logits, hidden, out)
     assert out.tolist() == [0, FAILED]
-
-
-def test_a_masked_argmax_is_the_reference() -> None:
-    """Words that allow all, nothing, an edge or the middle; logits that are -inf in every third."""
-    words = np.array([0, 0xFFFFFFFF, 1, 1 << 31, 0x00FF0000], np.uint32)
-    for seed in range(200):
-        rng, logits = np.random.default_rng(seed), _padded(seed)
-        if seed % 3 == 0:
-            logits[rng.random(PADDED) < 0.5] = -np.inf
-        mask = rng.choice(words, 5)
-        try:
-            want = sampling.draw(logits[:V], draw_params(), 5, [], mask)
-        except ValueError:
-            want = FAILED
-        assert cpu_sampler.masked_argmax(logits, mask, V) == want, seed
