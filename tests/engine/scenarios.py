@@ -281,6 +281,20 @@ def with_slices(
     return work
 
 
+def without_drafts(work: Workload) -> Workload:
+    """The workload without drafts and penalties: many of its steps are like the one before."""
+    work.drafter = "off"
+
+    def plain(request: Request) -> Request:
+        sampling = replace(
+            request.sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+        )
+        return replace(request, speculation=SpeculationParams("off", 0), sampling=sampling)
+
+    work.change(plain)
+    return work
+
+
 def verifying_every(work: Workload, rng: Random, every: int) -> Workload:
     """The workload in mode "exact", its tokens waiting `every` at a time for the full head, with
     slices so small that many are wrong: the sequences roll back at random places."""

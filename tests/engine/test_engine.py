@@ -71,24 +71,17 @@ def test_a_shared_prefix_is_read_from_the_cache_and_one_token_is_always_recomput
     assert second[0].num_cached_tokens == 8  # the third block would leave nothing to compute
     assert runner.num_rows - rows == 4
     assert ids_of(second) == ids_of(first)[:1]
-    assert (
-        finish(engine, request_of("c", prompt, cache_salt="other", max_tokens=1))["c"][
-            0
-        ].num_cached_tokens
-        == 0
-    )
+    other = finish(engine, request_of("c", prompt, cache_salt="other", max_tokens=1))["c"]
+    assert other[0].num_cached_tokens == 0
 
 
 def test_the_cache_holds_output_too_and_echo_requests_write_but_do_not_read() -> None:
     engine, _ = _engine()
     prompt = tuple(range(2, 7))
-    text = (
-        *prompt,
-        *ids_of(finish(engine, request_of("a", prompt, echo_logprobs=0, max_tokens=7))["a"]),
-    )
-    assert (
-        finish(engine, request_of("b", (*text, 3), max_tokens=1))["b"][0].num_cached_tokens == 8
-    )  # 11 computed positions: two blocks
+    first = finish(engine, request_of("a", prompt, echo_logprobs=0, max_tokens=7))["a"]
+    text = (*prompt, *ids_of(first), 3)
+    second = finish(engine, request_of("b", text, max_tokens=1))["b"]
+    assert second[0].num_cached_tokens == 8  # 11 computed positions: two blocks
     delta = finish(engine, request_of("c", text, echo_logprobs=1, max_tokens=1))["c"][0]
     assert delta.num_cached_tokens == 0 and len(delta.prompt_logprobs) == len(text)
 
@@ -390,10 +383,8 @@ def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
     drafter = FakeDrafter(lambda tokens, budget, depth: DraftTree.chain([1], [0.1]))
     cost = CostTable([1, 2, 64], [0.010, 0.012, 0.5])
     engine, runner = _engine(drafters={"d": drafter}, cost=cost)
-    counts = [
-        d.counts
-        for d in finish(engine, request_of("a", [3], speculation=SpeculationParams("d", 8)))["a"]
-    ]
+    asked = request_of("a", [3], speculation=SpeculationParams("d", 8))
+    counts = [d.counts for d in finish(engine, asked)["a"]]
     assert not any(c.num_drafted for c in counts) and runner.num_rows == 8
     assert {c.no_draft_reason for c in counts} == {"budget", "length"}
 
@@ -410,9 +401,8 @@ def test_a_drafter_that_always_misses_is_asked_less_and_less() -> None:
     # In the time of the table alone.
     engine.gain.cost.observe = lambda *arguments: None  # type: ignore
     engine.gain.host.observe = lambda *arguments: None  # type: ignore
-    results = finish(
-        engine, request_of("a", speculation=SpeculationParams("d", 8), max_tokens=300)
-    )["a"]
+    asked = request_of("a", speculation=SpeculationParams("d", 8), max_tokens=300)
+    results = finish(engine, asked)["a"]
     drafted = sum(d.counts.num_drafted for d in results)
     assert len(ids_of(results)) == 300
     assert drafted < 60

@@ -455,12 +455,8 @@ def test_without_a_compiler_or_with_ignore_eos_a_grammar_is_refused(
     compiler: GrammarCompiler, grammar: GrammarSpec | None
 ) -> None:
     for engine, ignore_eos in ((_engine(None), False), (_engine(compiler), True)):
-        codes = {
-            r.error_code
-            for r in answers(
-                engine, _request("r", grammar, ignore_eos=ignore_eos, max_tokens=1)
-            ).values()
-        }
+        asked = _request("r", grammar, ignore_eos=ignore_eos, max_tokens=1)
+        codes = {r.error_code for r in answers(engine, asked).values()}
         assert codes == ({None} if grammar is None else {"unsupported_parameter"})
 
 

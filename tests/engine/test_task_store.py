@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
 LEARN_TOKENS = 1000
+NEVER = 60  # the first id of prompts whose requests are aborted
 
 Start = Callable[..., Engine]
 
@@ -80,6 +83,11 @@ def _memory(engine: Engine) -> TaskStore:
     return engine.memory
 
 
+def _rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Makes engines and closes them in the end."""
@@ -92,6 +100,60 @@ def start() -> Iterator[Start]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_of_a_task_that_learns(tmp_path: Path, start: Start) -> None:
+    """Memory stays bounded, tokens per step rise, aborted requests teach nothing."""
+    outputs_alone = replace(LEARN, options=(("auto.logits", 0),))
+    engine = start(tmp_path)
+    rng = Random(5)
+    rates: list[float] = []
+    num_aborted = 0
+    memory_mib = 0.0
+    for batch in range(10):
+        wave = [
+            _request(
+                f"{batch}-{i}",
+                [NEVER if i % 10 == 0 else 2, rng.randrange(2, 59)],
+                max_tokens=4 + i % 4,
+                speculation=outputs_alone,
+            )
+            for i in range(100)
+        ]
+        for request in wave:
+            engine.submit(request)
+        told: dict[str, list[Delta]] = {}
+        steps = 0
+        while engine.has_work:
+            steps += 1
+            for request in wave if steps in (2, 4, 6, 8) else ():
+                if request.prompt_ids[0] == NEVER:
+                    engine.abort(request.request_id)
+            for delta in engine.step():
+                told.setdefault(delta.request_id, []).append(delta)
+        reasons = {name: deltas[-1].finish_reason for name, deltas in told.items()}
+        aborted = [r for r in wave if reasons[r.request_id] == "abort"]
+        num_aborted += len(aborted)
+        rates.append(_tokens_per_step(told))
+        if batch % 2 == 0:
+            _memory(engine).wait()
+        if batch == 4 and Path("/proc/self/statm").exists():
+            memory_mib = _rss_mib()
+    assert memory_mib == 0.0 or _rss_mib() - memory_mib < 32
+    assert num_aborted > 30 and engine.num_open == 0 and not engine.tasks._outputs
+    first, last = float(np.mean(rates[:1])), float(np.mean(rates[-3:]))
+    assert first < 2.0 and last > 1.5 * first, (first, last)
+    ((task, num_held, num_learned),) = _memory(engine).sizes()
+    assert task == "task" and num_held <= LEARN_TOKENS
+    assert 0.8 * (1_000 - num_aborted) < num_learned <= 1_000 - num_aborted
+    engine.close()
+    examples = _kept(tmp_path)
+    assert 0 < sum(len(output) for _, output in examples) <= LEARN_TOKENS
+    # Some of these requests end before they are aborted: those are learned, whole.
+    unfinished = [o for p, o in examples if p[0] == NEVER and len(o) < 4]
+    assert not unfinished
+    assert engine.drafts.num_errors == 0
 
 
 def test_aborted_failed_and_half_aborted_requests_teach_nothing(
