@@ -8,14 +8,16 @@ A *Block* is `block_size` consecutive KV slots. It is always in exactly one of t
     free         ref_count == 0 and unpublished
 
 A published block is keyed by sha256 over (model fingerprint, cache salt, parent key, token ids),
-so equal keys mean equal content, whoever wrote it. Rows may be written into a block only while
-its reference count is 1 and it is unpublished (`writable`). A key loses no cached block to others
-while it has fewer than each of them, so what it finds again does not tell what they ask. The pool
-moves no memory and knows no sequences; it only hands out ids.
+so equal keys mean equal content, whoever wrote it. Where no block has a key, one behind the same
+parent may begin with the same ids (`nearest`): whoever copies it computes only the rest. Rows may
+be written into a block only while its reference count is 1 and it is unpublished (`writable`). A
+key loses no cached block to others while it has fewer than each of them, so what it finds again
+does not tell what they ask. The pool moves no memory and knows no sequences; it only hands out ids.
 """
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
@@ -36,6 +38,13 @@ def chain_key(parent: bytes, token_ids: bytes) -> bytes:
     return sha256(parent + token_ids).digest()
 
 
+def _num_common(left: bytes, right: bytes) -> int:
+    """How many int32 ids two runs begin with alike."""
+    most = min(len(left), len(right))
+    ends = (i for i in range(0, most, 4) if left[i : i + 4] != right[i : i + 4])
+    return next(ends, most) // 4
+
+
 class BlockPool:
     """Hands out blocks 0 .. num_blocks - 1. Not thread safe: one engine owns it."""
 
@@ -48,6 +57,10 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
+        self._places = [(b"", b"")] * num_blocks  # of published blocks: parent key, ids
+        self._behind: dict[
+            bytes, list[tuple[bytes, int]]
+        ] = {}  # (ids, block) by parent key, sorted
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by tenant, oldest first
         self._tenants = [""] * num_blocks  # who has published it
@@ -112,29 +125,43 @@ class BlockPool:
                     self._cached.setdefault(self._tenants[block], OrderedDict())[block] = None
                     self._num_cached += 1
 
-    def publish(self, block: int, key: bytes, tenant: str = "") -> None:
+    def publish(self, block: int, parent: bytes, ids: bytes, tenant: str = "") -> None:
         """Make a full, verified block of a tenant's findable. From now on no row may be written
-        into it.
+        into it. parent, ids: as chain_key has them.
 
         Where the key is known already the other block keeps it and this one stays unpublished.
         """
+        key = chain_key(parent, ids)
         if not self.prefix_cache or key in self._by_key:
             return
         if self._ref_counts[block] == 0 or self._keys[block] is not None:
             raise ValueError(f"block {block} cannot be published")
         self._keys[block] = key
         self._by_key[key] = block
+        self._places[block] = parent, ids
+        insort(self._behind.setdefault(parent, []), (ids, block))
         self._tenants[block] = tenant
 
     def lookup(self, key: bytes) -> int | None:
         """The block with this content, or None. Does not acquire it."""
         return self._by_key.get(key)
 
+    def nearest(self, parent: bytes, ids: bytes) -> tuple[int, int]:
+        """(block, n): the published block behind a parent that begins with most of these ids, with
+        n of them; n is 0 where none does. Does not acquire it. parent, ids: as chain_key has them.
+        """
+        behind = self._behind.get(parent, [])
+        at = bisect(behind, (ids, -1))
+        found = [(_num_common(own, ids), block) for own, block in behind[max(0, at - 1) : at + 1]]
+        num, block = max(found, default=(0, -1))  # what has most in common stands next to them
+        return block, num
+
     def drop_cache(self) -> None:
         """Forget all published content (a changed model). Referenced blocks stay referenced."""
         for block in self._by_key.values():
             self._keys[block] = None
         self._by_key.clear()
+        self._behind.clear()
         for cached in self._cached.values():
             self._free.extend(cached)
         self._cached.clear()
@@ -163,7 +190,12 @@ class BlockPool:
             key = self._keys[block]
             assert key is None or self._by_key[key] == block, f"block {block}: key is another's"
             assert (block in cached) == (counts[block] == 0 and key is not None)
-        assert len(self._by_key) == sum(k is not None for k in self._keys)
+        published = [b for b in range(self.num_blocks) if self._keys[b] is not None]
+        assert len(self._by_key) == len(published)
+        assert {(p, *one) for p, all_ in self._behind.items() for one in all_} == {
+            (*self._places[b], b) for b in published
+        }, "blocks behind a parent are others than those published"
+        assert all(self._behind.values()), "a parent without blocks is kept"
 
     def _uncache(self, block: int) -> None:
         tenant = self._tenants[block]
@@ -177,3 +209,8 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block] = None
+            parent, ids = self._places[block]
+            behind = self._behind[parent]
+            del behind[bisect(behind, (ids, -1))]
+            if not behind:
+                del self._behind[parent]

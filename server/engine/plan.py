@@ -397,7 +397,7 @@ class Scheduler:
         held: Mapping[str, int] = self._held
         share, num_wanted = self.max_num_seqs // self._num_keys, 1
         if len(self.running) < self.max_num_seqs:  # then it lacks blocks, or seats for its choices
-            if self._fits(sequence, self._cached(sequence)):
+            if self._fits(sequence, *self._cached(sequence)):
                 return False
             held = self._blocks_of_keys()
             share = self.pool.num_blocks // self._num_keys
@@ -498,10 +498,13 @@ class Scheduler:
         if num <= first:
             return
         self._extend_keys(sequence, num)
+        size, keys = table.block_size, sequence.keys
         for i in range(first, num):
             block = int(table.blocks[seat, i])
             if self.pool.writable(block):
-                self.pool.publish(block, sequence.keys[i], sequence.request.tenant)
+                parent = keys[i - 1] if i else sequence.root_key
+                ids = sequence.ids[i * size : (i + 1) * size].tobytes()
+                self.pool.publish(block, parent, ids, sequence.request.tenant)
         table.num_published[seat] = num
 
     # -- inside -----------------------------------------------------------------------------
@@ -519,46 +522,55 @@ class Scheduler:
             num_seats = sum(self._portion(s) for s in self.running)
             if num_seats + self._portion(sequence) > self.max_num_seqs:
                 return False
-        hits = self._cached(sequence)
-        if self.running and not self._fits(sequence, hits):
+        hits, num_cached = self._cached(sequence)
+        if self.running and not self._fits(sequence, hits, num_cached):
             return False
-        size, pool, num = self.table.block_size, self.pool, len(hits)
-        self.waiting.serve(sequence, sequence.num_tokens - num * size)
+        self.waiting.serve(sequence, sequence.num_tokens - num_cached)
         self.num_waiting_tokens -= sequence.num_tokens
         for block in hits:
-            pool.acquire(block)
-        self.table.blocks[sequence.seat, :num] = hits
-        sequence.num_blocks = sequence.num_published = num
-        sequence.num_computed = num * size
+            self.pool.acquire(block)
+        sequence.num_blocks = len(hits)
+        self.table.blocks[sequence.seat, : len(hits)] = hits
+        sequence.num_published = num_cached // self.table.block_size
+        sequence.num_computed = num_cached
         if self._reads_cache(sequence) and sequence.num_cached_tokens < 0:
             self.prefix_queries += sequence.prompt_len
-            self.prefix_hits += num * size
+            self.prefix_hits += num_cached
         if sequence.num_cached_tokens < 0:
-            sequence.num_cached_tokens = num * size
+            sequence.num_cached_tokens = num_cached
         self._run(sequence)
         return True
 
     def _reads_cache(self, sequence: Sequence) -> bool:
         return self.pool.prefix_cache and not sequence.scores_prompt
 
-    def _cached(self, sequence: Sequence) -> list[int]:
-        """The blocks of a waiting sequence's prefix that the cache has."""
+    def _cached(self, sequence: Sequence) -> tuple[list[int], int]:
+        """The blocks of a waiting sequence's prefix that the cache has, and how many of its tokens
+        they hold. Behind those that are its own whole there may be one more, which begins as its
+        next block will: `_reserve` copies that before anything is written into it."""
         hits: list[int] = []
-        if self._reads_cache(sequence):
-            most = (sequence.num_tokens - 1) // self.table.block_size  # one token is recomputed
-            self._extend_keys(sequence, most)
-            for key in sequence.keys[:most]:
-                block = self.pool.lookup(key)
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
+        if not self._reads_cache(sequence):
+            return hits, 0
+        size, last = self.table.block_size, sequence.num_tokens - 1  # one token is recomputed
+        self._extend_keys(sequence, last // size)
+        for key in sequence.keys[: last // size]:
+            block = self.pool.lookup(key)
+            if block is None:
+                break
+            hits.append(block)
+        num = len(hits) * size
+        parent = sequence.keys[len(hits) - 1] if hits else sequence.root_key
+        block, more = self.pool.nearest(parent, sequence.ids[num : min(num + size, last)].tobytes())
+        if more and self._fits(sequence, [*hits, block], num):
+            hits.append(block)
+            num += more
+        return hits, num
 
-    def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether blocks are free for a waiting sequence. As rows are left for it, prompts under
-        way have all of theirs, and their blocks."""
+    def _fits(self, sequence: Sequence, hits: list[int], num_cached: int) -> bool:
+        """Whether blocks are free for a waiting sequence beside those that it finds, `hits`. As
+        rows are left for it, prompts under way have all of theirs, and their blocks."""
         idle_hits = sum(self.pool.ref_count(block) == 0 for block in hits)
-        need = self._num_blocks(sequence.num_tokens + 1) - len(hits)
+        need = self._num_blocks(sequence.num_tokens + 1) - num_cached // self.table.block_size
         return need <= self.pool.num_free - idle_hits
 
     def _portion(self, sequence: Sequence) -> int:

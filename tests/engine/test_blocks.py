@@ -4,18 +4,26 @@ pass after every step (test_lossless.py)."""
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.engine.blocks import BlockPool, NoFreeBlockError, chain_key, root_key
 
+ROOT = root_key("model", "")
+
+
+def _ids(*ids: int) -> bytes:
+    return b"".join(i.to_bytes(4, "little") for i in ids)
+
 
 def _key(i: int) -> bytes:
-    return chain_key(root_key("model", ""), i.to_bytes(4, "little"))
+    return chain_key(ROOT, _ids(i))
 
 
 def test_a_published_block_is_found_until_it_is_evicted() -> None:
     pool = BlockPool(2, 4)
     a = pool.allocate()
-    pool.publish(a, _key(1))
+    pool.publish(a, ROOT, _ids(1))
     assert not pool.writable(a)
     pool.release([a])
     assert pool.num_free == 2 and pool.lookup(_key(1)) == a
@@ -32,7 +40,7 @@ def test_the_least_recently_released_block_is_evicted_first() -> None:
     pool = BlockPool(3, 4)
     blocks = [pool.allocate() for _ in range(3)]
     for i, block in enumerate(blocks):
-        pool.publish(block, _key(i))
+        pool.publish(block, ROOT, _ids(i))
     pool.release([blocks[1]])
     pool.release([blocks[0], blocks[2]])
     pool.acquire(blocks[1])  # used again: now the youngest
@@ -46,7 +54,7 @@ def test_the_key_that_has_most_gives_a_block_first() -> None:
 
     def put(tenant: str, number: int) -> None:
         block = pool.allocate()
-        pool.publish(block, _key(number), tenant)
+        pool.publish(block, ROOT, _ids(number), tenant)
         pool.release([block])
 
     for number in range(3):
@@ -65,10 +73,39 @@ def test_the_key_that_has_most_gives_a_block_first() -> None:
     assert pool.lookup(_key(0)) is None and pool.lookup(_key(329)) is not None
 
 
+@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), max_size=12), st.data())
+def test_the_nearest_block_is_the_one_with_most_ids_in_common(
+    texts: list[list[int]], data: st.DataObject
+) -> None:
+    """Among those behind the same parent that are still published; not behind another's."""
+    pool, held = BlockPool(6, 4), dict[int, list[int]]()
+    for ids in texts:
+        block = pool.allocate()
+        held.pop(block, None)  # evicted
+        pool.publish(block, ROOT, _ids(*ids))
+        if not pool.writable(block):
+            held[block] = ids
+        pool.release([block])
+        pool.check([])
+    wanted = data.draw(st.lists(st.integers(0, 2), max_size=4))
+
+    def num_common(ids: list[int]) -> int:
+        return next(
+            (i for i, (a, b) in enumerate(zip(ids, wanted, strict=False)) if a != b), len(wanted)
+        )
+
+    most = max(map(num_common, held.values()), default=0)
+    block, num = pool.nearest(ROOT, _ids(*wanted))
+    assert num == most and (num == 0 or num_common(held[block]) == num)
+    assert pool.nearest(root_key("model", "salt"), _ids(*wanted))[1] == 0
+    pool.drop_cache()
+    assert pool.nearest(ROOT, _ids(*wanted))[1] == 0
+
+
 def test_without_a_prefix_cache_nothing_is_published() -> None:
     pool = BlockPool(1, 4, prefix_cache=False)
     a = pool.allocate()
-    pool.publish(a, _key(1))
+    pool.publish(a, ROOT, _ids(1))
     assert pool.lookup(_key(1)) is None and pool.writable(a)
 
 
@@ -91,7 +128,7 @@ def test_misuse_raises() -> None:
     with pytest.raises(ValueError, match="released more often"):
         pool.release([a])
     with pytest.raises(ValueError, match="cannot be published"):
-        BlockPool(1, 1).publish(0, _key(1))
+        BlockPool(1, 1).publish(0, ROOT, _ids(1))
     with pytest.raises(ValueError, match="no content"):
         BlockPool(1, 1).acquire(0)
 

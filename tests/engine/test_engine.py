@@ -68,11 +68,42 @@ def test_a_shared_prefix_is_read_from_the_cache_and_one_token_is_always_recomput
     assert first[0].num_cached_tokens == 0
     rows = runner.num_rows
     second = finish(engine, request_of("b", prompt, max_tokens=1))["b"]
-    assert second[0].num_cached_tokens == 8  # the third block would leave nothing to compute
-    assert runner.num_rows - rows == 4
+    assert second[0].num_cached_tokens == 11
+    assert runner.num_rows - rows == 1
     assert ids_of(second) == ids_of(first)[:1]
     other = finish(engine, request_of("c", prompt, cache_salt="other", max_tokens=1))["c"]
     assert other[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("num_same", "num_cached"), [(3, 3), (4, 4), (6, 6), (8, 8), (11, 11)])
+def test_a_prompt_that_parts_from_another_within_a_block_computes_the_rest(
+    num_same: int, num_cached: int
+) -> None:
+    """The other's block is copied, and neither's text changes, while both are under way."""
+    engine, runner = _engine()
+    first = request_of("a", tuple(range(2, 14)), max_tokens=20)
+    prompt = (*range(2, 2 + num_same), 1, *range(3 + num_same, 15))
+    second = request_of("b", prompt, max_tokens=6)
+    engine.submit(first)
+    for _ in range(3):
+        engine.step()
+    rows = runner.num_rows
+    engine.submit(second)
+    early = [delta for delta in engine.step() if delta.request_id == "b"]
+    assert runner.num_rows - rows == 1 + len(prompt) - num_cached
+    assert early[0].num_cached_tokens == num_cached
+    results = finish(engine)
+    assert ids_of(results["a"])[-10:] == _alone(first)[-10:]
+    assert ids_of([*early, *results["b"]]) == _alone(second)
+    again = finish(engine, request_of("c", prompt, cache_salt="other", max_tokens=6))["c"]
+    assert again[0].num_cached_tokens == 0 and ids_of(again) == _alone(second)
+
+
+def test_a_request_that_needs_every_block_takes_that_of_which_it_could_copy() -> None:
+    engine, _ = _engine(num_blocks=4)
+    finish(engine, request_of("a", (2, 3, 4, 5), max_tokens=2))
+    wanted = request_of("b", (2, 3, *[9] * 11), max_tokens=3)  # 16 positions
+    assert ids_of(finish(engine, wanted)["b"]) == _alone(wanted)
 
 
 def test_the_cache_holds_output_too_and_echo_requests_write_but_do_not_read() -> None:
