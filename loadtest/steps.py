@@ -155,7 +155,7 @@ def measure_forms(
                 ),
                 2,
             ),
-            "read_gb_s": round(1e-9 * statistics.median(bytes_s), 1),
+            "read_gb_s": round(1e-9 * statistics.median(bytes_s), 3),
         }
         for form, runner in runners.items()
     }

@@ -216,7 +216,8 @@ def serve(
 def _early_signals() -> Iterator[None]:
     """Until the server takes SIGTERM and SIGHUP itself. SIGTERM ends it and what it has begun: the
     first process of a container gets no signal that it does not catch. SIGHUP waits until then,
-    where it is not the end of a terminal: a supervisor asks for a reload."""
+    where it is not the end of a terminal: a supervisor asks for a reload. It waits in threads that
+    begin from here on, so what is imported before brings none (numpy does)."""
     waits = set() if has_terminal() else {signal.SIGHUP}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, waits)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -32,17 +32,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drafters import DRAFTER_NAMES
-from drafters.array_file import ArrayFileError, FingerprintError
 from drafters.atomic_file import replacing
 from drafters.catalog import Need, that_use
 from drafters.json_text import object_in, parsed
 from server.api.shapes import CorpusSize
 from server.config import DEFAULT_TASK, DEFAULT_TASKS, ServerConfig, TaskConfig, load_tasks
 from server.errors import ConfigError, StorageError, TaskNotFoundError, echoed
-from vocab_store.enrichment import Enrichment
-from vocab_store.errors import ProfileFileError
-from vocab_store.profile import VocabProfile
 
 log = logging.getLogger("tailor.tasks")
 
@@ -107,6 +102,9 @@ class TaskSet:
 
         None when the task names none. Reads the file; raises ConfigError when it cannot be used.
         """
+        from vocab_store.errors import ProfileFileError
+        from vocab_store.profile import VocabProfile
+
         path = self.tasks[task].vocabulary.profile
         if path is None:
             return None
@@ -351,10 +349,12 @@ def build_upload(
     fingerprint: of the ids that the corpus is in. enrichment: file of the tokens that outputs are
     written with, None for the base's alone. Raises ConfigError for examples that cannot be used.
     """
+    from drafters.array_file import ArrayFileError
     from drafters.auto.copying import Pieces
     from drafters.auto.held_out import build_calibrated
     from drafters.learned import LearnedOutputs
     from server.datasets import ExampleReader, open_table
+    from vocab_store.enrichment import Enrichment
 
     tokenizer, table, eos_token_id = open_table(model)
     vocab_size = table.vocab_size
@@ -406,6 +406,7 @@ class _DamagedError(ConfigError):
 
 def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     """Raises ConfigError unless the file is a corpus of this tokenizer."""
+    from drafters.array_file import ArrayFileError, FingerprintError
     from drafters.corpus_file import read_extent
 
     try:
@@ -429,6 +430,8 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
 
 def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
     """The tasks that a server of this configuration serves. Raises ConfigError."""
+    from drafters import DRAFTER_NAMES
+
     models = tuple(model.name for model in config.models)
     folder = tasks_folder(config.tasks)
     if folder is None:
