@@ -58,9 +58,7 @@ class BlockPool:
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self._places = [(b"", b"")] * num_blocks  # of published blocks: parent key, ids
-        self._behind: dict[
-            bytes, list[tuple[bytes, int]]
-        ] = {}  # (ids, block) by parent key, sorted
+        self._behind: dict[bytes, list[tuple[bytes, int]]] = {}  # the same: (ids, block), sorted
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by tenant, oldest first
         self._tenants = [""] * num_blocks  # who has published it

@@ -222,10 +222,6 @@ if LANES == 4:
     _BLOCK_SIZES = ((3, 4), (2, 4), (1, 4))
 
 
-def _sizes(form: Form) -> _Sizes:
-    return _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
-
-
 # --- kernels --------------------------------------------------------------------------------
 
 
@@ -507,7 +503,7 @@ def define_rows(module: Any, form: Form) -> Any:
     fn.attributes.add("noinline")
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
     b = ir.IRBuilder(fn.append_basic_block("entry"))
-    sizes = _sizes(form)
+    sizes = _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
     smaller = [*(rows for rows, _ in sizes[1:]), 0]
     tiles: Any = i64(0)
     left = num_rows
