@@ -123,13 +123,12 @@ class BlockPool:
                     self._cached.setdefault(self._tenants[block], OrderedDict())[block] = None
                     self._num_cached += 1
 
-    def publish(self, block: int, parent: bytes, ids: bytes, tenant: str = "") -> None:
+    def publish(self, block: int, key: bytes, parent: bytes, ids: bytes, tenant: str = "") -> None:
         """Make a full, verified block of a tenant's findable. From now on no row may be written
-        into it. parent, ids: as chain_key has them.
+        into it. key: chain_key(parent, ids), which the caller has looked up already.
 
         Where the key is known already the other block keeps it and this one stays unpublished.
         """
-        key = chain_key(parent, ids)
         if not self.prefix_cache or key in self._by_key:
             return
         if self._ref_counts[block] == 0 or self._keys[block] is not None:

@@ -504,7 +504,7 @@ class Scheduler:
             if self.pool.writable(block):
                 parent = keys[i - 1] if i else sequence.root_key
                 ids = sequence.ids[i * size : (i + 1) * size].tobytes()
-                self.pool.publish(block, parent, ids, sequence.request.tenant)
+                self.pool.publish(block, keys[i], parent, ids, sequence.request.tenant)
         table.num_published[seat] = num
 
     # -- inside -----------------------------------------------------------------------------

@@ -16,14 +16,19 @@ def _ids(*ids: int) -> bytes:
     return b"".join(i.to_bytes(4, "little") for i in ids)
 
 
-def _key(i: int) -> bytes:
-    return chain_key(ROOT, _ids(i))
+def _key(*ids: int) -> bytes:
+    return chain_key(ROOT, _ids(*ids))
+
+
+def _place(*ids: int) -> tuple[bytes, bytes, bytes]:
+    """What a block of these ids is published with."""
+    return _key(*ids), ROOT, _ids(*ids)
 
 
 def test_a_published_block_is_found_until_it_is_evicted() -> None:
     pool = BlockPool(2, 4)
     a = pool.allocate()
-    pool.publish(a, ROOT, _ids(1))
+    pool.publish(a, *_place(1))
     assert not pool.writable(a)
     pool.release([a])
     assert pool.num_free == 2 and pool.lookup(_key(1)) == a
@@ -40,7 +45,7 @@ def test_the_least_recently_released_block_is_evicted_first() -> None:
     pool = BlockPool(3, 4)
     blocks = [pool.allocate() for _ in range(3)]
     for i, block in enumerate(blocks):
-        pool.publish(block, ROOT, _ids(i))
+        pool.publish(block, *_place(i))
     pool.release([blocks[1]])
     pool.release([blocks[0], blocks[2]])
     pool.acquire(blocks[1])  # used again: now the youngest
@@ -54,7 +59,7 @@ def test_the_key_that_has_most_gives_a_block_first() -> None:
 
     def put(tenant: str, number: int) -> None:
         block = pool.allocate()
-        pool.publish(block, ROOT, _ids(number), tenant)
+        pool.publish(block, *_place(number), tenant)
         pool.release([block])
 
     for number in range(3):
@@ -82,7 +87,7 @@ def test_the_nearest_block_is_the_one_with_most_ids_in_common(
     for ids in texts:
         block = pool.allocate()
         held.pop(block, None)  # evicted
-        pool.publish(block, ROOT, _ids(*ids))
+        pool.publish(block, *_place(*ids))
         if not pool.writable(block):
             held[block] = ids
         pool.release([block])
@@ -105,7 +110,7 @@ def test_the_nearest_block_is_the_one_with_most_ids_in_common(
 def test_without_a_prefix_cache_nothing_is_published() -> None:
     pool = BlockPool(1, 4, prefix_cache=False)
     a = pool.allocate()
-    pool.publish(a, ROOT, _ids(1))
+    pool.publish(a, *_place(1))
     assert pool.lookup(_key(1)) is None and pool.writable(a)
 
 
@@ -128,7 +133,7 @@ def test_misuse_raises() -> None:
     with pytest.raises(ValueError, match="released more often"):
         pool.release([a])
     with pytest.raises(ValueError, match="cannot be published"):
-        BlockPool(1, 1).publish(0, ROOT, _ids(1))
+        BlockPool(1, 1).publish(0, *_place(1))
     with pytest.raises(ValueError, match="no content"):
         BlockPool(1, 1).acquire(0)
 
