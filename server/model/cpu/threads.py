@@ -1,4 +1,4 @@
-"""The threads of a CPU: the one that runs steps, the team that runs a step together, and where they
+"""The threads of a CPU: the team that runs a step together, the caller its first, and where they
 run after they have slept.
 
 A step is one share (kernels/team.py), which every thread of a team runs at the same time, each with
@@ -13,9 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,74 +63,8 @@ def _end(words: Int64) -> None:
     stop(words.ctypes.data)
 
 
-_T = TypeVar("_T")
-
-
-class Pending(Generic[_T]):
-    """A call whose end is waited for."""
-
-    __slots__ = ("_box",)
-
-    def __init__(self) -> None:
-        self._box: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-    def tell(self, value: Any, error: BaseException | None) -> None:
-        """By the worker, once."""
-        self._box.put((value, error))
-
-    def result(self) -> _T:
-        """Wait for it; raises what the call raised. Called once."""
-        value, error = self._box.get()
-        if error is not None:
-            raise error
-        found: _T = value
-        return found
-
-
-class Worker:
-    """A thread that does what it is given, in order, and takes little of the giver's time; calls
-    come from one thread at a time.
-
-    A step of a small model takes a few milliseconds. An executor of the standard library spends a
-    twentieth of one on its locks and conditions each time, with their code out of the caches.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Pending[Any], Callable[..., Any], Any] | None]
-        self._calls = SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[..., _T], *arguments: Any) -> Pending[_T]:
-        """Call it behind what was submitted before. Raises RuntimeError once it is closed."""
-        if self._closed:
-            raise RuntimeError("the worker is closed")
-        pending: Pending[_T] = Pending()
-        self._calls.put((pending, call, arguments))
-        return pending
-
-    def close(self) -> None:
-        """Do what was submitted and end the thread. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._calls.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (item := self._calls.get()) is not None:
-            pending, call, arguments = item
-            try:
-                value = call(*arguments)
-            except BaseException as error:
-                pending.tell(None, error)
-            else:
-                pending.tell(value, None)
-            del item, pending, call, arguments  # nothing is kept alive until the next one
-
-
 class KernelThreads:
-    """The worker thread and its team: spreads them over the cores when they have slept.
+    """The thread that makes it and its team: spreads them over the cores when they have slept.
 
     Linux often wakes a team that has slept on the waker's core, and takes 25 ms of the next step
     to spread it out (docs/benchmarks, "The first token after a pause"). So the first milliseconds
@@ -141,9 +73,9 @@ class KernelThreads:
     process. Does nothing where there are other than as many threads as cores: then the scheduler
     has room, or no choice.
 
-    Made on the worker thread, with the team's others (Team.thread_ids). pause_s: sleep after which
-    threads are spread. pinned_s: for how long; less than pause_s. thread_ids: the kernel's, of the
-    threads that are spread; empty when none are.
+    Made on the thread that runs steps, with the team's others (Team.thread_ids). pause_s: sleep
+    after which threads are spread. pinned_s: for how long; less than pause_s. thread_ids: the
+    kernel's, of the threads that are spread; empty when none are.
     """
 
     def __init__(

@@ -269,9 +269,6 @@ class GenericRunner(CpuRunner):
 
     def states(self, ids: Int64, rows: Rows) -> Float32:
         """float32 [R, H]: the final states of rows, times what their logits are scaled by."""
-        return self._worker.submit(self._states, ids, rows).result()
-
-    def _states(self, ids: Int64, rows: Rows) -> Float32:
         step = PagedStep(
             rows, self._cache, self._scratch, self._kv_ids, self._store, self._record_shape,
             self._work,
@@ -299,5 +296,5 @@ class GenericRunner(CpuRunner):
     def _compute(self, batch: Batch, wanted: Wanted, held: Any) -> None:
         """Run the module on the rows, and the head on what is wanted."""
         ids = batch.token_ids.astype(np.int64)
-        self._scratch.hidden[: batch.num_rows] = self._states(ids, batch_rows(batch))
+        self._scratch.hidden[: batch.num_rows] = self.states(ids, batch_rows(batch))
         self._head.fill(wanted, self._scratch.hidden)

@@ -27,21 +27,16 @@ from server.model.cpu.kernels.attention import attend, place
 from server.model.cpu.kernels.blocks import block_row
 from server.model.cpu.kernels.delta import place_of
 from server.model.cpu.kernels.ir import (
-    I32,
-    I64,
     Loop,
     at,
-    call,
     choose,
-    i32,
-    i64,
     put,
     word,
 )  # fmt: skip
 from server.model.cpu.kernels.linear import gated_linear, linear
 from server.model.cpu.kernels.lora import add_lora, gated_linear_lora
 from server.model.cpu.kernels.sampling import argmax, is_finite_row, likeliest_of
-from server.model.cpu.kernels.team import barrier, run
+from server.model.cpu.kernels.team import barrier, now, run
 from server.model.cpu.kernels.vectors import (
     bfloat_at,
     float_at,
@@ -279,21 +274,6 @@ def _forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
         _put_rows(ends, scratch, work)
 
 
-_CLOCK = 1  # CLOCK_MONOTONIC on Linux: what time.perf_counter reads
-
-
-@word(int)
-def _now(b: Any) -> Any:
-    """Nanoseconds of the monotonic clock; 0 where the C library has none."""
-    if "windows" in b.module.triple:
-        return i64(0)
-    clock = 6 if "darwin" in b.module.triple else _CLOCK
-    room = b.alloca(I64, 2)
-    call(b, "clock_gettime", I32, [i32(clock), b.ptrtoint(room, I64)])
-    seconds, rest = (b.load(b.gep(room, [i32(i)])) for i in range(2))
-    return b.add(b.mul(seconds, i64(1_000_000_000)), rest)
-
-
 @entry
 @borrowing
 def embed_rows(
@@ -369,10 +349,10 @@ def step(
     if wanted.rows.shape[0] > 0:
         barrier(own)
         if thread == 0:
-            wanted.clock[0] = _now()
+            wanted.clock[0] = now()
         _head_share(scratch.hidden, head, wanted, own)
         if thread == 0:
-            wanted.clock[1] = _now()
+            wanted.clock[1] = now()
 
 
 @word(None, int, int, int, int, int, int)
