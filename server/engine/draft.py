@@ -226,8 +226,8 @@ class Drafts:
                 self._give(sequence, drafter)
             else:
                 (sequence.drafter_name, reads_states), knows = unmade, False
-            knows = knows or (self._states is not None and reads_states)
-            sequence.gain_seat = seat = self._gain.seat(scope, knows=knows)
+            foresees = self._states is not None and reads_states
+            sequence.gain_seat = seat = self._gain.seat(scope, knows=knows, foresees=foresees)
             self.num_open += 1
             sequence.is_resting = not self._gain.is_asked(seat)
         except Exception as error:

@@ -205,15 +205,17 @@ def _worth(curve: Curve, host: Float64, shape: StepShape, token_s: float) -> flo
 
 @inlined
 def _prices(
-    curve: Curve, host: Float64, shape: StepShape, likely: float
+    curve: Curve, host: Float64, shape: StepShape, num_asked: int, likely: float
 ) -> tuple[float, float, float, float]:
-    """Seconds of a plain token, of asking one choice and of a node; what an accepted token saves of
-    a plain one, 0..1. likely: nodes that come true if all are asked."""
+    """Seconds of a plain token, of asking one of num_asked choices and of a node; what an accepted
+    token saves of a plain one, 0..1. likely: nodes that come true if all are asked."""
     rows, seconds, key_s, likely_s = curve
     num, nodes = float(shape.num_draws), max(1.0, likely)
     rows_s, node_s = seconds_of(rows, seconds, num), key_s * shape.mean_len
     token_s = (rows_s + plain_host_s(host, num)) / num + node_s
-    ask_s = max(asking_s(host, num) / num + likely_s, 1e-9)
+    # Of all rows that are drawn from the likeliest ids are told, whoever is asked.
+    each = float(max(num_asked, 1))
+    ask_s = max((asking_s(host, each) + likely_s * num) / each, 1e-9)
     node_s += likely_s + (seconds_of(rows, seconds, num + nodes) - rows_s) / nodes
     return token_s, ask_s, node_s, _worth(curve, host, shape, token_s)
 
@@ -264,6 +266,14 @@ def most_nodes(
 
 @entry
 @compiled
+def pays(curve: Curve, host: Float64, shape: StepShape) -> bool:
+    """Whether it does to ask every choice for one node that is as likely as not."""
+    token_s, ask_s, node_s, worth = _prices(curve, host, shape, shape.num_draws, 0.0)
+    return bool(0.5 * worth * token_s > node_s + ask_s)
+
+
+@entry
+@compiled
 def weigh(
     scopes: Float64x2,
     seats: Float64x2,
@@ -286,32 +296,36 @@ def weigh(
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
         likely += _num_came(scopes, row) / max(scopes[row, _ASKS], 1.0)
-    token_s, ask_s, node_s, worth = _prices(curve, host, shape, likely)
-    price, ask = node_s / token_s, ask_s / token_s
-    in_tokens[0], in_tokens[1] = worth, price
-    for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
-        row = int(seats[asked[i], _SCOPE])
-        asks = max(scopes[row, _ASKS], 1e-3)
-        left = _may_take(scopes, row)
-        own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
-        for part in range(_PARTS - 1, -1, -1):
-            supply = min(left, scopes[row, _OFFERED + part] / asks)
-            left -= supply
-            chance = _trust(scopes, row, part) * _MIDDLES[part] * own
-            drafted += supply * max(0.0, chance * worth - price)
-            came += supply * chance
-        repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT
-        value = (asks * drafted + repeated) / (asks + 1.0) - ask
-        doubt = math.sqrt((came + DOUBT) / asks)
-        verdicts[i, 0] = value > doubt
-        verdicts[i, 1] = value + doubt > 0.0
-        verdicts[i, 2] = min(max(-value, 0.0), ask)
+    num_asked, before = asked.shape[0], asked.shape[0] + 1
+    while num_asked < before:  # the fewer are asked, the more each of them takes
+        before = num_asked
+        token_s, ask_s, node_s, worth = _prices(curve, host, shape, before, likely)
+        price, ask = node_s / token_s, ask_s / token_s
+        in_tokens[0], in_tokens[1], num_asked = worth, price, 0
+        for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
+            row = int(seats[asked[i], _SCOPE])
+            asks = max(scopes[row, _ASKS], 1e-3)
+            left = _may_take(scopes, row)
+            own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
+            for part in range(_PARTS - 1, -1, -1):
+                supply = min(left, scopes[row, _OFFERED + part] / asks)
+                left -= supply
+                chance = _trust(scopes, row, part) * _MIDDLES[part] * own
+                drafted += supply * max(0.0, chance * worth - price)
+                came += supply * chance
+            repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT
+            value = (asks * drafted + repeated) / (asks + 1.0) - ask
+            doubt = math.sqrt((came + DOUBT) / asks)
+            loss = min(max(-value, 0.0), ask)
+            verdicts[i, 0], verdicts[i, 1] = value > doubt, value + doubt > 0.0
+            verdicts[i, 2] = loss
+            can_lose = value > doubt or scopes[row, _ACCOUNT] + SHARE >= loss
+            num_asked += value + doubt > 0.0 and can_lose
     num_asked = 0
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
         account = min(scopes[row, _ACCOUNT] + SHARE, MOST)
-        loss = verdicts[i, 2]
-        would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= loss)
+        would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= verdicts[i, 2])
         is_asked = most > 0 and would_be
         if is_asked:
             account -= ask
@@ -471,12 +485,16 @@ class Gain:
         is_weighed = row is not None and self.cost is not None
         return row is None or (is_weighed and not self._scopes.table[row, _IS_ASKED])
 
-    def seat(self, key: Hashable, *, knows: bool = False) -> int:
+    def seat(self, key: Hashable, *, knows: bool = False, foresees: bool = False) -> int:
         """A choice's seat. key: all that tells one scope's drafts from another's. knows: whether
         its drafter knows more than the prompt from the start (a corpus, a prediction): a new scope
-        is then asked at once."""
+        is then asked at once. foresees: whether it has the model's prior; it is then asked at once
+        where that pays beside the choices that have a seat."""
         row = self._known.get(key)
         if row is None:
+            if foresees and not knows and self.cost is not None:
+                num = self.seats.table.shape[0] - len(self.seats.free) + 1
+                knows = pays(self.cost.curve, self.host.numbers, StepShape(num, num, 0.0))
             row = self._known[key] = self._scopes.take()
             self._scopes.table[row, [_ACCOUNT, _IS_ASKED, _SEATS]] = MOST * knows, knows, 1.0
             if len(self._known) > self._capacity:
