@@ -169,13 +169,13 @@ def prior(
     /,
     *,
     tokens: Annotated[
-        int, bounded("of the model's own texts that it is learned from (60000)", gte=1)
-    ] = 60_000,
+        int, bounded("of the model's own texts that it is learned from (200000)", gte=1)
+    ] = 200_000,
     text: Annotated[
         Path | None,
         Parameter(metavar="FILE", help="learn from this text instead; none of it is kept"),
     ] = None,
-    steps: Annotated[int, bounded("of training (1500)", gte=1)] = 1500,
+    steps: Annotated[int, bounded("of training (3000)", gte=1)] = 3000,
     threads: Threads = None,
     seed: Annotated[int, bounded("of what is drawn (0)", gte=0)] = 0,
 ) -> int:

@@ -211,7 +211,7 @@ def fit(
     texts: Sequence[Written],
     embeddings: Float32,
     *,
-    num_steps: int = 1500,
+    num_steps: int = 3000,
     seed: int = 0,
     progress: Progress = lambda *_: None,
 ) -> Prior:
