@@ -310,8 +310,8 @@ def _spread(sync, thread):
             rest = own.copy()
             rest[core // 64] &= ~(1 << (core % 64))
             if rest.any() and _set_cores(rest.ctypes.data) == 0:
-                _set_cores(own.ctypes.data)
                 _store(noted, _core())
+                _set_cores(own.ctypes.data)
             return
 
 
