@@ -325,7 +325,7 @@ class CpuRunner:
         return self._scratch
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the thread that makes KV pages ready. Idempotent."""
         self._pages.close()
 
     def _step(self, batch: Batch) -> Drawn:
