@@ -253,7 +253,7 @@ class Runner(Protocol):
 
     def launch(self, batch: Batch) -> None:
         """Start a step, where none is in flight. Returns as soon as it can; no host sync on a GPU.
-        What it raises leaves no step in flight."""
+        On a CPU `wait` computes it. What it raises leaves no step in flight."""
 
     def wait(self) -> Drawn:
         """The result of the step in flight. Raises what the step raised."""

@@ -10,12 +10,12 @@ many nodes of which claimed survival an ask brings (the supply), and how often s
 
     V = sum over claims of supply * max(0, chance * worth - price of a node) - price of asking
 
-at any number of choices and any load, because neither supply nor calibration depends on them. A
-scope is asked where V is above 0 by a standard deviation of its evidence, and where it may be and
-its account can bear what an ask may lose: SHARE of all plain decoding comes in, and what nodes
-earn; out goes what nodes lose, and what asking takes. So a scope never loses much more than SHARE
-of its time to find out, beginning with its first request (conservative bandits: Wu et al., ICML
-2016).
+at any number of choices and any load, because neither supply nor calibration depends on them. What
+asking anybody takes of a step is shared by those that are asked. A scope is asked where V is above
+0 by a standard deviation of its evidence, and where it may be and its account can bear what an ask
+may lose: SHARE of all plain decoding comes in, and what nodes earn; out goes what nodes lose, and
+what asking takes. So a scope never loses much more than SHARE of its time to find out, beginning
+with its first request (conservative bandits: Wu et al., ICML 2016).
 
 A scope that is not asked is *watched* meanwhile: of each token that comes it is seen whether it
 repeats what followed the same two ids before, in its prompt or answer. That costs microseconds.
@@ -204,20 +204,32 @@ def _worth(curve: Curve, host: Float64, shape: StepShape, token_s: float) -> flo
 
 
 @inlined
+def _ask_s(curve: Curve, host: Float64, num_draws: int, num_asked: int) -> float:
+    """Seconds that asking takes of each that is asked. Of every drawn row the likeliest
+    ids are told, whoever wants them."""
+    return max((asking_s(host, float(num_asked)) + curve[3] * num_draws) / num_asked, 1e-9)
+
+
+@inlined
+def _is_worth_asking(value: float, doubt: float, account: float, ask: float) -> bool:
+    """Whether an ask that is worth so much, give or take its doubt, is surely so, or may be and the
+    account can bear what it may lose. All in plain tokens; ask: what it takes."""
+    may_lose = value > doubt or account >= min(max(-value, 0.0), ask)
+    return value + doubt > 0.0 and may_lose
+
+
+@inlined
 def _prices(
-    curve: Curve, host: Float64, shape: StepShape, num_asked: int, likely: float
-) -> tuple[float, float, float, float]:
-    """Seconds of a plain token, of asking one of num_asked choices and of a node; what an accepted
-    token saves of a plain one, 0..1. likely: nodes that come true if all are asked."""
+    curve: Curve, host: Float64, shape: StepShape, likely: float
+) -> tuple[float, float, float]:
+    """Seconds of a plain token and of a node; what an accepted token saves of a plain one, 0..1.
+    likely: nodes that come true if all are asked."""
     rows, seconds, key_s, likely_s = curve
     num, nodes = float(shape.num_draws), max(1.0, likely)
     rows_s, node_s = seconds_of(rows, seconds, num), key_s * shape.mean_len
     token_s = (rows_s + plain_host_s(host, num)) / num + node_s
-    # Of all rows that are drawn from the likeliest ids are told, whoever is asked.
-    each = float(max(num_asked, 1))
-    ask_s = max((asking_s(host, each) + likely_s * num) / each, 1e-9)
     node_s += likely_s + (seconds_of(rows, seconds, num + nodes) - rows_s) / nodes
-    return token_s, ask_s, node_s, _worth(curve, host, shape, token_s)
+    return token_s, node_s, _worth(curve, host, shape, token_s)
 
 
 @inlined
@@ -268,7 +280,8 @@ def most_nodes(
 @compiled
 def pays(curve: Curve, host: Float64, shape: StepShape) -> bool:
     """Whether it does to ask every choice for one node that is as likely as not."""
-    token_s, ask_s, node_s, worth = _prices(curve, host, shape, shape.num_draws, 0.0)
+    token_s, node_s, worth = _prices(curve, host, shape, 0.0)
+    ask_s = _ask_s(curve, host, shape.num_draws, shape.num_draws)
     return bool(0.5 * worth * token_s > node_s + ask_s)
 
 
@@ -288,44 +301,42 @@ def weigh(
     """Decide which of these seats are asked, and book it; returns how many are.
 
     curve, host: of CostTable, of HostTimes. most: nodes that could pay. verdicts: float64 [seats,
-    3], written: 1 where a seat is asked and else 0; 1 where it would be, if there is room; and what
-    an ask is expected to lose. in_tokens: float64 [2], written: what an accepted token saves and a
-    node takes.
+    2], written: 1 where a seat is asked and else 0; 1 where it would be, if there is room.
+    in_tokens: float64 [2], written: what an accepted token saves and a node takes.
     """
     likely = 0.0
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
         likely += _num_came(scopes, row) / max(scopes[row, _ASKS], 1.0)
-    num_asked, before = asked.shape[0], asked.shape[0] + 1
+    token_s, node_s, worth = _prices(curve, host, shape, likely)
+    price = node_s / token_s
+    in_tokens[0], in_tokens[1] = worth, price
+    for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
+        row = int(seats[asked[i], _SCOPE])
+        asks = max(scopes[row, _ASKS], 1e-3)
+        left = _may_take(scopes, row)
+        own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
+        for part in range(_PARTS - 1, -1, -1):
+            supply = min(left, scopes[row, _OFFERED + part] / asks)
+            left -= supply
+            chance = _trust(scopes, row, part) * _MIDDLES[part] * own
+            drafted += supply * max(0.0, chance * worth - price)
+            came += supply * chance
+        repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT
+        verdicts[i, 0] = (asks * drafted + repeated) / (asks + 1.0)
+        verdicts[i, 1] = math.sqrt((came + DOUBT) / asks)
+    ask, num_asked, before = 0.0, asked.shape[0], asked.shape[0] + 1
     while num_asked < before:  # the fewer are asked, the more each of them takes
-        before = num_asked
-        token_s, ask_s, node_s, worth = _prices(curve, host, shape, before, likely)
-        price, ask = node_s / token_s, ask_s / token_s
-        in_tokens[0], in_tokens[1], num_asked = worth, price, 0
-        for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
-            row = int(seats[asked[i], _SCOPE])
-            asks = max(scopes[row, _ASKS], 1e-3)
-            left = _may_take(scopes, row)
-            own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
-            for part in range(_PARTS - 1, -1, -1):
-                supply = min(left, scopes[row, _OFFERED + part] / asks)
-                left -= supply
-                chance = _trust(scopes, row, part) * _MIDDLES[part] * own
-                drafted += supply * max(0.0, chance * worth - price)
-                came += supply * chance
-            repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT
-            value = (asks * drafted + repeated) / (asks + 1.0) - ask
-            doubt = math.sqrt((came + DOUBT) / asks)
-            loss = min(max(-value, 0.0), ask)
-            verdicts[i, 0], verdicts[i, 1] = value > doubt, value + doubt > 0.0
-            verdicts[i, 2] = loss
-            can_lose = value > doubt or scopes[row, _ACCOUNT] + SHARE >= loss
-            num_asked += value + doubt > 0.0 and can_lose
+        before, num_asked = num_asked, 0
+        ask = _ask_s(curve, host, shape.num_draws, max(before, 1)) / token_s
+        for i in range(asked.shape[0]):
+            account = min(scopes[int(seats[asked[i], _SCOPE]), _ACCOUNT] + SHARE, MOST)
+            num_asked += _is_worth_asking(verdicts[i, 0] - ask, verdicts[i, 1], account, ask)
     num_asked = 0
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
         account = min(scopes[row, _ACCOUNT] + SHARE, MOST)
-        would_be = verdicts[i, 1] > 0.0 and (verdicts[i, 0] > 0.0 or account >= verdicts[i, 2])
+        would_be = _is_worth_asking(verdicts[i, 0] - ask, verdicts[i, 1], account, ask)
         is_asked = most > 0 and would_be
         if is_asked:
             account -= ask
@@ -531,7 +542,7 @@ class Gain:
             return ["room"] * len(seats), 0
         if self.cost is None:
             return [""] * len(seats), room
-        curve, host, verdicts = self.cost.curve, self.host.numbers, np.empty((len(seats), 3))
+        curve, host, verdicts = self.cost.curve, self.host.numbers, np.empty((len(seats), 2))
         most = most_nodes(curve, host, shape, room, _NO_CHANCES, _NO_ORDER)
         num = weigh(
             self._scopes.table, self.seats.table, np.array(seats, np.int64), curve, host, shape,
