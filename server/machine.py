@@ -103,6 +103,39 @@ def release_code(part: str) -> int:
     return num_bytes
 
 
+class OtherProcesses:
+    """What other processes use of the machine's cores, since this was made.
+
+    but: a process that does not count as another one, by its id; None: this one.
+    """
+
+    def __init__(self, but: int | None = None) -> None:
+        self._but = but
+        self._began = self._spent()
+
+    def _spent(self) -> tuple[float, float]:
+        """(seconds of the clock times cores, seconds that the cores worked for others)."""
+        import psutil
+
+        machine, own_s = psutil.cpu_times(), 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self._but).cpu_times()
+            own_s = own.user + own.system
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # A guest's time is in user and nice already.
+        twice = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
+        return sum(machine) - twice, sum(machine) - twice - idle - own_s
+
+    def share(self) -> float:
+        """Of all cores, 0..1."""
+        (all_s, busy_s), (before_all_s, before_s) = self._spent(), self._began
+        return min(1.0, max(0.0, (busy_s - before_s) / max(all_s - before_all_s, 1e-9)))
+
+    def cores(self) -> float:
+        """In cores."""
+        return self.share() * (os.cpu_count() or 1)
+
+
 class Machine:
     """root: where /proc and /sys lie; a test has files of its own."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,10 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
+from server.commands.idle_prior import make_priors
 from server.commands.options import DEFAULT_MODEL, WEIGHTS_HELP, Dtype, WeightsForm
 from server.commands.own_engine import check_places, model_name
 from server.config import (
@@ -35,6 +37,9 @@ from server.config.yaml_file import MemorySize, Section, parse_device_list, pars
 from server.errors import ConfigError, TailorError
 from server.machine import has_terminal
 from server.wiring.task_set import server_tasks
+
+if TYPE_CHECKING:
+    from server.api.engines.client import EngineClient
 
 HELLO_PROMPT = "The capital of France is"
 
@@ -197,7 +202,7 @@ def serve(
         folders = {m.name: ready_folder(m, config.engine) for m in config.models}
         plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
 
-        def on_ready(port: int) -> None:
+        def on_ready(port: int, client: EngineClient) -> None:
             url = config.listen.url(port)
             took_s = time.monotonic() - start_s
             print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
@@ -208,8 +213,26 @@ def serve(
                     name="hello",
                     daemon=True,
                 ).start()
+            beside.append(asyncio.create_task(make_priors(_priors(config, client), client)))
 
+        beside: list[asyncio.Task[None]] = []  # a loop alone holds no task; its end cancels them
         return run_server(plan, listener, on_ready=on_ready, processes=waiting)
+
+
+def _priors(config: ServerConfig, client: EngineClient) -> dict[str, Path]:
+    """Where the priors of the built-in models lie that a CPU serves without a merged adapter."""
+    from server.model.catalog import BUILT_IN
+    from server.wiring.engine import prior_file
+
+    return {
+        model.path: prior_file(info.fingerprint)
+        for model in config.models
+        if config.engine.idle_prior == "auto"
+        and model.path in BUILT_IN
+        and "cpu" in model.devices
+        and model.adapter is None
+        and (info := client.info(model.name)) is not None
+    }
 
 
 @contextlib.contextmanager

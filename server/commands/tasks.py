@@ -35,6 +35,7 @@ from server.commands.tune_data import BUSY, RecordOptions, TaskFile, refuse_to_r
 from server.config import DEFAULT_TASKS
 from server.datasets import check_file
 from server.errors import ConfigError
+from server.machine import OtherProcesses
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -194,29 +195,6 @@ _NUM_STEPS = 9  # that are timed
 _LIMIT_S = 90.0  # no further form is begun after so many seconds
 _FLOATS = ("float32", "bfloat16")
 _FORMS = (*_FLOATS, "int8", "int8-blocks", "int4")  # of a model that has floats
-
-
-class OtherProcesses:
-    """What other processes use of the machine's cores, since this was made."""
-
-    def __init__(self) -> None:
-        self._began = self._spent()
-
-    @staticmethod
-    def _spent() -> tuple[float, float]:
-        """(seconds of the clock times cores, seconds that the cores worked for others)."""
-        import psutil
-
-        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # A guest's time is in user and nice already.
-        twice = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
-        return sum(machine) - twice, sum(machine) - twice - idle - own.user - own.system
-
-    def share(self) -> float:
-        """Of all cores, 0..1."""
-        (all_s, busy_s), (before_all_s, before_s) = self._spent(), self._began
-        return min(1.0, max(0.0, (busy_s - before_s) / max(all_s - before_all_s, 1e-9)))
 
 
 def busy_share(others: OtherProcesses, may_be_busy: bool) -> float:

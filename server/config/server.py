@@ -331,8 +331,7 @@ class EngineConfig(Section):
     )
     structured_outputs: bool = Field(
         True,
-        description="whether requests may bring a grammar; what makes masks is built when "
-        "the first comes, in 0.1 to 1 second, beside the steps",
+        description="whether requests may bring a grammar; what makes masks is built for the first",
     )
     slice_cache_rows: int = Field(
         _SIZES.slice_cache_rows,
@@ -344,7 +343,7 @@ class EngineConfig(Section):
         _SIZES.max_adapters,
         ge=1,
         le=4096,
-        description="adapters in memory at once; hundreds more may be known",
+        description="adapters in memory at once; more may be known",
     )
     full_head: Literal["auto", "device", "stream", "cpu"] = Field(
         "auto",
@@ -358,11 +357,16 @@ class EngineConfig(Section):
     )
     steps_ahead: Literal["auto", 0] = Field(
         "auto",
-        description="0: a step is launched once the one before it is accepted; 1 is refused, as "
-        "steps ahead left until a device has run them",
+        description="steps launched before the last is accepted; 1 is refused, until a device has "
+        "run them",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
+    )
+    idle_prior: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: a built-in model on a cpu gets its prior (docs/drafting.md) while the "
+        "machine is idle",
     )
 
     @field_validator("steps_ahead", mode="before")

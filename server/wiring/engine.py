@@ -128,7 +128,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         log.info("the first start of this model here: measuring what its steps cost, some seconds")
     engine = Engine(
         runner,
-        _drafter_makers(runner.info, memory, vocabularies, _prior(order, runner)),
+        _drafter_makers(runner.info, memory, vocabularies, _PriorFile(order, runner)),
         EngineSettings(
             **asdict(order.runner.sizes),
             target_step_s=_TARGET_STEP_S[_kind(order)],
@@ -258,26 +258,44 @@ def prior_file(fingerprint: str) -> Path:
     return cache_dir() / "priors" / f"{model_fingerprint(fingerprint)[:24]}.prior"
 
 
-def _prior(order: EngineOrder, runner: Runner) -> Prior | None:
-    """The model's prior, where there is one that its runner's states can be given to."""
-    from drafters.auto.prior import Prior
-    from server.engine.batch import StateRunner
+class _PriorFile:
+    """The model's prior, read when its file is there and again when it is another one: one that is
+    made beside the engine is drafted with once drafters are made anew."""
 
-    file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
-    if not file.is_file():
-        return None
-    if not isinstance(runner, StateRunner):
-        log.warning("%s has a prior, which is not used on %s", runner.info.name, _kind(order))
-        return None
-    try:
-        return Prior.load(file, fingerprint=model_fingerprint(fingerprint))
-    except (OSError, ArrayFileError) as error:
-        log.warning("%s is drafted for without its prior: %s", runner.info.name, error)
-        return None
+    def __init__(self, order: EngineOrder, runner: Runner) -> None:
+        from server.engine.batch import StateRunner
+
+        self._name, self._kind = runner.info.name, _kind(order)
+        self._fingerprint = runner.info.fingerprint
+        self._has_states = isinstance(runner, StateRunner)
+        self._known: tuple[tuple[int, ...], Prior | None] = (), None
+
+    def __call__(self) -> Prior | None:
+        """None where there is none that can be used, which the log tells."""
+        from drafters.auto.prior import Prior
+
+        file = prior_file(self._fingerprint)
+        try:
+            stat = file.stat()
+        except OSError:
+            return None
+        stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        if stamp == self._known[0]:
+            return self._known[1]
+        found = None
+        if not self._has_states:
+            log.warning("%s has a prior, which is not used on %s", self._name, self._kind)
+        else:
+            try:
+                found = Prior.load(file, fingerprint=model_fingerprint(self._fingerprint))
+            except (OSError, ArrayFileError) as error:
+                log.warning("%s is drafted for without its prior: %s", self._name, error)
+        self._known = stamp, found
+        return found
 
 
 def _drafter_makers(
-    info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies, prior: Prior | None
+    info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies, prior: _PriorFile
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
     """(task, speculation) -> Drafter, by the drafter's name."""
     corpora = CorpusFiles()
@@ -295,7 +313,7 @@ def _drafter_makers(
             enrichment=own.enrichment,
             corpora=corpora,
             pieces=own.pieces,
-            prior=prior,
+            prior=prior(),
         )
 
     return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}

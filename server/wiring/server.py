@@ -216,13 +216,14 @@ def run_server(
     plan: ServerPlan,
     listener: socket.socket,
     *,
-    on_ready: Callable[[int], None] | None = None,
+    on_ready: Callable[[int, EngineClient], None] | None = None,
     processes: Sequence[EngineProcess] = (),
 ) -> int:
     """Start every engine and serve until a signal. Returns the exit status (see api.serving.serve).
 
     listener: from `listen`; closed at the end. processes: that wait, for the first engines.
-    on_ready: called once with the port, on the event loop, when every model has an engine.
+    on_ready: called once with the port and the engines' client, on the event loop, when every model
+    has an engine.
     """
     from server.api.app import create_app
     from server.api.gate import open_traces
@@ -265,7 +266,7 @@ def run_server(
             limits=config.limits,
             sockets=[listener],
             certificate=config.listen.certificate,
-            on_ready=on_ready,
+            on_ready=None if on_ready is None else lambda port: on_ready(port, client),
         )
 
     with listener:

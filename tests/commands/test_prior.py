@@ -85,6 +85,14 @@ def test_an_engine_reads_what_was_made_and_does_without_what_is_damaged(
         without = engine.drafters.resolve("t", off)
         assert isinstance(without, AutoDrafter) and without.prior is None
     whole = file.read_bytes()
+    file.unlink()
+    with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
+        made = engine.drafters.resolve("t", speculation)
+        assert isinstance(made, AutoDrafter) and made.prior is None
+        file.write_bytes(whole)  # it is made beside the engine
+        engine.controls["drafters_reload"](None)
+        made = engine.drafters.resolve("t", speculation)
+        assert isinstance(made, AutoDrafter) and made.prior is not None
     file.write_bytes(whole[:-64])
     with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
         made = engine.drafters.resolve("t", speculation)
