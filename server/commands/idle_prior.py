@@ -84,7 +84,11 @@ async def run_when_idle(model: str, command: Sequence[str], idle_s: float) -> in
             quiet_s = 0.0 if others.cores() > _BUSY_CORES else quiet_s + _LOOK_S
             if process is None:
                 if quiet_s >= idle_s and available_memory() > _MEMORY:
-                    log.info("%s: nothing to do, its prior is made (engine.idle_prior)", model)
+                    log.info(
+                        "%s: nobody uses this machine, so the model's prior is made, by which a "
+                        "new key's drafts come true more often; engine.idle_prior: off leaves it",
+                        model,
+                    )
                     process = await asyncio.create_subprocess_exec(
                         *command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL, env=own_path(),
