@@ -63,7 +63,10 @@ async def make_priors(
         if file.is_file():
             continue
         words = [sys.executable, "-c", _CHILD, str(os.getpid()), "models", "prior", model]
-        status = await run_when_idle(model, words, idle_s)
+        try:
+            status = await run_when_idle(model, words, idle_s)
+        except OSError:  # the machine has no process or no memory left
+            status = 1
         if status:
             log.warning("%s: its prior was not made; `tailor models prior` says why", model)
             return
