@@ -13,9 +13,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from server.client.bulk import BulkOutcome, BulkRun
 from server.client.http import Endpoint, Tally, events, tell
 from server.client.http import call as request
-from server.commands.options import CallOptions, OutputFile, PromptField, bounded
+from server.commands.options import Bar, CallOptions, OutputFile, PromptField, bounded
 
 _CALL = CallOptions()
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
@@ -43,9 +44,6 @@ def run(
     prompt_field: PromptField = "prompt",
     call: CallOptions = _CALL,
 ) -> int:
-    from server.client.bulk import BulkOutcome, BulkRun
-    from server.commands.options import Bar
-
     job = BulkRun(
         call.endpoint(),
         task,

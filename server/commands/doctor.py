@@ -16,6 +16,7 @@ from server.commands.serve import EngineOptions, ModelChoice, Place, check_serve
 from server.config import ServerConfig
 from server.errors import TailorError
 from server.machine import MIN_FILES, Machine, allow_files
+from server.model.cache_folder import cache_dir, check_kept
 
 _PLACE, _MODEL = Place(), ModelChoice()
 
@@ -92,7 +93,6 @@ def cache(
 def cache_parts() -> dict[str, Part]:
     """All that is kept, by name."""
     from drafters.library import code_folder
-    from server.model.cache_folder import cache_dir
 
     folder = cache_dir()
     return {
@@ -160,8 +160,6 @@ def _memory(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _cache(_: ServerConfig) -> Iterator[Finding]:
-    from server.model.cache_folder import cache_dir
-
     folder = cache_dir()
     there = next(part for part in (folder, *folder.parents) if part.exists())
     sizes = sum(folder_size(part.path) for part in cache_parts().values())
@@ -176,8 +174,6 @@ def _cache(_: ServerConfig) -> Iterator[Finding]:
 
 
 def _models(config: ServerConfig) -> Iterator[Finding]:
-    from server.model.cache_folder import check_kept
-
     for model in config.models:
         folder = _folders(config)[model.name]
         if folder is None:

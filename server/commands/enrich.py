@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vocab_store.enrichment import Enrichment
     from vocab_store.entropy import Concentration, WordBigrams
 
+BUDGETS = (50, 100, 250, 500, 1000)
+ROW_COST = 0.06  # of a further row, in steps of one row
+
 _FIELDS = FieldOptions()
 _NODES = (0, 2, 4, 16)
 _CLIENTS = (1, 8, 32)
@@ -188,11 +191,11 @@ def analyze(
     fields: FieldOptions = _FIELDS,
     budgets: Annotated[
         tuple[int, ...], bounded("sizes of the enrichment that are tried", name="--tokens", gte=1)
-    ] = (50, 100, 250, 500, 1000),
+    ] = BUDGETS,
     row_cost: Annotated[
         float,
         bounded("what a further row costs, in steps of one row; see a server's log (0.06)", gte=0),
-    ] = 0.06,
+    ] = ROW_COST,
     details: Annotated[bool, Parameter(help="the papers' measures too")] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="print JSON instead")] = False,
 ) -> int:

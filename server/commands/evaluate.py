@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from server.client.http import Caller, RefusedError
 from server.commands.data import FieldOptions
-from server.commands.options import CallOptions, as_options, bounded, writing
+from server.commands.options import Bar, CallOptions, as_options, bounded, writing
 from server.commands.quality import METRICS, Estimate, estimate, on_a_line
+from server.config import load_tasks
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
 from server.wiring.task_set import tasks_folder
@@ -148,9 +150,6 @@ def _from_server(
     source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]
 ) -> dict[int, str | None]:
     """Every row asked of a running server. Raises CallFailedError."""
-    from server.client.http import Caller, RefusedError
-    from server.commands.options import Bar
-
     assert source.task is not None
     fields = {} if source.max_tokens is None else {"max_tokens": source.max_tokens}
     asked = (
@@ -177,8 +176,6 @@ def _from_server(
 
 def _metric_of(source: AnswerOptions) -> str | None:
     """The metric of the task's file. Raises ConfigError."""
-    from server.config import load_tasks
-
     folder = tasks_folder(source.tasks)
     if source.task is None or folder is None:
         return None

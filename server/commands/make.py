@@ -29,7 +29,16 @@ from cyclopts import Parameter
 
 from drafters.atomic_file import replacing
 from drafters.json_text import object_in
-from server.commands.data import FieldOptions, read_task_data
+from server.commands.data import FieldOptions, chat_render, read_task_data
+from server.commands.enrich import (
+    BUDGETS,
+    ROW_COST,
+    MiningOptions,
+    analyze_task,
+    mine_tokens,
+    reading_pays,
+    what_tokens_lack,
+)
 from server.commands.options import (
     Bar,
     ModelOptions,
@@ -38,12 +47,22 @@ from server.commands.options import (
     sampling_of,
     writing,
 )
+from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, Estimate, estimate
+from server.commands.record import Answer, Prompt, ask_engine
 from server.commands.tasks import tune_task
-from server.commands.train import BaseOptions, RecipeOptions, train_adapter, wait_asleep
+from server.commands.train import (
+    BaseOptions,
+    RecipeOptions,
+    has_bfloat16,
+    train_adapter,
+    wait_asleep,
+)
 from server.commands.tune_data import RecordOptions, TaskFile
-from server.datasets import Turn, answered_turn, check_file, rows
+from server.config import load_task
+from server.datasets import ExampleReader, Turn, answered_turn, check_file, rows
 from server.errors import ConfigError
+from server.types import SpeculationParams
 
 Step = Literal["enrich", "train", "tune", "evaluate"]
 
@@ -53,11 +72,9 @@ _STOPS = ("\n", "\n\n")
 _MOST_JUDGED = 200  # rows that are held out
 _LEAST_JUDGED = 5
 _OPEN = 16  # prompts that are answered at once
-_BUDGETS = (50, 100, 250, 500, 1000)
 _MOST_LOOKED_AT = 2000  # rows, before the plan: some seconds
 _FIRST_MAX_TOKENS = 256  # until `tune` takes the data's
 _EVALUATED = "# Evaluated on"
-_ROW_COST = 0.06  # of `analyze`
 _MOST_SCORED = 24  # rows, to choose the form
 _LONGEST = 1024  # ids of a prompt of these
 _CLEARLY = 0.95  # of the nats of plain prompts: a chat has fewer
@@ -400,8 +417,6 @@ class _Make:
 
     def _lack_at_first_sight(self) -> str:
         """Why few rows will have no tokens of their own; "" of many, which `analyze` looks at."""
-        from server.commands.enrich import what_tokens_lack
-
         num = len(self._learned) + len(self._held)
         if "enrich" in self._skip or self._figures("enrich") or num > _MOST_LOOKED_AT:
             return ""
@@ -415,7 +430,6 @@ class _Make:
         wait_asleep()
         import torch
 
-        from server.commands.train import has_bfloat16
         from server.model.catalog import text_folder
         from server.model.families import text_values
 
@@ -484,18 +498,14 @@ class _Make:
         return figures
 
     def _analyze(self) -> dict[str, Any]:
-        from server.commands.enrich import analyze_task
-
         found = read_task_data(self.model.model, [self._train], self._read, max_held_out=100)
         with Bar() as bar:
-            report = analyze_task(found, _BUDGETS, _ROW_COST, bar)
+            report = analyze_task(found, BUDGETS, ROW_COST, bar)
         self._write_first()
         tokens = report.recommended if report.tokens_pay else 0
         return {"tokens": tokens, "lack": report.lack, "advice": report.advice}
 
     def _enrich(self, budget: int) -> dict[str, Any]:
-        from server.commands.enrich import MiningOptions, mine_tokens, reading_pays
-
         found = read_task_data(self.model.model, [self._train], self._read)
         mining, reads = MiningOptions(budget=budget), self.reads_prompts
         with Bar() as bar:
@@ -522,9 +532,6 @@ class _Make:
 
     def _form(self) -> dict[str, Any]:
         """Whether the data's answers are likelier behind a chat than behind the plain prompt."""
-        from server.commands.data import chat_render
-        from server.commands.own_engine import own_engine
-        from server.datasets import ExampleReader
         from server.model.scoring import Text, score
 
         some = self._learned[:_MOST_SCORED]
@@ -559,12 +566,6 @@ class _Make:
 
     def _judged(self) -> list[tuple[str, Estimate]]:
         """How good answers to the held-out rows are, the task's metric first."""
-        from server.commands.data import chat_render
-        from server.commands.own_engine import OwnTokenizer, own_engine
-        from server.commands.record import Answer, Prompt, ask_engine
-        from server.config import load_task
-        from server.types import SpeculationParams
-
         task = load_task(self.output)
         drawn = SamplingOptions(max_tokens=task.sampling.max_tokens, stop=self._stop)
         outputs = [""] * len(self._held)

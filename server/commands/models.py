@@ -15,7 +15,8 @@ from cyclopts import Parameter
 
 from drafters.json_text import object_in
 from server.commands.options import Bar, ModelOptions, Threads, bounded, writing
-from server.errors import ConfigError
+from server.errors import ConfigError, TailorError
+from server.model.cache_folder import MARKER, cache_dir, model_dirs, writing_to_cache
 
 ModelName = Annotated[
     str, Parameter(name="NAME", help="a built-in name, a GGUF file or a Hugging Face id")
@@ -69,8 +70,6 @@ def list_models() -> int:
 
 
 def show(model: ModelName, /) -> int:
-    from server.model.cache_folder import MARKER
-
     folder, found = _find(model)
     config = object_in(folder / "config.json")
     text = config.get("text_config") or config
@@ -113,8 +112,6 @@ def _head(folder: Path, text: dict[str, Any]) -> dict[str, str]:
 
 def _kept(folder: Path, num_layers: int) -> dict[str, str]:
     """Quantised copies that earlier starts kept, and which of their layers are in blocks."""
-    from server.model.cache_folder import cache_dir
-
     facts: dict[str, str] = {}
     if not any((cache_dir() / "models").glob("packed-*")):
         return facts  # what follows takes a second to import
@@ -148,7 +145,6 @@ def fetch(
         ),
     ] = "auto",
 ) -> int:
-    from server.errors import TailorError
     from server.model.catalog import model_folder
     from server.model.loader import open_model
 
@@ -186,7 +182,6 @@ def prior(
 
     from server.commands.own_engine import own_engine
     from server.commands.train_prior import embeddings_of, fit, own_texts, read_texts
-    from server.model.cache_folder import writing_to_cache
     from server.model.cpu.generic.runner import GenericRunner
     from server.model.cpu.runner import CpuRunner
     from server.wiring.drafter import model_fingerprint
@@ -239,7 +234,6 @@ def remove(model: ModelName, /) -> int:
 
 def _all_here() -> Iterator[_Here]:
     """Models that were made here or came with an image; what Hugging Face's own cache holds."""
-    from server.model.cache_folder import MARKER, model_dirs
     from server.model.catalog import BUILT_IN, cached_folder
 
     built_in = {cached_folder(name): name for name in BUILT_IN}
@@ -306,7 +300,6 @@ def told_size(num_bytes: int) -> str:
 
 def _supported(config: dict[str, Any]) -> str:
     """ "yes", or why not."""
-    from server.errors import TailorError
     from server.model.generic import is_generic
     from server.model.supported import check_raw
 

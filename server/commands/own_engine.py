@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,6 @@ from drafters.json_text import object_in
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from server.api.served_model import ServedModel
     from server.commands.options import Bar, ModelOptions
     from server.config import ModelConfig
@@ -74,8 +73,6 @@ def own_engine(
 
     drafters: to be compiled before the Engine is given. Raises ConfigError, ModelError.
     """
-    from dataclasses import replace
-
     from server.config import EngineConfig, ModelConfig, ServerConfig
     from server.wiring.engine import build_engine
     from server.wiring.model import ready_folder

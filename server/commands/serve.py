@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
+from pydantic import SecretStr
 
 from server.commands.idle_prior import make_priors
 from server.commands.options import DEFAULT_MODEL, WEIGHTS_HELP, Dtype, WeightsForm
@@ -284,8 +285,6 @@ def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]
 def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:
     """server.yaml (or the defaults) with the command line's options over it, and with its keys and
     those of the environment. Raises ConfigError."""
-    from pydantic import SecretStr
-
     config = ServerConfig() if place.config is None else load_server_config(place.config)
     config = over(config, "listen", _given(place, ListenConfig))
     engine = _given(how, EngineConfig)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from drafters import DRAFTER_NAMES
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import parsed
+from server import __version__
 from server.commands.data import FieldOptions, chat_render
 from server.commands.options import (
     Bar,
@@ -31,17 +33,25 @@ from server.commands.options import (
     writing,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
-from server.commands.tune_data import BUSY, RecordOptions, TaskFile, refuse_to_replace
-from server.config import DEFAULT_TASKS
+from server.commands.tune_data import (
+    BUSY,
+    Example,
+    Progress,
+    RecordOptions,
+    TaskFile,
+    Tuning,
+    check_data,
+    refuse_to_replace,
+)
+from server.config import DEFAULT_TASKS, load_server_config, load_task, load_tasks
 from server.datasets import check_file
-from server.errors import ConfigError
+from server.errors import ConfigError, TailorError
 from server.machine import OtherProcesses
+from server.types import EngineSizes, SpeculationParams
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
-    from server.commands.tune_data import Example, Progress
     from server.engine.batch import Runner
-    from server.types import SpeculationParams
 
 
 _MODEL, _FIELDS, _SAMPLING, _RECORDING = (
@@ -58,9 +68,6 @@ def check(
         Parameter(metavar="FILE", help="server.yaml, to check the tasks' models too"),
     ] = None,
 ) -> int:
-    from drafters import DRAFTER_NAMES
-    from server.config import load_server_config, load_tasks
-
     models: tuple[str, ...] = ()
     if config is not None:
         models = tuple(model.name for model in load_server_config(config).models)
@@ -119,7 +126,6 @@ def tune_task(
     """Tune a task and write its files; what `tune` reports. Raises ConfigError, ModelError."""
     from drafters.auto.copying import Pieces
     from server.commands.tune import tune as run
-    from server.commands.tune_data import Tuning, check_data
     from server.model.adapter import enrichment_of
     from server.wiring.drafter import make_task_drafter
 
@@ -251,7 +257,6 @@ def compare_forms(
 
     A form that cannot be run is left out. It chooses nothing: the user does (`weights`).
     """
-    from server.errors import TailorError
     from server.model.scoring import Text
 
     texts = [
@@ -281,7 +286,6 @@ def _measure(
     from server.engine.probe import make_prober
     from server.model.build import RunnerSpec, build_runner
     from server.model.scoring import compare, score
-    from server.types import EngineSizes
 
     sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=_LONGEST, kv_bytes=256 << 20)
     spec = RunnerSpec(
@@ -331,8 +335,6 @@ def pack(
     ] = None,
     force: Annotated[bool, Parameter(help="replace a file that is there")] = False,
 ) -> int:
-    from server import __version__
-
     name, files = _files_of(task)
     output = output or Path(f"{name}{_SUFFIX}")
     refuse_to_replace(output, force)
@@ -391,8 +393,6 @@ def unpack(
 
 def _files_of(task: Path) -> tuple[str, list[Path]]:
     """(the task's name, its YAML and the files it names). Raises ConfigError."""
-    from server.config import load_task
-
     loaded = load_task(task)
     files = [task]
     for path in (Path(name) for _, name in loaded.files()):

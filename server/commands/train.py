@@ -6,7 +6,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -29,7 +29,6 @@ from server.commands.own_engine import device_problem
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.training.examples import TrainExample
     from server.training.loop import TrainProgress, TrainResult
 
 _FIELDS = FieldOptions()
@@ -137,7 +136,7 @@ def train_adapter(
     wait_asleep()
     import torch
 
-    from server.training.examples import segmented, shared_prefix
+    from server.training.examples import TrainExample, segmented, shared_prefix
     from server.training.loop import CHECKPOINT, TrainOptions
     from server.training.loop import train as run
     from server.training.lora import LoraOptions, plan_memory, prepare, save
@@ -169,7 +168,10 @@ def train_adapter(
     tuned = prepare(
         module, matrix_of, enrichment, shape, tokenizer=found.text.fingerprint, dtype=dtype
     )
-    examples, held_out = _as_examples(found.train), _as_examples(found.held_out)
+    examples, held_out = (
+        [TrainExample(tuple(prompt), tuple(output)) for prompt, output in part]
+        for part in (found.train, found.held_out)
+    )
     random.Random(recipe.seed).shuffle(examples)
     examples = examples[: recipe.max_examples]
     some = [segmented(example, enrichment) for example in examples[:500]]
@@ -209,12 +211,6 @@ def wait_asleep() -> None:
     Called before torch is imported. They spin for milliseconds else, which beside other work takes
     the core from the thread that is waited for: a step takes 20 times as long."""
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def _as_examples(pairs: Iterable[tuple[list[int], list[int]]]) -> list[TrainExample]:
-    from server.training.examples import TrainExample
-
-    return [TrainExample(tuple(prompt), tuple(output)) for prompt, output in pairs]
 
 
 def has_bfloat16(device: str) -> bool:

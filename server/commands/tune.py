@@ -23,8 +23,11 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from drafters.auto.held_out import build_calibrated
+from drafters.corpus import Corpus
+from server import __version__
 from server.commands.options import writing
 from server.commands.record import Kept
 from server.commands.tune_choice import (
@@ -57,11 +60,10 @@ from server.commands.tune_data import (
     read_data,
     refuse_to_replace,
 )
+from server.config import load_task
+from server.engine.step_times import CostTable
 from server.types import CORPUS_FITS
-
-if TYPE_CHECKING:
-    from drafters.corpus import Corpus
-    from server.engine.step_times import CostTable
+from vocab_store.entropy import measure
 
 _MADE_BY = "Made by `tailor tasks tune`"
 _OURS = "# Made by `tailor tasks "
@@ -129,8 +131,6 @@ def tune(run: Tuning) -> dict[str, Any]:
 
 def _corpus(run: Tuning, examples: Sequence[Example]) -> Corpus:
     """Of these examples, their prompts as drafters read them: in the model's own tokens."""
-    from drafters.auto.held_out import build_calibrated
-
     own = run.enrichment
     read = list if own is None else own.segment
     spelled = ((read(prompt), list(output)) for prompt, output in examples)
@@ -139,8 +139,6 @@ def _corpus(run: Tuning, examples: Sequence[Example]) -> Corpus:
 
 def _why(best: Choice | None, material: Material) -> dict[str, Any]:
     """What explains the choice: how the outputs repeat themselves, and where drafts came from."""
-    from vocab_store.entropy import measure
-
     why: dict[str, Any] = {}
     measured = (best.corpus if best is not None else None) or next(iter(material.corpora), None)
     if measured is not None:
@@ -287,8 +285,6 @@ def _printable(line: str) -> str:
 
 def _origin_lines(run: Tuning, cost: CostTable, num_held_tokens: int) -> list[str]:
     """What the task was tuned on."""
-    from server import __version__
-
     material, info = run.material, run.engine.info
     data = hashlib.sha256(run.data.read_bytes()).hexdigest()[:12]
     outputs = (
@@ -411,8 +407,6 @@ def _table(budgets: Sequence[int], choices: Sequence[Choice], best: Choice | Non
 def write_checked(file: Path, text: str, name: str) -> None:
     """Write a task's file once it was read, beside its place, as the server will. Raises
     ConfigError."""
-    from server.config import load_task
-
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as folder:

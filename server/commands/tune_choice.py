@@ -16,9 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import numpy as np
+
+from drafters.arrays import Float64
+from drafters.base import Drafter, DraftSession
 from drafters.catalog import Need, catalog, that_use
+from drafters.corpus import Corpus
+from drafters.replay import Recording, replay
+from drafters.tree import DraftTree
 from server.commands.record import Answer, Prompt, ask_engine, in_order
 from server.commands.tune_data import (
     BOTH,
@@ -30,18 +37,14 @@ from server.commands.tune_data import (
     sampling_of,
 )
 from server.config import SpeculationConfig
+from server.engine.engine import Engine
+from server.engine.gain import Gain, StepShape
+from server.engine.step_times import CostTable
+from server.engine.trees import checked
 from server.types import CORPUS_FITS, SamplingParams, SpeculationParams
-
-if TYPE_CHECKING:
-    from drafters.arrays import Float64
-    from drafters.base import Drafter, DraftSession
-    from drafters.corpus import Corpus
-    from drafters.replay import Recording
-    from drafters.tree import DraftTree
-    from server.engine.engine import Engine
-    from server.engine.step_times import CostTable
-    from vocab_store.cost import HeadCosts
-    from vocab_store.profile import VocabProfile
+from vocab_store.cost import HeadCosts, best_fill, slice_head_s
+from vocab_store.profile import ProfileSettings, VocabProfile, build_profile
+from vocab_store.slice import RequiredIds
 
 _log = logging.getLogger(__name__)
 
@@ -126,10 +129,6 @@ class Pricing:
     ) -> Taken:
         """Replay recordings with prompts and outputs, each step as one of num_streams like it.
         Raises DraftError for a tree that an engine would refuse."""
-        import numpy as np
-
-        from drafters.replay import replay
-
         priced = _Priced(drafter, self, held, num_streams)
         found = replay(priced, held, budget=budget, in_prefill=True)
         told, steps = priced.told, found.num_steps
@@ -157,10 +156,6 @@ class _Priced:
     def __init__(
         self, drafter: Drafter, pricing: Pricing, recordings: Sequence[Recording], num_streams: int
     ) -> None:
-        import numpy as np
-
-        from server.engine.gain import Gain
-
         self.name, self.told = drafter.name, Taken()
         self.sources = getattr(drafter, "sources", (drafter.name,))
         self._drafter, self._pricing, self._num_streams = drafter, pricing, num_streams
@@ -190,8 +185,6 @@ class _Priced:
         prediction_ids: Sequence[int] = (),
     ) -> DraftSession:
         """The next recording's: its prompt and its plain path are priced."""
-        import numpy as np
-
         recording = next(self._recordings)
         pricing, told, num = self._pricing, self.told, len(prompt_ids)
         prompt_s = pricing.prompt_s(self._cached(prompt_ids), num)
@@ -210,8 +203,6 @@ class _Priced:
 
     def _observe(self, claims: Float64, accepted: Sequence[int]) -> None:
         """Nodes with these claims were verified. accepted: indexes of those that came true."""
-        import numpy as np
-
         came, num = np.zeros(len(claims), np.int32), np.zeros(1, np.int32)
         came[list(accepted)] = 1
         start = np.array([0, len(claims)], np.int32)
@@ -235,12 +226,6 @@ class _Priced:
 
     def propose(self, max_nodes: int, max_depth: int) -> DraftTree:
         """The nodes of the drafter's tree that pay; the step is priced with them."""
-        import numpy as np
-
-        from drafters.tree import DraftTree
-        from server.engine.gain import StepShape
-        from server.engine.trees import checked
-
         num, gain = self._num_streams, self._gain
         shape, room = StepShape(num, num, float(self._length)), num * max_nodes
         tree, kept, ask_s, seats = DraftTree.empty(), 0, 0.0, np.full(num, self._seat)
@@ -514,10 +499,6 @@ def vocabulary(
     Costs are per token, as server.engine.slices takes them: a step with drafts has more rows
     and emits more tokens, and a verification still reads the whole head once.
     """
-    from vocab_store.cost import best_fill, slice_head_s
-    from vocab_store.profile import ProfileSettings, build_profile
-    from vocab_store.slice import RequiredIds
-
     parts, tokens, info = run.material.parts, run.tokens, run.engine.info
     label = next((name for name in (BOTH, DATA, OWN) if parts.get(name)), None)
     if label is None:
@@ -568,8 +549,6 @@ def _head_costs(
     A step of few rows takes the time of the bytes that it reads, so a head that was measured to
     take much more than its share of them was measured on a disturbed machine: head_share bounds it.
     """
-    from vocab_store.cost import HeadCosts
-
     num_rows, per_step = 1.0, 1.0
     if best is not None:
         num_rows += best.forecast.num_rows / max(1, best.forecast.num_steps)

@@ -16,7 +16,6 @@ from server.commands.cli import (
     COMMANDS,
     OPTIONS_OF_OTHERS,
     TAKEN_OF_OTHERS,
-    Command,
     build_app,
     main,
     parse,
@@ -35,14 +34,17 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
-def test_every_command_has_help_with_an_example(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command.words.split(), "--help"]) == 0
-    out = capsys.readouterr().out
-    assert f"example: tailor {command.words}" in " ".join(out.split())
-    assert callable(parse(shlex.split(command.example)[1:])), "the example parses"
+def test_every_command_has_an_example_that_parses() -> None:
+    for command in COMMANDS:
+        assert f"{command.example} ".startswith(f"tailor {command.words} ")
+        assert callable(parse(shlex.split(command.example)[1:])), command.words
+
+
+def test_help_ends_with_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "pack", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.endswith("example: tailor tasks pack configs/tasks/slots.yaml")
+    assert "Put a task into one file" in told and "--force" in told
 
 
 @pytest.mark.parametrize("words", [[], ["tasks"], ["models"]])
@@ -69,17 +71,6 @@ def test_names_of_before_still_work_and_are_not_shown(capsys: pytest.CaptureFixt
     assert parse(["task", "check", "configs/tasks"]) is parse(["tasks", "check", "configs/tasks"])
     assert main(["run", "--help"]) == 0
     assert "--in" not in capsys.readouterr().out.split()
-
-
-def test_options_that_mean_the_same_have_one_name() -> None:
-    """An option is called alike wherever it is, and names of before are nobody's first name."""
-    options = {name: facts.options for name, facts in known().items()}
-    for command in ("run", "record", "replay", "corpus build", "tasks tune", "vocab profile"):
-        assert "--data" in options[f"tailor {command}"], command
-    for command in ("run", "record", "corpus build", "corpus bigrams", "vocab profile"):
-        assert {"--output", "-o"} <= options[f"tailor {command}"], command
-    for command in ("run", "complete", "record", "corpus generate"):
-        assert {"--url", "--api-key", "--timeout", "--task"} <= options[f"tailor {command}"]
 
 
 @pytest.mark.parametrize(
@@ -221,13 +212,11 @@ def test_a_command_that_reads_data_is_told_where_in_a_line_it_is() -> None:
             assert "--prompt-field" in there, command
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_commands_and_options(
-    shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["completion", shell]) == 0
+def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert "max-num-batched-tokens" in script and "bigrams" in script
+    assert all(parse(["completion", shell]) for shell in ("zsh", "fish"))
 
 
 def test_no_colour_where_none_is_wanted(
@@ -262,11 +251,6 @@ def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     config = str(ROOT / "configs" / "server.yaml")
     assert main(["tasks", "check", str(tmp_path), "--config", config]) == 1
     assert "no model 'other'" in capsys.readouterr().err
-
-
-def test_fetch_of_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "fetch", "nothing"]) == 1
-    assert "no model 'nothing'" in capsys.readouterr().err
 
 
 # --- serve's options over server.yaml ---
@@ -364,23 +348,40 @@ def test_what_cannot_be_served_is_one_line_before_anything_is_loaded(
     assert says in told.err and len(told.err.splitlines()) == 1 and not told.out
 
 
-def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_API_KEY", "from-env")
+@pytest.mark.parametrize(("own", "keys"), [("three", ["one", "two", "three"]),
+                                          ("one", ["one", "two"])])  # fmt: skip
+def test_keys(own: str, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is given twice, as by --api-key $TAILOR_API_KEY, is one."""
+    monkeypatch.setenv("TAILOR_API_KEY", own)
+    monkeypatch.delenv("TAILOR_ADMIN_KEY", raising=False)
     config = _config("--api-key", "one", "--api-key", "two")
-    assert [key.secret() for key in config.keys] == ["one", "two", "from-env"]
-    assert len({key.id for key in config.keys}) == 3
+    assert [key.secret() for key in config.keys] == keys
+    assert len({key.id for key in config.keys}) == len(keys)
 
 
-def test_training_takes_its_share_of_a_busy_machine(tmp_path: Path) -> None:
-    """libgomp reads how long waiting threads spin when torch is imported, and says what it read."""
+_UNTIL_TORCH = """
+import ctypes, importlib.machinery, os, pathlib, sys
+class Instead:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            found = importlib.machinery.PathFinder.find_spec(name, path)
+            (library,) = pathlib.Path(found.origin).parent.glob("lib/libgomp*.so*")
+            ctypes.CDLL(str(library))
+            os._exit(0)
+sys.meta_path.insert(0, Instead)
+from server.commands.cli import main
+main(["tasks", "train", "--data", "none.jsonl", "-o", "none"])
+"""
+
+
+def test_training_takes_its_share_of_a_busy_machine() -> None:
+    """libgomp reads how long waiting threads spin when it is loaded, by torch's import or, here,
+    instead of that, and says what it read."""
     if sys.platform != "linux":
         pytest.skip("libgomp is torch's on Linux")
-    data = tmp_path / "empty.jsonl"
-    data.write_text("")
-    words = ["tasks", "train", "--data", str(data), "-o", str(tmp_path / "adapter")]
     done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", *words],
+        [sys.executable, "-c", _UNTIL_TORCH],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"},
     )  # fmt: skip
-    assert done.returncode == 1 and str(data) in done.stderr
-    assert "GOMP_SPINCOUNT = '10000'" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "GOMP_SPINCOUNT = '10000'" in done.stderr

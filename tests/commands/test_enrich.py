@@ -105,26 +105,6 @@ def test_from_data_to_a_served_adapter(
         engine.close()
 
 
-def test_prompts_are_trained_and_served_in_the_new_tokens_where_that_is_asked_for(
-    folder: Path, tmp_path: Path
-) -> None:
-    lines = [{"prompt": f"!!ok!!{'abcd'[i % 4]}", "completion": "!!ok!!"} for i in range(40)]
-    data = write_lines(tmp_path / "prompts.jsonl", lines)
-    file, adapter = tmp_path / "p.json", tmp_path / "adapter"
-    shared = ["--model", str(folder), "--data", str(data)]
-    mined = ["tasks", "enrich", *shared, "--tokens", "2", "--reads-prompts", "-o", str(file)]
-    assert main(mined) == 0 and Enrichment.load(file).prompts
-    trained = ["tasks", "train", *shared, "--enrichment", str(file), "-o", str(adapter)]
-    assert main([*trained, "--epochs", "0.1", "--rank", "2"]) == 0
-    config = ServerConfig(
-        models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),)
-    )
-    model = plan_server(config, {}, {"m": folder}).models["m"]
-    base = model.tokenizer.encode("!!ok!!a", add_special_tokens=False).ids
-    read = model.prompt_ids(base)
-    assert len(read) < len(base) and model.table.join(read, skip_special=True) == b"!!ok!!a"
-
-
 def test_what_was_trained_outlives_a_disk_without_room_for_the_adapter(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

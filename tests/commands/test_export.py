@@ -53,7 +53,8 @@ def test_enrich_writes_an_export(
     data = write_lines(tmp_path / "train.jsonl", lines)
     command = ["tasks", "enrich", "--model", str(folder), "--data", str(data), "--tokens", "4"]
     command += ["-o", str(tmp_path / "e.json"), "--export", str(tmp_path / "out")]
-    assert main(command) == 0
+    assert main([*command, "--reads-prompts"]) == 0
+    assert Enrichment.load(tmp_path / "e.json").prompts
     assert str(tmp_path / "out") in capsys.readouterr().out
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -98,8 +98,10 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan times large products to price the training: all cores for a fifth of a second."""
+    """Every plan times large products to price the training: all cores for a fifth of a second.
+    Nor are forms of the weights compared, which choose nothing."""
     monkeypatch.setattr("server.commands.make._Make._training_s", lambda _: 60.0)
+    monkeypatch.setattr("server.commands.tasks.compare_forms", lambda *_, **__: {})
 
 
 def test_from_a_file_to_a_served_task(

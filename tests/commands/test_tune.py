@@ -36,7 +36,7 @@ from tests.commands.fixed_cost import fixed_cost
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.json_lines import write_lines
-from tests.processes import Running
+from tests.setup.serve_here import serve_here
 from vocab_store.profile import VocabProfile
 
 TOKENIZER = byte_level_tokenizer()
@@ -422,22 +422,12 @@ def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
         _tune(long, outputs="model")
 
 
-@pytest.mark.parametrize(
-    ("lines", "outputs", "told"),
-    [
-        ([*_lines(12), {"prompt": "x"}], "gold", ":13: completion: is missing"),
-        ([*_lines(12), {"completion": "x"}], "gold", ":13: prompt: must be a string, not empty"),
-        ([*_lines(12), {"prompt": ""}], "model", ":13: prompt: is empty; it must be a string"),
-        ([*_lines(12), {"prompt": 3, "completion": "x"}], "model", ":13: prompt: is no text"),
-    ],
-)
-def test_data_that_cannot_be_used_is_told(
-    lines: list[dict[str, Any]], outputs: str, told: str, tmp_path: Path
-) -> None:
+def test_ids_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    """What else is wrong with data is told before: tests/commands/test_tune_data.py."""
+    lines = [*_lines(12), {"prompt_ids": [], "output_ids": [1]}]
     data = write_lines(tmp_path / "train.jsonl", lines)
-    with pytest.raises(ConfigError, match=told) as caught:
-        _tune(data, outputs=outputs)
-    assert str(data) in str(caught.value)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:13: prompt: must be a string, not empty"):
+        _tune(data)
     assert not (tmp_path / "tasks").exists()
 
 
@@ -520,7 +510,10 @@ def run(
     return run
 
 
-def test_from_data_to_answers(run: Callable[..., Any], tiny_folder: Path, tmp_path: Path) -> None:
+def test_from_data_to_answers(
+    run: Callable[..., Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.commands.tasks._FORMS", ("float32", "int8"))
     data = write_lines(tmp_path / "train.jsonl", _lines(48))
     output = tmp_path / "town.yaml"
     words = ["--data", str(data), "--name", "town", "-o", str(output), "--max-tokens", "24"]
@@ -549,14 +542,14 @@ def test_from_data_to_answers(run: Callable[..., Any], tiny_folder: Path, tmp_pa
         "sampling: {temperature: 0, max_tokens: 24}\n"
         "speculation: {drafter: grammys, grammys: {table: tiny.bigrams, strategy: bigram}}\n"
     )
-    body = {"model": "town", "prompt": "Town 7:", "include_speculation": True}
+    body: dict[str, Any] = {"model": "town", "prompt": "Town 7:", "include_speculation": True}
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"Town {i}:"} for i in range(6)])
     common = ("--data", str(prompts), "--temperature", "0", "--max-tokens", "20")
     asked, own = tmp_path / "asked.jsonl", tmp_path / "own.jsonl"
-    with Running(["--model", str(tiny_folder), "--tasks", str(tmp_path)]) as served:
-        answer = served.ask("/v1/completions", body)
-        plain = served.ask("/v1/completions", body | {"speculation": {"drafter": "off"}})
-        guessed = served.ask("/v1/completions", body | {"model": "bigrams"})
+    with serve_here("--model", str(tiny_folder), "--tasks", str(tmp_path)) as served:
+        answer = served.post(**body).json()
+        plain = served.post(**body, speculation={"drafter": "off"}).json()
+        guessed = served.post(**body | {"model": "bigrams"}).json()
         figures = run("corpus", "generate", *common, "--url", served.url, "-o", str(asked))
     assert answer["speculation"]["drafter"] == gold["drafter"]
     assert answer["usage"]["completion_tokens"] <= 24

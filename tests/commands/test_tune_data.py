@@ -10,16 +10,19 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from server.commands.options import _bars
-from server.commands.tasks import _tell, head_share
+from server.commands.options import ModelOptions, _bars
+from server.commands.tasks import _tell, compare_forms, forms_of, head_share
+from server.commands.tune import form_lines
 from server.commands.tune_choice import _head_costs
 from server.commands.tune_data import Compared, check_data, quality, quality_lines
 from server.datasets import Fields
 from server.engine.step_times import CostTable
 from server.errors import ConfigError
 from server.model.build import RunnerSpec, build_runner
+from server.model.catalog import model_folder
 from server.types import EngineSizes
 from tests.json_lines import write_lines
+from tests.model.gguf_models import BLOCKS, write_llama
 
 
 def _compared(num: int, gold: str, output: str, *, hit_max: bool = False) -> list[Compared]:
@@ -97,23 +100,58 @@ def test_a_head_measured_above_its_bytes_is_not_believed(measured_s: float, most
     assert _head_costs(None, 1000, cost, (measured_s, 0.01), None)[1] == pytest.approx(measured_s)
 
 
+def test_each_form_is_scored_on_the_data_and_timed(tiny_folder: Path, own_cache: Path) -> None:
+    model = ModelOptions(model=str(tiny_folder), threads=1)
+    examples = [(list(range(3, 20)), list(range(40, 48))), ([], [1]), ([5] * 600, [6])]
+    told: list[str] = []
+    found = compare_forms(model, examples, lambda stage, done, total: told.append(stage))
+    assert list(found) == ["float32", "bfloat16", "int8", "int8-blocks", "int4"]
+    assert told
+    for figures in found.values():
+        assert figures["perplexity"] > 1 and 0 <= figures["exact"] <= 1
+        assert figures["step_ms"] > 0 and figures["step_16_rows_ms"] > 0
+    near = abs(found["bfloat16"]["perplexity"] / found["float32"]["perplexity"] - 1)
+    assert near < 0.05
+    lines = form_lines(found, "int8")
+    assert [line for line in lines if line.endswith("as tuned")] == [lines[3]]
+    assert all(len(line) <= 100 for line in lines)
+    assert compare_forms(model, [], lambda *_: None) == {}
+    assert form_lines({}, "int8") == []
+
+
+def test_nothing_is_fetched_or_converted_for_it(tmp_path: Path, own_cache: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_llama(file, *BLOCKS)
+    assert forms_of(ModelOptions(model=str(file))) == []
+    model_folder(str(file), "file")
+    assert [form for form, _ in forms_of(ModelOptions(model=str(file)))] == ["file"]
+    assert compare_forms(ModelOptions(model=str(file)), [([1], [2])], lambda *_: None) == {}
+    assert forms_of(ModelOptions(model=str(tmp_path), device="cuda")) == []
+
+
 # --- the data, before a model is loaded ---
 
 
+_ROWS = '{"prompt": "x", "completion": "y"}\n' * 12
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "outputs", "told"),
     [
-        ("a.csv", "prompt,completion\n" + "x,y\n" * 9, "9 examples; tuning needs 10"),
-        ("a.csv", "q,completion\nx,y\n", "a.csv:2: prompt: is missing"),
-        ("a.jsonl", '{"prompt": "x"}\n' * 12, "a.jsonl:1: completion: is missing"),
-        ("a.jsonl", '{"messages": []}\n' * 12, "a.jsonl:1: messages: nothing is asked"),
+        ("a.csv", "prompt,completion\n" + "x,y\n" * 9, "gold", "9 examples; tuning needs 10"),
+        ("a.csv", "q,completion\nx,y\n", "gold", "a.csv:2: prompt: is missing"),
+        ("a.jsonl", '{"prompt": "x"}\n' * 12, "gold", "a.jsonl:1: completion: is missing"),
+        ("a.jsonl", '{"messages": []}\n' * 12, "gold", "a.jsonl:1: messages: nothing is asked"),
+        ("a.jsonl", _ROWS + '{"completion": "y"}', "model", "a.jsonl:13: prompt: is missing"),
+        ("a.jsonl", _ROWS + '{"prompt": ""}', "model", ":13: prompt: is empty; it must be a str"),
+        ("a.jsonl", _ROWS + '{"prompt": 3}', "model", ":13: prompt: is no text"),
     ],
 )
-def test_data_is_checked(name: str, text: str, told: str, tmp_path: Path) -> None:
+def test_data_is_checked(name: str, text: str, outputs: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        check_data(file, "gold", Fields())
+        check_data(file, outputs, Fields())
 
 
 def test_data_of_every_kind_is_taken(tmp_path: Path) -> None:

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from server.model.catalog import model_folder
-from tests.processes import Running, run_bash
+from tests.api.live import LiveServer
+from tests.processes import run_bash
 from tests.setup import pages
+from tests.setup.serve_here import serve_here
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The model in the form that `tailor serve` takes by itself."""
     folder = model_folder("smollm2-135m-instruct", "auto")
     words = ["--model", str(folder), "--served-model-name", "smollm2-135m-instruct",
              "--tasks", str(pages.ROOT / "configs" / "tasks"), "--max-num-seqs", "4"]  # fmt: skip
-    with Running(words, {"TAILOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}) as running:
-        yield running
-        assert running.stop(signal.SIGTERM) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for name in ("TAILOR_API_KEY", "TAILOR_ADMIN_KEY"):
+            patch.delenv(name, raising=False)
+        with serve_here(*words) as running:
+            yield running
 
 
 def _block(page: str, holds: str) -> str:
@@ -49,7 +53,7 @@ def _block(page: str, holds: str) -> str:
     ],
 )
 def test_python_prints_what_the_page_says(
-    server: Running, capsys: pytest.CaptureFixture[str], page: str, holds: str, answer: str
+    server: LiveServer, capsys: pytest.CaptureFixture[str], page: str, holds: str, answer: str
 ) -> None:
     pytest.importorskip("openai")
     names: dict[str, object] = {}
@@ -63,12 +67,12 @@ def test_python_prints_what_the_page_says(
         assert usage.accepted_prediction_tokens > 9
 
 
-def test_the_first_request_says_paris(server: Running) -> None:
+def test_the_first_request_says_paris(server: LiveServer) -> None:
     (line,) = [c for c in pages.commands() if "The capital of France is" in c]
     line = line.replace("http://127.0.0.1:8000", server.url)
     assert json.loads(run_bash(f"{line} -sS"))["choices"][0]["text"] == " Paris"
 
 
-def test_the_one_in_the_terminal_says_london(server: Running) -> None:
+def test_the_one_in_the_terminal_says_london(server: LiveServer) -> None:
     (line,) = [c for c in pages.commands() if c.startswith("printf")]
     assert run_bash(f"{line} --url {server.url}", NO_COLOR="1").strip() == "London"

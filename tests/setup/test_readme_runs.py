@@ -1,7 +1,8 @@
 """README and docs are followed: their commands, word for word, against a server on a tiny model.
 
 What differs from a person's terminal: the two built-in models are tiny ones under the same names,
-the port is a free one, and a load test asks less. What a test elsewhere runs is named in ELSEWHERE.
+the port is a free one, two forms of the weights are compared, a load test asks less, and all of it
+runs in this process. What a test elsewhere runs is named in ELSEWHERE.
 """
 
 from __future__ import annotations
@@ -9,25 +10,28 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadtest import load
 from server.commands.cli import main
+from tests.api.live import LiveServer
 from tests.json_lines import write_lines
 from tests.model.tiny_models import save_built_in
-from tests.processes import Running, run_bash, run_python
+from tests.processes import run_bash
 from tests.setup import pages
 from tests.setup.built_in import save_default_model
+from tests.setup.serve_here import serve_here
 
 ROOT = pages.ROOT
 KEY = "an-admin-key"
 HERE = ("curl", "tailor tasks", "tailor corpus", "tailor replay", "tailor vocab", "tailor serve",
-        "tailor run", "printf", "python -m loadtest.load")  # fmt: skip
+        "tailor run", "python -m loadtest.load")  # fmt: skip
 ELSEWHERE = {
+    "printf": "tests/setup/test_examples.py, with the model that it is for",
     "make serve": "tests/setup/test_serve.py: its one command, `tailor serve --hello`",
     "make test": "this run",
     "prometheus": "tests/monitoring/test_prometheus.py",
@@ -73,6 +77,7 @@ def environment(home: Path) -> Iterator[None]:
         patch.setenv("TAILOR_CACHE_DIR", str(home / "cache"))
         patch.setenv("TAILOR_ADMIN_KEY", KEY)
         patch.delenv("TAILOR_API_KEY", raising=False)
+        patch.setattr("server.commands.tasks._FORMS", ("float32", "int8"))
         patch.chdir(home)
         yield
 
@@ -90,13 +95,11 @@ def tuned(environment: None, home: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tuned: None, home: Path) -> Iterator[Running]:
-    # With an adapter: tests/commands/test_enrich.py serves what it trains.
+def server(tuned: None) -> Iterator[LiveServer]:
+    # With an adapter: tests/setup/test_first_hour.py.
     (line,) = [line for line in _starting("tailor serve") if "--adapter" not in line]
-    words = [str(home / w) if w.startswith("configs/") else w for w in shlex.split(line)[2:]]
-    with Running(words) as running:
+    with serve_here(*shlex.split(line)[2:]) as running:
         yield running
-        assert running.stop(signal.SIGTERM) == 0
 
 
 def test_a_fine_tuned_task(environment: None, home: Path) -> None:
@@ -107,8 +110,8 @@ def test_a_fine_tuned_task(environment: None, home: Path) -> None:
             assert main(shlex.split(line)[1:]) == 0, line
     (line,) = [line for line in _starting("tailor corpus build") if "--adapter" in line]
     assert main(shlex.split(line)[1:]) == 0, line
-    (line,) = _starting("tailor tasks make")
-    assert main([*shlex.split(line)[1:], "--even-if-busy"]) == 0, line
+    (line,) = _starting("tailor tasks make")  # to its end: tests/setup/test_first_hour.py
+    assert main([*shlex.split(line)[1:], "--skip", "tune", "--skip", "evaluate"]) == 0, line
     made = ("slots.enrichment.json", "slots-adapter/enrichment.json", "slots.corpus",
             "tuned/slots.yaml", "tuned/slots.make/adapter/adapter_config.json")  # fmt: skip
     assert all((home / name).is_file() for name in made)
@@ -124,7 +127,7 @@ def test_a_task_of_ones_own_by_hand(environment: None, home: Path) -> None:
     assert all((home / name).is_file() for name in made)
 
 
-def test_curl_gets_an_answer_everywhere(server: Running) -> None:
+def test_curl_gets_an_answer_everywhere(server: LiveServer) -> None:
     lines = _starting("curl")
     assert len(lines) >= 3
     for line in lines:
@@ -140,16 +143,14 @@ def test_curl_gets_an_answer_everywhere(server: Running) -> None:
             assert answer["choices"][0]["finish_reason"]
 
 
-def test_a_file_of_prompts_and_one_in_the_terminal(server: Running, home: Path) -> None:
-    """`tailor` is this checkout's, the server is the test's."""
-    lines = _starting("tailor run") + _starting("printf")
-    assert len(lines) == 2
-    for line in lines:
-        run_bash(f"{line} --url {server.url}", cwd=home, TAILOR_API_KEY=KEY)
+def test_a_file_of_prompts(server: LiveServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = _starting("tailor run")
+    monkeypatch.setenv("TAILOR_API_KEY", KEY)
+    assert main([*shlex.split(line)[1:], "--url", server.url]) == 0
     assert len((home / "answers.jsonl").read_text().splitlines()) == 60
 
 
-def test_python_does_what_it_says(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_does_what_it_says(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     """All examples, one after the other, in one program."""
     pytest.importorskip("openai")
     blocks = pages.blocks("python")
@@ -167,14 +168,14 @@ def test_python_does_what_it_says(server: Running, capsys: pytest.CaptureFixture
     assert names["topic"].choice in ("delivery", "price") and 0 <= names["anger"].score <= 2
 
 
-def test_a_load_test_and_its_page(server: Running, home: Path) -> None:
+def test_a_load_test_and_its_page(server: LiveServer, home: Path) -> None:
     (line,) = _starting("python -m loadtest.")
-    words = [word.replace("http://127.0.0.1:8000", server.url) for word in shlex.split(line)[1:]]
+    words = [word.replace("http://127.0.0.1:8000", server.url) for word in shlex.split(line)[3:]]
     less = {"--data": "data", "--concurrency": "2", "--requests": "6", "--rounds": "2",
             "--tokens": "8"}  # fmt: skip
     for option, value in less.items():
         words[words.index(option) + 1] = value
     words += ["--pause", "0", "--max-load", "1000", "--key", "tailor-off=TAILOR_ADMIN_KEY"]
-    run_python(*words, cwd=home)
+    assert load.main(words) == 0
     page = home / words[words.index("--html") + 1]
     assert "<html" in page.read_text(encoding="utf-8")

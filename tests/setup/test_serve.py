@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.error
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,16 @@ from tokenizers import Tokenizer
 from drafters import DRAFTER_NAMES
 from server.api.serving import listen
 from server.commands.cli import main
-from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError, UnsupportedModelError
 from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
+from tests.api.live import as_key
 from tests.model.gguf_models import BLOCKS, write_llama
 from tests.processes import TAILOR, Running
+from tests.setup.serve_here import serve_here
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -47,23 +47,21 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def again(
+def place(
     tiny_file: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Running]]:
-    """Starts the server of `server`, or the same once more, with further options."""
-    words = ["--model", str(tiny_file), "--served-model-name", "tiny", "--max-num-seqs", "8",
-             "--tasks", str(tasks), "--hello"]  # fmt: skip
-    env = {
+) -> tuple[list[str], dict[str, str]]:
+    """The words of the server, and its environment."""
+    return ["--model", str(tiny_file), "--served-model-name", "tiny", "--max-num-seqs", "8",
+            "--tasks", str(tasks), "--hello"], {
         "TAILOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "TAILOR_API_KEY": "secret",
         "TAILOR_ADMIN_KEY": "admin",
     }  # fmt: skip
-    with ExitStack() as running:
-        yield lambda *more: running.enter_context(Running([*words, *more], env))
 
 
 @pytest.fixture(scope="module")
-def server(again: Callable[..., Running]) -> Running:
-    return again()
+def server(place: tuple[list[str], dict[str, str]]) -> Iterator[Running]:
+    with Running(*place) as running:
+        yield running
 
 
 BODY = {"model": "tiny", "prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
@@ -164,40 +162,35 @@ def test_signals_during_a_start_that_makes_its_model(tmp_path: Path, tasks: Path
         server.wait()
 
 
-def test_it_stops_cleanly_and_the_next_start_keeps_what_a_task_knows(
-    server: Running, again: Callable[..., Running]
+def test_ctrl_c_stops_it_cleanly_and_the_next_start_keeps_what_a_task_knows(
+    server: Running, place: tuple[list[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one has two engines, of which the first is the task's home, and ends by Ctrl-C."""
-
-    def known(of: Running) -> Any:
-        return of.ask("/v1/tasks/known", key="admin")
-
-    body = BODY | {"model": "known"}
+    """The next one has two engines, of which the first is the task's home."""
+    body: dict[str, Any] = BODY | {"model": "known"}
     text = server.ask("/v1/completions", body, "admin")["choices"][0]["text"]
     # A thread of low priority takes the output after it was answered.
-    wait_until(lambda: known(server)["learned"]["outputs"] == 1, pause_s=0.1)
-    told = known(server)
+    at = "/v1/tasks/known"
+    wait_until(lambda: server.ask(at, key="admin")["learned"]["outputs"] == 1, pause_s=0.1)
+    told = server.ask(at, key="admin")
     assert told["measured_steps"] > 0
-    assert server.stop(signal.SIGTERM) == 0
-    second = again("--device", "cpu,cpu")
+    assert server.stop(signal.SIGINT) == 0
+    log = "".join(server.lines)
+    assert "Traceback" not in log and "abcabc" not in log
+    words, environment = place
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with serve_here(*words, "--device", "cpu,cpu") as second:
 
-    # /ready, and the announcement, need one engine of each model; the other follows.
-    def is_ready() -> bool:
-        states = [engine["state"] for engine in second.ask("/health")["engines"]]
-        assert set(states) <= {"loading", "ready"}
-        return states == ["ready", "ready"]
+        def known() -> Any:
+            return second.http.get(second.url + at, headers=as_key("admin")).json()
 
-    wait_until(is_ready, 60, pause_s=0.1)
-    kept = known(second)
-    assert kept["measured_steps"] == told["measured_steps"]
-    assert kept["calibration"] == told["calibration"]
-    for _ in range(4):
-        assert second.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
-    wait_until(lambda: known(second)["learned"]["outputs"] == 5, pause_s=0.1)
-    # Ctrl-C reaches every process of the terminal's group, engines included.
-    assert second.stop(signal.SIGINT) == 0
-    told_of_both = "".join(server.lines + second.lines)
-    assert "Traceback" not in told_of_both and "abcabc" not in told_of_both
+        kept = known()
+        assert kept["measured_steps"] == told["measured_steps"]
+        assert kept["calibration"] == told["calibration"]
+        for _ in range(4):
+            answer = second.post("/v1/completions", "admin", **body).json()
+            assert answer["choices"][0]["text"] == text
+        wait_until(lambda: known()["learned"]["outputs"] == 5, pause_s=0.1)
 
 
 def test_rows_that_pad_the_vocabulary_are_no_ids_of_the_api(
@@ -254,14 +247,6 @@ def test_a_busy_port_is_told_before_anything_is_loaded(
         assert main(["serve", "--port", str(port)]) == 1
     told = capsys.readouterr().err
     assert f"127.0.0.1:{port}: Address already in use" in told and "Traceback" not in told
-
-
-def test_a_key_that_is_given_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TAILOR_API_KEY", "one")
-    monkeypatch.delenv("TAILOR_ADMIN_KEY", raising=False)
-    place = Place(api_key=("one", "two"))  # as `--api-key $TAILOR_API_KEY --api-key two`
-    config = server_config(place, ModelChoice(), EngineOptions())
-    assert [key.secret() for key in config.keys] == ["one", "two"]
 
 
 def test_unknown_host_is_told() -> None:

@@ -12,13 +12,16 @@ import signal
 import site
 import subprocess
 import sys
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drafters.target import chosen
+from server.api.dashboard import PAGE_PATHS
 from server.machine_code import PACKAGES, jobs_of
 from tests.processes import Running
 from tests.setup.test_first_minutes import TASKS
@@ -65,7 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     libraries = next((folder / "lib").glob("python*/site-packages"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     done = subprocess.run(
-        [*pip, "--python", str(python), "install", "--no-deps", str(wheel)],
+        [*pip, "--python", str(python), "install", "--no-deps", "--no-compile", str(wheel)],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -90,29 +93,7 @@ def test_a_wheel_has_its_machine_code_and_what_the_package_reads_beside_it(wheel
 
 
 @pytest.mark.slow
-def test_it_brings_its_code_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "import server.machine_code as m; from server.commands.serve import server_config, Place;"
-        "from server.commands.serve import EngineOptions, ModelChoice;"
-        "from server.wiring.task_set import server_tasks, tasks_folder;"
-        "from server.api.dashboard import PAGE_PATHS;"
-        "config = server_config(Place(), ModelChoice(), EngineOptions());"
-        "print(m.__file__, m.is_ready()); print(tasks_folder()); print(*server_tasks(config));"
-        "print(len(PAGE_PATHS))"
-    )
-    done = subprocess.run(
-        [str(installed), "-c", code], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": "", "TAILOR_CODE_DIR": str(tmp_path / "code")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    module, folder, tasks, num_pages = done.stdout.splitlines()
-    assert module.startswith(str(installed.parents[1])) and module.endswith(" True")
-    assert Path(folder).is_dir() and not Path(folder).is_relative_to(ROOT)
-    assert set(tasks.split()) == TASKS and int(num_pages) >= 5
-
-
-@pytest.mark.slow
-def test_it_serves_in_an_environment_without_a_compiler(
+def test_it_serves_its_tasks_and_page_in_an_environment_without_a_compiler(
     installed: Path, tmp_path: Path, tiny_file: Path
 ) -> None:
     words = ["--model", str(tiny_file), "--served-model-name", "tiny", "--max-num-seqs", "8"]
@@ -126,5 +107,13 @@ def test_it_serves_in_an_environment_without_a_compiler(
         plain = running.ask("/v1/completions", asked)
         drafted = running.ask("/v1/completions", asked | {"speculation": {"drafter": "auto"}})
         assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]
+        served = {model["id"] for model in running.ask("/v1/models")["data"]}
+        assert served == TASKS | {"tiny"}
+        for path in PAGE_PATHS:
+            with urllib.request.urlopen(running.url + path, timeout=60) as page:
+                assert page.read(), path
+        engines = psutil.Process(running.process.pid).children()
+        code = {m.path for one in engines for m in one.memory_maps() if "/_code/" in m.path}
+        assert code and all(Path(path).is_relative_to(installed.parents[1]) for path in code)
         assert running.stop(signal.SIGTERM) == 0
     assert not (tmp_path / "code").exists(), "nothing was compiled"

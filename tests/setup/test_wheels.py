@@ -92,6 +92,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_INDEX_URL", made.url)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    # A process of pip each time that it is asked; in one of its own, below, it is asked.
+    monkeypatch.setattr(wheels, "_pip_settings", lambda: {"index-url": made.url})
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "TAILOR_WHEEL_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(wheels, "_PAUSE_S", 0.0)
@@ -176,7 +178,8 @@ def test_an_index_that_has_it_not_is_left_to_pip(index: Index, tmp_path: Path) -
 
 
 def test_a_killed_start_does_not_begin_anew(index: Index, tmp_path: Path) -> None:
-    """A process is killed in the middle of a file; the next one asks for the rest alone."""
+    """A process is killed in the middle of a file; the next one asks for the rest alone. It finds
+    the index in pip's settings."""
     index.pause_s = 0.05
     wheel = wheel_of(index)
     code = (
