@@ -61,103 +61,15 @@ BOUNDS = {
 
 PASSES = 3
 
-FLOORS = (
-    ("drafters.atomic_file", "drafters.json_text"),
-    ("vocab_store",),
-    ("drafters",),
-    ("server", "server.errors", "server.types", "server.logs"),
-    ("server.token_bytes", "server.grammar_text", "server.channel"),
-    ("server.datasets", "server.config"),
-    ("server.metrics", "server.client", "server.engine"),
-    ("server.model", "server.training", "server.api"),
-    ("server.wiring",),
-    ("server.fleet",),
-    ("server.commands",),
-)
-"""The rooms, lowest first. An import of a room on a higher floor is an arrow up."""
-
-
 # -- the house: what is counted without running it ------------------------------------------------
 
 
-Nodes = dict[str, list[ast.AST]]
-"""By module of ours, all that its text is made of."""
-
-
-def _modules(root: Path) -> Nodes:
-    """Those of the tree at `root`; empty ones left out."""
-    found: Nodes = {}
-    for top in OURS:
-        for path in sorted((root / top).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            parts = path.relative_to(root).with_suffix("").parts
-            if text.strip():
-                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                found[name] = list(ast.walk(ast.parse(text)))
-    return found
-
-
-def _imports(name: str, modules: Nodes) -> set[str]:
-    """The modules of ours that one imports: anywhere, for type checkers too."""
-    found: set[str] = set()
-    for node in modules[name]:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {full if full in modules else node.module for full in names}
-    return {other for other in found if other in modules and other != name}
-
-
-def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """The groups of modules that import each other, directly or not (Tarjan 1972)."""
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        number[name] = low[name] = len(number)
-        stack.append(name)
-        for other in sorted(arrows[name]):
-            if other not in number:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], number[other])
-        if low[name] == number[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in sorted(arrows):
-        if name not in number:
-            visit(name)
-    return found
-
-
-def _floor(module: str) -> int:
-    """The floor of a module's room; the longest prefix decides."""
-    while module:
-        for floor, rooms in enumerate(FLOORS):
-            if module in rooms:
-                return floor
-        module = module.rpartition(".")[0]
-    return len(FLOORS)
-
-
-def _room(module: str) -> str:
-    """The folder of a module, two names deep."""
-    return ".".join(module.split(".")[:2]) if module.startswith("server.") else module.split(".")[0]
-
-
-def _used_once(modules: Nodes) -> tuple[int, int]:
+def _used_once(nodes: Sequence[ast.AST]) -> tuple[int, int]:
     """(how many, lines) of the functions and methods whose name stands in one place beside its
     definition; imports do not count."""
     defined: defaultdict[str, list[int]] = defaultdict(list)
     uses: Counter[str] = Counter()
-    for node in chain.from_iterable(modules.values()):
+    for node in nodes:
         if isinstance(node, _FUNCTIONS):
             defined[node.name].append((node.end_lineno or node.lineno) - node.lineno + 1)
         elif isinstance(node, ast.Name):
@@ -172,35 +84,26 @@ def _used_once(modules: Nodes) -> tuple[int, int]:
     return len(once), sum(once)
 
 
-def arrows_up(arrows: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """(room, a room on a higher floor that it imports)."""
-    return {
-        (_room(name), _room(other))
-        for name, others in arrows.items()
-        for other in others
-        if _floor(other) > _floor(name)
-    }
-
-
 def house(root: Path) -> dict[str, int]:
-    """Sizes, circles and arrows of the tree at `root`."""
-    modules = _modules(root)
-    nodes = list(chain.from_iterable(modules.values()))
-    arrows = {name: _imports(name, modules) for name in modules}
-    num_once, lines_once = _used_once(modules)
+    """Sizes of the tree at `root`."""
+    nodes: list[ast.AST] = []
     rooms: Counter[str] = Counter()
-    for top in OURS:
-        for path in (root / top).rglob("*.py"):
-            module = ".".join(path.relative_to(root).with_suffix("").parts)
-            rooms[_room(module.removesuffix(".__init__"))] += len(path.read_text().splitlines())
+    num_modules = 0
+    for path in chain.from_iterable((root / top).rglob("*.py") for top in OURS):
+        text = path.read_text(encoding="utf-8")
+        parts = path.relative_to(root).with_suffix("").parts
+        # The folder of a module, of the server one deeper.
+        room = ".".join(parts[: 1 + (parts[0] == "server")]).removesuffix(".__init__")
+        rooms[room] += len(text.splitlines())
+        num_modules += bool(text.strip())
+        nodes += ast.walk(ast.parse(text))
+    num_once, lines_once = _used_once(nodes)
     return {
-        "modules": len(modules),
+        "modules": num_modules,
         "classes": sum(isinstance(node, ast.ClassDef) for node in nodes),
         "functions": sum(isinstance(node, _FUNCTIONS) for node in nodes),
         "functions used once": num_once,
         "lines of functions used once": lines_once,
-        "circles": len(circles(arrows)),
-        "arrows up": len(arrows_up(arrows)),
         "lines": sum(rooms.values()),
         **{f"lines of {room}": num for room, num in sorted(rooms.items(), key=lambda r: -r[1])},
     }

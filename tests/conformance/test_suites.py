@@ -120,52 +120,6 @@ def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType)
     assert "security" not in chat
 
 
-@pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
-def test_answers_are_counted_by_class(script: ModuleType, tmp_path: Path) -> None:
-    entries = [{"response": {"status": status}} for status in (200, 404, 400, 503)]
-    (tmp_path / "x.har").write_text(json.dumps({"log": {"entries": entries}}))
-    assert script.statuses(tmp_path / "x.har") == {"requests": 4, "2xx": 1, "4xx": 2, "5xx": 1}
-    assert script.statuses(tmp_path / "none.har") == {"requests": 0}
-
-
-@pytest.mark.parametrize("script", ["lm_eval_loglikelihoods"], indirect=True)
-def test_likelihoods_are_read_by_document(script: ModuleType, tmp_path: Path) -> None:
-    samples = [
-        {"doc_id": 1, "resps": [[["-2.5", "False"]], [["-0.5", "True"]]]},
-        {"doc_id": 0, "resps": [[[-1.0, True]], [[-3.0, False]]]},
-    ]
-    inner = tmp_path / "model"
-    inner.mkdir()
-    lines = "\n".join(json.dumps(sample) for sample in samples)
-    (inner / "samples_tailor_local_2026.jsonl").write_text(lines)
-    assert script.likelihoods(tmp_path) == {1: [-2.5, -0.5], 0: [-1.0, -3.0]}
-    script.write_task(tmp_path)
-    items = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
-    assert len(items) == len(script.ITEMS)
-    assert all(item["choices"][item["answer"]] for item in items)
-
-
-@pytest.mark.parametrize("script", ["environment"], indirect=True)
-def test_a_kept_environment_is_made_once_per_list(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[list[str]] = []
-
-    def pretend(words: list[str], check: bool) -> None:
-        ran.append(words)
-        (tmp_path / "venv-x").mkdir(exist_ok=True)
-
-    monkeypatch.setattr(script.subprocess, "run", pretend)
-    for _ in range(2):
-        assert script.environment(tmp_path, "x", ["a==1"]).name == "python"
-    assert len(ran) == 2 and ran[1][-1] == "a==1"
-    script.environment(tmp_path, "x", ["a==2"])
-    assert len(ran) == 4
-    with script.work_folder(None) as scratch:
-        (scratch / "file").touch()
-    assert not scratch.exists()
-
-
 @pytest.mark.parametrize("script", ["openai_api_tests"], indirect=True)
 def test_model_names_become_the_served_one_and_prompts_stay(script: ModuleType) -> None:
     source = (
@@ -222,8 +176,3 @@ def test_exactly_the_named_tests_are_left_out(script: ModuleType, tmp_path: Path
         "test_raw_list",
         "test_path_params_retrieve",
     }
-
-
-@pytest.mark.parametrize("script", ["openai_api_tests"], indirect=True)
-def test_every_omission_has_a_reason(script: ModuleType) -> None:
-    assert all(len(reason) > 10 for reason in script.DESELECTED.values())

@@ -120,14 +120,24 @@ class LocalReplicas:
         self._ending = asyncio.create_task(replica.stop())
 
 
+class _Fleet(FleetHandle):
+    """It ends its replicas when it ends, as an engine's handle does."""
+
+    def stop(self, timeout_s: float) -> None:
+        super().stop(timeout_s)
+        assert isinstance(self._replicas, LocalReplicas)
+        asyncio.run_coroutine_threadsafe(self._replicas.stop(), self._loop).result(timeout_s)
+
+
 def fleet_spec(
-    replicas: LocalReplicas, loop: Callable[[], asyncio.AbstractEventLoop], **options: Any
+    replicas: LocalReplicas,
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    name: str = "tiny/fleet",
+    **options: Any,
 ) -> EngineSpec:
     """An ingress's one engine: the whole fleet. loop: the ingress's, asked for at the start."""
-    model = replicas.specs[0].model
-    options.setdefault("first_pause_s", 0.01)
 
     def start() -> FleetHandle:
-        return FleetHandle(replicas, name=f"{model}/fleet", loop=loop(), **options)
+        return _Fleet(replicas, name=name, loop=loop(), **{"first_pause_s": 0.01, **options})
 
-    return EngineSpec(f"{model}/fleet", model, "fleet", start)
+    return EngineSpec(name, replicas.specs[0].model, "fleet", start)

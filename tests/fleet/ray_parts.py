@@ -36,6 +36,14 @@ if TYPE_CHECKING:  # a replica of an engine has no server
     from tests.api.live import LiveServer
 
 TASKS = tuple(f"task-{i}" for i in range(24))
+CALM = {
+    "RAY_prestart_worker_first_driver": "0",  # see run_fleet
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+}
+"""Of the environment of Ray's processes: what they do by the clock, which is most of what they do
+in a test, they do more seldom."""
 DECIDING = 6  # last tokens of a text, which decide how it goes on in an engine that learns
 
 
@@ -92,7 +100,7 @@ class FakeParts(FleetParts):
     def sharing(self) -> Sharing | None:
         if self.shared is None:
             return None
-        return Sharing(self.shared, LearningConfig(append_s=0.1, look_s=0.2, publish_s=0.2))
+        return Sharing(self.shared, LearningConfig(append_s=0.2, look_s=0.5, publish_s=0.5))
 
     def prepare(self) -> None:
         """Nothing is to be made."""

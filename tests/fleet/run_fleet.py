@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--least", type=int, help="fewest of --replicas, by what waits")
     parser.add_argument("--ingresses", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=0, help="Ray nodes; 0: Ray embedded")
+    parser.add_argument("--eager", action="store_true", help="scale in seconds")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--row-s", type=float, default=0.0)
     parser.add_argument("--policy", default="tasks")
@@ -81,6 +82,8 @@ def _fleet_of(
         }
     )
     engines: dict[str, Any] = {"min": options.replicas}
+    if options.eager:
+        _be_eager()
     if options.least is not None:  # by what waits, in a hurry
         hurry = {"up_after_s": 0.5, "down_after_s": 1.0, "sleep_after_s": 1.0, "look_back_s": 11.0}
         scaling = {"first_token_s": 0.2, **hurry}
@@ -110,6 +113,20 @@ def _fleet_of(
         processes=options.processes,
     )
     return cluster, parts
+
+
+def _be_eager() -> None:
+    """Serve's autoscaler is told each second what waits, and looks back on two: those that the
+    fleet asks for are more than ten, as Serve is told each ten seconds."""
+    from ray.serve.config import AutoscalingConfig
+
+    from server.fleet import app
+
+    def eager(**asked: Any) -> Any:
+        own = {"metrics_interval_s": 1.0, "look_back_period_s": 2.0}
+        return AutoscalingConfig(**{**asked, **own})
+
+    app.AutoscalingConfig = eager  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -170,12 +187,13 @@ def _nodes(num: int) -> Iterator[Nodes | None]:
     if not num:
         yield None
         return
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
-        "0"  # the name, for Ray: nodes are at 127.0.0.1
-    )
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for Ray: nodes are at 127.0.0.1
     from ray.cluster_utils import Cluster
 
-    common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
+    common: dict[str, Any] = {
+        "object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False,
+        "no_monitor": True,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         first = {"num_cpus": 8, "_system_config": head_settings(folder), **common}
         cluster = Cluster(initialize_head=True, head_node_args=first)

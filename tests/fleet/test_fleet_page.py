@@ -1,7 +1,9 @@
-"""docs/fleet.md is followed: its file is checked, and a fleet of a real (tiny) model is started."""
+"""docs/fleet.md is followed: its file is checked, and a fleet of a real (tiny) model is started.
+Beside it, what server.fleet.app does where none runs: it imports Ray, as this file does anyway."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,8 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,24 +26,23 @@ import pytest
 from loadtest.fleet import starts_alone
 from server.commands.cli import main
 from server.fleet import local
-from tests.fleet.ray_parts import free_port
+from server.fleet.far_engine import ReplicaLostError
+from server.fleet.routing import Job
+from tests.fleet.ray_parts import CALM, free_port
+from tests.installed import needs
 from tests.setup.pages import DOCS, ROOT
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 PAGE = (DOCS / "fleet.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's first cluster.yaml, a server.yaml and a tiny model."""
-    from tests.model.tiny_models import save_tiny
-
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_file: Path) -> Path:
+    """A folder with the page's first cluster.yaml, a server.yaml of a tiny model and a task."""
     folder = tmp_path_factory.mktemp("fleet")
-    model = folder / "model"
-    save_tiny(model, "llama", vocab_size=260, max_position_embeddings=512)
     first, *_ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
     cluster = first.replace("configs/server.yaml", "server.yaml").replace("min: 2", "min: 1")
-    learning = "{storage: learned, append_s: 0.2, publish_s: 0.2, look_s: 0.2}"
+    learning = "{storage: learned, append_s: 0.5, publish_s: 0.5, look_s: 0.5}"
     cluster = cluster.replace("num_cpus: 1", "num_cpus: 0.5") + f"learning: {learning}\n"
     (folder / "cluster.yaml").write_text(cluster)
     (folder / "tasks").mkdir()
@@ -46,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "name: slots\nsampling: {max_tokens: 12}\nspeculation: {learn: persist}\n"
     )
     (folder / "server.yaml").write_text(
-        f"listen: {{port: {free_port()}}}\nmodels: [{{name: tiny, path: ./model}}]\ntasks: tasks\n"
+        f"listen: {{port: {free_port()}}}\nmodels: [{{name: tiny, path: {tiny_file}}}]\n"
+        "tasks: tasks\n"
         "engine: {max_num_seqs: 4, max_num_batched_tokens: 64, threads: 1,"
         " kv_cache_memory: 64MiB, structured_outputs: false}\n"
     )
@@ -84,21 +89,76 @@ def test_a_problem_names_file_line_and_key(
     assert problem in capsys.readouterr().err
 
 
-def test_ray_serve_s_own_commands_find_the_fleet(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`serve build server.fleet.app:fleet` and `serve run server.fleet.app:build config=...`."""
-    serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+@pytest.fixture(scope="module")
+def app() -> Any:
+    """server.fleet.app. It imports Ray: not every process that reads this file needs it."""
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
     from server.fleet import app
 
-    for name in re.findall(r"`serve (?:run|build) server\.fleet\.app:(\w+)", PAGE):
-        monkeypatch.setenv("TAILOR_CLUSTER", str(folder / "cluster.yaml"))
-        found = getattr(app, name)
-        if name == "build":
-            found = found({"config": str(folder / "cluster.yaml")})
-        assert isinstance(found, serve.Application), name
+    return app
+
+
+def test_ray_serve_s_own_commands_find_the_fleet(
+    app: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve build server.fleet.app:fleet` and `serve run server.fleet.app:build config=...`."""
+    from ray.serve import Application
+
+    config = str(folder / "cluster.yaml")
+    monkeypatch.setenv("TAILOR_CLUSTER", config)
+    names = re.findall(r"`serve (?:run|build) server\.fleet\.app:(\w+)", PAGE)
+    assert {"build", "fleet"} <= {*names}
+    assert isinstance(app.fleet, Application)
+    assert isinstance(app.build({"config": config}), Application)
     with pytest.raises(AttributeError):
         _ = app.nothing
+
+
+class _Response:
+    """A handle of engines, and its response: a replica that tells one message and then nothing.
+    error: what ends it instead."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.is_cancelled, self.waits = error, False, Event()
+        self.stream = self.control = self.ask = SimpleNamespace(remote=lambda *_: self)
+
+    def options(self, **_: Any) -> Any:
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"told"
+        if self.error is not None:
+            raise self.error
+        self.waits.set()
+        await asyncio.sleep(60.0)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+async def test_a_stream_that_is_left_is_cancelled_at_its_replica(app: Any) -> None:
+    """Wherever it is left. Ray does as much by itself as long as it sends by gRPC, so that no
+    fleet tells."""
+    from ray.exceptions import RayActorError
+
+    def stream_of(response: Any) -> AsyncGenerator[bytes, None]:
+        return app.ServeReplicas("tiny", response, response).stream(b"", 0.0, Job("t", 1, 1))
+
+    closed, waiting, lost = _Response(), _Response(), _Response(RayActorError())
+    async with contextlib.aclosing(stream_of(closed)) as stream:
+        assert await anext(stream) == b"told"
+    reading = asyncio.create_task(_read(stream_of(waiting)))
+    await until(waiting.waits.is_set)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    with pytest.raises(ReplicaLostError):
+        await _read(stream_of(lost))
+    assert [one.is_cancelled for one in (closed, waiting, lost)] == [True, True, False]
+
+
+async def _read(stream: AsyncIterator[bytes]) -> list[bytes]:
+    return [message async for message in stream]
 
 
 def _ask_for_a_token(session: int) -> None:
@@ -148,13 +208,12 @@ def test_sigterm_ends_a_fleet_that_still_makes_its_model(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@needs("ray")
 def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
     port = int(re.findall(r"port: (\d+)", (folder / "server.yaml").read_text())[0])
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "fleet", "up", "cluster.yaml"]
-    # See run_fleet for the latter.
-    env = {"PYTHONPATH": str(ROOT), "RAY_prestart_worker_first_driver": "0"}
+    env = {"PYTHONPATH": str(ROOT), **CALM}
     log = folder / "log"
     with starts_alone(), log.open("w") as out:
         process = subprocess.Popen(

@@ -15,7 +15,7 @@ import pytest
 from server.config.cluster import LearningConfig
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.task_store import TaskStore
+from server.engine.task_store import Arrival, TaskStore
 from server.errors import UnavailableError
 from server.fleet.changes import ChangeLog, SharedTasks
 from server.fleet.learning.builder import Builder, BuilderLoop, Sharing
@@ -50,6 +50,13 @@ EVERY_STORAGE = pytest.mark.parametrize("fleet", ["folder", "memory", "s3"], ind
 def _config(**numbers: Any) -> LearningConfig:
     """Also of numbers that no file may have."""
     return LearningConfig().model_copy(update=numbers)
+
+
+class Patient(SegmentExchange):
+    """It has no thread: nothing is done but by `tend`."""
+
+    def start(self, on_arrival: Callable[[Arrival], None]) -> None:
+        self._on_arrival = on_arrival
 
 
 @dataclass
@@ -106,10 +113,8 @@ class Fleet:
 
     def add(self, storage: Storage | None = None, max_scopes: int = 64, **numbers: Any) -> Replica:
         own = self.folder / f"engine-{len(self.replicas)}"
-        exchange = SegmentExchange(
-            storage or self.storage, "fake",
-            _config(append_s=0.0, look_s=0.0, **numbers), autonomous=False,
-        )  # fmt: skip
+        config = _config(append_s=0.0, look_s=0.0, **numbers)
+        exchange = Patient(storage or self.storage, "fake", config)
         memory = TaskStore(
             own, fingerprint="f", build_share=1e9, save_every_s=0.0, max_scopes=max_scopes,
             exchange=exchange,
@@ -165,20 +170,10 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
         replica.engine.close()
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[Callable[[list[int]], list[int]]]:
-    """What an engine that learns nothing writes."""
-    engine = Engine(FakeRunner(MODEL, INFO), {}, SETTINGS)
-    replica = Replica(engine, None, None)  # type: ignore[arg-type]
-    yield lambda prompt: replica.ask(prompt, speculation=SpeculationParams())[0]
-    engine.close()
-
-
 @EVERY_STORAGE
-def test_what_one_answered_is_drafted_on_the_other(
-    fleet: Fleet, plain: Callable[[list[int]], list[int]]
-) -> None:
+def test_what_one_answered_is_drafted_on_the_other(fleet: Fleet) -> None:
     first, second, alone = fleet.add(), fleet.add(), fleet.add()
+    plain, _ = alone.ask(speculation=SpeculationParams())
     ids, _ = first.ask()
     first.tend()
     report = fleet.build()
@@ -186,7 +181,7 @@ def test_what_one_answered_is_drafted_on_the_other(
     second.want()
     told, accepted = second.ask()
     cold, few = alone.ask()
-    assert told == cold == ids == plain(PROMPT)
+    assert told == cold == ids == plain
     assert accepted > few + 3
     [figures] = second.memory.shared()
     assert (figures.task, figures.num_merged, figures.version) == ("task", 1, 1)
@@ -368,7 +363,7 @@ def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
             for prompt in prompts:
                 first.learn(prompt)
             try:
-                Builder(DyingStorage(fleet.url, left)).run()
+                Builder(DyingStorage(fleet.url, left), _config()).run()
                 ended.append(left)
             except LostBuilder:
                 pass

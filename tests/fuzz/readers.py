@@ -730,6 +730,8 @@ _BODIES: Sequence[tuple[str, dict[str, Any]]] = (
 
 
 def _bodies() -> Sequence[bytes]:
+    import tests.api.live  # noqa: F401  # before the forks: it takes seconds on a busy machine
+
     return [f"{path}\0{json.dumps(body)}".encode() for path, body in _BODIES]
 
 

@@ -62,14 +62,10 @@ class Builder:
     """See the top of this file. share: (i, n): this is the i-th of n builders, from 0."""
 
     def __init__(
-        self,
-        storage: Storage,
-        config: LearningConfig | None = None,
-        *,
-        share: tuple[int, int] = (0, 1),
+        self, storage: Storage, config: LearningConfig, *, share: tuple[int, int] = (0, 1)
     ) -> None:
         self._storage = storage
-        self._config = config or LearningConfig()
+        self._config = config
         self._share = share
 
     def run(self) -> PassReport:

@@ -95,20 +95,12 @@ class _Scope:
 
 
 class SegmentExchange:
-    """model: what the engines have in common that learn together. autonomous: False has no thread;
-    `tend` is called by hand (tests)."""
+    """model: what the engines have in common that learn together."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        model: str,
-        config: LearningConfig | None = None,
-        *,
-        autonomous: bool = True,
-    ) -> None:
+    def __init__(self, storage: Storage, model: str, config: LearningConfig) -> None:
         self._storage = storage
         self._model = model
-        self._config = config or LearningConfig()
+        self._config = config
         self._lock = threading.Lock()
         self._scopes: OrderedDict[Key, _Scope] = OrderedDict()
         self._num_written: dict[str, int] = {}
@@ -116,16 +108,13 @@ class SegmentExchange:
         self._is_away = False
         self._again_s = 0.0
         self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
-        if autonomous:
-            self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
 
     # -- server.engine.task_store.Exchange -----------------------------------------------------
 
     def start(self, on_arrival: Callable[[Arrival], None]) -> None:
         self._on_arrival = on_arrival
-        if self._thread is not None:
-            self._thread.start()
+        self._thread.start()
 
     def open(self, wanted: Wanted, fingerprint: str) -> None:
         with self._lock:
@@ -189,9 +178,7 @@ class SegmentExchange:
 
     def close(self) -> None:
         self._ending.set()
-        if self._thread is None:
-            self.tend(is_last=True)
-        elif self._thread.is_alive():
+        if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
 
     # -- the thread ----------------------------------------------------------------------------

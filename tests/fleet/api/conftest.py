@@ -8,33 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import pytest
 
 from server.api.engines.client import EngineSpec
-from server.fleet.far_engine import FleetHandle, FleetState
+from server.fleet.far_engine import FleetState
 from server.metrics import Metrics
 from tests.api import live
-from tests.fleet.local_replicas import LocalReplicas
-
-
-class _Fleet(FleetHandle):
-    """It ends its replicas when it ends, as an engine's handle does."""
-
-    def __init__(
-        self, replicas: LocalReplicas, loop: asyncio.AbstractEventLoop, name: str, metrics: Metrics
-    ) -> None:
-        def tell(state: FleetState) -> None:
-            for values in state.figures.values():  # of the only replica
-                metrics.engine_told(name, values)
-
-        super().__init__(replicas, name=name, loop=loop, first_pause_s=0.01, on_state=tell)
-        self._own = replicas
-
-    def stop(self, timeout_s: float) -> None:
-        super().stop(timeout_s)
-        asyncio.run_coroutine_threadsafe(self._own.stop(), self._loop).result(timeout_s)
+from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 
 
 def _as_fleets(
@@ -44,11 +25,12 @@ def _as_fleets(
 ) -> list[EngineSpec]:
     """Each engine as the only replica of a fleet with its name."""
 
-    def start(spec: EngineSpec) -> FleetHandle:
-        replicas = LocalReplicas([spec], max_messages_per_s=2000.0)
-        return _Fleet(replicas, loop(), spec.name, metrics)
+    def tell(state: FleetState) -> None:
+        for name, values in state.figures.items():
+            metrics.engine_told(name, values)
 
-    return [EngineSpec(s.name, s.model, s.device, partial(start, s)) for s in specs]
+    fleets = ((spec.name, LocalReplicas([spec], max_messages_per_s=2000.0)) for spec in specs)
+    return [fleet_spec(replicas, loop, name, on_state=tell) for name, replicas in fleets]
 
 
 @pytest.fixture(scope="package", autouse=True)
