@@ -53,15 +53,11 @@ class Calibration:
         self.memory = memory
         shape = (len(self.sources), LENGTH_EDGES.shape[0] + 1, SHARE_CENTRES.shape[0])
         self.shape = shape
-        self.offered: Float64 = np.full(shape, prior, np.float64).reshape(-1)
-        self.accepted: Float64 = (
-            np.broadcast_to(prior * SHARE_CENTRES, shape).astype(np.float64).reshape(-1)
-        )
-        self._chances: Float64 = np.empty(0)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self._chances = (self.accepted + 1.0) / (self.offered + 2.0)
+        # What it begins with.
+        self._accepted: Float64 = np.broadcast_to(prior * SHARE_CENTRES, shape).reshape(-1)
+        self.offered: Float64 = np.full(self._accepted.shape, prior)
+        self.accepted: Float64 = self._accepted.copy()
+        self._chances: Float64 = (self.accepted + 1.0) / (self.offered + 2.0)
 
     def cells(
         self, source: npt.ArrayLike, match_length: npt.ArrayLike, share: npt.ArrayLike
@@ -132,7 +128,7 @@ class Calibration:
                     "predicted_share": round(float(SHARE_CENTRES[share]), 4),
                     "offered": round(float(self.offered[cell] - self.prior), 1),
                     "accepted": round(
-                        max(0.0, float(self.accepted[cell] - self.prior * SHARE_CENTRES[share])), 1
+                        max(0.0, float(self.accepted[cell] - self._accepted[cell])), 1
                     ),
                     "chance": round(float(self._chances[cell]), 4),
                 }
@@ -141,23 +137,26 @@ class Calibration:
 
     def counts(self) -> Counts:
         """For drafters.shared_counts: "offers", rows offered and accepted, without the prior."""
-        _, _, num_shares = self.shape
-        started = self.prior * np.tile(SHARE_CENTRES, self.offered.shape[0] // num_shares)
-        offers = np.stack([self.offered - self.prior, self.accepted - started])
+        offers = np.stack([self.offered - self.prior, self.accepted - self._accepted])
         return {"offers": np.maximum(0.0, offers)}
 
     def set_counts(self, counts: Counts) -> None:
         """Take counts in place of what there is. Raises CalibrationError for another shape or
         impossible counts, KeyError when they are missing."""
         offers = counts["offers"]
-        if offers.shape != (2, self.offered.shape[0]) or not bool(
-            np.isfinite(offers).all() and (offers >= 0).all()
-        ):
+        if offers.shape != (2, self.offered.shape[0]) or not (offers >= 0).all():
             raise CalibrationError("the counts have another shape or are impossible")
-        fresh = Calibration(self.sources, prior=self.prior, memory=self.memory)
-        self.offered[:] = fresh.offered + offers[0]
-        self.accepted[:] = np.minimum(fresh.accepted + offers[1], self.offered)
-        self._refresh()
+        offered = self.prior + offers[0]
+        self._take(offered, np.minimum(self._accepted + offers[1], offered), "what was counted")
+
+    def _take(self, offered: Float64, accepted: Float64, of: str) -> None:
+        """Write these counts. Raises CalibrationError that says whose they are."""
+        good = offered.shape == accepted.shape == self.offered.shape
+        good = good and bool(np.isfinite(offered).all() and (accepted >= 0).all())
+        if not good or (accepted > offered + 1e-9).any():
+            raise CalibrationError(f"{of} holds a table of another shape or impossible counts")
+        self.offered[:], self.accepted[:] = offered, accepted
+        self._chances = (self.accepted + 1.0) / (self.offered + 2.0)
 
     def save(self, path: Path | str) -> None:
         """Write the table; see write_table."""
@@ -180,16 +179,9 @@ class Calibration:
             raise CalibrationError(
                 f"{path} is for the sources {str(sources)[:80]}, not {list(self.sources)}"
             )
-        good = (
-            (shape.tolist(), prior.tolist()) == (list(self.shape), self.prior)
-            and offered.shape == accepted.shape == self.offered.shape
-            and bool(np.isfinite(offered).all())
-            and bool((accepted >= 0).all() and (accepted <= offered + 1e-9).all())
-        )
-        if not good:
-            raise CalibrationError(f"{path} holds a table of another shape or impossible counts")
-        self.offered[:], self.accepted[:] = offered, accepted
-        self._refresh()
+        if (shape.tolist(), prior.tolist()) != (list(self.shape), self.prior):
+            raise CalibrationError(f"{path} holds a table of another shape")
+        self._take(offered, accepted, str(path))
 
 
 def write_table(path: Path | str, kind: str, version: int, body: dict[str, Any]) -> None:

@@ -156,13 +156,14 @@ def build_corpus(
     drafters.auto.held_out builds one that `auto` starts from with this task's own trust.
     Raises ValueError for parameters out of range or negative ids.
     """
+    tell: Progress = progress or (lambda *_: None)
     prompts: list[Int32] = []
     outputs: list[Int32] = []
     for prompt, output in examples:
         prompts.append(np.asarray(prompt, np.int32))
         outputs.append(np.asarray(output, np.int32))
-        if progress is not None and len(outputs) % 10_000 == 0:
-            progress("reading", 0.0)
+        if len(outputs) % 10_000 == 0:
+            tell("reading", 0.0)
     ids, starts = joined(outputs), starts_of(outputs)
     del outputs
     first = first_indexed(starts)
@@ -174,27 +175,16 @@ def build_corpus(
             all_ids = np.concatenate([base.token_ids, ids])
             all_starts = np.concatenate([base.document_starts[:-1], starts + base.num_tokens])
             n_max, p_min = base.tables.n_max, base.tables.p_min
-        tables = count_ngrams(all_ids, all_starts[:-1], n_max=n_max, p_min=p_min, progress=progress)
-        if progress is not None:
-            progress("indexing", 0.0)
+        tables = count_ngrams(all_ids, all_starts[:-1], n_max=n_max, p_min=p_min, progress=tell)
+        tell("indexing", 0.0)
         # Both indexes number documents from 0 for the first indexed one.
         indexed = all_starts[first_indexed(all_starts) :]
         automaton = build_automaton(all_ids[indexed[0] :], indexed[:-1] - indexed[0])
-    if progress is not None:
-        progress("indexing", 0.7)
+    tell("indexing", 0.7)
     nearest = build_nearest(prompts[first:] if any(p.shape[0] for p in prompts) else [])
-    if progress is not None:
-        progress("indexing", 1.0)
-    return Corpus(
-        fingerprint,
-        ids,
-        starts,
-        tables,
-        automaton,
-        nearest,
-        np.empty((2, 0), np.float64),
-        np.empty((3, 0), np.float64),
-    )
+    tell("indexing", 1.0)
+    evidence, outcomes = np.empty((2, 0), np.float64), np.empty((3, 0), np.float64)
+    return Corpus(fingerprint, ids, starts, tables, automaton, nearest, evidence, outcomes)
 
 
 def first_indexed(starts: Int64) -> int:

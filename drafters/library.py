@@ -45,7 +45,7 @@ from drafters.target import NATIVE, TARGETS, chosen
 
 __all__ = [
     "Door", "alone", "build", "build_door", "c_compiler", "code_folder", "digest", "fail",
-    "has_library", "is_whole", "library_path", "load", "machine_of", "modules_of", "object_path",
+    "find_library", "is_whole", "library_path", "load", "machine_of", "modules_of", "object_path",
     "own_path", "raw_address", "read_again", "sealed",
 ]  # fmt: skip
 
@@ -284,14 +284,13 @@ def _object(path: Path) -> _Code:
     return _Code(address, engine)
 
 
-def _shipped(package: str, target: str) -> Path:
-    """Where a wheel has a package's library."""
-    return _folder_of(package) / "_code" / f"{target}.so"
-
-
-def has_library(package: str, target: str) -> bool:
-    """Whether a package's library is here."""
-    return _shipped(package, target).exists() or is_whole(library_path(package, target))
+def find_library(package: str, target: str) -> Path | None:
+    """A package's library: that beside its modules, or that of the cache; None without one."""
+    shipped = _folder_of(package) / "_code" / f"{target}.so"
+    if shipped.exists():
+        return shipped
+    kept = library_path(package, target)
+    return kept if is_whole(kept) else None
 
 
 def own_path() -> dict[str, str]:
@@ -308,15 +307,12 @@ def own_path() -> dict[str, str]:
 
 @functools.cache
 def _package_code(package: str, target: str) -> _Code | None:
-    """A package's library: that beside its modules, or that of the cache; None without one."""
-    shipped = _shipped(package, target)
-    if shipped.exists():
-        return _library(shipped)
-    kept = library_path(package, target)
-    if is_whole(kept):
-        mark_used(kept)
-        return _library(kept)
-    return None
+    found = find_library(package, target)
+    if found is None:
+        return None
+    if found.parent == code_folder():
+        mark_used(found)
+    return _library(found)
 
 
 _loading = threading.RLock()  # code that two threads load at once would be let go once

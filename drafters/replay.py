@@ -22,6 +22,7 @@ import importlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,8 +131,7 @@ def replay(
     """
     result = ReplayResult(drafter.name, budget, in_prefill)
     sources: Sequence[str] = getattr(drafter, "sources", (drafter.name,))
-    drafted_by = [0] * len(sources)
-    accepted_by = [0] * len(sources)
+    drafted_by, accepted_by = Counter[int](), Counter[int]()
     clock = time.perf_counter
     for recording in recordings:
         output = recording.output_ids
@@ -159,13 +159,16 @@ def replay(
             session.settle()
             position += num
             num_steps += not is_prefill
-            _count(result, tree, accepted, drafted_by, accepted_by)
+            if len(tree):
+                _count(result, tree, accepted)
+                of = tree.source.tolist()  # empty where the drafter does not say
+                drafted_by.update(of)
+                accepted_by.update(of[node] for node in accepted if of)
         session.close()
         result.num_tokens.append(len(output) - 1)
         result.num_steps.append(num_steps)
-    for name, drafted, hits in zip(sources, drafted_by, accepted_by, strict=True):
-        if drafted:
-            result.by_source[name] = (drafted, hits)
+    for source, drafted in sorted(drafted_by.items()):
+        result.by_source[sources[source]] = (drafted, accepted_by[source])
     return result
 
 
@@ -186,29 +189,16 @@ def note_rows(session: DraftSession, recording: Recording, position: int, num: i
     cast("LikelySession", session).note_likely(path, parents, ids, chances)
 
 
-def _count(
-    result: ReplayResult,
-    tree: DraftTree,
-    accepted: list[int],
-    drafted_by: list[int],
-    accepted_by: list[int],
-) -> None:
-    if not len(tree):
-        return
+def _count(result: ReplayResult, tree: DraftTree, accepted: list[int]) -> None:
     result.num_drafted += len(tree)
     result.num_accepted += len(accepted)
     deepest = int(tree.depths().max())
-    while len(result.offered_by_depth) < deepest:
-        result.offered_by_depth.append(0)
-        result.accepted_by_depth.append(0)
+    more = [0] * (deepest - len(result.offered_by_depth))
+    result.offered_by_depth += more
+    result.accepted_by_depth += more
     for depth in range(deepest):
         result.offered_by_depth[depth] += 1
         result.accepted_by_depth[depth] += depth < len(accepted)
-    for source in tree.source.tolist():
-        drafted_by[source] += 1
-    if tree.source.shape[0]:
-        for node in accepted:
-            accepted_by[int(tree.source[node])] += 1
 
 
 def read_recordings(path: Path | str) -> Iterator[Recording]:

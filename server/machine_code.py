@@ -59,7 +59,7 @@ def jobs_of(target: Target) -> list[Job]:
 
 def is_ready() -> bool:
     """Whether all code of this CPU comes with the packages, or lies in the cache as libraries."""
-    return all(library.has_library(job.package, job.target) for job in jobs_of(chosen()))
+    return all(library.find_library(job.package, job.target) for job in jobs_of(chosen()))
 
 
 def make_ready() -> None:
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         targets = [TARGETS[name] if name in TARGETS else chosen() for name in options.target]
     jobs = [job for target in targets for job in jobs_of(target)]
     if options.wheel is None:
-        jobs = [job for job in jobs if not library.has_library(job.package, job.target)]
+        jobs = [job for job in jobs if library.find_library(job.package, job.target) is None]
     try:
         if jobs:
             _shown(jobs, options.wheel)

@@ -82,8 +82,8 @@ class ProfileSettings:
     """Which filters run.
 
     input_aware: count only output tokens that their own input lacks; else every output token.
-    languages: BCP 47 tags of the language filter; empty = no language filter. symbols,
-    extra_blocks: see blocks_of_languages.
+    languages: BCP 47 tags of the language filter; empty = no language filter. extra_blocks: see
+    blocks_of_languages.
     tolerance: tau, the share of documents (0..1) that may lose a token; None = no tolerance filter
     (0.0 drops nothing either, as every counted df is at least 1).
     max_fill: longest fill order kept.
@@ -91,7 +91,6 @@ class ProfileSettings:
 
     input_aware: bool = True
     languages: tuple[str, ...] = ()
-    symbols: bool = True
     extra_blocks: tuple[str, ...] = ()
     tolerance: float | None = 0.01
     max_fill: int = 32_768
@@ -421,9 +420,7 @@ def build_profile(
     num_input_aware = len(ids)
     tables = ("fonttools", "langcodes") if settings.languages else ()  # of languages' blocks
     if settings.languages:
-        blocks = blocks_of_languages(
-            settings.languages, symbols=settings.symbols, extra_blocks=settings.extra_blocks
-        )
+        blocks = blocks_of_languages(settings.languages, extra_blocks=settings.extra_blocks)
         ids = np.asarray([i for i in ids if blocks.has_token(tokens.bytes_of(int(i)))], np.int64)
     num_language = len(ids)
     if settings.tolerance is not None:

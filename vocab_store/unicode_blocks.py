@@ -12,7 +12,7 @@ No table of blocks or languages is typed by hand:
 A block belongs to a set of languages when
   1. it is Basic Latin (digits, blanks and punctuation of every language), or
   2. none of its characters belongs to a script (punctuation, currency, arrows, mathematics,
-     emoji), unless `symbols` is False, or
+     emoji), or
   3. it holds a character of one of their scripts, by Script_Extensions, and no other script owns
      more than half of it (so that two shared combining marks do not let Cyrillic into English).
 """
@@ -174,9 +174,7 @@ def scripts_of_language(tag: str) -> frozenset[str]:
     return frozenset(_COMPOSITE.get(script, (script,)))
 
 
-def blocks_of_languages(
-    languages: Sequence[str], *, symbols: bool = True, extra_blocks: Iterable[str] = ()
-) -> BlockSet:
+def blocks_of_languages(languages: Sequence[str], *, extra_blocks: Iterable[str] = ()) -> BlockSet:
     """The Unicode blocks of a task's languages, by the three rules of this module's docstring.
 
     languages: BCP 47 tags of the task's inputs and outputs, at least one. extra_blocks: further
@@ -197,7 +195,7 @@ def blocks_of_languages(
         for block in blocks
         if block.name == _ASCII_BLOCK
         or block.name in extra
-        or (symbols and block.num_assigned > 0 and not block.owners)
+        or (block.num_assigned > 0 and not block.owners)
         or _serves(block, scripts)
     ]
     kept.sort(key=lambda block: block.start)

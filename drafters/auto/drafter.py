@@ -251,21 +251,13 @@ class AutoSession(TextSession):
 
     def _retrieve(self, drafter: AutoDrafter) -> None:
         self._settled = True
-        documents: list[npt.NDArray[np.int32]] = []
-        weights: list[float] = []
-        sources: list[int] = []
+        prompt = self._index.text[0, : self.num_prompt]
         if drafter.layers:
-            prompt = self._index.text[0, : self.num_prompt]
             self._prompt_marks = drafter.layers[0].nearest.template_weights(prompt, TEMPLATE_WEIGHT)
-        for weight, output in retrieve(
-            drafter.layers,
-            self._index.text[0, : self.num_prompt],
-            drafter.num_retrieved,
-            () if drafter.seen is None else drafter.seen.recent,
-        ):
-            documents.append(output)
-            weights.append(weight)
-            sources.append(RETRIEVED)
+        recent = () if drafter.seen is None else drafter.seen.recent
+        found = retrieve(drafter.layers, prompt, drafter.num_retrieved, recent)
+        weights, documents = [weight for weight, _ in found], [output for _, output in found]
+        sources = [RETRIEVED] * len(found)
         if drafter.templates and len(documents) > 1:
             self._forms = forms_of(documents, weights, drafter.pieces)
         if self._prediction:
@@ -322,7 +314,7 @@ class AutoSession(TextSession):
         if not self._settled:
             self._retrieve(drafter)
         limits: Limits = (budget, max_depth, drafter.min_survival)  # type: ignore[assignment]
-        follows = not drafter.has_corpus or drafter.follows_corpus
+        follows = drafter.follows_corpus
         tree = self._grow(drafter, limits, follows)
         self._grown = ()
         if drafter.has_corpus and drafter.learn:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from drafters.arrays import Int32, Int64
 from drafters.corpus_file import MAX_N
 from drafters.jit import compiled, entry
-from drafters.sorted_keys import find_row
 
 Progress = Callable[[str, float], None]
 
@@ -59,24 +57,6 @@ class NGramTables(NamedTuple):
     starts: Int64
     tokens: Int32
     counts: Int32
-
-    def lookup(self, context_ids: npt.ArrayLike) -> dict[int, int]:
-        """Counts of the next token after exactly these tokens (M_n with n - 1 of them)."""
-        ids = np.asarray(context_ids, np.int32).reshape(-1)
-        n = ids.shape[0] + 1
-        if n > self.n_max:
-            raise ValueError(f"the tables hold contexts of at most {self.n_max - 1} tokens")
-        row = find_row(
-            self.keys,
-            int(self.first_row[n - 1]),
-            int(self.first_row[n]),
-            context_hash(ids, ids.shape[0], ids.shape[0]),
-        )
-        if row < 0:
-            return {}
-        part = slice(int(self.starts[row]), int(self.starts[row + 1]))
-        pairs = zip(self.tokens[part].tolist(), self.counts[part].tolist(), strict=True)
-        return dict(pairs)
 
 
 def _ranks(keys: Int64, p_min: int) -> tuple[Int64, Int64, Int64]:

@@ -9,6 +9,7 @@ defaults). The draft ends before an EOS id, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -83,11 +84,8 @@ class PromptSession(TextSession):
             if start < 0:
                 continue
             end = min(start + min(drafter.num_tokens, budget, max_depth), self.size)
-            chosen: list[int] = self.text[start:end].tolist()
-            for i, token in enumerate(chosen):
-                if token in drafter.eos_token_ids:
-                    chosen = chosen[:i]
-                    break
+            text: list[int] = self.text[start:end].tolist()
+            chosen = [*takewhile(lambda token: token not in drafter.eos_token_ids, text)]
             num = len(chosen)
             if num == 0:
                 return DraftTree.empty()

@@ -250,15 +250,3 @@ class TrieSession(TextSession):
             share, lengths = frequency / below, length + kept[2] - 1
             return drafter.calibration.tree(tokens, parents, 0, lengths, share).preorder()
         return DraftTree.empty()
-
-    def frequencies(self) -> dict[tuple[int, ...], int]:
-        """Every path of the trie with its frequency: for tests and for looking at small tries."""
-        self._check_open()
-        trie = self._built()
-        paths: list[tuple[int, ...]] = [()]
-        out: dict[tuple[int, ...], int] = {}
-        for node in range(1, trie.num_nodes):
-            path = (*paths[trie.nodes[1, node]], int(trie.nodes[0, node]))
-            paths.append(path)
-            out[path] = int(trie.nodes[2, node])
-        return out

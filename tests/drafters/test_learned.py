@@ -41,14 +41,14 @@ def test_what_is_held_is_bounded_in_outputs_and_prompts() -> None:
 def test_older_outputs_fade_out_exponentially() -> None:
     """A biased reservoir of 200 places: what is k additions old is there with (1 - 1/200)^k."""
     ages = np.zeros(1200)
-    for seed in range(60):
+    for seed in range(25):
         held = LearnedOutputs(200, seed=seed)
         for i in range(1200):
             held.add([], [i])
         for output in _outputs(held):
             ages[1199 - output[0]] += 1
     for age in (100, 300, 600):
-        share = ages[age - 50 : age + 50].mean() / 60
+        share = ages[age - 50 : age + 50].mean() / 25
         assert abs(share - (1 - 1 / 200) ** age) < 0.04
 
 

@@ -3,11 +3,14 @@ called with what their annotations say, by door.c and by its form in Python alik
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -70,6 +73,7 @@ def alone(x: int) -> int: return -x
 """,
     "words": "from rooms.outer import outer\n",
 }
+FILES["late"] = FILES["alone"].replace("alone", "late")
 RUN = "from rooms.words import outer; from rooms.alone import alone; print(outer(1), alone(1))"
 ALONE = "from rooms.alone import alone; print(alone(1))"
 """What is compiled in no time."""
@@ -89,37 +93,61 @@ def _run(folder: Path, code: Path, words: str = RUN) -> str:
     return run_python("-B", "-c", words, cwd=folder, TAILOR_CODE_DIR=str(code)).strip()
 
 
+class Compiled(NamedTuple):
+    """A folder of code that has the door and all rooms' but the late one's, and what the compiler
+    answered about that."""
+
+    code: Path
+    answer: str
+
+    def compiler(self, answer: str = "") -> str:
+        """Words that put in the compiler's place what copies the code of `alone`, and answers."""
+        (made,) = self.code.glob("rooms.alone-*.o")
+        return (
+            "import shutil, subprocess; run = subprocess.run\n"
+            "def compiled(command, **how):\n"
+            "    if command[2:3] != ['drafters.ahead']: return run(command, **how)\n"
+            "    module, path = how['input'].split()\n"
+            f"    print('made', shutil.copy({str(made)!r}, path))\n"
+            f"    return subprocess.CompletedProcess(command, 0, {answer!r} or module, '')\n"
+            "subprocess.run = compiled\n"
+        )
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of code that has all rooms' and the door. One process compiles it: numba takes
-    longer to start than these functions to compile."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """One process compiles it: numba takes longer to start than these functions to compile. The
+    late room is edited behind the question for its code."""
     folder = tmp_path_factory.mktemp("compiled")
-    _write(folder)
+    late = _write(folder) / "late.py"
     words = (
-        "import io; from drafters import ahead; from drafters.library import object_path\n"
-        "from drafters.target import chosen\n"
-        "target, names = chosen().base, ['rooms.outer', 'rooms.alone', 'rooms.kinds']\n"
+        "from pathlib import Path; from drafters import ahead\n"
+        "from drafters.library import object_path; from drafters.target import chosen\n"
+        "target, names = chosen().base, ['outer', 'alone', 'kinds', 'late']\n"
+        "names = [f'rooms.{name}' for name in names]\n"
         "lines = [f'{name} {object_path(name, target)}\\n' for name in names]\n"
-        "sys.argv, sys.stdin = ['ahead', target], io.StringIO(''.join(lines)); ahead.main()"
+        f"Path({str(late)!r}).write_text(Path({str(late)!r}).read_text().replace('-x', 'x'))\n"
+        "sys.argv, sys.stdin = ['ahead', target], lines; ahead.main()"
     )
-    assert _run(folder, folder / "code", words) == "rooms.outer\nrooms.alone\nrooms.kinds"
-    return folder / "code"
+    *told, answer = _run(folder, folder / "code", words).splitlines()
+    assert told == ["rooms.outer", "rooms.alone", "rooms.kinds"]
+    return Compiled(folder / "code", answer)
 
 
 @pytest.mark.slow
 def test_a_change_in_a_called_file_or_a_constant_compiles_what_depends_on_it(
-    compiled: Path, tmp_path: Path
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rooms, code = _write(tmp_path), shutil.copytree(compiled, tmp_path / "code")
-    names = (
-        "from drafters.library import object_path; from drafters.target import chosen; "
-        "print(*(object_path(f'rooms.{name}', chosen().base).name for name in ('outer', 'alone')))"
-    )
+    rooms, code = _write(tmp_path), shutil.copytree(compiled.code, tmp_path / "code")
+    package = ModuleType("rooms")
+    package.__path__ = [str(rooms)]
+    monkeypatch.setitem(sys.modules, "rooms", package)
 
     def missing() -> list[str]:
         """What would be compiled if all were called."""
-        wanted = _run(tmp_path, code, names).split()
-        return [name.partition("-")[0] for name in wanted if not (code / name).exists()]
+        library.read_again()
+        paths = [library.object_path(f"rooms.{name}", chosen().base) for name in ("outer", "alone")]
+        return [path.name.partition("-")[0] for path in paths if not (code / path.name).exists()]
 
     def change(name: str, old: str, new: str) -> None:
         path = rooms / f"{name}.py"
@@ -139,30 +167,21 @@ def test_a_change_in_a_called_file_or_a_constant_compiles_what_depends_on_it(
     assert [len([*code.glob(f"rooms.{name}-*.o")]) for name in ("outer", "alone")] == [2, 1]
 
 
-@pytest.mark.slow
 def test_code_of_an_edited_source_is_not_kept_under_the_digest_of_the_source_before(
-    tmp_path: Path,
+    compiled: Compiled, tmp_path: Path
 ) -> None:
-    rooms, code = _write(tmp_path), tmp_path / "code"
-    inner = rooms / "inner.py"
-    words = (
-        "from pathlib import Path; from drafters import library; "
-        "library.object_path('rooms.outer', 'native'); "
-        f"path = Path({str(inner)!r}); path.write_text(path.read_text().replace('+ 1', '+ 2'))\n"
-        "from rooms.words import outer\n"
-        "try: outer(1)\n"
-        "except RuntimeError as error: print(error)"
-    )
-    told = _run(tmp_path, code, f"import os; os.environ['TAILOR_CPU'] = 'native'\n{words}")
-    assert "rooms.outer: its sources were edited while they were compiled" in told
-    assert not list(code.glob("rooms.*"))
+    assert "rooms.late: its sources were edited while they were compiled" in compiled.answer
+    assert not [*compiled.code.glob("rooms.late-*.o")]
+    _write(tmp_path)
+    words = f"{compiled.compiler(compiled.answer)}try: {ALONE.partition('; ')[0]}; alone(1)\n"
+    told = _run(tmp_path, tmp_path / "code", f"{words}except RuntimeError as error: print(error)")
+    assert f"compiling it failed: {compiled.answer}" in told
 
 
-@pytest.mark.slow
-def test_damaged_code_is_made_anew(compiled: Path, tmp_path: Path) -> None:
+def test_damaged_code_is_made_anew(compiled: Compiled, tmp_path: Path) -> None:
     """One bit that is another ends the process, or gives another result."""
     _write(tmp_path)
-    code = shutil.copytree(compiled, tmp_path / "code")
+    code = shutil.copytree(compiled.code, tmp_path / "code")
     paths = [*code.glob("rooms.alone-*.o"), *code.glob("door-*.so")]
     whole = {path: path.read_bytes() for path in paths}
     assert len(whole) == 2
@@ -172,33 +191,28 @@ def test_damaged_code_is_made_anew(compiled: Path, tmp_path: Path) -> None:
             path.write_bytes(damaged)
             assert not library.is_whole(path) and not path.exists()
             path.write_bytes(damaged)
-    assert _run(tmp_path, code, ALONE) == "-1"
+    told = _run(tmp_path, code, compiled.compiler() + ALONE).splitlines()
+    assert told == [f"made {paths[0]}", "-1"]
     for path, good in whole.items():
         assert library.is_whole(path) and path.stat().st_size == len(good)
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["no folder", "full disk"])
 def test_code_that_cannot_be_kept_is_made_once_for_the_process(
-    compiled: Path, tmp_path: Path, is_full: bool
+    compiled: Compiled, tmp_path: Path, is_full: bool
 ) -> None:
     _write(tmp_path)
     code, spare = tmp_path / "code", tmp_path / "spare"
     spare.mkdir()
     if not is_full:
         code.write_text("in the way")
-    (made,) = compiled.glob("rooms.alone-*.o")
     words = (
-        f"import shutil, subprocess, tempfile; tempfile.tempdir = {str(spare)!r}\n"
-        "run, make = subprocess.run, tempfile.TemporaryFile\n"
-        "def compiled(command, **how):\n"
-        "    if command[2:3] != ['drafters.ahead']: return run(command, **how)\n"
-        "    module, path = how['input'].split()\n"
-        f"    print('made', shutil.copy({str(made)!r}, path))\n"
-        "    return subprocess.CompletedProcess(command, 0, module, '')\n"
+        f"{compiled.compiler()}"
+        f"import tempfile; tempfile.tempdir, make = {str(spare)!r}, tempfile.TemporaryFile\n"
         "def full(dir):\n"
         f"    if str(dir) != {str(code)!r}: return make(dir=dir)\n"
         "    raise OSError(28, 'No space left on device')\n"
-        f"subprocess.run, tempfile.TemporaryFile = compiled, full\n{ALONE}"
+        f"tempfile.TemporaryFile = full\n{ALONE}"
     )
     first, *others = _run(tmp_path, code, words).splitlines()
     assert first.startswith(f"made {spare}") and others == ["-1"]
@@ -206,10 +220,10 @@ def test_code_that_cannot_be_kept_is_made_once_for_the_process(
 
 
 def test_clones_share_code_and_old_versions_of_it_are_removed(
-    compiled: Path, tmp_path: Path
+    compiled: Compiled, tmp_path: Path
 ) -> None:
     """The last eight versions stay, and any that was used this week."""
-    code = shutil.copytree(compiled, tmp_path / "code")
+    code = shutil.copytree(compiled.code, tmp_path / "code")
     (used,) = code.glob("rooms.alone-*.o")
     olds = [code / f"rooms.alone-{chosen().base}-{age_days:024}.o" for age_days in range(12)]
     for age_days, old in enumerate(olds):
@@ -221,13 +235,12 @@ def test_clones_share_code_and_old_versions_of_it_are_removed(
     assert {*code.glob("rooms.alone-*.o")} == {used, *olds[:7]}
 
 
-@pytest.mark.slow
 def test_what_is_given_taken_and_raised_is_what_annotations_say(
-    compiled: Path, tmp_path: Path
+    compiled: Compiled, tmp_path: Path
 ) -> None:
     _write(tmp_path)
     told = _run(
-        tmp_path, compiled,
+        tmp_path, compiled.code,
         "import numpy as np; from rooms.kinds import everything, fails; "
         "ids = np.array([4, 5], np.int32); floats = np.ones((2, 2), np.float32); "
         "print(everything((3, np.float32(0.1)), (True, floats), ids), ids); fails(2)\n"
@@ -244,14 +257,8 @@ def test_what_is_given_taken_and_raised_is_what_annotations_say(
     assert lines[3] == "False"
 
 
-def _doors() -> list[Any]:
-    return list(dict.fromkeys((Door, SlowDoor)))
-
-
-@pytest.mark.parametrize("kind", _doors())
+@pytest.mark.parametrize("kind", dict.fromkeys((Door, SlowDoor)))
 def test_a_door_takes_what_its_layout_says_and_nothing_else(kind: Any) -> None:
-    import ctypes
-
     seen: list[tuple[int, ...]] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p)

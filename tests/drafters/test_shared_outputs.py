@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.array_file import ArrayFileError, FingerprintError
@@ -23,6 +23,7 @@ from drafters.shared_outputs import (
     save_shared,
     segment_of,
 )
+from tests.profiles import examples
 
 _LENGTHS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=0, max_size=5
@@ -44,6 +45,7 @@ def _told(outputs: SharedOutputs) -> tuple[object, ...]:
     return sorted(examples), outputs.floor
 
 
+@settings(max_examples=examples(300))
 @given(
     drawn=_SEGMENTS,
     seed=st.integers(0, 1000),

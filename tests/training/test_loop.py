@@ -18,7 +18,7 @@ from server.training.lora import Tuned
 from tests.training.tiny import V, examples, next_id, tuned
 
 OPTIONS = TrainOptions(
-    epochs=4, batch_size=4, max_tokens=64, learning_rate=2e-2, rows_learning_rate=2e-2,
+    epochs=2, batch_size=4, max_tokens=64, learning_rate=2e-2, rows_learning_rate=2e-2,
     validations=4, save_every_s=0.0, seed=3,
 )  # fmt: skip
 
@@ -31,28 +31,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_training_learns_the_task_and_the_enriched_ids(tmp_path: Path) -> None:
+def test_training_learns_the_task_in_the_enriched_ids_and_their_long_form(tmp_path: Path) -> None:
     given = tuned()
     seen: list[TrainProgress] = []
     options = TrainOptions(
-        epochs=40, batch_size=5, learning_rate=2e-2, rows_learning_rate=5e-2, spell_out=0.0
+        epochs=48, batch_size=5, learning_rate=2e-2, rows_learning_rate=5e-2, spell_out=0.7
     )
     result = train(given, examples(), examples(4), options, tmp_path, report=seen.append)
     assert result.nats_after < 0.3 * result.nats_before
     assert [p.step for p in seen] == list(range(1, result.num_steps + 1))
     assert all(p.left_s > 0 for p in seen[:-1])
     assert not result.ended_by_clock
-    assert {next_id(given, e.prompt_ids) for e in examples()} == {V}  # (7, 8, 9), not 7
-
-
-def test_the_long_form_is_learned_as_what_is_written_where_the_token_may_not_stand(
-    tmp_path: Path,
-) -> None:
-    given = tuned()
-    options = TrainOptions(
-        epochs=60, batch_size=5, learning_rate=2e-2, rows_learning_rate=5e-2, spell_out=0.7
-    )
-    train(given, examples(), [], options, tmp_path, report=lambda _: None)
     for example in examples():
         given_prompt, last = example.prompt_ids, example.prompt_ids[-1]
         # Chosen though it was spelled out in seven examples of ten; around it, where it is not.
@@ -82,9 +71,9 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, stopped, resumed = (tuned(dropout=0.1) for _ in range(3))
     run(whole, "a")
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, "b", stop_at=5)
+        run(stopped, "b", stop_at=4)
     assert (tmp_path / "b" / "checkpoint.pt").is_file()
-    assert run(resumed, "b")[0] == 5  # step 5 was reported before it was saved
+    assert run(resumed, "b")[0] == 4  # step 4 was reported before it was saved
     assert (tmp_path / "b" / "checkpoint.pt").is_file(), "until the result is saved"
     theirs = dict(resumed.trained())
     for name, parameter in whole.trained():
@@ -117,14 +106,14 @@ def test_the_step_of_the_lowest_held_back_loss_is_kept(tmp_path: Path) -> None:
     given = tuned()
     seen: list[TrainProgress] = []
     options = TrainOptions(
-        epochs=30, batch_size=5, learning_rate=0.5, rows_learning_rate=0.5, validations=30,
+        epochs=12, batch_size=5, learning_rate=0.5, rows_learning_rate=0.5, validations=12,
         warm_up=0.9,
     )  # fmt: skip
     held = examples(4)
     result = train(given, examples(), held, options, tmp_path, report=seen.append)
     validated = {p.step: p.validation for p in seen if p.validation is not None}
     best = min(validated, key=lambda step: validated[step])
-    assert validated[best] < max(validated.values()) / 2
+    assert validated[best] < 0.8 * max(validated.values())
     assert result.kept_step == best < result.num_steps
     assert result.nats_after == validated[best]
     again, num = evaluate_loss(given, held, options)
@@ -162,9 +151,9 @@ def forward_passes(given: Tuned) -> Callable[[], float]:
     return lambda: float(passes)
 
 
-@pytest.mark.parametrize("epochs", [10, 1000])  # its steps end it, or its time
+@pytest.mark.parametrize("epochs", [6, 1000])  # its steps end it, or its time
 def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> None:
-    options = replace(OPTIONS, epochs=epochs, batch_size=5, time_limit_s=40.0)
+    options = replace(OPTIONS, epochs=epochs, batch_size=5, time_limit_s=20.0)
     seen: list[TrainProgress] = []
 
     def run(stop_at: int) -> float:
@@ -186,7 +175,7 @@ def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> No
     assert seen[stopped].left_s == pytest.approx(took - 1.0, abs=1.0)
 
 
-@pytest.mark.parametrize(("limit_s", "num_held"), [(12.0, 0), (12.0, 6), (40.0, 0), (100.0, 6)])
+@pytest.mark.parametrize(("limit_s", "num_held"), [(12.0, 0), (12.0, 6), (40.0, 6)])
 def test_all_is_done_within_the_time_limit(limit_s: float, num_held: int, tmp_path: Path) -> None:
     """A forward pass takes a second here, and the command had taken two before."""
     given = tuned()

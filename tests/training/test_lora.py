@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_transformers_on_the_outputs_alone(name: str) -> Non
     assert found == pytest.approx(theirs, rel=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2", "phi3", "olmo3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_packing_sharing_and_computing_again_change_no_gradient(name: str) -> None:
     model = FAMILIES[name]().float()
     num = model.config.vocab_size

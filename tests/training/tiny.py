@@ -21,7 +21,7 @@ ENRICHMENT = Enrichment("tok", V, (V, V + 1), ((7, 8, 9), (5, 6)))
 def base(tied: bool = True) -> Any:
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied,
         eos_token_id=EOS, bos_token_id=None, pad_token_id=None, initializer_range=0.4,
     )  # fmt: skip

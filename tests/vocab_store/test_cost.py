@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vocab_store.cost import (
     HeadCosts,
     best_fill,
@@ -30,6 +31,7 @@ def by_enumeration(miss: float, every: int) -> float:
     return total
 
 
+@settings(max_examples=examples(300))
 @given(st.floats(0, 1), st.integers(1, 40))
 def test_expected_yield_is_the_sum_over_first_misses(miss: float, every: int) -> None:
     assert expected_yield(miss, every) == pytest.approx(by_enumeration(miss, every), rel=1e-9)
@@ -46,19 +48,19 @@ def test_exact_cost_is_what_a_simulation_of_verifications_spends(
         early_end=early_end,
     )  # fmt: skip
     miss, every, num_ids = 0.03, 24, 100
-    spent = tokens = 0.0
-    for _ in range(40_000):
-        run = min(every, int(rng.geometric(early_end))) if early_end else every
-        spent += run * (0.018 + 0.001 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
-        first = np.flatnonzero(rng.random(run) < miss)
-        tokens += (int(first[0]) + 1) if first.size else run
-    assert exact_cost_s(costs, num_ids, miss, every) == pytest.approx(spent / tokens, rel=0.008)
+    ends = rng.geometric(early_end, 40_000) if early_end else np.full(40_000, every)
+    runs = np.minimum(every, ends)
+    spent = runs * (0.018 + 0.001 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
+    tokens = np.minimum(runs, rng.geometric(miss, 40_000))
+    found = exact_cost_s(costs, num_ids, miss, every)
+    assert found == pytest.approx(spent.sum() / tokens.sum(), rel=0.008)
     best, cost = best_verify_every(costs, num_ids, miss)
     assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, best), rel=1e-9)
     plain = HeadCosts(0.018, 0.020, 1000, verify_s=0.025)
     assert cost > best_verify_every(plain, num_ids, miss)[1]
 
 
+@settings(max_examples=examples(300))
 @given(seconds, seconds, st.floats(0, 1), st.integers(0, 1000), st.integers(1, 30))
 def test_best_verify_every_is_the_cheapest_of_all(
     body_s: float, full_s: float, miss: float, num_ids: int, max_verify_every: int
@@ -73,6 +75,7 @@ def test_best_verify_every_is_the_cheapest_of_all(
     assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, every), rel=1e-9)
 
 
+@settings(max_examples=examples(300))
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 64))
 def test_every_pair_of_chances_has_a_cost(miss: float, early_end: float, every: int) -> None:
     """No rounding carries the two out of 0..1 together: an engine would stop over it."""
@@ -103,6 +106,7 @@ def test_no_misses_want_the_largest_verify_every_and_sure_misses_the_smallest() 
     assert every == 1 and cost > full_cost_s(GEMMA), "the full head takes over"
 
 
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.floats(0, 0.05), max_size=25),
     st.floats(0, 0.4),

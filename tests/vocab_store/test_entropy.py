@@ -7,9 +7,10 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vocab_store.entropy import direction, kendall_tau, measure, ngrams, word_bigrams, words
 
 
@@ -47,6 +48,7 @@ def test_table_1_leaves_out_what_all_inputs_share() -> None:
     assert word_bigrams([], []).delta_h == 0
 
 
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12))
 def test_tau_is_what_its_definition_says(pairs: list[tuple[int, int]]) -> None:
     def sign(a: int, b: int) -> int:

@@ -46,6 +46,8 @@ def test_required_ids_of_a_tokenizer_are_eos_specials_and_one_byte_tokens() -> N
     assert required.special_ids.tolist() == [0, 4]
     assert required.byte_ids.tolist() == [1, 3]
     assert required.ids.tolist() == [0, 1, 3, 4, 6]
+    with pytest.raises(ValueError, match="at least one EOS"):
+        RequiredIds.from_tokens(tokens, [])
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,6 @@ def test_a_map_without_required_ids_is_refused_by_name(absent: list[int], kind: 
     with pytest.raises(MissingIdsError, match=f"lacks {kind} token ids {absent[0]}") as caught:
         VocabSlice.make(ids, REQUIRED)
     assert (caught.value.kind, caught.value.ids) == (kind, tuple(absent))
-
-
-def test_a_model_without_an_eos_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one EOS"):
-        RequiredIds.of(V, eos_ids=[])
 
 
 @settings(max_examples=examples(300))

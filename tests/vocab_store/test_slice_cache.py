@@ -110,18 +110,6 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     assert device.seen_by(index, "s2", "a") == [0, 1, 11, 13]
 
 
-def test_who_is_not_there_is_not_known() -> None:
-    index = SliceCacheIndex(4)
-    static = task_slice(1, 2)
-    with pytest.raises(KeyError):
-        index.acquire("s", "a", static)
-    index.add_profile("a", static)
-    index.acquire("s", "a", static)
-    index.release("s")
-    with pytest.raises(KeyError):
-        index.release("s")
-
-
 def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
     """A request keeps the versions it began with (docs/DESIGN.md section 7)."""
     index = SliceCacheIndex(4)
@@ -132,6 +120,8 @@ def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
     assert not index.drop_profile("a@1")
     assert index.columns("s")[0].tolist() == [0, 1, 9]
     index.release("s")
+    with pytest.raises(KeyError):
+        index.release("s")
     assert index.drop_profile("a@1") and index.num_static_rows == new.num_ids
     with pytest.raises(KeyError):
         index.acquire("t", "a@1", old)

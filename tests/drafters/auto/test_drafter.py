@@ -185,30 +185,17 @@ def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
     assert np.array_equal(drafter.trust.evidence, then) and session.size == 12
 
 
-def test_a_step_that_was_taken_back_is_not_compared(corpus: Corpus) -> None:
-    drafter = AutoDrafter(corpus=corpus)
-    session = opened(drafter, [1, 2, 3], [5])
-    session.feedback(session.propose(4, 4), [])
-    session.rollback(0)
-    session.extend([9, 8])
-    assert drafter.trust.fit.num_steps == 0
-
-
-def test_an_end_says_nothing_of_the_corpus(corpus: Corpus) -> None:
-    """It is known from the corpus alone and never drafted: no way of drafting is better at it."""
+def test_neither_a_step_that_was_taken_back_nor_an_end_is_compared(corpus: Corpus) -> None:
+    """An end is known from the corpus and never drafted: no way of drafting is better at it."""
     drafter = AutoDrafter(corpus=corpus)
     session = opened(drafter, [1, 2, 3], [5, 6])
     assert drafter.trust.fit.num_tokens == 2
     session.extend(list(corpus.end_ids())[:1])
     assert drafter.trust.fit.num_tokens == 2
-
-
-def test_a_tasks_corpus_brings_its_own_trust(corpus: Corpus) -> None:
-    assert corpus.evidence.shape == (2, NUM_CELLS)
-    tuned, plain = AutoDrafter(corpus=corpus).trust, Trust()
-    assert not np.allclose(tuned.weights, plain.weights)
-    again = AutoDrafter(corpus=corpus, trust=plain)
-    assert again.trust is plain
+    session.feedback(session.propose(4, 4), [])
+    session.rollback(0)
+    session.extend([9, 8])
+    assert drafter.trust.fit.num_steps == 0
 
 
 def test_trust_is_kept_across_restarts(tmp_path: Path, corpus: Corpus) -> None:
@@ -227,23 +214,18 @@ def test_trust_is_kept_across_restarts(tmp_path: Path, corpus: Corpus) -> None:
     for row in rows:
         expected = (row["accepted"] + 1) / (row["offered"] + 2)
         assert row["chance"] == pytest.approx(expected, abs=0.02)
-    path.write_text('{"kind": "drafter trust"}')
-    with pytest.raises(CalibrationError):
-        restored.restore(path)
-    path.write_text("{")
-    with pytest.raises(CalibrationError):
-        restored.restore(path)
+    for text in ('{"kind": "drafter trust"}', "{"):
+        path.write_text(text)
+        with pytest.raises(CalibrationError):
+            restored.restore(path)
 
 
-def test_old_evidence_fades() -> None:
+def test_old_evidence_fades_and_a_trust_has_the_shape_of_its_cells() -> None:
     trust = Trust(memory=100.0)
     trust.evidence[:, 5] = (400.0, 400.0)
     trust.outcomes[:, 7] = (300.0, 10.0, 400.0)
     trust.update()
     assert trust.evidence[0, 5] == 200.0 and trust.outcomes[2, 7] == 200.0
-
-
-def test_a_trust_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="weights"):
         Trust(np.ones(3))
 
@@ -349,9 +331,11 @@ def test_what_a_step_without_the_corpus_would_have_brought_is_counted(corpus: Co
 
 def test_held_out_evidence_is_a_place_to_begin(corpus: Corpus) -> None:
     """What was held out fixes the weights and counts no more than any prior."""
-    trust = AutoDrafter(corpus=corpus).trust
+    assert corpus.evidence.shape == (2, NUM_CELLS)
+    trust, plain = AutoDrafter(corpus=corpus).trust, Trust()
     begun = trust.weights.copy()
-    assert trust.evidence.sum() == 0.0 and not np.allclose(begun, Trust().weights)
+    assert trust.evidence.sum() == 0.0 and not np.allclose(begun, plain.weights)
+    assert AutoDrafter(corpus=corpus, trust=plain).trust is plain
     cell = int(np.argmax(corpus.evidence[0]))
     assert corpus.evidence[0, cell] > 50.0
     trust.evidence[0, cell] += 100.0  # asked, and never right

@@ -7,17 +7,24 @@ import time
 
 import pytest
 
-from drafters.published.trie import TrieDrafter
+from drafters.published.trie import NGramTrie, TrieDrafter
 from tests.drafters.trees import paths
 
 A, B, C, D, E = range(5)
 CONTEXT = [A, B, C, D, A, B, E]
 
 
+def frequencies_of(trie: NGramTrie) -> dict[tuple[int, ...], int]:
+    """Every path with its frequency."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in trie.nodes[:2, 1:].T.tolist():
+        paths.append((*paths[parent], token))
+    return dict(zip(paths, trie.nodes[2].tolist(), strict=True))
+
+
 def test_the_worked_trie() -> None:
     # n = 4, L_p = 2: windows abcd, bcda, cdab, dabe, abe, be.
-    session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
-    frequencies = session.frequencies()
+    frequencies = frequencies_of(NGramTrie(CONTEXT, 4, 2))
     assert frequencies[(A, B, C, D)] == 1  # from abcd
     assert frequencies[(B, C, D)] == 2  # from abcd's sub-prefix and from bcda
     assert frequencies[(B, C, D, A)] == 1
@@ -46,12 +53,13 @@ def test_the_cut_keeps_what_fits_by_frequency() -> None:
     # Published code collapses a cut to 64 nodes to about 25; here it is exact and closed.
     rng = random.Random(1)
     context = [rng.randrange(6) for _ in range(400)]
-    session = TrieDrafter(num_draft=64).open(context)
+    drafter = TrieDrafter(num_draft=64)
+    session = drafter.open(context)
     session.extend(context[:1])
     tree = session.propose(64, 64)
     tree.validate()
     assert len(tree) == 64
-    frequencies = session.frequencies()
+    frequencies = frequencies_of(NGramTrie(context, drafter.n, drafter.prefix_length))
     found = [(context[0], *path) for path in paths(tree)]
     kept = [frequencies[path] for path in found]
     dropped = [
