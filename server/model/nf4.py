@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from drafters.json_text import parsed
@@ -153,4 +153,4 @@ def rounded(weight: torch.Tensor) -> Nf4:
     numbers = torch.bucketize(padded / back, edges).to(torch.uint8).flatten()[: values.shape[0]]
     numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[0] % 2))
     packed = (numbers[::2] << 4) | numbers[1::2]
-    return Nf4(found.shape, packed, levels, found.magnitudes, found.map, found.scales, found.offset)
+    return replace(found, numbers=packed)

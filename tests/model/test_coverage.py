@@ -29,7 +29,7 @@ def _params(test: Any) -> set[str]:
 
 
 COLUMNS: dict[str, Callable[[], set[str]]] = {
-    "CPU": lambda: _params(test_greedy.test_greedy_ids_are_those_of_generate),
+    "CPU": lambda: _params(test_greedy.test_greedy_ids_are_those_of_transformers),
     "CUDA": lambda: {families.model_type(name) for name in test_hf_equality.FAMILIES},
     "drafts": lambda: _params(test_family_engines),
     "slices": lambda: _params(test_family_engines),
@@ -37,9 +37,7 @@ COLUMNS: dict[str, Callable[[], set[str]]] = {
     "adapters": lambda: _params(
         test_families.test_a_saved_model_of_every_family_is_served_and_an_adapter_merged
     ),
-    "GGUF": lambda: _params(
-        test_gguf_families.test_a_file_of_floats_or_blocks_gives_transformers_logits
-    ),
+    "GGUF": lambda: _params(test_gguf_families.test_a_file_gives_transformers_logits_in_both_forms),
 }
 
 

@@ -211,8 +211,10 @@ def test_real_model(real_model_folder: Path) -> None:
     assert opened.eos_token_ids == (2,)
     module: Any = build_module(opened, torch.float32, torch.device("cpu"))
     tokenizer = Tokenizer.from_file(str(opened.tokenizer_file))
-    ids = tokenizer.encode("The capital of France is").ids
+    ids, text = (
+        tokenizer.encode(text).ids
+        for text in ("The capital of France is", " Paris.\n\nThe answer is: 201")
+    )
     with torch.inference_mode():
-        out = module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
-    text = tokenizer.decode(out[0, len(ids) :].tolist())
-    assert text == " Paris.\n\nThe answer is: 201"
+        likeliest = module(torch.tensor([[*ids, *text]])).logits[0].argmax(-1).tolist()
+    assert likeliest[len(ids) - 1 : -1] == text

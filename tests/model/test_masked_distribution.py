@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from tests.profiles import examples
 
 Path_ = tuple[int, ...]
 Ids = npt.NDArray[np.int64]
-Logits = Callable[[list[Path_]], torch.Tensor]
+Logits = Callable[[tuple[Path_, ...]], torch.Tensor]
 
 # Texts share beginnings, "the " is forced in one branch, and some ends are.
 GRAMMAR = GrammarSpec(
@@ -88,7 +88,7 @@ def enumerated(compiler: GrammarCompiler, spec: GrammarSpec, of: Logits, eos: in
             else:
                 allowed[path] = ids
         longer = dict[Path_, float]()
-        for (path, ids), every in zip(allowed.items(), of([*allowed]), strict=True):
+        for (path, ids), every in zip(allowed.items(), of((*allowed,)), strict=True):
             num_forced += ids.shape[0] == 1
             logits = every.double()[torch.from_numpy(ids)] / temperature
             kept = torch.topk(logits, min(top_k, ids.shape[0]) if top_k else ids.shape[0])
@@ -106,7 +106,8 @@ def enumerated(compiler: GrammarCompiler, spec: GrammarSpec, of: Logits, eos: in
 def last_logits(module: Any, prompt: Path_) -> Logits:
     """transformers' own, behind the prompt and each of some texts."""
 
-    def logits(texts: list[Path_]) -> torch.Tensor:
+    @cache
+    def logits(texts: tuple[Path_, ...]) -> torch.Tensor:
         if not texts:
             return torch.empty(0)
         ids = torch.tensor([[*prompt, *text] for text in texts])
@@ -182,13 +183,14 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
     temperature = 0.7  # not so hot that a wrong one changes little
     prompt = tuple(TOKENIZER.encode("The answer is").ids)
 
+    logits = last_logits(module, prompt)
     language, hotter = (
-        enumerated(compiler, GRAMMAR, last_logits(module, prompt), 0, top_k, degrees)
-        for degrees in (temperature, temperature * 1.4 / 1.1)
+        enumerated(compiler, GRAMMAR, logits, 0, top_k, degrees)
+        for degrees in (temperature, temperature * 1.4)
     )
     assert len(language.chances) > 6 and language.num_forced > 4
     found = []
-    for drafts, num in ((0, 800), (12, 240)):
+    for drafts, num in ((0, 480), (12, 120)):
         runner = cpu_runner(module, num_blocks=512)
         runner.info = replace(runner.info, eos_token_ids=(0,))
         engine = Engine(
@@ -202,7 +204,7 @@ def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
         found.append(texts)
         runner.close()
     check(language, found[0])
-    assert found[1] == found[0][:240], "drafts change no text, so their distribution is the same"
+    assert found[1] == found[0][:120], "drafts change no text, so their distribution is the same"
     flat = replace(language, chances=dict.fromkeys(language.chances, 1 / len(language.chances)))
     for wrong in (flat, hotter):
         with pytest.raises(AssertionError):
@@ -222,14 +224,14 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
     compiler = GrammarCompiler(load, runner.info.vocab_size)
     module: Any = AutoModelForCausalLM.from_pretrained(real_model_folder, dtype=torch.float32)
     prompt = tuple(tokenizer.encode("Is the sky blue? Answer with one word:").ids)
-    grammar = GrammarSpec("regex", " (yes|no|not (so|in)|a big no)")
+    grammar = GrammarSpec("regex", " (yes|not?)")
 
     language = enumerated(compiler, grammar, last_logits(module, prompt), eos[0], 0, 1.4)
     engine = Engine(
         runner, {"known": knowing(language, prompt)},
         EngineSettings(max_num_seqs=40, max_num_batched_tokens=512), grammars=compiler,
     )  # fmt: skip
-    num = max(240, examples(600))
+    num = max(120, examples(600))
     texts, accepted = drawn(engine, prompt, grammar, drafts=4, num=num, top_k=0, temperature=1.4)
     assert accepted
     check(language, texts)

@@ -69,7 +69,7 @@ class FullHead:
 
     def widen(self, vocab_size: int) -> None:
         """Give the logits room for ids past the head's own: -inf, until somebody puts them in."""
-        wide, logits = -(-vocab_size // LANES) * LANES, self._record.logits
+        wide, logits = padded(vocab_size), self._record.logits
         if wide > logits.shape[1]:
             wider = np.zeros((logits.shape[0], wide), np.float32)
             self._record = self._record._replace(logits=wider)

@@ -25,7 +25,7 @@ from server.model.adapter import check_adapter
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
 from server.model.cpu.draws import Draws, takes_argmax
-from server.model.cpu.head import FullHead, FullLogits, SlicedHead
+from server.model.cpu.head import FullHead, FullLogits, SlicedHead, padded
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import grown, new_work
 from server.model.cpu.records import (
@@ -63,10 +63,6 @@ VERIFY_ROWS = 48
 """Rows of one product of `verify`: bounds the memory of its logits (1 MB a row at 262,144 ids)."""
 
 
-def _value_width(shape: ModelShape) -> int:
-    return -(-shape.head_dim // LANES) * LANES
-
-
 def kv_bytes_per_block(shape: ModelShape, kv_dtype: str = "float32") -> int:
     """Bytes that one block of 16 slots takes in all layers: K and V, with their scales, or the
     inputs of short convolutions, which are float32. kv_dtype: a key of KV_TYPES."""
@@ -81,7 +77,7 @@ def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
     return Cache(
         kind,
         np.zeros((*planes, shape.head_dim, BLOCK_SIZE * size), np.uint8),
-        np.zeros((*planes, BLOCK_SIZE, _value_width(shape) * size), np.uint8),
+        np.zeros((*planes, BLOCK_SIZE, padded(shape.head_dim) * size), np.uint8),
         np.zeros((*planes, *scales), np.float32),
         np.zeros((*planes, *scales), np.float32),
         np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.kept_width), np.float32),
@@ -104,7 +100,7 @@ def _scratch(
     s = shape
     group = s.num_heads // s.num_kv_heads
     tile = group * tile_rows(group)
-    room = -(-max_model_len // LANES) * LANES + 4 * LANES + max_rows // LANES * LANES
+    room = padded(max_model_len) + 4 * LANES + max_rows // LANES * LANES
 
     def rows(width: int) -> Float32:
         return np.zeros((max_rows, width), np.float32)
@@ -124,7 +120,7 @@ def _scratch(
         hidden=rows(s.hidden_size),
         queries=np.zeros((threads, tile, s.head_dim), np.float32),
         scores=np.zeros((threads, tile, room), np.float32),
-        acc=np.zeros((threads, tile, _value_width(s) + LANES), np.float32),
+        acc=np.zeros((threads, tile, padded(s.head_dim) + LANES), np.float32),
     )
 
 
@@ -306,14 +302,17 @@ class CpuRunner:
         return result.drawn(time.perf_counter() - started, head_s)
 
     def embed(self, batch: Batch) -> Scratch:
-        """Fill x of the runner's own buffers with the rows' embeddings. No step may be in flight.
-        `embed` and `run_layer` are for measurements of what goes into products."""
-        self._embed(batch)
+        """Fill x of the runner's own buffers with the rows' embeddings, own ones of adapters
+        included. No step may be in flight."""
+        x = self._scratch.x
+        kernels.embed_rows(0, batch.num_rows, batch.token_ids, self._table, x, 1)
+        self._adapters.embed(batch, x)
         return self._scratch
 
     def run_layer(self, batch: Batch, layer: int) -> Scratch:
         """Compute one layer on x, which the layers before it have left. hidden is x with the final
-        norm: after the last layer, what the head is given. No step may be in flight."""
+        norm: after the last layer, what the head is given. No step may be in flight. For
+        measurements of what goes into products."""
         memory = (one_layer(self._positions, layer), self._cache, self._scratch)
         layers, adapters = one_layer(self._weights.layers, layer), self._adapters
         nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
@@ -389,7 +388,7 @@ class CpuRunner:
             self._head.fill(wanted, self._scratch.hidden)
             return
         if held is None and self._adapters.brings_embeddings(batch):
-            self._embed(batch)
+            self.embed(batch)
             self._bound(wanted)(*self._given(batch, wanted, embeds=False))
             return
         bound = self._bound(wanted)
@@ -418,12 +417,6 @@ class CpuRunner:
         rows = batch_rows(batch)
         spans = self._adapters.spans(batch)
         return embeds, batch.token_ids, rows, _ends(batch, rows), spans, wanted, self._work
-
-    def _embed(self, batch: Batch) -> None:
-        """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""
-        x = self._scratch.x
-        kernels.embed_rows(0, batch.num_rows, batch.token_ids, self._table, x, 1)
-        self._adapters.embed(batch, x)
 
     def _keep(self, batch: Batch, draw_keep: Int32) -> None:
         """Copy the hidden states of kept draws to their places."""

@@ -20,6 +20,7 @@ from server.model.cpu.generic import runner as generic_runner
 from server.model.cpu.generic.attention import StateStore
 from server.model.cpu.generic.runner import GenericRunner, generic_model
 from server.model.draws import batch_rows
+from server.model.families import FAMILIES
 from server.model.generic import is_generic
 from server.types import EngineSizes
 from server.wiring.model import served_model
@@ -45,7 +46,7 @@ def runner(
 ) -> Iterator[GenericRunner]:
     folder = tmp_path_factory.mktemp(request.param)
     _save(build(request.param), folder)
-    made = _built(folder)
+    made = _built(folder, threads=1)
     made.info = replace(made.info, name=request.param)
     yield made
     made.close()
@@ -55,6 +56,9 @@ def test_logits_are_those_of_transformers_in_chunks(runner: Any) -> None:
     against(runner, build(runner.info.name)).chunks(60, 37)
 
 
+# Windows and scaled logits; learned positions; recurrent layers; soft-capping. Any other model is
+# held to its bits when it is loaded (soundness.check_rows).
+@pytest.mark.parametrize("runner", ["cohere2", "gpt2", "qwen3_5_text", "vaultgemma"], indirect=True)
 def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
     runner: GenericRunner,
 ) -> None:
@@ -68,9 +72,9 @@ def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
 @pytest.mark.parametrize("name", ["cohere2", "gpt2", "phi", "qwen3_5_text"])
 def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> None:
     _save(build(name), tmp_path)
-    made: Any = _built(tmp_path)
+    made: Any = _built(tmp_path, threads=1)
     try:
-        asked = test_family_engines.requests()
+        asked = test_family_engines.requests()[:6]
         plain = asked, test_family_engines.alone(made, asked)
         test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(
             made, plain
@@ -94,41 +98,37 @@ def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(name: str, tmp_p
         np.testing.assert_allclose(got, merged, rtol=0.0, atol=atol)
 
 
-def test_torchs_threads_are_left_as_they_were(tmp_path: Path) -> None:
+def test_the_log_says_that_it_is_slower_and_torchs_threads_are_left_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def seen() -> int:
         """What a new thread of this process finds."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(torch.get_num_threads).result()
 
+    _save(build("phi"), tmp_path)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        _save(build("phi"), tmp_path)
-        made = _built(tmp_path)
+        with caplog.at_level(logging.WARNING, logger="server.model.build"):
+            made = _built(tmp_path)
         families.prefill(made, families.tokens(9, 1))
         assert (seen(), torch.get_num_threads()) == (3, 3)
         made.close()
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_log_says_that_it_is_slower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _save(build("phi"), tmp_path)
-    with caplog.at_level(logging.WARNING, logger="server.model.build"):
-        made = _built(tmp_path)
     assert made.info.kernel == "transformers"
     served = served_model(ModelConfig(name="tiny", path=str(tmp_path)), tmp_path, None)
     assert served.implementation == "transformers"
-    made.close()
     assert "transformers' own forward computes it, slower" in caplog.text
     with pytest.raises(UnsupportedModelError, match="int8 is for families"):
         _built(tmp_path, weights="int8")
 
 
 def test_a_family_is_never_generic() -> None:
-    for make in families.FAMILIES.values():
-        with torch.device("meta"):
-            assert not is_generic(make().config)
+    for kind, family in FAMILIES.items():
+        assert not is_generic({"architectures": [family.architecture], "model_type": kind})
+        assert not is_generic({"architectures": ["LlamaForCausalLM"], "model_type": kind})
 
 
 # --- recurrent states -----------------------------------------------------------------------------
@@ -140,12 +140,9 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
     """Few states, many sequences: what is lost is replayed, with the same bits; what is kept makes
     a step begin where it may."""
     _save(build("qwen3_5_text"), tmp_path)
-    made = _built(tmp_path)
     prompts = [families.tokens(n, n) for n in (40, 41, 42)]
-    want = [test_bits.one_by_one(made, ids, len(ids) - 1)[0] for ids in prompts]
     pages = Pages(64, seed=3)
     tables = [pages.sequence(len(ids)) for ids in prompts]
-    made.close()
     stores: list[StateStore] = []
 
     def few(_: int, sizes: Any) -> StateStore:
@@ -154,7 +151,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
 
     monkeypatch.setattr(generic_runner, "StateStore", few)
     for keep in (2, 7):
-        made = _built(tmp_path)
+        made = _built(tmp_path, threads=1)
         builder = BatchBuilder()
         for table, ids in zip(tables, prompts, strict=True):
             builder.add_rows(table, ids[:-1], 0)
@@ -168,6 +165,7 @@ def test_a_state_is_replayed_from_the_nearest_that_is_kept(
         num_replayed = (plan.seqs[:, 3] - plan.seqs[:, 2]).sum()
         assert num_replayed > 30 if keep < 7 else num_replayed == 0
         got = families.step(made, builder, rows)
+        want = [test_bits.one_by_one(made, ids, len(ids) - 1)[0] for ids in prompts]
         assert np.array_equal(got, np.stack(want))
         made.close()
 

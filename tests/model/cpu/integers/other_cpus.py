@@ -9,8 +9,11 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from drafters.target import TARGETS
-from server.model.cpu.integers.forms import FORMS
+from server.model.cpu.integers.forms import BY_NAME, FORMS
 from tests.processes import run_python
+
+MIXED_FORMS = [BY_NAME[name] for name in ("int8", "q8_0", "q5_1", "q5_k", "q6_k")]
+"""Forms that have between them all that any form is made of."""
 
 
 def said(module: str, code: str, cpu: str) -> str:
@@ -24,7 +27,8 @@ def compile_kernels(
     define: Callable[..., Any], triple: str, cpu: str, target: str, folder: str, runs: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Write what LLVM makes of every form's kernel, kernels.s, and kernels.o where that `runs`.
+    """Write what LLVM makes of every form's kernel, kernels.s and kernels.o, where that `runs`;
+    else kernels.s of MIXED_FORMS.
 
     define: puts a form's kernel into a module. triple, cpu: LLVM's words. target: ours. options: of
     the target machine."""
@@ -32,7 +36,7 @@ def compile_kernels(
 
     module = ir.Module("kernels")
     module.triple = triple
-    for form in FORMS:
+    for form in FORMS if runs else MIXED_FORMS:
         define(module, form).linkage = "external"
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

@@ -20,7 +20,7 @@ from server.model.cpu.records import NO_TILES, TILES
 from tests.model.cpu.integers import bochs, reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 from tests.model.cpu.integers.jobs import Job, job
-from tests.model.cpu.integers.other_cpus import compile_kernels, said
+from tests.model.cpu.integers.other_cpus import MIXED_FORMS, compile_kernels, said
 
 _JOBS = 0x1000000
 _SECTIONS = (
@@ -60,7 +60,7 @@ def _functions(assembly: str) -> dict[str, list[str]]:
 
 def test_tiles_are_multiplied_and_never_moved_out_of_the_way(compiled: Path) -> None:
     functions = _functions((compiled / "kernels.s").read_text())
-    for form in FORMS:
+    for form in MIXED_FORMS:
         # Parts of blocks that are multiplied at once: 4, and those of a block that is left over.
         parts = 1 if form.per_output else 4 + 32 // form.sub
         for tiles in (1, 2):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from drafters.target import TARGETS, chosen, runs_here
 from server.model.cpu.integers.forms import FORMS, PANEL
-from server.model.cpu.integers.weights import spread, spread_weights
+from server.model.cpu.integers.weights import Stored, spread, spread_weights
 from server.model.cpu.linear import new_work
-from server.model.cpu.records import INTEGER_KERNEL, ROW_SPAN, integer_kernel
+from server.model.cpu.records import INTEGER_KERNEL, ROW_SPAN, Float32, integer_kernel
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, largest, multiplied, stored
 from tests.model.cpu.integers.other_cpus import said
@@ -20,11 +19,17 @@ PATHS = ("x86-64", "avx2", "avx-vnni", "avx512", "avx512-vnni")
 """Targets of this architecture."""
 
 
+def _want(x: Float32, weights: Stored, factors: Float32 | None = None) -> Float32:
+    """The reference's product. factors: of `int8`, what inputs are spread with."""
+    rows = reference.inputs_of(x, per_row=weights.form.per_output, factors=factors)
+    return reference.product(rows, weights)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_products_have_the_references_bits_at_every_row_and_thread_count(name: str) -> None:
     weights = stored(name, 102, 512, seed=1)
     x = inputs(131, 512, seed=2)
-    want = reference.product(reference.inputs_of(x, per_row=weights.form.per_output), weights)
+    want = _want(x, weights)
     for rows in [*range(1, 15), 17, 24, 31, 38, 97, 131]:
         for threads in (1, 2):
             got = multiplied(x[:rows].copy(), [weights], threads)
@@ -32,22 +37,14 @@ def test_products_have_the_references_bits_at_every_row_and_thread_count(name: s
 
 
 @pytest.mark.parametrize("name", ["int8", "q8_0", "q4_0", "q4_1"])
-@pytest.mark.parametrize(("outputs", "width"), [(33, 100), (64, 48), (7, 32), (200, 1536)])
+@pytest.mark.parametrize(
+    ("outputs", "width"), [(33, 100), (64, 48), (7, 32), (200, 1536), (70, 192), (70, 224)]
+)
 def test_odd_sizes(name: str, outputs: int, width: int) -> None:
-    padded = -(-width // 32) * 32
-    weights = stored(name, outputs, padded, seed=3)
-    x = inputs(5, width, seed=4)
-    want = reference.product(reference.inputs_of(x, per_row=weights.form.per_output), weights)
-    assert np.array_equal(multiplied(x, [weights], 2), want)
-
-
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1"])
-@pytest.mark.parametrize("width", [32, 192, 224])
-def test_blocks_that_are_no_multiple_of_those_added_at_once(name: str, width: int) -> None:
-    weights = stored(name, 70, width, seed=21)
-    x = inputs(75, width, seed=22)
-    want = reference.product(reference.inputs_of(x, per_row=False), weights)
-    for rows in (16, 32, 40, 75):
+    """Also numbers of blocks that are no multiple of those that are added at once."""
+    weights, x = stored(name, outputs, -(-width // 32) * 32, seed=3), inputs(75, width, seed=4)
+    want = _want(x, weights)
+    for rows in (5, 16, 32, 40, 75):
         assert np.array_equal(multiplied(x[:rows].copy(), [weights], 2), want[:rows]), rows
 
 
@@ -58,7 +55,7 @@ def test_the_largest_numbers_overflow_no_sum(name: str, sign: int) -> None:
     x = np.full((7, 512), 3.0, np.float32)
     x[1] = -3.0
     x[2, ::2] = -3.0
-    want = reference.product(reference.inputs_of(x, per_row=weights.form.per_output), weights)
+    want = _want(x, weights)
     for rows in (1, 2, 3, 7):
         assert np.array_equal(multiplied(x[:rows].copy(), [weights]), want[:rows]), rows
 
@@ -91,7 +88,7 @@ def test_tiny_and_huge_activations() -> None:
     x[2] = np.float32(1e-45)
     x[3] = np.float32(3e38)
     x[4] = 0.0
-    want = reference.product(reference.inputs_of(x, per_row=False), weights)
+    want = _want(x, weights)
     assert np.array_equal(multiplied(x, [weights]), want, equal_nan=True)
 
 
@@ -115,7 +112,7 @@ def check_all(kernel: str) -> None:
     for seed, name in enumerate(NAMES):
         weights = stored(name, 70, 256, seed)
         x = inputs(19, 256, seed)
-        want = reference.product(reference.inputs_of(x, per_row=weights.form.per_output), weights)
+        want = _want(x, weights)
         for rows in (1, 2, 3, 7, 19):
             got = multiplied(x[:rows].copy(), [weights])
             assert np.array_equal(got, want[:rows]), (name, rows)
@@ -130,12 +127,12 @@ def check_spread(width: int) -> None:
     x = inputs(19, width, 3)
     padded = np.pad(x, ((0, 0), (0, factors.shape[0] - width)))
     assert np.array_equal(spread(x, factors), reference.spread(padded, factors))
-    want = reference.product(reference.inputs_of(x, per_row=True, factors=factors), weights)
+    want = _want(x, weights, factors)
     for threads in (1, 2):
         assert np.array_equal(multiplied(x, [weights], threads, factors), want)
 
 
-def _factors(width: int) -> npt.NDArray[np.float32]:
+def _factors(width: int) -> Float32:
     whole = -(-width // 32) * 32
     return np.exp(np.random.default_rng(width).normal(size=whole)).astype(np.float32)
 
