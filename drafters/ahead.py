@@ -135,12 +135,7 @@ def numba_type(hint: Any) -> Any:
     if hasattr(hint, "_fields"):
         hints = get_type_hints(hint, include_extras=True)
         items = [numba_type(hints[name]) for name in hint._fields]
-        alike = len(set(items)) == 1
-        return (
-            types.NamedUniTuple(items[0], len(items), hint)
-            if alike
-            else types.NamedTuple(items, hint)
-        )
+        return types.BaseTuple.from_types(items, hint)
     axes = 1
     if hasattr(hint, "__metadata__"):
         axes, hint = hint.__metadata__[0], hint.__origin__

@@ -114,16 +114,9 @@ def option(
     file: OptionFile | None = None,
 ) -> Any:
     """A field of an options dataclass; see Option. A file is never an option of requests."""
-    metadata = {
-        "help": help,
-        "key": key,
-        "ge": ge,
-        "le": le,
-        "in_requests": in_requests and file is None,
-        "counts_nodes": counts_nodes,
-        "file": file,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    in_requests = in_requests and file is None
+    told = Option("", key or "", str, default, (), ge, le, help, in_requests, counts_nodes, file)
+    return dataclasses.field(default=default, metadata={"option": told})
 
 
 @functools.cache
@@ -137,22 +130,16 @@ def options_of(kind: type) -> tuple[Option, ...]:
             parts = [part for part in typing.get_args(hint) if part is not type(None)]
             hint = parts[0] if len(parts) == 1 and field.default is None else None
         choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-        told = field.metadata
-        value = str if choices or told.get("file") is not None else hint
-        if "help" not in told or value not in _NOUNS or field.default is dataclasses.MISSING:
+        told: Option | None = field.metadata.get("option")
+        value = str if choices or (told is not None and told.file is not None) else hint
+        if told is None or value not in _NOUNS:
             raise TypeError(
                 f"{kind.__name__}.{field.name} is not an option: use drafters.options.option() on "
                 "an int, a float, a str or a Literal of strings"
             )
+        key = told.key or field.name
         found.append(
-            Option(
-                name=field.name,
-                key=told["key"] or field.name,
-                kind=value,
-                default=field.default,
-                choices=choices,
-                **{word: told[word] for word in told if word != "key"},
-            )
+            dataclasses.replace(told, name=field.name, key=key, kind=value, choices=choices)
         )
     return tuple(found)
 
